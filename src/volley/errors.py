@@ -1,0 +1,54 @@
+"""Every error volley raises at its public boundary. Each message names what was wrong and the remedy.
+
+VolleyError
+├── ConfigError         an option, key or value that volley does not know or cannot use   (also a ValueError)
+├── InputError          a prompt or request that cannot be served as it is                (also a ValueError)
+├── CheckpointError     a file that is truncated, incomplete or not what it claims to be
+├── MismatchError       a drafter that does not fit its target
+├── UnsupportedModelError   an architecture that cannot run losslessly on the paged cache
+├── CapacityError       a pool too small for a single request
+└── EndpointError       a remote endpoint that did not answer usefully
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class VolleyError(Exception):
+    """Base of all errors raised by volley."""
+
+
+class ConfigError(VolleyError, ValueError):
+    """An unknown or unusable option."""
+
+
+class InputError(VolleyError, ValueError):
+    """A prompt or request that cannot be served."""
+
+
+class CheckpointError(VolleyError):
+    """A checkpoint that cannot be read whole."""
+
+
+class MismatchError(VolleyError):
+    """A drafter trained for another target."""
+
+
+class UnsupportedModelError(VolleyError):
+    """A target whose architecture volley cannot run losslessly."""
+
+
+class CapacityError(VolleyError):
+    """The configured KV pool cannot hold even one request."""
+
+
+class EndpointError(VolleyError):
+    """A remote endpoint failed after all retries."""
+
+
+def unknown_key(what: str, key: str, known: Iterable[str]) -> ConfigError:
+    """The error for a key nobody reads; names the nearest known one."""
+    known = sorted(known)
+    near = difflib.get_close_matches(key, known, n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return ConfigError(f"unknown {what} {key!r}; {remedy}")

@@ -1,0 +1,215 @@
+"""Read and write drafter checkpoints in z-lab's format (a Qwen3 config, ``dflash_config``, safetensors weights)."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from volley.errors import CheckpointError, ConfigError, unknown_key
+
+ARCHITECTURE = "DFlashDraftModel"
+
+# Keys every Qwen3 config may carry that say nothing about how a drafter computes.
+_IGNORED_KEYS = {
+    "architectures", "attention_bias", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward",
+    "dtype", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "max_window_layers",
+    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
+    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+_DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Shape of a DFlash drafter; field names are the checkpoint's. Source: DFlash §4.1, §A.1."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    num_target_layers: int
+    block_size: int
+    """Largest block, anchor included."""
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    """0-based ids of the target's decoder layers whose outputs are tapped, in the order ``fc`` expects them; -1 is the
+    embedding, so ``(-1,)`` alone is the drafter without target features (DFlash Table 8)."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    max_position_embeddings: int = 40_960
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
+        problems = [
+            (self.block_size < 2, f"block_size is {self.block_size}; a block needs an anchor and at least one slot"),
+            (not self.target_layer_ids, "target_layer_ids is empty; name the target layers the drafter was trained on"),
+            (
+                any(not -1 <= i < self.num_target_layers for i in self.target_layer_ids),
+                f"target_layer_ids {list(self.target_layer_ids)} do not all lie in a target of "
+                f"{self.num_target_layers} layers",
+            ),
+            (
+                not 0 <= self.mask_token_id < self.vocab_size,
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}",
+            ),
+            (self.hidden_act != "silu", f"hidden_act {self.hidden_act!r} is not supported; drafters use 'silu'"),
+            (
+                len(self.layer_types) != self.num_hidden_layers,
+                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers",
+            ),
+            (
+                "sliding_attention" in self.layer_types and not self.sliding_window,
+                "layer_types has 'sliding_attention' but sliding_window is not set; give the window in tokens",
+            ),
+        ]
+        for wrong, message in problems:
+            if wrong:
+                raise ConfigError(f"drafter config: {message}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as z-lab writes it."""
+        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "qwen3",
+            "block_size": self.block_size,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+            },
+            "num_target_layers": self.num_target_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": rope,
+            "max_position_embeddings": self.max_position_embeddings,
+            "hidden_act": self.hidden_act,
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": self.sliding_window is not None,
+            "layer_types": list(self.layer_types),
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
+        """Parse a z-lab config; unknown and missing keys are errors that name them."""
+        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids"}
+        for key in raw:
+            if key not in own | _IGNORED_KEYS | {"dflash_config", "rope_parameters", "use_sliding_window"}:
+                raise unknown_key("drafter config key", key, own | {"dflash_config"})
+        if raw.get("attention_bias"):
+            raise ConfigError("drafter config: attention_bias is true; DFlash drafters have no attention bias")
+        dflash = raw.get("dflash_config")
+        if not isinstance(dflash, Mapping):
+            raise ConfigError("drafter config has no 'dflash_config'; is this a DFlash drafter in z-lab's format?")
+        for key in dflash:
+            if key not in _DFLASH_KEYS:
+                raise unknown_key("dflash_config key", key, _DFLASH_KEYS)
+        values = {key: raw[key] for key in own if key in raw}
+        rope = raw.get("rope_parameters") or {}
+        values.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
+        scaling = {k: v for k, v in (raw.get("rope_scaling") or rope).items() if k != "rope_theta"}
+        values["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+        values.update({key: dflash[key] for key in ("mask_token_id", "block_size") if key in dflash})
+        if "target_layer_ids" in dflash:
+            values["target_layer_ids"] = tuple(dflash["target_layer_ids"])
+        values["layer_types"] = tuple(raw.get("layer_types") or ())
+        if dflash.get("use_swa"):
+            values["layer_types"] = ("sliding_attention",) * int(raw.get("num_hidden_layers", 0))
+            values["sliding_window"] = dflash.get("swa_window_size", raw.get("sliding_window"))
+        if "sliding_attention" not in values["layer_types"]:
+            values["sliding_window"] = None
+        if dflash.get("causal"):
+            raise ConfigError("dflash_config.causal is true; drafters with causal blocks are not supported")
+        required = {name for name, f in cls.__dataclass_fields__.items() if f.default is f.default_factory}
+        missing = sorted(required - set(values))
+        if missing:
+            raise ConfigError(
+                f"drafter config lacks {', '.join(map(repr, missing))}; these cannot be guessed, "
+                "take them from the training run that made the checkpoint"
+            )
+        return cls(**values)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; give a folder with config.json and model.safetensors") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch or save the checkpoint again") from None
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Write a whole file or nothing: a temporary file beside it, then a rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, dict(metadata or {}))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file; a truncated one is a clear error."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; give a folder with config.json and model.safetensors") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or damaged ({error}); fetch or save the checkpoint again") from None
+
+
+def check_weights(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Refuse weights whose names or shapes are not exactly the model's."""
+    missing = sorted(set(expected) - set(found))
+    surplus = sorted(set(found) - set(expected))
+    if missing or surplus:
+        parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(surplus)}"] * bool(surplus)
+        raise CheckpointError(f"{path}: {'; '.join(parts)}; the weights and config.json do not belong together")
+    for name, tensor in expected.items():
+        if found[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(found[name].shape)}, config.json says {list(tensor.shape)}; "
+                "the weights and config.json do not belong together"
+            )

@@ -1,0 +1,171 @@
+"""The DFlash drafter: a few Qwen3-style layers that turn ``[anchor, MASK, …]`` into hidden states in one pass.
+
+Its context is not text but the target's own hidden states: ``C = RMSNorm(fc(taps))`` is projected by every layer's
+``k_proj`` and ``v_proj`` and cached (K/V injection, DFlash §4.1). Embedding and head are the target's. The module does not
+know where its keys and values live: the caller passes ``attend``, a dense mask in training, the page pool in serving.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from volley.models.checkpoint import (
+    DrafterConfig,
+    check_weights,
+    load_tensors,
+    read_json,
+    save_tensors,
+    write_atomically,
+)
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
+
+
+class Rotary:
+    """Cosines and sines by absolute position, always fp32: rounded frequencies erode acceptance with position."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+        self.source = Qwen3RotaryEmbedding(
+            Qwen3Config(
+                head_dim=config.head_dim,
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_attention_heads,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=rope,
+            )
+        )
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``positions [T]`` → cos and sin ``[T, 1, head_dim]`` in ``dtype``."""
+        if self.source.inv_freq.device != positions.device:
+            self.source.to(positions.device)
+        dummy = torch.empty(0, dtype=dtype, device=positions.device)
+        cos, sin = self.source(dummy, positions[None])
+        return cos[0, :, None], sin[0, :, None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of ``x [..., T, heads, d]`` in the half-split layout of Llama and Qwen."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, heads, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=False)
+        self.o_proj = nn.Linear(heads, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(self.q_norm(self.split_heads(self.q_proj(x))), cos, sin)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V ``[T, kv_heads, d]`` of block states or of context features: the same projections serve both."""
+        keys = rotate(self.k_norm(self.split_heads(self.k_proj(x))), cos, sin)
+        return keys, self.split_heads(self.v_proj(x))
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = DraftMLP(config)
+
+
+class Drafter(nn.Module):
+    """A drafter for one target. Weight names are z-lab's; there is no embedding and no head of its own."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config)
+
+    def window(self, layer: int) -> int | None:
+        """Tokens of context that ``layer`` attends to before the block, or ``None`` for all."""
+        return self.config.sliding_window if self.config.layer_types[layer] == "sliding_attention" else None
+
+    def context_kv(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """K and V ``[T, kv_heads, d]`` of every layer for tapped features ``[T, taps · H]`` at ``positions [T]``."""
+        context = self.hidden_norm(self.fc(features))
+        cos, sin = self.rotary(positions, context.dtype)
+        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
+
+    def forward(self, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states ``[T, H]`` for block embeddings ``[T, H]`` at absolute ``positions [T]``."""
+        hidden = embeddings
+        cos, sin = self.rotary(positions, hidden.dtype)
+        for index, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(hidden)
+            keys, values = layer.self_attn.keys_values(normed, cos, sin)
+            mixed = attend(index, layer.self_attn.queries(normed, cos, sin), keys, values)
+            hidden = hidden + layer.self_attn.o_proj(mixed.flatten(-2))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        output: Tensor = self.norm(hidden)
+        return output
+
+    @classmethod
+    def from_pretrained(cls, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> Self:
+        """Load a z-lab-format folder; every missing, unknown or misshapen weight is an error that names it."""
+        path = Path(path)
+        drafter = cls(DrafterConfig.from_json(read_json(path / "config.json")))
+        weights = load_tensors(path / "model.safetensors")
+        check_weights(path / "model.safetensors", drafter.state_dict(), weights)
+        drafter.load_state_dict(weights)
+        return drafter.to(dtype).eval()
+
+    def save_pretrained(self, path: Path | str) -> None:
+        """Write ``config.json`` and bf16 ``model.safetensors``, each atomically."""
+        import json
+
+        path = Path(path)
+        write_atomically(path / "config.json", json.dumps(self.config.to_json(), indent=2) + "\n")
+        weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.state_dict().items()}
+        save_tensors(path / "model.safetensors", weights, {"format": "pt"})
+
+

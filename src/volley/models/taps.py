@@ -1,0 +1,64 @@
+"""Tap the hidden states of chosen decoder layers with forward hooks, keeping nothing else."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from volley.errors import UnsupportedModelError
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a causal LM, first to last."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no list of decoder layers to tap; volley needs a decoder with `.layers`"
+        )
+    return layers
+
+
+class Taps:
+    """Collects the output of each layer in ``layer_ids`` (-1: the input of the first) during a forward pass.
+
+    Use as a context manager, or keep it alive for as long as the hooks shall fire; ``take()`` returns what the last
+    forward left, ``[..., len(layer_ids) · H]`` in the order of ``layer_ids``, and forgets it.
+    """
+
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        layers = decoder_layers(model)
+        self.layer_ids = tuple(layer_ids)
+        self._states: dict[int, Tensor] = {}
+        self._handles = [
+            layers[0].register_forward_pre_hook(self._input_hook, with_kwargs=True)
+            if index == -1
+            else layers[index].register_forward_hook(self._output_hook(index))
+            for index in set(self.layer_ids)
+        ]
+
+    def _input_hook(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._states[-1] = args[0] if args else kwargs["hidden_states"]
+
+    def _output_hook(self, index: int) -> Any:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            self._states[index] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    def take(self) -> Tensor:
+        states = [self._states[index] for index in self.layer_ids]
+        self._states = {}
+        return torch.cat(states, dim=-1)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self.close()

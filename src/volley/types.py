@@ -1,0 +1,172 @@
+"""What passes between the layers: sampling parameters, the ragged batch, verdicts and results."""
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from volley.errors import ConfigError
+
+if TYPE_CHECKING:
+    from volley.memory.kv_cache import BlockTable
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Names are OpenAI's where OpenAI has one.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``seed`` ``None`` draws one.
+    ``stop`` strings end the text before they appear in it; ``stop_token_ids`` add to the model's own end tokens, which
+    ``ignore_eos`` switches off. ``logprobs`` records the log-probability of each chosen token under the target's
+    unmodified distribution. ``draft_temperature`` (``None``: the same as ``temperature``) changes speed, never the law.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    draft_temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        stop = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        checks = [
+            ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number ≥ 0"),
+            ("top_k", self.top_k >= 0, "0 (keep all) or a positive count"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("stop", all(self.stop), "non-empty strings"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "a non-negative 63-bit integer"),
+            ("draft_temperature", self.draft_temperature is None or self.draft_temperature >= 0, "≥ 0, or None"),
+        ]
+        for name, good, want in checks:
+            if not good:
+                raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {want}")
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of tokens of one request at consecutive positions ``[start, start + length)``.
+
+    The segment's own keys and values are written into ``table`` before it attends. A causal token at position p sees
+    positions ``≤ p``; a bidirectional one sees the whole segment and everything before it.
+    """
+
+    table: "BlockTable"
+    start: int
+    length: int
+    causal: bool = True
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class RaggedBatch:
+    """Segments of many requests laid end to end: the input of every forward pass, of target and drafter alike.
+
+    ``token_ids`` and ``positions`` are ``[T]``; segment i owns rows ``offsets[i] : offsets[i + 1]``.
+    """
+
+    def __init__(self, segments: list[Segment], token_ids: Tensor) -> None:
+        self.segments = segments
+        self.token_ids = token_ids
+        self.offsets = [0]
+        for segment in segments:
+            self.offsets.append(self.offsets[-1] + segment.length)
+        assert self.offsets[-1] == len(token_ids), "token_ids must hold exactly the segments' tokens"
+        device = token_ids.device
+        if len(segments) == 1:
+            self.positions = torch.arange(segments[0].start, segments[0].end, device=device)
+        else:
+            self.positions = torch.cat([torch.arange(s.start, s.end) for s in segments]).to(device)
+        self.plans: dict[object, object] = {}
+        """What the attention backend worked out once for this batch and uses again in every layer."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Proposal:
+    """What the drafter proposes to follow one request's anchor.
+
+    ``token_ids`` ``[k]``; ``draft_probs`` ``[k, V]`` is the law each token was drawn from given the ones before it,
+    after temperature and truncation, or ``None`` when no such law is known (multi-step denoising) or needed (greedy).
+    """
+
+    token_ids: list[int]
+    draft_probs: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What verification keeps of one proposal: ``accepted`` draft tokens, then the target's own next token."""
+
+    accepted: int
+    token_ids: list[int]
+    """The accepted draft tokens followed by the bonus token: ``accepted + 1`` tokens."""
+
+
+@dataclass
+class GenerationStats:
+    """Where the time of one request went. Seconds are wall time of the steps the request took part in."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    accepted_lengths: list[int] = field(default_factory=list)
+    """Tokens gained by each decoding cycle, bonus token included: between 1 and the block size."""
+    block_sizes: list[int] = field(default_factory=list)
+    """Tokens verified by each decoding cycle, anchor included."""
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    time_to_first_token: float = 0.0
+    total_seconds: float = 0.0
+    preemptions: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ: mean tokens gained per target pass, bonus token included; 1.0 is plain decoding."""
+        return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 1.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Output tokens after the first, per second after the first token."""
+        seconds = self.total_seconds - self.time_to_first_token
+        return (self.output_tokens - 1) / seconds if seconds > 0 and self.output_tokens > 1 else 0.0
+
+
+@dataclass
+class GenerationResult:
+    """One finished request."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: GenerationStats
+    logprobs: list[float] | None = None
+    """Log-probability (natural) of each output token, if asked for."""
+
+
+@dataclass
+class TextChunk:
+    """A piece of streamed text. ``from_draft`` tells whether the drafter had proposed its tokens."""
+
+    text: str
+    token_ids: list[int]
+    from_draft: bool
