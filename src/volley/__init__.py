@@ -1,0 +1,22 @@
+"""volley: lossless block-diffusion speculative decoding."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from volley.engine.engine import Engine
+    from volley.models.drafter import Drafter
+    from volley.models.target import Target
+    from volley.types import GenerationResult, GenerationStats, SamplingParams, TextChunk
+
+__all__ = ["Drafter", "Engine", "GenerationResult", "GenerationStats", "SamplingParams", "Target", "TextChunk"]
+__version__ = "0.1.0"
+
+_HOMES = {"Engine": "volley.engine.engine", "Drafter": "volley.models.drafter", "Target": "volley.models.target"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use, so that ``volley --help`` does not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'volley' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "volley.types")), name)

@@ -1,0 +1,139 @@
+"""transformers' own ``generate`` as a peer: plain, prompt lookup, and its DFlash speculation on the same weights.
+
+transformers has no class for z-lab's checkpoints, but one of the same architecture under another name and layout: a
+drafter is handed over by building that class and renaming two weights.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from volley.bench.measure import Outcome, Runner
+from volley.bench.tasks import Case
+from volley.models.drafter import Drafter
+from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams
+
+LOOKUP_TOKENS = 10
+_RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+
+
+class _Listener(BaseStreamer):  # type: ignore[misc]
+    """Notes when the first token came and how many came at once; ``generate`` hands the prompt over first."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.first = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.sizes.append(value.numel())
+        if len(self.sizes) == 2:
+            self.first = time.perf_counter()
+
+    def end(self) -> None: ...
+
+
+def transformers_runners(
+    path: str,
+    drafter: Drafter | None,
+    stop_token_ids: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> tuple[dict[Case, Runner], list[str]]:
+    """Runners for what transformers can do with these weights, and a note on each thing it cannot."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    runners = {
+        Case("transformers"): _runner(model, stop_token_ids, {}),
+        Case("transformers-lookup"): _runner(model, stop_token_ids, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+    }
+    if drafter is None:
+        return runners, ["transformers-dflash: there is no drafter to hand over"]
+    try:
+        assistant = to_transformers(drafter).to(device=device, dtype=dtype).eval()
+    except (ImportError, ValueError, RuntimeError) as error:
+        return runners, [f"transformers-dflash: {error}"]
+    dflash = _runner(model, stop_token_ids, {"assistant_model": assistant, "speculation_type": "dflash"})
+    try:
+        dflash([[0, 1]], SamplingParams(max_tokens=assistant.config.block_size + 2))
+    except Exception as error:  # whatever another library raises is a fact to report, not ours to pass on
+        return runners, [f"transformers-dflash: generate failed on this target: {type(error).__name__}: {error}"]
+    runners[Case("transformers-dflash", assistant.config.block_size)] = dflash
+    return runners, []
+
+
+def to_transformers(drafter: Drafter) -> PreTrainedModel:
+    """The drafter as the class that transformers' DFlash generation drives; ``ValueError`` if it cannot be."""
+    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+    config = drafter.config
+    if -1 in config.target_layer_ids:
+        raise ValueError("transformers taps decoder layers only, not the embedding (tap -1)")
+    theirs = MuseGlimmerAssistantConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
+        max_position_embeddings=config.max_position_embeddings,
+        sliding_window=config.sliding_window or config.max_position_embeddings,
+        layer_types=list(config.layer_types),
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=list(config.target_layer_ids),
+    )
+    theirs._attn_implementation = "sdpa"
+    model = MuseGlimmerAssistantModel(theirs)
+    model.load_state_dict({_RENAMED.get(name, name): weight for name, weight in drafter.state_dict().items()})
+    return model
+
+
+def _runner(model: PreTrainedModel, stop_token_ids: Sequence[int], how: dict[str, Any]) -> Runner:
+    def run(prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
+        assert len(prompts) == 1, "transformers speculates for one prompt at a time"
+        input_ids = torch.tensor([prompts[0]], device=model.device)
+        streamer = _Listener()
+        torch.manual_seed(params.seed or 0)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            output = model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=params.max_tokens,
+                eos_token_id=None if params.ignore_eos else sorted(stop_token_ids) or None,
+                pad_token_id=0,
+                streamer=streamer,
+                **_law(params),
+                **how,
+            )
+        seconds = time.perf_counter() - started
+        token_ids = output[0, len(prompts[0]) :].tolist()
+        stats = GenerationStats(
+            prompt_tokens=len(prompts[0]),
+            output_tokens=len(token_ids),
+            accepted_lengths=streamer.sizes[2:],
+            time_to_first_token=(streamer.first or started + seconds) - started,
+            total_seconds=seconds,
+        )
+        reason: FinishReason = "stop" if token_ids and token_ids[-1] in stop_token_ids else "length"
+        return Outcome([GenerationResult("", token_ids, reason, stats)], seconds)
+
+    return run
+
+
+def _law(params: SamplingParams) -> dict[str, Any]:
+    """The same sampling parameters in transformers' words."""
+    if params.temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+    return {
+        "do_sample": True,
+        "temperature": params.temperature,
+        "top_k": params.top_k or None,
+        "top_p": params.top_p,
+        "min_p": params.min_p or None,
+    }

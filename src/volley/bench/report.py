@@ -1,0 +1,248 @@
+"""Sum up the records of a benchmark: one ``Summary`` per dataset, temperature and case; table, Markdown and JSON."""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
+
+from volley.bench.measure import Measurements, Record
+from volley.bench.tasks import PLAIN, BenchConfig, Case
+from volley.models.checkpoint import write_atomically
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        values = sorted(values)
+        if len(values) < 2:
+            only = values[0] if values else 0.0
+            return cls(only, only, only)
+        low, _, high = quantiles(values, n=4, method="inclusive")
+        return cls(median(values), low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one case did on one dataset at one temperature. Speeds count tokens and time after the first token."""
+
+    dataset: str
+    temperature: float
+    case: Case
+    runs: int
+    tokens_per_second: Spread
+    """Over repeats; within a repeat all tokens by all seconds."""
+    end_to_end_tokens_per_second: float
+    speedup: float
+    """Plain decoding's time for a token by this case's, all prompts and repeats together."""
+    speedup_per_prompt: Spread
+    """The same ratio of each single run to the plain run of the same prompt beside it."""
+    acceptance_length: float
+    """τ: tokens per verified block, bonus token included."""
+    draft_ms: float
+    """Per cycle, like ``verify_ms`` and ``cycle_ms``; ``cycle_ms`` is wall time, so it includes what neither covers."""
+    verify_ms: float
+    cycle_ms: float
+    first_token_ms: Spread
+    identical: float | None
+    acceptance_by_position: list[float] = field(default_factory=list)
+    """Share of cycles that accepted at least k draft tokens, k = 1 … B − 1."""
+    histogram: dict[int, int] = field(default_factory=dict)
+    """Cycles by accepted length."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of τ that becomes speed: speedup ÷ τ. 1 would be free drafting and verification."""
+        return self.speedup / self.acceptance_length if self.acceptance_length else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "efficiency": self.efficiency, "label": self.case.label}
+
+
+def summarise(records: list[Record]) -> list[Summary]:
+    """Summaries in the order of the records; with several datasets, those of all together last."""
+    datasets = list(dict.fromkeys(record.dataset for record in records))
+    summaries = []
+    for dataset in datasets + [ALL] * (len(datasets) > 1):
+        chosen = [record for record in records if dataset in (ALL, record.dataset)]
+        for temperature in dict.fromkeys(record.temperature for record in chosen):
+            alike = [record for record in chosen if record.temperature == temperature]
+            plain = {_place(record): record for record in alike if record.case == PLAIN}
+            for case in dict.fromkeys(record.case for record in alike):
+                runs = [record for record in alike if record.case == case]
+                summaries.append(_summarise(dataset, temperature, case, runs, plain))
+    return summaries
+
+
+def _place(record: Record) -> tuple[str, str, int]:
+    return record.dataset, record.prompt, record.repeat
+
+
+def _rate(records: Iterable[Record]) -> float:
+    """Tokens per second after the first token."""
+    records = list(records)
+    seconds = sum(record.decode_seconds for record in records)
+    return sum(record.decode_tokens for record in records) / seconds if seconds > 0 else 0.0
+
+
+def _summarise(
+    dataset: str, temperature: float, case: Case, runs: list[Record], plain: dict[tuple[str, str, int], Record]
+) -> Summary:
+    beside = [plain[_place(record)] for record in runs]
+    ratios = [
+        _rate([run]) / _rate([other])
+        for run, other in zip(runs, beside, strict=True)
+        if run.decode_tokens > 0 and _rate([other]) > 0
+    ]
+    lengths = [n for record in runs for n in record.accepted_lengths]
+    cycles = sum(record.cycles for record in runs)
+    identical = [record.identical for record in runs if record.identical is not None]
+    per_cycle: Callable[[float], float] = lambda seconds: 1000 * seconds / cycles if cycles else 0.0  # noqa: E731
+    return Summary(
+        dataset=dataset,
+        temperature=temperature,
+        case=case,
+        runs=len(runs),
+        tokens_per_second=Spread.of(
+            _rate(record for record in runs if record.repeat == repeat) for repeat in {record.repeat for record in runs}
+        ),
+        end_to_end_tokens_per_second=sum(r.output_tokens for r in runs) / sum(r.seconds for r in runs),
+        speedup=_rate(runs) / _rate(beside) if _rate(beside) else 0.0,
+        speedup_per_prompt=Spread.of(ratios),
+        acceptance_length=sum(lengths) / len(lengths) if lengths else 1.0,
+        draft_ms=per_cycle(sum(record.draft_seconds for record in runs)),
+        verify_ms=per_cycle(sum(record.verify_seconds for record in runs)),
+        cycle_ms=per_cycle(sum(record.decode_seconds for record in runs)),
+        first_token_ms=Spread.of(1000 * record.first_token_seconds for record in runs),
+        identical=sum(identical) / len(identical) if identical else None,
+        acceptance_by_position=_acceptance_by_position(runs),
+        histogram={n: lengths.count(n) for n in sorted(set(lengths))},
+    )
+
+
+def _acceptance_by_position(runs: list[Record]) -> list[float]:
+    cycles = [pair for r in runs for pair in zip(r.accepted_lengths, r.block_sizes, strict=False)]
+    shares = []
+    for position in range(1, max((size for _, size in cycles), default=1)):
+        tried = [accepted for accepted, size in cycles if size > position]
+        shares.append(sum(accepted > position for accepted in tried) / len(tried))
+    return shares
+
+
+COLUMNS: dict[str, Callable[[Summary], str]] = {
+    "dataset": lambda s: s.dataset,
+    "T": lambda s: f"{s.temperature:g}",
+    "decoding": lambda s: s.case.label,
+    "tokens/s": lambda s: f"{s.tokens_per_second.median:.1f}",
+    "speedup": lambda s: f"{s.speedup:.2f}",
+    "median per prompt (quartiles)": lambda s: str(s.speedup_per_prompt),
+    "τ": lambda s: f"{s.acceptance_length:.2f}",
+    "efficiency": lambda s: f"{s.efficiency:.2f}" if s.case.name == "volley" else "",
+    "T_draft ms": lambda s: f"{s.draft_ms:.2f}" if s.draft_ms else "",
+    "T_verify ms": lambda s: f"{s.verify_ms:.2f}" if s.case.name == "volley" else "",
+    "cycle ms": lambda s: f"{s.cycle_ms:.2f}" if s.cycle_ms else "",
+    "TTFT ms": lambda s: f"{s.first_token_ms.median:.1f}",
+    "identical": lambda s: "" if s.identical is None or s.case == PLAIN else f"{100 * s.identical:.2f} %",
+}
+
+
+def to_markdown(summaries: list[Summary]) -> str:
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(cell(summary) for cell in COLUMNS.values()) + " |" for summary in summaries]
+    return "\n".join(lines) + "\n"
+
+
+def to_table(summaries: list[Summary]) -> "Table":
+    from rich.table import Table
+
+    table = Table()
+    for number, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if number in (0, 2) else "right")
+    for before, summary in zip([None, *summaries], summaries, strict=False):
+        if before is not None and (before.dataset, before.temperature) != (summary.dataset, summary.temperature):
+            table.add_section()
+        table.add_row(*(cell(summary) for cell in COLUMNS.values()))
+    return table
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """What the numbers were measured on."""
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    return {
+        "cpu": _cpu_model(),
+        "logical_cores": os.cpu_count(),
+        "threads": threads,
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        **{package: installed(package) for package in ("torch", "transformers")},
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished (or interrupted) benchmark."""
+
+    config: BenchConfig
+    measurements: Measurements
+    machine: dict[str, Any]
+    models: dict[str, str]
+    """What was run: names of target and drafter, data type, device."""
+
+    @property
+    def summaries(self) -> list[Summary]:
+        return summarise(self.measurements.records)
+
+    def to_json(self) -> dict[str, Any]:
+        measured = self.measurements
+        return {
+            "partial": measured.partial,
+            "machine": self.machine,
+            "models": self.models,
+            "config": asdict(self.config),
+            "notes": measured.notes,
+            "peak_memory_bytes": measured.peak_memory_bytes,
+            "summaries": [summary.to_json() for summary in self.summaries],
+            "records": [asdict(record) for record in measured.records],
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write ``report.json``, ``report.md`` and ``report.html``."""
+        from volley.bench.html import to_html
+
+        write_atomically(folder / "report.json", json.dumps(self.to_json(), indent=1, default=str) + "\n")
+        write_atomically(folder / "report.md", to_markdown(self.summaries))
+        write_atomically(folder / "report.html", to_html(self))

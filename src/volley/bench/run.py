@@ -1,0 +1,52 @@
+"""A whole benchmark: load the workload, set up the cases on an engine and the peers beside it, measure, report."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from volley.bench.measure import Record, Runner, engine_runner, measure
+from volley.bench.report import Report, machine
+from volley.bench.tasks import BenchConfig, Case
+from volley.prompts import Message
+
+if TYPE_CHECKING:
+    from volley.engine.engine import Engine
+
+
+def run_bench(
+    engine: "Engine",
+    config: BenchConfig,
+    models: dict[str, str],
+    progress: Callable[[Record, int, int], None] | None = None,
+) -> Report:
+    """Measure ``engine`` as ``config`` says. ``models`` names what it runs; peers load the same ``models["path"]``.
+
+    The engine's block size and denoising steps are put back afterwards.
+    """
+    workload = config.load()
+    before = engine.block_size, engine.denoising_steps
+    drafter = engine.drafter
+    cases = config.cases(drafter.config.block_size if drafter is not None else None)
+    runners: dict[Case, Runner] = {case: engine_runner(engine, case) for case in cases}
+    notes: list[str] = []
+    target = engine.target
+    if config.against:
+        from volley.bench.peers import transformers_runners
+
+        peers, notes = transformers_runners(
+            models["path"], drafter, sorted(target.stop_token_ids), target.dtype, target.device
+        )
+        runners |= peers
+
+    def encode(messages: list[Message]) -> list[int]:
+        return engine.encode(messages[-1]["content"] if config.raw else messages)
+
+    try:
+        measured = measure(config, workload, encode, runners, progress)
+    finally:
+        engine.block_size, engine.denoising_steps = before
+    measured.notes += notes
+    facts = {name: value for name, value in models.items() if name != "path"}
+    facts |= {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
+    return Report(config, measured, machine(torch.get_num_threads()), facts)

@@ -1,0 +1,103 @@
+"""What a benchmark measures: the workload (datasets, temperatures, lengths) and the cases that run on it in turn."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from volley.errors import ConfigError, unknown_key
+from volley.prompts import Conversation, load_prompts
+
+if TYPE_CHECKING:
+    from volley.types import SamplingParams
+
+PEERS = ("transformers", "transformers-lookup", "transformers-dflash")
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """One way to decode. ``name`` is ``plain``, ``volley`` or a peer; sizes are 1 where volley drafts nothing."""
+
+    name: str
+    block_size: int = 1
+    denoising_steps: int = 1
+
+    @property
+    def label(self) -> str:
+        if self.name != "volley":
+            return self.name
+        return f"B={self.block_size}" + (f" S={self.denoising_steps}" if self.denoising_steps > 1 else "")
+
+
+PLAIN = Case("plain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """A benchmark. Every case sees every prompt at every temperature, ``repeats`` times, taking turns."""
+
+    datasets: tuple[str, ...] = ("gsm8k", "humaneval", "mt-bench")
+    """Names of datasets, or JSONL files of prompts or turns."""
+    data_dir: Path | None = None
+    """Folder with the datasets' files (gsm8k_test.jsonl and so on); without it they come from the hub."""
+    num_prompts: int = 8
+    """Conversations taken from each dataset."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """0 is greedy."""
+    block_sizes: tuple[int, ...] = ()
+    """Block sizes to try; empty: the drafter's own."""
+    denoising_steps: tuple[int, ...] = (1,)
+    """Denoising steps to try with each block size."""
+    concurrency: int = 1
+    """Prompts decoded at once."""
+    max_tokens: int = 128
+    """Longest answer."""
+    repeats: int = 3
+    """Times that everything is measured."""
+    seed: int = 0
+    """Seed of sampled answers; each repeat adds one."""
+    against: tuple[str, ...] = ()
+    """Peers: ``transformers`` is its own generate, plain and with each speculation it offers."""
+    raw: bool = False
+    """Send prompts without the chat template."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "concurrency", "max_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("datasets", "temperatures", "denoising_steps"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty; give at least one")
+        if any(size < 2 for size in self.block_sizes):
+            raise ConfigError(
+                f"block sizes are {self.block_sizes}; a block needs 2 or more, and plain is always measured"
+            )
+        if any(steps < 1 for steps in self.denoising_steps):
+            raise ConfigError(f"denoising steps are {self.denoising_steps}; each must be at least 1")
+        for peer in self.against:
+            if peer != "transformers":
+                raise unknown_key("peer", peer, ("transformers",))
+        if self.against and self.concurrency > 1:
+            raise ConfigError("transformers speculates for one prompt at a time; measure against it with concurrency 1")
+        if any(temperature < 0 for temperature in self.temperatures):
+            raise ConfigError(f"temperatures are {self.temperatures}; each must be 0 or more")
+
+    def load(self) -> dict[str, list[Conversation]]:
+        """The conversations of every dataset, keyed by its short name."""
+        return {
+            Path(name).stem if name.endswith(".jsonl") else name: load_prompts(name, self.data_dir, self.num_prompts)
+            for name in self.datasets
+        }
+
+    def params(self, temperature: float, repeat: int) -> "SamplingParams":
+        from volley.types import SamplingParams
+
+        return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed + repeat)
+
+    def cases(self, drafter_block_size: int | None) -> list[Case]:
+        """Plain decoding, then every block size and step count; plain alone when there is no drafter."""
+        if drafter_block_size is None:
+            if self.block_sizes:
+                raise ConfigError("block sizes were given but there is no drafter; name one, or leave them out")
+            return [PLAIN]
+        sizes = self.block_sizes or (drafter_block_size,)
+        return [PLAIN, *(Case("volley", size, steps) for size in sizes for steps in self.denoising_steps)]

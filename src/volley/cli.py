@@ -1,0 +1,278 @@
+"""The command line: one subcommand a leaf. Heavy imports happen inside the commands, so ``--help`` is instant."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from volley.bench.tasks import BenchConfig
+from volley.errors import ConfigError, VolleyError
+from volley.options import expand
+from volley.prompts import load_prompts
+from volley.train.collect import CollectConfig, Progress
+from volley.train.options import TrainConfig
+
+if TYPE_CHECKING:
+    from volley.bench.measure import Record
+    from volley.console import Comparison
+    from volley.engine.engine import Engine
+    from volley.train.collect import Source
+
+app = typer.Typer(
+    name="volley",
+    help="Lossless block-diffusion speculative decoding: train drafters, measure them, decode with them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Target = Annotated[str | None, typer.Option(help="Target: folder or hub name; by default the bundled one.")]
+DrafterPath = Annotated[
+    str | None,
+    typer.Option(help="Drafter: folder, or 'none' for plain decoding; the bundled target comes with its own."),
+]
+Dtype = Annotated[Literal["bfloat16", "float32", "float16"], typer.Option(help="Data type of both models.")]
+Device = Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens verified a cycle, anchor included; 1 is plain decoding.")]
+Steps = Annotated[int, typer.Option(help="Denoising passes of the drafter for each block.")]
+
+
+def load_engine(
+    target: str | None,
+    drafter: str | None,
+    dtype: str,
+    device: str,
+    threads: int | None,
+    **options: Any,
+) -> "Engine":
+    """The engine the common options describe."""
+    import torch
+    from transformers.utils import logging
+
+    from volley.engine.engine import Engine
+
+    logging.disable_progress_bar()
+    if threads is not None:
+        if threads < 1:
+            raise ConfigError(f"threads is {threads}; it must be at least 1")
+        torch.set_num_threads(threads)
+    chosen = {} if drafter is None else {"drafter": None if drafter == "none" else drafter}
+    return Engine.from_pretrained(target, dtype=getattr(torch, dtype), device=device, **chosen, **options)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
+    ] = None,
+    target: Target = None,
+    drafter: DrafterPath = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    threads: Threads = None,
+    block_size: BlockSize = None,
+    denoising_steps: Steps = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="With it, the same answer is drawn again.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
+    ] = False,
+) -> None:
+    """Answer a prompt, or a file of them.
+
+    On a terminal, text that the drafter had proposed is coloured. Statistics go to standard error.
+    """
+    if (prompt is None) == (prompts is None):
+        raise ConfigError("give either a prompt or --prompts FILE")
+    conversations = load_prompts(prompts) if prompts is not None else []
+    from volley import console
+    from volley.types import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+    )
+    if compare and prompts is not None:
+        raise ConfigError("--compare looks at one prompt; for many, use volley bench")
+    engine = load_engine(
+        target, drafter, dtype, device, threads, block_size=block_size, denoising_steps=denoising_steps
+    )
+    out, errors = console.stdout(), console.stderr()
+    if prompts is not None:
+        for conversation, messages, results in console.answer_all(engine, conversations, params, raw=raw):
+            row = {
+                "id": conversation.id,
+                "messages": messages,
+                "finish_reason": results[-1].finish_reason,
+                "acceptance_length": [result.stats.acceptance_length for result in results],
+            }
+            print(json.dumps(row, ensure_ascii=False))
+            errors.print(f"{conversation.id}: {console.describe(results[-1])}")
+        return
+    asked: Any = prompt if raw else [{"role": "user", "content": prompt}]
+    result = console.stream(engine, asked, params, out)
+    errors.print(console.describe(result))
+    if compare:
+        _print_comparison(console.compare(engine, asked, params), greedy=temperature == 0)
+
+
+def _print_comparison(compared: "Comparison", *, greedy: bool) -> None:
+    from volley import console
+
+    errors = console.stderr()
+    errors.print(console.comparison_table({"this": compared}))
+    if compared.identical:
+        errors.print("The tokens were identical to plain decoding's.")
+    elif greedy:
+        errors.print("The tokens were NOT identical to plain decoding's: this is a bug, please report it.")
+        raise typer.Exit(1)
+    else:
+        errors.print("Sampled answers differ from plain decoding's; their law is the same.")
+
+
+@app.command()
+def demo(threads: Threads = None, dtype: Dtype = "bfloat16") -> None:
+    """Decode three prompts with the bundled pair: τ, speed against plain decoding, and that tokens were identical."""
+    from volley import console
+
+    engine = load_engine(None, None, dtype, "cpu", threads)
+    if not console.demo(engine, console.stdout()):
+        raise typer.Exit(1)
+
+
+@app.command()
+@expand
+def bench(
+    config: BenchConfig,
+    target: Target = None,
+    drafter: DrafterPath = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    threads: Threads = None,
+    out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
+) -> None:
+    """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps what was measured."""
+    engine = load_engine(target, drafter, dtype, device, threads)
+    from volley import console
+    from volley.bench.report import to_table
+    from volley.bench.run import run_bench
+    from volley.engine.engine import REFERENCE
+
+    models = {
+        "target": target or "bundled",
+        "drafter": drafter or ("bundled" if target is None else "none"),
+        "path": target or str(REFERENCE / "target"),
+    }
+    errors = console.stderr()
+
+    def progress(record: "Record", done: int, total: int) -> None:
+        line = f"{done}/{total} {record.dataset} T={record.temperature:g} {record.prompt}"
+        errors.print(line, end="\r" if errors.is_terminal else "\n", overflow="ellipsis", no_wrap=True)
+
+    report = run_bench(engine, config, models, progress)
+    report.save(out)
+    console.stdout().print(to_table(report.summaries))
+    for note in report.measurements.notes:
+        errors.print(note)
+    errors.print(f"{'Interrupted; what was measured is' if report.measurements.partial else 'Written'} in {out}/")
+    if report.measurements.partial:
+        raise typer.Exit(130)
+
+
+@app.command()
+@expand
+def collect(
+    config: CollectConfig,
+    target: Target = None,
+    drafter: DrafterPath = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    threads: Threads = None,
+    batch: Annotated[int, typer.Option(help="Prompts handed to the engine at once.")] = 256,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="OpenAI-compatible endpoint (http://host:8000/v1) instead of the engine; may be repeated."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model to ask of the endpoint; by default the one it has.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight at the endpoint.")] = 16,
+    retries: Annotated[int, typer.Option(help="Further attempts for a request that fails.")] = 6,
+    api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
+) -> None:
+    """Collect the target's own responses to prompts: what volley train learns from. Run again to resume."""
+    from volley import console
+    from volley.train.collect import EngineSource
+    from volley.train.collect import collect as run
+
+    source: Source
+    if endpoint:
+        if target is not None or drafter is not None:
+            raise ConfigError(
+                "--endpoint answers by itself; leave --target and --drafter out (--model names its model)"
+            )
+        from volley.train.endpoint import EndpointSource
+
+        key = os.environ.get(api_key_env)
+        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries)
+    else:
+        if batch < 1:
+            raise ConfigError(f"batch is {batch}; it must be at least 1")
+        engine = load_engine(target, drafter, dtype, device, threads)
+        source = EngineSource(engine, target or "bundled", config.thinking, batch, engine.target.context_length)
+    errors = console.stderr()
+    shown = {"at": 0.0}
+
+    def report(now: Progress) -> None:
+        if now.seconds - shown["at"] >= (0.2 if errors.is_terminal else 10):
+            shown["at"] = now.seconds
+            errors.print(_progress_line(now), end="\r" if errors.is_terminal else "\n")
+
+    end = run(config, source, report)
+    errors.print(_progress_line(end))
+    for refusal in getattr(source, "refusals", []):
+        errors.print(refusal)
+    errors.print(f"Written to {config.out}" + (f"; {end.failed} prompts could not be answered" if end.failed else ""))
+
+
+def _progress_line(now: Progress) -> str:
+    line = f"{now.skipped + now.finished}/{now.total} responses · {now.output_tokens} tokens"
+    line += f" · {now.tokens_per_second:.0f} tokens/s"
+    return line + (f" · {now.skipped} were there" if now.skipped else "")
+
+
+@app.command()
+@expand
+def train(config: TrainConfig) -> None:
+    """Train a drafter for a target on its own responses. Run again to resume, with torchrun for several processes."""
+    from volley.train.loop import train as run
+
+    typer.echo(f"drafter in {run(config)}", err=True)
+
+
+def main() -> None:
+    """Entry point: an error of volley's own is one line, not a traceback."""
+    try:
+        app()
+    except VolleyError as error:
+        typer.secho(f"volley: {error}", fg="red", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

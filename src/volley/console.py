@@ -1,0 +1,154 @@
+"""What the ``generate`` and ``demo`` commands show: streamed answers, their statistics, plain decoding beside them."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from volley.prompts import Conversation, Message
+from volley.types import GenerationResult, SamplingParams
+
+if TYPE_CHECKING:
+    from volley.engine.engine import Engine
+
+DEMO_PROMPTS = {
+    "math": "A baker makes 4 trays of 12 rolls each morning and sells 35 of them. The rest are packed in bags of 13. "
+    "How many bags does she fill?",
+    "code": "Write a function to find the largest number in a list and return it together with its index.",
+    "command help": "How do I use `tar`?",
+}
+DRAFTED = "green"
+
+
+def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) -> GenerationResult:
+    """Print an answer as it comes; on a terminal, text the drafter had proposed is coloured."""
+    chunks = engine.stream(prompt, params)
+    while True:
+        try:
+            chunk = next(chunks)
+        except StopIteration as end:
+            out.print()
+            result: GenerationResult = end.value
+            return result
+        out.print(Text(chunk.text, style=DRAFTED if chunk.from_draft else ""), end="", soft_wrap=True)
+        out.file.flush()
+
+
+def describe(result: GenerationResult) -> str:
+    """One line about an answer."""
+    stats = result.stats
+    return (
+        f"τ {stats.acceptance_length:.2f} · {stats.decode_tokens_per_second:.1f} tokens/s · "
+        f"{stats.output_tokens} tokens · first after {1000 * stats.time_to_first_token:.0f} ms · {result.finish_reason}"
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same prompt decoded both ways, one after the other."""
+
+    speculative: GenerationResult
+    plain: GenerationResult
+
+    @property
+    def identical(self) -> bool:
+        return self.speculative.token_ids == self.plain.token_ids
+
+    @property
+    def speedup(self) -> float:
+        plain = self.plain.stats.decode_tokens_per_second
+        return self.speculative.stats.decode_tokens_per_second / plain if plain else 0.0
+
+
+def compare(engine: "Engine", prompt: Any, params: SamplingParams) -> Comparison:
+    """Decode plainly and speculatively, each without anything cached, and put the block size back."""
+    block_size = engine.block_size
+    results = []
+    try:
+        for size in (1, block_size):
+            engine.block_size = size
+            engine.reset_prefix_cache()
+            results += list(engine.generate([prompt], params))
+    finally:
+        engine.block_size = block_size
+    plain, speculative = results
+    return Comparison(speculative, plain)
+
+
+def comparison_table(rows: dict[str, Comparison]) -> Table:
+    table = Table()
+    table.add_column("prompt")
+    for name in ("tokens", "τ", "plain tokens/s", "volley tokens/s", "speedup", "identical"):
+        table.add_column(name, justify="right")
+    for name, row in rows.items():
+        speculative, plain = row.speculative.stats, row.plain.stats
+        table.add_row(
+            name,
+            str(speculative.output_tokens),
+            f"{speculative.acceptance_length:.2f}",
+            f"{plain.decode_tokens_per_second:.1f}",
+            f"{speculative.decode_tokens_per_second:.1f}",
+            f"{row.speedup:.2f}×",
+            "yes" if row.identical else "NO",
+        )
+    return table
+
+
+def warm_up(engine: "Engine", prompt: Any) -> None:
+    """Let the first call's one-time costs pass before anything is timed."""
+    compare(engine, prompt, SamplingParams(max_tokens=16))
+
+
+def demo(engine: "Engine", out: Console) -> bool:
+    """Stream three answers, measure both ways of decoding on each; whether all tokens were identical."""
+    rows: dict[str, Comparison] = {}
+    params = SamplingParams(max_tokens=128)
+    for name, text in DEMO_PROMPTS.items():
+        prompt: list[Message] = [{"role": "user", "content": text}]
+        if not rows:
+            warm_up(engine, prompt)
+        out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
+        streamed = stream(engine, prompt, params, out)
+        rows[name] = compare(engine, prompt, params)
+        assert streamed.token_ids == rows[name].speculative.token_ids, "greedy decoding must repeat itself"
+    out.print()
+    if out.is_terminal:
+        out.print(Text.assemble("Text in ", ("this colour", DRAFTED), " was drafted, the rest is the target's own.\n"))
+    out.print(comparison_table(rows))
+    identical = all(row.identical for row in rows.values())
+    out.print(
+        "The tokens were identical to plain decoding's."
+        if identical
+        else "The tokens were NOT identical to plain decoding's: this is a bug, please report it."
+    )
+    return identical
+
+
+def answer_all(
+    engine: "Engine", conversations: Sequence[Conversation], params: SamplingParams, *, raw: bool
+) -> Iterator[tuple[Conversation, list[Message], list[GenerationResult]]]:
+    """Answer every turn of every conversation, all conversations at once, turn by turn; yields them in order."""
+    chats: list[list[Message]] = [list(c.messages) for c in conversations]
+    results: list[list[GenerationResult]] = [[] for _ in conversations]
+    for turn in range(max(c.num_answers for c in conversations)):
+        asked = [i for i, c in enumerate(conversations) if turn < c.num_answers]
+        prompts = [conversations[i].raw if raw else list(chats[i]) for i in asked]
+        for i, result in zip(asked, engine.generate(prompts, params), strict=True):
+            results[i].append(result)
+            chats[i].append({"role": "assistant", "content": result.text})
+            if turn < len(conversations[i].turns):
+                chats[i].append({"role": "user", "content": conversations[i].turns[turn]})
+    yield from zip(conversations, chats, results, strict=True)
+
+
+def stdout() -> Console:
+    """Answers go to standard output as they are: no markup, no emoji codes, no highlighting."""
+    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)

@@ -1,0 +1,46 @@
+"""Multi-step denoising: how many slots each step reveals, and which (AitherOS DFlash; DFlash is the one-step case)."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from volley.errors import ConfigError, unknown_key
+
+# Weight of the step that covers [t, t + 1/S) of the process. Cosine reveals most at first, sqrt most at the end.
+SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "cosine": lambda start, _: math.cos(start * math.pi / 2),
+    "linear": lambda start, end: end - start,
+    "sqrt": lambda start, end: math.sqrt(1 - start) - math.sqrt(1 - end),
+}
+
+
+def reveal_counts(num_slots: int, num_steps: int, schedule: str) -> list[int]:
+    """Slots to reveal at each of ``num_steps`` steps: non-negative, summing to ``num_slots``.
+
+    Each step gets the whole part of its share; what is left goes to the heaviest steps, earliest first. 16 slots in 4
+    cosine steps are ``[6, 5, 3, 2]``.
+    """
+    if schedule not in SCHEDULES:
+        raise unknown_key("denoising schedule", schedule, SCHEDULES)
+    if num_steps < 1:
+        raise ConfigError(f"denoising_steps is {num_steps}; it must be at least 1")
+    weights = [SCHEDULES[schedule](step / num_steps, (step + 1) / num_steps) for step in range(num_steps)]
+    total = sum(weights)
+    counts = [math.floor(num_slots * weight / total + 1e-9) for weight in weights]
+    heaviest = sorted(range(num_steps), key=lambda step: -weights[step])
+    for step in heaviest[: num_slots - sum(counts)]:
+        counts[step] += 1
+    return counts
+
+
+def reveal(masked: Tensor, confidence: Tensor, count: int) -> Tensor:
+    """The ``count`` most confident slots that are still masked, as a boolean mask ``[n, k]``.
+
+    ``masked`` ``[n, k]`` is boolean, ``confidence`` ``[n, k]`` any score of the drafter's own.
+    """
+    count = min(count, int(masked.sum(dim=-1).min())) if len(masked) else 0
+    score = confidence.masked_fill(~masked, -torch.inf)
+    chosen = score.topk(count, dim=-1).indices
+    return torch.zeros_like(masked).scatter_(1, chosen, True)

@@ -1,0 +1,36 @@
+"""From the drafter's slot logits to draft tokens, and to the law they were drawn from where one is known."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
+from volley.types import Proposal, SamplingParams
+
+
+def propose_greedy(best: Sequence[int]) -> Proposal:
+    """The most likely token of every slot; verified by comparing choices."""
+    return Proposal(list(best))
+
+
+def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Proposal:
+    """Draw every slot from its own distribution for speculative sampling; ``logits [k, V]`` of positions from ``first``.
+
+    The slots of a single-pass draft are independent given the context, so each row *is* the law of its token given the
+    tokens before it, which speculative sampling needs.
+    """
+    probs = token_probs(logits, params, _draft_temperature(params))
+    positions = range(first, first + len(logits))
+    tokens = race(probs, noise.exponentials(Purpose.DRAFT, positions, logits.shape[-1]))
+    return Proposal(tokens.tolist(), probs)
+
+
+def propose_coupled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
+    """Draw every slot with the noise the target will use at that position; tokens ``[k]``, for sample-and-match only."""
+    probs = token_probs(logits, params, _draft_temperature(params))
+    positions = range(first, first + len(logits))
+    return race(probs, noise.exponentials(Purpose.TARGET, positions, logits.shape[-1]))
+
+
+def _draft_temperature(params: SamplingParams) -> float:
+    return params.temperature if params.draft_temperature is None else params.draft_temperature

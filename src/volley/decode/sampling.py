@@ -1,0 +1,80 @@
+"""From logits to probabilities to tokens, with randomness that belongs to positions rather than to calls.
+
+Every random number is a function of (seed, purpose, position). Preempting a request, chunking its prompt or batching it
+with others therefore cannot change what it samples, and sample-and-match gives the very tokens plain decoding gives.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from volley.types import SamplingParams
+
+
+class Purpose(IntEnum):
+    """Independent streams of randomness at one position."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+
+
+class PositionNoise:
+    """Random numbers of one request, addressed by purpose and position (counter-based Philox)."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def _generator(self, purpose: Purpose, position: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(key=[self.seed, int(purpose)], counter=[0, 0, position, 0]))
+
+    def exponentials(self, purpose: Purpose, positions: Sequence[int], size: int) -> Tensor:
+        """Unit exponentials ``[len(positions), size]``."""
+        rows = [self._generator(purpose, p).standard_exponential(size, dtype=np.float32) for p in positions]
+        return torch.from_numpy(np.stack(rows)).clamp_min_(1e-30)
+
+    def uniforms(self, purpose: Purpose, positions: Sequence[int]) -> Tensor:
+        """Uniforms in [0, 1) ``[len(positions)]``, double precision."""
+        return torch.tensor([self._generator(purpose, p).random() for p in positions], dtype=torch.float64)
+
+
+def race(probs: Tensor, exponentials: Tensor) -> Tensor:
+    """Draw one token a row: ``argmax probs / exponentials`` falls on token v with probability ``probs[v]``.
+
+    Two distributions raced with the same exponentials agree as often as any shared noise allows (Gumbel coupling), which
+    is what makes sampled drafts match sampled verification. ``[R, V]`` → ``[R]``.
+    """
+    return (probs / exponentials.to(probs.device)).argmax(dim=-1)
+
+
+def token_probs(logits: Tensor, params: SamplingParams, temperature: float | None = None) -> Tensor:
+    """The law ``[R, V]`` (fp32) that ``params`` makes of ``logits [R, V]``: temperature, then top-k, top-p and min-p.
+
+    ``temperature`` overrides the parameters' own; 0 gives the point mass on the largest logit.
+    """
+    temperature = params.temperature if temperature is None else temperature
+    logits = logits.float()
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    logits = logits / temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        smallest = logits.topk(params.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    probs = logits.softmax(dim=-1)
+    if params.top_p < 1:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        probs = probs.masked_fill((before >= params.top_p).gather(-1, order.argsort(dim=-1)), 0.0)
+    if params.min_p > 0:
+        probs = probs.masked_fill(probs < params.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    return probs / probs.sum(dim=-1, keepdim=True)
+
+
+def chosen_logprobs(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
+    """Natural log-probability of each token under its row of ``logits [R, V]``, before any sampling parameter."""
+    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
+    logprobs: list[float] = logits.float().log_softmax(dim=-1).gather(1, chosen)[:, 0].tolist()
+    return logprobs

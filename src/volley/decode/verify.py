@@ -1,0 +1,72 @@
+"""What of a draft survives: three verifiers, each exactly lossless, each a pure function over ragged rows.
+
+A request with k draft tokens owns k + 1 consecutive rows of target distributions: row i is the law of the token after the
+anchor and i draft tokens. Losslessness conditions are in each docstring; a verifier must not be used outside its own.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from volley.types import Verdict
+
+Draw = Callable[[Tensor, list[int]], list[int]]
+"""``draw(probs [n, V], rows)`` samples one token from each of ``probs``; ``rows`` says whose row each is."""
+
+
+def verify_choices(choices: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[Verdict]:
+    """Keep draft tokens while they are what the target chose itself; the first other choice is the bonus.
+
+    ``choices`` holds one token a row. With ``choices = argmax`` this is greedy verification. With choices *sampled* from
+    the target's law it is sample-and-match, lossless for any draft whatsoever: what is emitted is always the choice.
+    """
+    verdicts = []
+    row = 0
+    for draft in drafts:
+        mine = choices[row : row + len(draft) + 1]
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == mine[accepted]:
+            accepted += 1
+        verdicts.append(Verdict(accepted, list(mine[: accepted + 1])))
+        row += len(draft) + 1
+    return verdicts
+
+
+def verify_speculative(
+    target_probs: Tensor,
+    draft_probs: Sequence[Tensor],
+    drafts: Sequence[Sequence[int]],
+    uniforms: Sequence[Tensor],
+    draw: Draw,
+) -> list[Verdict]:
+    """Speculative sampling (Leviathan et al. 2023): accept d with ``min(1, p(d) / q(d))``, else draw from ``(p − q)⁺``.
+
+    Lossless only if ``draft_probs[i] [k, V]`` is the law each token of ``drafts[i]`` was really drawn from given the ones
+    before it, after temperature and truncation. ``target_probs`` is ``[R, V]``; ``uniforms[i]`` is ``[k]``.
+    """
+    finals: list[Tensor] = []
+    final_rows: list[int] = []
+    counts: list[int] = []
+    row = 0
+    for law, draft, uniform in zip(draft_probs, drafts, uniforms, strict=True):
+        k = len(draft)
+        target = target_probs[row : row + k + 1]
+        chosen = torch.tensor(draft, dtype=torch.long, device=target.device)[:, None]
+        p, q = (x.gather(1, chosen)[:, 0].double() for x in (target[:k], law))
+        kept = (uniform.to(p.device) * q < p).long()
+        accepted = int(kept.cumprod(dim=0).sum())
+        final = target[accepted]
+        if accepted < k:
+            residual = (final - law[accepted]).clamp_min_(0)
+            total = residual.sum()
+            final = residual / total if total > 0 else final
+        finals.append(final)
+        final_rows.append(row + accepted)
+        counts.append(accepted)
+        row += k + 1
+    bonus = draw(torch.stack(finals), final_rows)
+    return [
+        Verdict(accepted, [*draft[:accepted], token])
+        for accepted, draft, token in zip(counts, drafts, bonus, strict=True)
+    ]

@@ -1,0 +1,321 @@
+"""The engine: ``step`` is the loop, everything else brings prompts in and results out."""
+
+import secrets
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from volley.decode.sampling import PositionNoise
+from volley.engine.request import Detokenizer, Request
+from volley.engine.runner import DraftingOptions, Runner
+from volley.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
+from volley.errors import ConfigError, InputError
+from volley.memory.kv_cache import BlockTable, KVStore, PagePool
+from volley.models.drafter import Drafter
+from volley.models.target import Target
+from volley.types import GenerationResult, Proposal, SamplingParams, TextChunk, Verdict
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+OnVerified = Callable[[Request, Proposal, Verdict], None]
+
+REFERENCE = Path(__file__).parent.parent / "reference"
+_BUNDLED = object()
+_DEFAULT_POOL_BYTES = 2**30
+_DEFAULT_POOL_TOKENS = 2**16
+
+
+class Engine:
+    """A target, optionally its drafter, and the requests they are answering.
+
+    Not thread-safe: one thread steps it. Losslessness: with or without a drafter, greedy output is the target's own,
+    token for token, and sampled output has the target's law (see ``decode/verify.py``).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        block_size: int | None = None,
+        denoising_steps: int = 1,
+        denoising_schedule: str = "cosine",
+        verification: str = "auto",
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_batch_tokens: int = 512,
+        max_running: int = 64,
+        prefix_caching: bool = True,
+        draft_window: int | None = None,
+    ) -> None:
+        """``block_size`` counts the anchor (default: the drafter's own; 1 is plain decoding). ``num_pages`` pages of
+        ``page_size`` tokens hold all K/V. ``draft_window`` bounds the drafter's context, and its cache, to that many
+        tokens before the block. ``max_batch_tokens`` bounds the prompt tokens that share one target pass.
+        """
+        self.target = target
+        self.drafter = drafter
+        self.on_verified: list[OnVerified] = []
+        self._next_id = 0
+        self._largest_block = drafter.config.block_size if drafter else 1
+        self.block_size = self._largest_block if block_size is None else block_size
+        if max_batch_tokens < 1 or max_running < 1:
+            raise ConfigError("max_batch_tokens and max_running must be at least 1")
+        if draft_window is not None and draft_window < 1:
+            raise ConfigError(f"draft_window is {draft_window}; give at least 1 token, or None for the whole context")
+        self.pool = PagePool(num_pages or _default_pages(target, drafter, page_size), page_size)
+        ring_pages, ring_pool = 0, None
+        if drafter is not None and draft_window is not None:
+            ring_pages = self.pool.pages_for(draft_window + self._largest_block) + 1
+            ring_pool = PagePool(ring_pages * max_running, page_size)
+        config = SchedulerConfig(
+            max_running=max_running, max_batch_tokens=max_batch_tokens, prefix_caching=prefix_caching
+        )
+        self.scheduler = Scheduler(config, self.pool, ring_pool, ring_pages, draft_window or 0)
+        self.runner = Runner(
+            target,
+            drafter,
+            DraftingOptions(
+                denoising_steps=denoising_steps, denoising_schedule=denoising_schedule, verification=verification
+            ),
+            num_slots=self.pool.num_pages * page_size,
+            num_ring_slots=ring_pool.num_pages * page_size if ring_pool else 0,
+            draft_window=draft_window,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path | Target | None = None,
+        drafter: Any = _BUNDLED,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        **options: Any,
+    ) -> Self:
+        """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
+
+        ``target`` and ``drafter`` are folders, hub names (target) or loaded models; ``options`` are the constructor's.
+        """
+        if drafter is _BUNDLED:
+            drafter = REFERENCE / "drafter" if target is None else None
+        if not isinstance(target, Target):
+            target = Target.from_pretrained(target or REFERENCE / "target", dtype=dtype, device=device)
+        if drafter is not None and not isinstance(drafter, Drafter):
+            drafter = Drafter.from_pretrained(drafter, dtype=dtype)
+        if drafter is not None:
+            drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
+        return cls(target, drafter, **options)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """One cycle for every scheduled request; returns those that finished."""
+        started = time.perf_counter()
+        plan = self.scheduler.schedule(self.block_size)
+        proposals = self.runner.draft(plan)
+        logits = self.runner.verify(plan, proposals)
+        verdicts = self.runner.judge(plan, proposals, logits)
+        self.runner.inject(plan, verdicts)
+        finished = [
+            scheduled.request
+            for scheduled, proposal, verdict in zip(plan, proposals, verdicts, strict=True)
+            if self._commit(scheduled, proposal, verdict, time.perf_counter() - started)
+        ]
+        for request in finished:
+            self.scheduler.finish(request)
+        return finished
+
+    def _commit(self, scheduled: Scheduled, proposal: Proposal, verdict: Verdict, seconds: float) -> bool:
+        """Make one verdict final: K/V length, tokens, pages, statistics. True when the request ended."""
+        request, stats, timings = scheduled.request, scheduled.request.stats, self.runner.timings
+        is_cycle = request.is_decoding
+        request.computed += scheduled.num_known + verdict.accepted
+        if is_cycle:
+            stats.draft_seconds += timings.draft
+            stats.verify_seconds += timings.verify
+        else:
+            stats.prefill_seconds += seconds
+        if verdict.token_ids:
+            taken = request.append(verdict.token_ids, verdict.accepted)
+            if is_cycle:
+                stats.accepted_lengths.append(taken)
+                stats.block_sizes.append(1 + len(proposal.token_ids))
+            del request.logprobs[request.num_output :]
+            now = time.perf_counter() - request.arrived
+            stats.time_to_first_token = stats.time_to_first_token or now
+            stats.total_seconds = now
+            for listener in self.on_verified:
+                listener(request, proposal, verdict)
+        self.pool.rollback(request.table, request.computed)
+        self._publish(request)
+        return request.finish_reason is not None
+
+    def _publish(self, request: Request) -> None:
+        """Offer the request's full pages to later prompts."""
+        size = self.pool.page_size
+        while self.scheduler.config.prefix_caching and (done := len(request.page_hashes)) < request.computed // size:
+            parent = request.page_hashes[-1] if done else b""
+            digest = self.pool.page_hash(parent, request.token_ids[done * size : (done + 1) * size])
+            request.page_hashes.append(digest)
+            self.pool.publish(request.table.pages[done], digest)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queue one prompt; :meth:`step` works on it from now on."""
+        params = params or SamplingParams()
+        token_ids = self.encode(prompt)
+        limit = self.target.context_length
+        if len(token_ids) >= limit:
+            raise InputError(
+                f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
+            )
+        max_length = min(len(token_ids) + params.max_tokens, limit)
+        self.pool.check_fits(max_length)
+        table = BlockTable(self.pool.page_size)
+        request = Request(
+            request_id=self._next_id,
+            token_ids=token_ids,
+            params=params,
+            noise=PositionNoise(secrets.randbits(63) if params.seed is None else params.seed),
+            max_length=max_length,
+            stop_token_ids=self._stop_tokens(params),
+            detokenizer=Detokenizer(self.target.tokenizer),
+            table=table,
+            draft_table=table,
+        )
+        self._next_id += 1
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request now; its pages are free at once."""
+        if request.finish_reason is None:
+            request.finish_reason = "abort"
+            self.scheduler.finish(request)
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[GenerationResult]:
+        """Answer one prompt or many; yields one result a prompt, in order, as soon as it and those before it are done.
+
+        A prompt is a string (tokenised as it is), a list of token ids, or a list of chat messages. All prompts are
+        checked before the first one runs.
+        """
+        many = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters; give one, or one each")
+        requests: list[Request] = []
+        try:
+            for prompt, own in zip(many, each, strict=True):
+                requests.append(self.add_request(prompt, own))  # type: ignore[arg-type]
+        except Exception:
+            for request in requests:
+                self.abort(request)
+            raise
+        return self._results(requests)
+
+    def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
+        try:
+            for request in requests:
+                while request.finish_reason is None:
+                    self.step()
+                yield request.result()
+        finally:
+            for request in requests:
+                self.abort(request)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[TextChunk, None, GenerationResult]:
+        """Text as it is accepted; the generator's return value is the :class:`GenerationResult`."""
+        request = self.add_request(prompt, params)
+        try:
+            while request.finish_reason is None:
+                self.step()
+                yield from request.chunks
+                request.chunks.clear()
+            return request.result()
+        finally:
+            self.abort(request)
+
+    # -- settings ------------------------------------------------------------------------------------------------------
+    @property
+    def block_size(self) -> int:
+        """Tokens verified per cycle, anchor included; 1 is plain decoding. May be set between steps."""
+        return self._block_size
+
+    @block_size.setter
+    def block_size(self, value: int) -> None:
+        if value < 1 or (self.drafter is None and value != 1):
+            raise ConfigError(f"block_size {value} cannot be used; it is 1 (plain decoding) or more, with a drafter")
+        if value > self._largest_block:
+            raise ConfigError(f"block_size {value} is beyond the {self._largest_block} the drafter was trained for")
+        self._block_size = value
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer."""
+        if self.target.tokenizer is None:
+            raise InputError("this target was loaded without a tokenizer; pass prompts as lists of token ids")
+        return self.target.tokenizer
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; chat messages go through the chat template with the generation prompt."""
+        if isinstance(prompt, str):
+            token_ids = list(self.tokenizer(prompt)["input_ids"])
+        elif prompt and all(isinstance(part, Mapping) for part in prompt):
+            token_ids = _encode_chat(self.tokenizer, prompt)  # type: ignore[arg-type]
+        elif all(isinstance(part, int) for part in prompt):
+            token_ids = list(prompt)  # type: ignore[arg-type]
+        else:
+            raise InputError("a prompt is a string, a list of token ids, or a list of chat messages; this is a mixture")
+        if not token_ids:
+            raise InputError("the prompt is empty; give at least one token to continue from")
+        outside = [token for token in token_ids if not 0 <= token < self.target.vocab_size]
+        if outside:
+            raise InputError(f"token id {outside[0]} is outside the target's vocabulary of {self.target.vocab_size}")
+        return token_ids
+
+    def _stop_tokens(self, params: SamplingParams) -> frozenset[int]:
+        own = frozenset() if params.ignore_eos else self.target.stop_token_ids
+        return own | frozenset(params.stop_token_ids)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; requests in flight keep theirs."""
+        self.pool.forget()
+
+    def check_integrity(self) -> None:
+        """Recount every page; raises ``AssertionError`` if the books are wrong."""
+        self.scheduler.check_integrity()
+
+
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    for message in messages:
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise InputError(f"a chat message has 'role' and 'content'; this one has {sorted(message)}")
+    if not tokenizer.chat_template:
+        raise InputError("the target's tokenizer has no chat template; pass the prompt as a string")
+    text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (
+        isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int | Mapping)
+    )
+
+
+def _default_pages(target: Target, drafter: Drafter | None, page_size: int) -> int:
+    """A pool of at most 64k tokens and 1 GiB, and at least one full context of up to 4k tokens."""
+    per_token = KVStore.bytes_per_token(target.kv_shapes, target.dtype)
+    if drafter is not None:
+        config = drafter.config
+        shape = (config.num_key_value_heads, config.head_dim)
+        per_token += KVStore.bytes_per_token([shape] * config.num_hidden_layers, target.dtype)
+    tokens = min(_DEFAULT_POOL_TOKENS, _DEFAULT_POOL_BYTES // per_token)
+    return -(-max(tokens, min(target.context_length, 4096)) // page_size)

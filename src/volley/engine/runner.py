@@ -1,0 +1,265 @@
+"""Runs the two models for one step: draft, verify, judge, inject. Owns the KV stores; decides nothing."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from volley.decode.denoise import reveal, reveal_counts
+from volley.decode.propose import propose_coupled, propose_greedy, propose_sampled
+from volley.decode.sampling import Purpose, chosen_logprobs, race, token_probs
+from volley.decode.verify import verify_choices, verify_speculative
+from volley.engine.request import Request
+from volley.engine.scheduler import Scheduled
+from volley.errors import ConfigError, MismatchError
+from volley.memory.attention import AttentionOptions
+from volley.memory.kv_cache import KVStore
+from volley.models.drafter import Drafter
+from volley.models.taps import Taps
+from volley.models.target import Target
+from volley.types import Proposal, RaggedBatch, Segment, Verdict
+
+_NOTHING = Proposal([])
+
+
+@dataclass(slots=True)
+class Timings:
+    """Wall seconds of the last step."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+
+
+@dataclass(kw_only=True)
+class DraftingOptions:
+    """How proposals are made and judged. All choices are lossless; they differ in speed."""
+
+    denoising_steps: int = 1
+    denoising_schedule: str = "cosine"
+    verification: str = "auto"
+    """For sampled requests: ``speculative``, ``match``, or ``auto``: speculative sampling whenever the draft's law is known
+    (one denoising step), sample-and-match otherwise."""
+
+    def __post_init__(self) -> None:
+        if self.verification not in ("auto", "speculative", "match"):
+            raise ConfigError(f"verification {self.verification!r} is unknown; use auto, speculative or match")
+        if self.verification == "speculative" and self.denoising_steps > 1:
+            raise ConfigError(
+                "speculative verification needs the law each draft token was drawn from, which multi-step denoising "
+                "does not have; use verification='match' or denoising_steps=1"
+            )
+        reveal_counts(1, self.denoising_steps, self.denoising_schedule)
+
+    @property
+    def matches(self) -> bool:
+        return self.verification == "match" or self.denoising_steps > 1
+
+
+class Runner:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        options: DraftingOptions,
+        num_slots: int,
+        num_ring_slots: int = 0,
+        draft_window: int | None = None,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.options = options
+        self.store = KVStore(target.kv_shapes, num_slots, target.dtype, target.device)
+        self.timings = Timings()
+        self.draft_window = draft_window
+        if drafter is not None:
+            check_pair(drafter, target)
+            config = drafter.config
+            shape = (config.num_key_value_heads, config.head_dim)
+            slots = num_ring_slots or num_slots
+            self.draft_store = KVStore([shape] * config.num_hidden_layers, slots, target.dtype, target.device)
+            self.taps = Taps(target.model, config.target_layer_ids)
+            self._windows = [_narrower(draft_window, drafter.window(i)) for i in range(config.num_hidden_layers)]
+
+    # -- draft ---------------------------------------------------------------------------------------------------------
+    def draft(self, plan: Sequence[Scheduled]) -> list[Proposal]:
+        """A proposal for every scheduled request, empty for those that only prefill."""
+        started = time.perf_counter()
+        proposals = [_NOTHING] * len(plan)
+        drafting = [index for index, scheduled in enumerate(plan) if scheduled.max_draft > 0]
+        if drafting:
+            for index, proposal in zip(drafting, self._draft_blocks([plan[i] for i in drafting]), strict=True):
+                proposals[index] = proposal
+        self.timings.draft = time.perf_counter() - started
+        return proposals
+
+    def _draft_blocks(self, plan: list[Scheduled]) -> list[Proposal]:
+        assert self.drafter is not None
+        mask = self.drafter.config.mask_token_id
+        sizes = [scheduled.max_draft for scheduled in plan]
+        tokens = [[s.request.token_ids[-1]] + [mask] * s.max_draft for s in plan]
+        if self.options.denoising_steps == 1:
+            logits = self._slot_logits(plan, torch.tensor([t for block in tokens for t in block]))
+            return self._propose(plan, logits)
+        steps = self.options.denoising_steps
+        counts = [reveal_counts(size, steps, self.options.denoising_schedule) for size in sizes]
+        hidden_slots = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
+        blocks = [torch.tensor(block) for block in tokens]
+        for step in range(steps):
+            logits = self._slot_logits(plan, torch.cat(blocks))
+            for i, (scheduled, rows) in enumerate(zip(plan, logits.split(sizes), strict=True)):
+                drawn = self._draw(scheduled.request, rows).cpu()
+                confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()[None]
+                chosen = reveal(hidden_slots[i], confidence, counts[i][step])
+                blocks[i][1:][chosen[0]] = drawn[chosen[0]]
+                hidden_slots[i] &= ~chosen
+        return [Proposal(block[1:].tolist()) for block in blocks]
+
+    def _slot_logits(self, plan: list[Scheduled], token_ids: Tensor) -> Tensor:
+        """Target-head logits ``[Σ k, V]`` of every slot after the anchors; block K/V are scratch in the draft pages."""
+        assert self.drafter is not None
+        segments = [
+            Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=False) for s in plan
+        ]
+        batch = RaggedBatch(segments, token_ids.to(self.target.device))
+        attention, store, windows = self.target.attention, self.draft_store, self._windows
+        scale = self.drafter.config.head_dim**-0.5
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(batch, store, layer, q, k, v, AttentionOptions(scale, windows[layer]))
+
+        hidden = self.drafter(self.target.embed(batch.token_ids), batch.positions, attend)
+        if len(segments) == 1:
+            return self.target.head(hidden[1:])
+        keep = torch.ones(len(batch), dtype=torch.bool)
+        keep[batch.offsets[:-1]] = False
+        return self.target.head(hidden[keep.to(hidden.device)])
+
+    def _propose(self, plan: list[Scheduled], logits: Tensor) -> list[Proposal]:
+        proposals = []
+        best = logits.argmax(dim=-1).tolist()
+        row = 0
+        for scheduled in plan:
+            request, size = scheduled.request, scheduled.max_draft
+            rows = logits[row : row + size]
+            if request.params.temperature == 0:
+                proposals.append(propose_greedy(best[row : row + size]))
+            elif self.options.matches:
+                proposals.append(Proposal(self._draw(request, rows).tolist()))
+            else:
+                proposals.append(propose_sampled(rows, request.params, request.noise, len(request.token_ids)))
+            row += size
+        return proposals
+
+    def _draw(self, request: Request, logits: Tensor) -> Tensor:
+        """Slot tokens for verification by comparing choices."""
+        if request.params.temperature == 0:
+            return logits.argmax(dim=-1)
+        return propose_coupled(logits, request.params, request.noise, len(request.token_ids))
+
+    # -- verify --------------------------------------------------------------------------------------------------------
+    def verify(self, plan: Sequence[Scheduled], proposals: Sequence[Proposal]) -> Tensor:
+        """One target pass over known and drafted tokens; logits ``[R, V]`` of the rows that choose tokens.
+
+        A request that emits has ``1 + k`` rows, in the order of ``plan``; one that only prefills has none.
+        """
+        started = time.perf_counter()
+        segments, tokens, rows = [], [], []
+        for scheduled, proposal in zip(plan, proposals, strict=True):
+            request, known = scheduled.request, scheduled.num_known
+            segments.append(Segment(request.table, request.computed, known + len(proposal.token_ids)))
+            tokens += request.token_ids[request.computed : request.computed + known]
+            if scheduled.emits:
+                rows += range(len(tokens) - 1, len(tokens) + len(proposal.token_ids))
+            tokens += proposal.token_ids
+        self.batch = RaggedBatch(segments, torch.tensor(tokens, device=self.target.device))
+        logits = self.target.forward(self.batch, self.store, torch.tensor(rows or [0], device=self.target.device))
+        self.timings.verify = time.perf_counter() - started
+        return logits[: len(rows)]
+
+    def judge(self, plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tensor) -> list[Verdict]:
+        """A verdict for every scheduled request; an empty one where nothing is emitted."""
+        started = time.perf_counter()
+        best = logits.argmax(dim=-1).tolist()
+        verdicts = []
+        row = 0
+        for scheduled, proposal in zip(plan, proposals, strict=True):
+            if not scheduled.emits:
+                verdicts.append(Verdict(0, []))
+                continue
+            end = row + 1 + len(proposal.token_ids)
+            verdict = self._judge_one(scheduled.request, proposal, logits[row:end], best[row:end])
+            if scheduled.request.params.logprobs:
+                kept = logits[row : row + len(verdict.token_ids)]
+                scheduled.request.logprobs += chosen_logprobs(kept, verdict.token_ids)
+            verdicts.append(verdict)
+            row = end
+        self.timings.verify += time.perf_counter() - started
+        return verdicts
+
+    @staticmethod
+    def _judge_one(request: Request, proposal: Proposal, logits: Tensor, best: list[int]) -> Verdict:
+        draft = proposal.token_ids
+        if request.params.temperature == 0:
+            return verify_choices(best, [draft])[0]
+        probs = token_probs(logits, request.params)
+        positions = range(len(request.token_ids), len(request.token_ids) + len(draft) + 1)
+
+        def draw(laws: Tensor, rows: list[int]) -> list[int]:
+            noise = request.noise.exponentials(Purpose.TARGET, [positions[row] for row in rows], laws.shape[-1])
+            chosen: list[int] = race(laws, noise).tolist()
+            return chosen
+
+        if proposal.draft_probs is None:
+            return verify_choices(draw(probs, list(range(len(probs)))), [draft])[0]
+        uniforms = request.noise.uniforms(Purpose.ACCEPT, positions[:-1])
+        return verify_speculative(probs, [proposal.draft_probs], [draft], [uniforms], draw)[0]
+
+    # -- inject --------------------------------------------------------------------------------------------------------
+    def inject(self, plan: Sequence[Scheduled], verdicts: Sequence[Verdict]) -> None:
+        """Project the features of known and accepted positions into the drafter's K/V."""
+        if self.drafter is None:
+            return
+        started = time.perf_counter()
+        features = self.taps.take()[0]
+        spans, slots = [], []
+        for scheduled, verdict, start in zip(plan, verdicts, self.batch.offsets, strict=False):
+            request, size = scheduled.request, scheduled.num_known + verdict.accepted
+            skip = max(0, size - request.draft_table.capacity) if request.draft_table.is_ring else 0
+            spans.append((start + skip, start + size))
+            slots.append(request.draft_table.slots(request.computed + skip, request.computed + size))
+        if len(spans) == 1:
+            rows, where = slice(*spans[0]), slots[0]
+            features, positions = features[rows], self.batch.positions[rows]
+        else:
+            index = torch.cat([torch.arange(*span) for span in spans]).to(features.device)
+            features, positions = features[index], self.batch.positions[index]
+            where = torch.cat([_as_indices(s) for s in slots]).to(features.device)
+        for layer, (keys, values) in enumerate(self.drafter.context_kv(features, positions)):
+            self.draft_store.write(layer, where, keys, values)
+        self.timings.draft += time.perf_counter() - started
+
+
+def check_pair(drafter: Drafter, target: Target) -> None:
+    """Refuse a drafter that was trained for another target."""
+    config = drafter.config
+    pairs = [
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+        ("number of target layers", config.num_target_layers, target.num_layers),
+    ]
+    for what, drafted, have in pairs:
+        if drafted != have:
+            raise MismatchError(
+                f"the drafter was trained for a target whose {what} is {drafted}, this target's is {have}; "
+                "use the drafter of this target or train one with `volley train`"
+            )
+
+
+def _narrower(first: int | None, second: int | None) -> int | None:
+    return min((w for w in (first, second) if w is not None), default=None)
+
+
+def _as_indices(slots: slice | Tensor) -> Tensor:
+    return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots

@@ -1,0 +1,280 @@
+"""The page pool and the KV storage behind it.
+
+A page is an id for ``page_size`` consecutive token positions of one request; the same id addresses the target's and the
+drafter's K/V of those positions, so one block table, one prefix hash and one rollback serve both models.
+
+Page states, all exclusive: *used* (``refs > 0``), *cached* (``refs == 0``, content known by hash, reusable until evicted)
+and *free*. A request's pages are consecutive whenever possible, because attention then reads K/V without a copy: each
+table softly reserves the run it is expected to grow into, and others take from that run only when nothing else is left.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from volley.errors import CapacityError, ConfigError
+
+
+class BlockTable:
+    """Which pages hold the K/V of one request's positions: position p lives in slot ``pages[p // size] · size + p % size``.
+
+    A *ring* table keeps a fixed number of pages and wraps around: it holds only the last ``len(pages) · size`` positions.
+    """
+
+    __slots__ = ("_runs", "is_ring", "page_size", "pages", "reserved")
+
+    def __init__(self, page_size: int, pages: Iterable[int] = (), *, is_ring: bool = False) -> None:
+        self.page_size = page_size
+        self.is_ring = is_ring
+        self.pages: list[int] = []
+        self.reserved: range = range(0)
+        self._runs = 0  # number of physical runs the pages form
+        self.extend(pages)
+
+    @property
+    def capacity(self) -> int:
+        """Positions the table can hold."""
+        return len(self.pages) * self.page_size
+
+    def extend(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if not self.pages or page != self.pages[-1] + 1:
+                self._runs += 1
+            self.pages.append(page)
+
+    def truncate(self, num_pages: int) -> list[int]:
+        """Drop the pages after the first ``num_pages``; returns them, last first."""
+        dropped: list[int] = []
+        while len(self.pages) > num_pages:
+            page = self.pages.pop()
+            dropped.append(page)
+            if not self.pages or page != self.pages[-1] + 1:
+                self._runs -= 1
+        return dropped
+
+    def slots(self, start: int, end: int) -> slice | Tensor:
+        """Where positions ``[start, end)`` live: a slice when they are physically consecutive, else indices ``[n]``."""
+        size = self.page_size
+        if self._runs == 1 and not self.is_ring:
+            offset = self.pages[0] * size
+            assert end <= self.capacity, "positions must lie in allocated pages"
+            return slice(offset + start, offset + end)
+        return torch.from_numpy(self.slot_array(start, end))
+
+    def slot_array(self, start: int, end: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        positions = np.arange(start, end)
+        pages = np.asarray(self.pages, dtype=np.int64)
+        blocks = positions // self.page_size
+        if self.is_ring:
+            assert end - start <= self.capacity, "a ring table cannot hold that many positions"
+            blocks %= len(pages)
+        return np.asarray(pages[blocks] * self.page_size + positions % self.page_size)
+
+
+class KVStore:
+    """K and V of one model in every slot of a pool: per layer ``[slots, kv_heads, head_dim]``, sizes may differ by layer."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.keys = [torch.zeros(num_slots, *shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [torch.zeros(num_slots, *shape, dtype=dtype, device=device) for shape in shapes]
+
+    def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store ``keys`` and ``values`` ``[T, kv_heads, head_dim]``."""
+        self.keys[layer][slots] = keys
+        self.values[layer][slots] = values
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    @staticmethod
+    def bytes_per_token(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+        return sum(2 * heads * dim for heads, dim in shapes) * dtype.itemsize
+
+
+class PagePool:
+    """Allocates pages, shares them by content, and takes them back."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ConfigError(f"a pool of {num_pages} pages of {page_size} tokens is empty; raise num_pages")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._refs = np.zeros(num_pages, dtype=np.int32)
+        self._reserved = np.zeros(num_pages, dtype=np.int32)  # how many tables hope to grow into the page
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated now: free ones and cached ones."""
+        return self.num_pages - int(np.count_nonzero(self._refs))
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_available
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Refuse a request that could never finish, however long it waits."""
+        if self.pages_for(num_tokens) > self.num_pages:
+            raise CapacityError(
+                f"a request of {num_tokens} tokens needs {self.pages_for(num_tokens)} pages and the whole pool has "
+                f"{self.num_pages}; raise num_pages or lower max_tokens"
+            )
+
+    # -- allocation ----------------------------------------------------------------------------------------------------
+    def grow(self, table: BlockTable, num_tokens: int, expected_tokens: int | None = None) -> bool:
+        """Extend ``table`` to hold ``num_tokens`` positions. False, and nothing changed, when the pool cannot.
+
+        ``expected_tokens`` is how long the request may become; the first call reserves that run.
+        """
+        need = self.pages_for(num_tokens) - len(table.pages)
+        if need <= 0:
+            return True
+        if need > self.num_available:
+            return False
+        expected = max(self.pages_for(expected_tokens or num_tokens) - len(table.pages), need)
+        chosen = self._take(self._following(table, need))
+        if len(chosen) < need:
+            chosen += self._take(self._choose(need - len(chosen), expected))
+        table.extend(chosen)
+        if not table.reserved:
+            self._reserve(table, range(chosen[0], min(chosen[0] + expected, self.num_pages)))
+        return True
+
+    def _take(self, pages: list[int]) -> list[int]:
+        for page in pages:
+            self._evict(page)
+            self._refs[page] = 1
+        return pages
+
+    def _following(self, table: BlockTable, need: int) -> list[int]:
+        """Available pages that continue the table's last run, unless they are another table's hope."""
+        if not table.pages:
+            return []
+        pages: list[int] = []
+        page = table.pages[-1] + 1
+        while len(pages) < need and page < self.num_pages and self._refs[page] == 0:
+            if self._reserved[page] > (page in table.reserved):
+                break
+            pages.append(page)
+            page += 1
+        return pages
+
+    def _choose(self, need: int, expected: int) -> list[int]:
+        """Pages for a new run: the tightest unreserved run of ``expected`` free pages, else whatever costs least."""
+        free = (self._refs == 0) & (self._reserved == 0)
+        uncached = free.copy()
+        uncached[list(self._cached)] = False
+        for candidates, length in ((uncached, expected), (free, expected), (uncached, need), (free, need)):
+            start = _tightest_run(candidates, length)
+            if start is not None:
+                return list(range(start, start + need))
+        order = [p for p in np.flatnonzero(self._refs == 0) if p not in self._cached]
+        order.sort(key=lambda p: (int(self._reserved[p]), int(p)))
+        return [int(p) for p in [*order, *self._cached][:need]]
+
+    def _reserve(self, table: BlockTable, run: range) -> None:
+        self._reserved[run.start : run.stop] += 1
+        table.reserved = run
+
+    def _unreserve(self, table: BlockTable) -> None:
+        self._reserved[table.reserved.start : table.reserved.stop] -= 1
+        table.reserved = range(0)
+
+    def _evict(self, page: int) -> None:
+        if page in self._cached:
+            del self._cached[page]
+        digest = self._hash_of.pop(page, None)
+        if digest is not None:
+            del self._page_of[digest]
+
+    # -- release -------------------------------------------------------------------------------------------------------
+    def rollback(self, table: BlockTable, num_tokens: int) -> None:
+        """Give back the whole pages after position ``num_tokens``; what lies behind it in a kept page is overwritten."""
+        for page in table.truncate(self.pages_for(num_tokens)):
+            self._drop(page)
+
+    def release(self, table: BlockTable) -> None:
+        """Give back everything. Pages known by hash stay readable until they are needed."""
+        self._unreserve(table)
+        for page in table.truncate(0):  # last first: a prefix is evicted after what follows it
+            self._drop(page)
+
+    def _drop(self, page: int) -> None:
+        self._refs[page] -= 1
+        assert self._refs[page] >= 0, "a page was released twice"
+        if self._refs[page] == 0 and page in self._hash_of:
+            self._cached[page] = None
+
+    # -- prefix cache --------------------------------------------------------------------------------------------------
+    def page_hash(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
+        """Digest of a full page's tokens and everything before it."""
+        assert len(token_ids) == self.page_size
+        return hashlib.blake2b(np.asarray(token_ids, dtype=np.int64).tobytes(), key=parent, digest_size=16).digest()
+
+    def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[bytes]:
+        """Take the cached pages that hold a prefix of ``token_ids`` into an empty ``table``; returns their hashes.
+
+        The last token is never matched: a request needs at least one position to compute.
+        """
+        assert not table.pages, "a prefix is matched before anything is allocated"
+        hashes: list[bytes] = []
+        parent = b""
+        for start in range(0, len(token_ids) - self.page_size, self.page_size):
+            parent = self.page_hash(parent, token_ids[start : start + self.page_size])
+            page = self._page_of.get(parent)
+            if page is None:
+                break
+            self._refs[page] += 1
+            self._cached.pop(page, None)
+            table.extend([page])
+            hashes.append(parent)
+        return hashes
+
+    def publish(self, page: int, digest: bytes) -> None:
+        """Make a full, final page findable. The first page of a content wins; a later twin stays private."""
+        if digest not in self._page_of and page not in self._hash_of:
+            self._page_of[digest] = page
+            self._hash_of[page] = digest
+
+    def forget(self) -> None:
+        """Empty the prefix cache; pages in use stay in use."""
+        self._hash_of.clear()
+        self._page_of.clear()
+        self._cached.clear()
+
+    # -- integrity -----------------------------------------------------------------------------------------------------
+    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
+        """Recount everything from the live ``tables``; raises ``AssertionError`` naming the first page that is wrong."""
+        refs = np.zeros(self.num_pages, dtype=np.int32)
+        reserved = np.zeros(self.num_pages, dtype=np.int32)
+        for table in tables:
+            np.add.at(refs, np.asarray(table.pages, dtype=np.int64), 1)
+            reserved[table.reserved.start : table.reserved.stop] += 1
+        for page in np.flatnonzero(refs != self._refs):
+            raise AssertionError(f"page {page} has {self._refs[page]} references, its tables hold {refs[page]}")
+        for page in np.flatnonzero(reserved != self._reserved):
+            raise AssertionError(f"page {page} is reserved {self._reserved[page]} times, tables say {reserved[page]}")
+        assert {p: d for d, p in self._page_of.items()} == self._hash_of, "prefix hashes and pages disagree"
+        idle = {page for page in self._hash_of if self._refs[page] == 0}
+        assert idle == set(self._cached), "cached pages are not exactly the idle hashed ones"
+
+
+def _tightest_run(free: "np.ndarray[tuple[int], np.dtype[np.bool_]]", length: int) -> int | None:
+    """Start of the shortest run of true values that is at least ``length`` long."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], free.astype(np.int8), [0]))))
+    starts, sizes = edges[::2], edges[1::2] - edges[::2]
+    fitting = np.flatnonzero(sizes >= length)
+    return int(starts[fitting[np.argmin(sizes[fitting])]]) if len(fitting) else None

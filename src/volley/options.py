@@ -1,0 +1,98 @@
+"""Command-line options from a dataclass: every field is an option, its docstring the help, its default the default.
+
+So an option is written once, where it is used. Tuples are comma-separated lists.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from volley.errors import ConfigError
+
+
+def expand(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter of ``command`` that is a dataclass by options, one a field."""
+    parameters: list[inspect.Parameter] = []
+    name = ""
+    config_class: Any = None
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if is_dataclass(parameter.annotation):
+            name, config_class = parameter.name, parameter.annotation
+            parameters += _options(config_class)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> None:
+        hints = get_type_hints(config_class)
+        values = {field.name: given.pop(field.name) for field in fields(config_class)}
+        values = {key: _parse(key, value, hints[key]) for key, value in values.items()}
+        command(**given, **{name: config_class(**values)})
+
+    parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    del wrapper.__wrapped__  # or the signature of ``command`` would be found first
+    return wrapper
+
+
+def field_docs(config_class: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = getattr(getattr(following, "value", None), "value", None)
+            if isinstance(following, ast.Expr) and isinstance(text, str):
+                docs[statement.target.id] = " ".join(text.replace("``", "").split())
+    return docs
+
+
+def _options(config_class: Any) -> list[inspect.Parameter]:
+    hints, docs = get_type_hints(config_class), field_docs(config_class)
+    return [_option(field, hints[field.name], docs.get(field.name, "")) for field in fields(config_class)]
+
+
+def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    shown = _command_line_type(hint)
+    names = [f"--{field.name.replace('_', '-')}"] if default is False else []  # there is nothing to switch off
+    if get_origin(hint) is tuple:
+        doc += " Several are separated by commas."
+    if isinstance(default, tuple):
+        default = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in default)
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is MISSING else default,
+        annotation=Annotated[shown, typer.Option(*names, help=doc, show_default=default not in (None, "", False))],
+    )
+
+
+def _command_line_type(hint: Any) -> Any:
+    """The type to show: tuples and unions of several types are text, parsed by ``_parse`` or by the dataclass."""
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [member for member in get_args(hint) if member is not type(None)]
+        shown = members[0] if len(members) == 1 and get_origin(members[0]) is not tuple else str
+        return shown | None
+    return str if get_origin(hint) is tuple else hint
+
+
+def _parse(name: str, value: Any, hint: Any) -> Any:
+    if get_origin(hint) is not tuple or not isinstance(value, str):
+        return value
+    kind = get_args(hint)[0]
+    try:
+        return tuple(kind(part.strip()) for part in value.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(
+            f"--{name.replace('_', '-')} is {value!r}; give {kind.__name__} values separated by commas"
+        ) from None

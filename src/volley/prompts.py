@@ -1,0 +1,188 @@
+"""Prompts from JSONL files and from datasets known by name, as conversations ready to be sent to a model.
+
+A row of a prompt file has ``prompt`` (one user message), ``messages`` (a chat that ends with a user message) or
+``turns`` (user messages, each answered before the next is sent). Datasets come from a folder of JSONL files or from the
+hub.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from volley.errors import InputError, unknown_key
+
+Message = dict[str, str]
+
+_TEST_ROWS_OF_MBPP = range(11, 511)
+ROW_KEYS = ("prompt", "messages", "turns")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """``messages`` open the chat and end with the user's; each of ``turns`` follows once the last was answered."""
+
+    id: str
+    messages: tuple[Message, ...]
+    turns: tuple[str, ...] = ()
+
+    @property
+    def num_answers(self) -> int:
+        return 1 + len(self.turns)
+
+    @property
+    def raw(self) -> str:
+        """The bare text of a single prompt: what is fed to a model without a chat template."""
+        if len(self.messages) != 1:
+            raise InputError(f"prompt {self.id} is a chat; without a chat template only single prompts can be sent")
+        return self.messages[0]["content"]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where a named dataset lives and how one of its rows becomes a conversation."""
+
+    file: str
+    column: str
+    hub: tuple[str, str | None, str]
+    """Repository, configuration and split on the hub."""
+    evaluation: bool = True
+    """Kept for evaluation: nothing may be trained on it."""
+    test_rows: bool | None = None
+    """MBPP's file holds both sides of its split; this picks one by ``task_id``."""
+
+    def has(self, row: Mapping[str, Any]) -> bool:
+        return self.test_rows is None or (int(row["task_id"]) in _TEST_ROWS_OF_MBPP) == self.test_rows
+
+
+DATASETS = {
+    "gsm8k": Dataset("gsm8k_test.jsonl", "question", ("openai/gsm8k", "main", "test")),
+    "gsm8k-train": Dataset("gsm8k_train.jsonl", "question", ("openai/gsm8k", "main", "train"), evaluation=False),
+    "math500": Dataset("math500.jsonl", "problem", ("HuggingFaceH4/MATH-500", None, "test")),
+    "aime25": Dataset("aime25.jsonl", "question", ("math-ai/aime25", None, "test")),
+    "humaneval": Dataset("humaneval.jsonl", "prompt", ("openai/openai_humaneval", None, "test")),
+    "mbpp": Dataset("mbpp.jsonl", "text", ("google-research-datasets/mbpp", "full", "test"), test_rows=True),
+    "mbpp-train": Dataset(
+        "mbpp.jsonl", "text", ("google-research-datasets/mbpp", "full", "train"), evaluation=False, test_rows=False
+    ),
+    "mt-bench": Dataset("mt_bench.jsonl", "turns", ("philschmid/mt-bench", None, "train")),
+    "alpaca": Dataset("alpaca_80.jsonl", "turns", ("tatsu-lab/alpaca", None, "train")),
+}
+
+
+def load_prompts(source: str | Path, data_dir: Path | None = None, limit: int | None = None) -> list[Conversation]:
+    """The conversations of a JSONL file, or of a dataset by name (from ``data_dir``, else from the hub)."""
+    path = Path(source)
+    if str(source) in DATASETS:
+        rows = _dataset_rows(str(source), data_dir)
+    elif path.suffix == ".jsonl" or path.exists():
+        rows = _file_rows(path)
+    else:
+        raise unknown_key("dataset (or missing prompt file)", str(source), DATASETS)
+    conversations: list[Conversation] = []
+    for conversation in rows:
+        if limit is not None and len(conversations) >= limit:
+            break
+        conversations.append(conversation)
+    if not conversations:
+        raise InputError(f"{source} has no prompts; give a file with at least one row of {', '.join(ROW_KEYS)}")
+    return conversations
+
+
+def parse_row(row: Mapping[str, Any], where: str, row_id: str) -> Conversation:
+    """One row of a prompt file; ``where`` names it in errors."""
+    given = [key for key in ROW_KEYS if key in row]
+    if len(given) != 1:
+        problem = f"has {' and '.join(given)}" if given else f"has only {', '.join(sorted(row)) or 'nothing'}"
+        raise InputError(f"{where} {problem}; a prompt row has exactly one of {', '.join(ROW_KEYS)}")
+    row_id = str(row.get("id", row.get("task_id", row.get("question_id", row_id))))
+    value = row[given[0]]
+    if given[0] == "prompt":
+        if not isinstance(value, str) or not value:
+            raise InputError(f"{where}: 'prompt' must be a non-empty string")
+        return Conversation(row_id, ({"role": "user", "content": value},))
+    if given[0] == "turns":
+        if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
+            raise InputError(f"{where}: 'turns' must be a non-empty list of non-empty strings")
+        return Conversation(row_id, ({"role": "user", "content": value[0]},), tuple(value[1:]))
+    return Conversation(row_id, _check_messages(value, where))
+
+
+def _check_messages(value: Any, where: str) -> tuple[Message, ...]:
+    good = isinstance(value, list) and all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )
+    if not good or not value:
+        raise InputError(f"{where}: 'messages' must be a list of objects with string 'role' and 'content'")
+    if value[-1]["role"] != "user":
+        raise InputError(
+            f"{where}: the last message is the {value[-1]['role']}'s; it must be the user's to be answered"
+        )
+    return tuple(dict(message) for message in value)
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """``(line number, row)`` of each non-empty line."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise InputError(f"{path} line {number} is not a JSON object; give one object a line")
+                    yield number, row
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist; check the path") from None
+    except (IsADirectoryError, PermissionError) as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); give a readable JSONL file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error.reason}); convert it first") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} line {number} is not JSON ({error}); give one JSON object a line") from None
+
+
+def _file_rows(path: Path) -> Iterator[Conversation]:
+    for number, row in read_jsonl(path):
+        yield parse_row(row, f"{path} line {number}", f"{path.stem}/{number}")
+
+
+def _dataset_rows(name: str, data_dir: Path | None) -> Iterator[Conversation]:
+    dataset = DATASETS[name]
+    rows: Iterator[Mapping[str, Any]]
+    if data_dir is not None:
+        rows = (row for _, row in read_jsonl(Path(data_dir) / dataset.file))
+    else:
+        rows = _hub_rows(name, dataset)
+    for index, row in enumerate(row for row in rows if dataset.has(row)):
+        column = dataset.column
+        if name == "alpaca" and column not in row:  # the hub's rows, not the 80 that drafters are measured on
+            text = "\n\n".join(part for part in (row["instruction"], row["input"]) if part)
+            yield Conversation(f"{name}/{index}", ({"role": "user", "content": text},))
+            continue
+        if column not in row and "prompt" in row:  # mt-bench on the hub calls its turns `prompt`
+            column = "prompt"
+        if column not in row:
+            raise InputError(f"row {index} of {name} has no {dataset.column!r}; is {dataset.file} another dataset?")
+        value = row[column]
+        turns: Sequence[str] = [value] if isinstance(value, str) else list(value)
+        messages = ({"role": "user", "content": turns[0]},)
+        yield Conversation(f"{name}/{index}", messages, tuple(turns[1:]))
+
+
+def _hub_rows(name: str, dataset: Dataset) -> Iterator[Mapping[str, Any]]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise InputError(
+            f"dataset {name!r} would come from the hub, which needs the `datasets` package; "
+            f"install volley-llm[hub], or give the folder that holds {dataset.file}"
+        ) from None
+    repository, configuration, split = dataset.hub
+    try:
+        yield from load_dataset(repository, configuration, split=split)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"dataset {name!r} ({repository}) could not be read from the hub ({error}); "
+            f"check the network, or give the folder that holds {dataset.file}"
+        ) from None

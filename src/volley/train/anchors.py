@@ -1,0 +1,55 @@
+"""Which positions become anchors, and what each slot of their blocks shall predict."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def draw_anchors(start: int, length: int, count: int, block_size: int, kind: str, seed: str) -> list[int]:
+    """Anchors, ascending, in a response at positions ``[start, length)``.
+
+    ``random``: ``count`` distinct positions; ``fixed``: the grid of uniformly divided blocks, at most ``count`` of them.
+    The last position is no anchor: nothing follows it. The draw depends on ``seed`` alone.
+    """
+    candidates = range(start, length - 1, 1 if kind == "random" else block_size)
+    if len(candidates) <= count:
+        return list(candidates)
+    return sorted(random.Random(seed).sample(candidates, count))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one step, ``A`` for each of ``D`` documents; missing ones have weight 0.
+
+    ``anchors [D, A]``; ``token_ids`` and ``positions`` ``[D, A, B]`` are the drafter's input; ``labels [D, A, B − 1]`` are
+    what slots 1 … B−1 shall predict and ``valid`` tells which of them lie inside the response.
+    """
+
+    anchors: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    labels: Tensor
+    valid: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.token_ids.shape[2]
+
+
+def build_blocks(
+    token_ids: Tensor, lengths: Sequence[int], anchors: Sequence[Sequence[int]], block_size: int, mask_token_id: int
+) -> Blocks:
+    """Blocks at ``anchors`` of right-padded documents ``token_ids [D, S]`` of ``lengths``."""
+    width = max(len(row) for row in anchors)
+    table = torch.tensor([[*row, *([-1] * (width - len(row)))] for row in anchors])
+    real = table >= 0
+    table = table.clamp(min=0)
+    positions = table[..., None] + torch.arange(block_size)
+    inside = (positions < torch.tensor(lengths)[:, None, None]) & real[..., None]
+    tokens = token_ids.gather(1, positions.clamp(max=token_ids.shape[1] - 1).flatten(1)).view(positions.shape)
+    inputs = torch.full_like(tokens, mask_token_id)
+    inputs[..., 0] = tokens[..., 0]
+    return Blocks(table, inputs, positions, tokens[..., 1:], inside[..., 1:])

@@ -1,0 +1,322 @@
+"""Collect a target's own responses: what a drafter is trained on (DFlash §4.2).
+
+Prompts become jobs, a source (the engine here, an endpoint in ``endpoint.py``) answers them, and every answer of a
+finished job is one line appended to a JSONL journal: OpenAI messages that end with the response. A line's ``key`` says
+which job it belongs to, so an interrupted run drops what it left half-written, skips what is there and goes on.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from volley.errors import ConfigError, InputError
+from volley.prompts import DATASETS, Conversation, Message, load_prompts
+
+if TYPE_CHECKING:
+    from volley.types import GenerationResult, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectConfig:
+    """What to ask and how."""
+
+    prompts: tuple[str, ...]
+    """Prompt files (JSONL with ``prompt``, ``messages`` or ``turns``) or training datasets by name."""
+    out: Path
+    """The JSONL file to append to; what it already holds is not asked again."""
+    data_dir: Path | None = None
+    """Folder with the named datasets' files; without it they come from the hub."""
+    limit: int | None = None
+    """Prompts taken from each source."""
+    temperatures: tuple[float, ...] = (0.0,)
+    """Cycled over prompts and samples."""
+    samples: int = 1
+    """Responses for each prompt."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that make up this share of the probability."""
+    top_k: int = 0
+    """Keep so many of the likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as likely as the likeliest."""
+    max_tokens: int = 512
+    """Longest response."""
+    seed: int = 0
+    """With it, equal runs draw equal responses."""
+    system: str | None = None
+    """System message put before prompts that have none."""
+    thinking: bool | None = None
+    """Passed to the chat template as ``enable_thinking``; ``None`` leaves it to the template."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("collect has no prompts; name at least one prompt file or dataset")
+        if self.samples < 1:
+            raise ConfigError(f"samples is {self.samples}; it must be at least 1")
+        if not self.temperatures:
+            raise ConfigError("temperatures is empty; give at least one, such as 0")
+        if self.samples > 1 and not any(self.temperatures):
+            raise ConfigError(f"{self.samples} samples at temperature 0 are the same text; add a higher temperature")
+        for name in self.prompts:
+            if name in DATASETS and DATASETS[name].evaluation:
+                training = ", ".join(key for key, dataset in DATASETS.items() if not dataset.evaluation)
+                raise ConfigError(f"{name} is kept for evaluation; training datasets are {training}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response. Token ids are known only when the engine gave it."""
+
+    text: str
+    finish_reason: str
+    output_tokens: int
+    reasoning: str | None = None
+    prompt_token_ids: list[int] | None = None
+    response_token_ids: list[int] | None = None
+
+
+@dataclass
+class Job:
+    """One conversation to be answered once, turn by turn."""
+
+    key: str
+    conversation: Conversation
+    sample: int
+    params: "SamplingParams"
+    messages: list[Message]
+    """Grows with every answer and with every further turn of the user's."""
+    answers: list[Answer] = field(default_factory=list)
+
+    def add(self, answer: Answer) -> bool:
+        """Take an answer in; whether that was the last one the conversation needs."""
+        message = {"role": "assistant", "content": answer.text}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        self.messages.append(message)
+        self.answers.append(answer)
+        if len(self.answers) == self.conversation.num_answers:
+            return True
+        self.messages.append({"role": "user", "content": self.conversation.turns[len(self.answers) - 1]})
+        return False
+
+
+class Source(Protocol):
+    """Where answers come from."""
+
+    name: str
+    """What is answering; a journal never mixes two."""
+    chat_template: str | bool
+    """Digest of the template that was applied here, or ``True`` when the endpoint applies its own."""
+
+    def run(self, jobs: Iterable[Job], done: Callable[[Job], None]) -> int:
+        """Answer every job, calling ``done`` as each finishes; how many had to be given up."""
+        ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. ``tokens_per_second`` counts response tokens of this run only."""
+
+    finished: int
+    skipped: int
+    """Jobs the journal already held."""
+    total: int
+    output_tokens: int
+    seconds: float
+    failed: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+
+class Journal:
+    """The append-only output file. Whatever follows the last row that completes a job is a torn write."""
+
+    def __init__(self, path: Path, model: str) -> None:
+        self.path = path
+        self.keys: set[str] = set()
+        if path.exists():
+            self._recover(model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+
+    def _recover(self, model: str) -> None:
+        with self.path.open("r+b") as file:
+            position = whole = 0
+            for number, line in enumerate(file, 1):
+                position += len(line)
+                if line.endswith(b"\n") and self._admit(line, number, model):
+                    whole = position
+            file.truncate(whole)
+
+    def _admit(self, line: bytes, number: int, model: str) -> bool:
+        """Whether this row completes its job."""
+        try:
+            row = json.loads(line)
+            key, found, complete = row["key"], row["model"], bool(row["turn"] == row["turns"])
+        except (ValueError, KeyError, TypeError):
+            raise InputError(
+                f"{self.path} line {number} was not written by volley collect; choose another out"
+            ) from None
+        if found != model:
+            raise ConfigError(
+                f"{self.path} holds responses of {found!r}, not of {model!r}; a drafter learns one target, "
+                "so choose another out"
+            )
+        if complete:
+            self.keys.add(key)
+        return complete
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """Append all rows of one job."""
+        self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+        self._file.flush()
+        self.keys.add(rows[-1]["key"])
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def make_jobs(config: CollectConfig) -> list[Job]:
+    """Every response wanted, in order. Equal conversations are asked once for each sample."""
+    from volley.types import SamplingParams
+
+    jobs: dict[str, Job] = {}
+    conversations = [c for source in config.prompts for c in load_prompts(source, config.data_dir, config.limit)]
+    for index, conversation in enumerate(conversations):
+        messages = list(conversation.messages)
+        if config.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": config.system})
+        for sample in range(config.samples):
+            temperature = config.temperatures[(index * config.samples + sample) % len(config.temperatures)]
+            law = [temperature, config.top_p, config.top_k, config.min_p, config.max_tokens, config.seed]
+            asked = json.dumps([messages, conversation.turns, config.thinking, sample, *law])
+            key = hashlib.sha256(asked.encode()).hexdigest()[:16]
+            params = SamplingParams(
+                temperature=temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                min_p=config.min_p,
+                max_tokens=config.max_tokens,
+                seed=int(key, 16) >> 1,
+            )
+            jobs.setdefault(key, Job(key, conversation, sample, params, list(messages)))
+    return list(jobs.values())
+
+
+def to_rows(job: Job, source: Source, thinking: bool | None) -> list[dict[str, Any]]:
+    """The journal's lines for a finished job, one an answer: OpenAI messages and how they came about."""
+    rows = []
+    first = len(job.messages) + 2 - 2 * len(job.answers)  # messages up to the first answer; each turn adds two
+    for turn, answer in enumerate(job.answers, 1):
+        row: dict[str, Any] = {
+            "key": job.key,
+            "id": job.conversation.id,
+            "sample": job.sample,
+            "turn": turn,
+            "turns": len(job.answers),
+            "messages": job.messages[: first + 2 * (turn - 1)],
+            "temperature": job.params.temperature,
+            "top_p": job.params.top_p,
+            "top_k": job.params.top_k,
+            "min_p": job.params.min_p,
+            "max_tokens": job.params.max_tokens,
+            "seed": job.params.seed,
+            "thinking": None if thinking is None else "on" if thinking else "off",
+            "chat_template": source.chat_template,
+            "model": source.name,
+            "finish_reason": answer.finish_reason,
+            "output_tokens": answer.output_tokens,
+        }
+        if answer.response_token_ids is not None:
+            row["prompt_token_ids"] = answer.prompt_token_ids
+            row["response_token_ids"] = answer.response_token_ids
+        rows.append(row)
+    return rows
+
+
+def collect(config: CollectConfig, source: Source, report: Callable[[Progress], None] | None = None) -> Progress:
+    """Write a response for every job the journal lacks. Interrupt and repeat it at will."""
+    jobs = make_jobs(config)
+    journal = Journal(config.out, source.name)
+    missing = [job for job in jobs if job.key not in journal.keys]
+    skipped, finished, output_tokens, started = len(jobs) - len(missing), 0, 0, time.perf_counter()
+
+    def done(job: Job) -> None:
+        nonlocal finished, output_tokens
+        journal.append(to_rows(job, source, config.thinking))
+        finished += 1
+        output_tokens += sum(answer.output_tokens for answer in job.answers)
+        if report is not None:
+            report(Progress(finished, skipped, len(jobs), output_tokens, time.perf_counter() - started))
+
+    try:
+        failed = source.run(missing, done)
+    finally:
+        journal.close()
+    return Progress(finished, skipped, len(jobs), output_tokens, time.perf_counter() - started, failed)
+
+
+class BatchGenerator(Protocol):
+    """The part of ``Engine`` that collecting needs."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def generate(self, prompts: Any, params: Any) -> "Iterator[GenerationResult]": ...
+
+
+class EngineSource:
+    """Answers from the engine, ``batch`` conversations at a time; those with turns left join the next batch."""
+
+    def __init__(
+        self,
+        engine: BatchGenerator,
+        name: str,
+        thinking: bool | None = None,
+        batch: int = 256,
+        context_length: int | None = None,
+    ) -> None:
+        template = getattr(engine.tokenizer, "chat_template", None)
+        if not template:
+            raise ConfigError(f"the tokenizer of {name} has no chat template; set tokenizer.chat_template and save it")
+        if thinking is not None and "enable_thinking" not in str(template):
+            raise ConfigError(f"the chat template of {name} has no thinking switch; leave thinking unset")
+        self.engine = engine
+        self.name = name
+        self.thinking = thinking
+        self.batch = batch
+        self.context_length = context_length
+        self.chat_template: str | bool = hashlib.sha256(str(template).encode()).hexdigest()[:16]
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        switch = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        ids = self.engine.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **switch
+        )
+        return [int(token) for token in ids]
+
+    def run(self, jobs: Iterable[Job], done: Callable[[Job], None]) -> int:
+        fresh, open_jobs, refused = iter(jobs), list[Job](), 0
+        while batch := open_jobs + list(islice(fresh, self.batch - len(open_jobs))):
+            prompts = [self.encode(job.messages) for job in batch]
+            fits = [self.context_length is None or len(ids) < self.context_length for ids in prompts]
+            refused += fits.count(False)
+            batch, prompts = list(compress(batch, fits)), list(compress(prompts, fits))
+            results = self.engine.generate(prompts, [job.params for job in batch])
+            open_jobs = []
+            for job, prompt, result in zip(batch, prompts, results, strict=True):
+                ids = list(result.token_ids)
+                if job.add(Answer(result.text, result.finish_reason, len(ids), None, prompt, ids)):
+                    done(job)
+                else:
+                    open_jobs.append(job)
+        return refused

@@ -1,0 +1,31 @@
+"""How well the drafter drafts: the real τ, by decoding held-out prompts with volley's own engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from volley.models.drafter import Drafter
+
+
+def evaluate_tau(
+    drafter: Drafter, target: str, prompts: Sequence[list[int]], *, max_tokens: int, dtype: torch.dtype, device: str
+) -> dict[str, Any] | None:
+    """Greedy decoding of ``prompts``: mean τ over all cycles and the acceptance rate of each slot."""
+    try:
+        from volley import Engine, SamplingParams
+    except ImportError:
+        return None
+    copy = Drafter(drafter.config)
+    copy.load_state_dict(drafter.state_dict())
+    engine = Engine.from_pretrained(target, drafter=copy.to(dtype).eval(), dtype=dtype, device=device)
+    accepted: list[int] = []
+    for result in engine.generate(list(prompts), SamplingParams(max_tokens=max_tokens)):
+        accepted += result.stats.accepted_lengths
+    slots = drafter.config.block_size - 1
+    at_least = [sum(length > slot for length in accepted) for slot in range(1, slots + 1)]
+    return {
+        "tau": sum(accepted) / max(1, len(accepted)),
+        "cycles": len(accepted),
+        "acceptance_per_slot": [round(count / max(1, len(accepted)), 4) for count in at_least],
+    }

@@ -1,0 +1,105 @@
+"""What the frozen target knows about each position: tapped hidden states and, if asked for, its soft labels.
+
+``OnlineFeatures`` runs the target in every step; ``FeatureCache`` keeps what it said on disk, in shards.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from volley.errors import CheckpointError, ConfigError
+from volley.models.checkpoint import read_json, save_tensors, write_atomically
+from volley.models.taps import Taps
+from volley.train.data import Document, pad
+from volley.train.losses import expected_head_rows
+
+SHARD_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of right-padded documents: ``taps [D, S, taps · H]`` and ``soft [D, S, H]`` (the target's expected head row for the
+    token after each position, see ``losses.expected_head_rows``) or ``None``."""
+
+    taps: Tensor
+    soft: Tensor | None
+
+
+class FrozenTarget:
+    """The target as training needs it: dense, frozen, without a KV cache."""
+
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot load the target {path!r} ({error}); give a causal LM with its tokenizer") from None
+        self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+        self.text_config: Any = model.config.get_text_config()
+        self.device = device
+        self.dtype = dtype
+        self.head = self._head()
+        self.softcap: float | None = getattr(self.text_config, "final_logit_softcapping", None)
+
+    def _head(self) -> Tensor:
+        """``[V, H]``, times the model's logit scale; ``[V, H + 1]`` if the head has a bias."""
+        layer = self.model.get_output_embeddings()
+        head: Tensor = layer.weight.detach()
+        bias = getattr(layer, "bias", None)
+        if bias is not None:
+            head = torch.cat([head, bias.detach()[:, None]], dim=1)
+        scale = getattr(self.text_config, "logit_scale", None) or 1.0
+        scale /= getattr(self.text_config, "logits_scaling", None) or 1.0
+        return head if scale == 1.0 else head * scale
+
+    @property
+    def stop_token_ids(self) -> set[int]:
+        stops = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        found = set(stops) if isinstance(stops, list) else {stops}
+        return {token for token in found | {self.tokenizer.eos_token_id} if token is not None}
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.model.get_input_embeddings()(token_ids)
+        return embedded
+
+    def fingerprint(self) -> str:
+        """A digest of every weight's name, shape and a sample of its values: another training gives another one."""
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.model.state_dict().items()):
+            flat = weight.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
+            digest.update(f"{name}{list(weight.shape)}".encode() + sample.numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+
+class OnlineFeatures:
+    """Runs the target on each batch. ``soft`` also asks for the soft labels of response positions."""
+
+    def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], soft: bool) -> None:
+        self.target = target
+        self.taps = Taps(target.model, layer_ids)
+        self.soft = soft
+
+    @torch.no_grad()
+    def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
+        """Features of ``documents``, whose places in the data are ``indices``."""
+        token_ids = pad(documents).to(self.target.device)
+        hidden = self.target.model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
+        taps = self.taps.take()
+        if not self.soft:
+            return Features(taps, None)
+        soft = hidden.new_zeros(*hidden.shape[:2], self.target.head.shape[1])
+        position = torch.arange(token_ids.shape[1])
+        starts = torch.tensor([document.response_start for document in documents])[:, None]
+        ends = torch.tensor([len(document) for document in documents])[:, None]
+        wanted = ((position >= starts) & (position < ends)).to(hidden.device)
+        soft[wanted] = expected_head_rows(hidden[wanted], self.target.head, self.target.softcap)
+        return Features(taps, soft)

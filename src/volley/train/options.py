@@ -1,0 +1,183 @@
+"""Every option of a training run, with the paper's values as defaults (DFlash §4.2, §A.1)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from volley.errors import ConfigError, unknown_key
+
+REPORTING_OPTIONS = frozenset(
+    {"eval_prompts", "eval_max_tokens", "eval_steps", "eval_minutes", "log_steps", "save_minutes", "save_steps", "threads"}
+)
+"""Options that say when to report and save, not what is learnt: a resumed run may change them."""
+
+CHOICES = {
+    "anchors": ("random", "fixed"),
+    "loss_decay": ("decay", "uniform"),
+    "features": ("online", "cache"),
+    "attention": ("auto", "grouped", "dense", "flex"),
+    "dtype": ("bfloat16", "float32"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What to train, on what, how and for how long. ``None`` takes the value from the target or from the paper."""
+
+    target: str
+    """Folder or hub name of the target: any causal LM that transformers loads."""
+    data: tuple[str, ...]
+    """JSONL files of ``{"messages": [...]}`` whose last message is the target's own response."""
+    out: str
+    """Folder for the checkpoint, the log and the drafter; a run that finds its checkpoint there goes on from it."""
+
+    eval_data: str | None = None
+    """JSONL of held-out rows in the same form; without it ``eval_share`` of the data is held out."""
+    eval_share: float = 0.02
+    """Share of ``data`` that is never trained on when there is no ``eval_data``; 0 holds nothing out."""
+    eval_prompts: int = 24
+    """Held-out prompts decoded by the engine at each evaluation to measure the real τ; 0 decodes none."""
+    eval_max_tokens: int = 128
+    """Tokens decoded for each of them."""
+    eval_steps: int | None = None
+    """Evaluate every so many steps; an evaluation always ends the run."""
+    eval_minutes: float | None = None
+    """Evaluate every so many minutes."""
+
+    block_size: int = 16
+    """Block size B, anchor included."""
+    num_layers: int | None = None
+    """Draft layers; by default a seventh of the target's, between 1 and 5."""
+    taps: int | str | tuple[int, ...] | None = None
+    """How many target layers to tap, spread evenly from the second to the third-to-last (default 5), or their 0-based
+    ids (``"1,9,17"``)."""
+    no_features: bool = False
+    """Ablation: the drafter sees the context's token embeddings instead of the target's features (Table 8)."""
+    intermediate_size: int | None = None
+    """Width of the draft MLPs; by default the target's."""
+    num_heads: int | None = None
+    """Query heads of a draft layer; by default the target's."""
+    num_kv_heads: int | None = None
+    """Key/value heads of a draft layer; by default the target's."""
+    head_dim: int | None = None
+    """Size of a draft head; by default the target's."""
+    window: int | None = None
+    """Context tokens a draft layer sees before its block; by default all of them."""
+    mask_token_id: int | None = None
+    """Token that marks an empty slot; by default one of the target's that no text uses."""
+
+    max_length: int = 1024
+    """Longer rows are cut to so many tokens, and to the target's context length."""
+    tokens_per_batch: int = 8192
+    """Context tokens, padding included, that one step may hold."""
+    anchors_per_sequence: int = 64
+    """Blocks drawn from each response in each epoch, at most."""
+    anchors: str = "random"
+    """``random`` anchors in each epoch, or the ``fixed`` grid of uniformly divided blocks (Table 9)."""
+    loss_decay: str = "decay"
+    """``decay`` weighs slot k by exp(−(k−1)/γ), ``uniform`` all alike (Fig. 5)."""
+    gamma: float | None = None
+    """γ of the decay; by default 4, 5 and 7 for blocks of 8, 10 and 16, straight lines between."""
+    soft_targets: float = 0.0
+    """Share of the loss that is taken against the target's distribution (forward KL) instead of its sampled token."""
+
+    learning_rate: float = 6e-4
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.01
+    """AdamW's weight decay, on matrices only."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    warmup: float = 0.04
+    """Share of the run over which the learning rate rises; a cosine brings it to zero over the rest."""
+    epochs: int = 6
+    """Passes over the data, at most."""
+    max_steps: int | None = None
+    """Stop after so many steps, if the epochs have not ended before."""
+    max_minutes: float | None = None
+    """Stop after so many minutes of training and evaluation. The learning rate anneals to whichever bound ends first."""
+    seed: int = 0
+    """Fixes the initial weights, the order of the data and the anchors."""
+
+    features: str = "online"
+    """``online`` runs the target in every step; ``cache`` runs it once and keeps its features on disk."""
+    cache_dir: str | None = None
+    """Folder of the feature cache; by default ``features`` inside ``out``."""
+    device: str = "cpu"
+    """Torch device, such as ``cpu`` or ``cuda``."""
+    dtype: str = "bfloat16"
+    """Compute type; master weights are always fp32."""
+    attention: str = "auto"
+    """``grouped`` (one dense product per document), ``flex`` (FlexAttention) or ``dense`` (the slow reference);
+    ``auto`` is ``flex`` on a GPU and ``grouped`` elsewhere."""
+    compile: bool = False
+    """Compile the drafter with torch.compile."""
+    fsdp: bool = False
+    """Shard weights, gradients and optimizer state over the processes of torchrun (FSDP2)."""
+    threads: int | None = None
+    """CPU threads; by default torch's choice."""
+
+    log_steps: int = 20
+    """Print a line every so many steps."""
+    save_minutes: float | None = 5.0
+    """Save a checkpoint every so many minutes."""
+    save_steps: int | None = None
+    """Save a checkpoint every so many steps as well."""
+
+    def __post_init__(self) -> None:
+        data = (self.data,) if isinstance(self.data, str) else tuple(str(path) for path in self.data)
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "target", str(self.target))
+        object.__setattr__(self, "out", str(self.out))
+        object.__setattr__(self, "taps", parse_taps(self.taps))
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise unknown_key(f"value of {name},", str(getattr(self, name)), choices)
+        for name, good, want in self._checks():
+            if not good:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
+        if self.no_features and self.taps is not None:
+            raise ConfigError("no_features and taps exclude each other; drop one of the two")
+
+    def _checks(self) -> Iterable[tuple[str, bool, str]]:
+        yield "data", bool(self.data), "at least one JSONL file"
+        yield "block_size", self.block_size >= 2, "2 or more: an anchor and at least one slot to draft"
+        yield "eval_share", 0 <= self.eval_share < 1, "in [0, 1)"
+        yield "soft_targets", 0 <= self.soft_targets <= 1, "in [0, 1]"
+        yield "warmup", 0 <= self.warmup < 1, "in [0, 1)"
+        for name in ("eval_prompts", "weight_decay"):
+            yield name, getattr(self, name) >= 0, "0 or more"
+        yield "max_length", self.max_length >= 2, "2 or more"
+        for name in ("tokens_per_batch", "anchors_per_sequence", "learning_rate", "clip", "epochs", "log_steps"):
+            yield name, getattr(self, name) > 0, "positive"
+        optional = ("num_layers", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "window", "gamma")
+        optional += ("max_steps", "max_minutes", "eval_steps", "eval_minutes", "save_minutes", "save_steps", "threads")
+        for name in optional:
+            value = getattr(self, name)
+            yield name, value is None or value > 0, "positive, or left out"
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> "TrainConfig":
+        """Build from a mapping; an unknown option is an error that names the nearest known one."""
+        known = {field.name for field in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise unknown_key("training option", name, known)
+        missing = [name for name in ("target", "data", "out") if name not in options]
+        if missing:
+            raise ConfigError(f"training needs {', '.join(missing)}; give them as options")
+        return cls(**options)
+
+
+def parse_taps(taps: int | str | Iterable[int] | None) -> int | tuple[int, ...] | None:
+    """``"5"`` is a count, ``"1,9,17"`` are layer ids."""
+    if taps is None or isinstance(taps, int):
+        if taps is not None and taps < 1:
+            raise ConfigError(f"taps is {taps}; tap at least one layer, or use no_features for a drafter without")
+        return taps
+    if isinstance(taps, str):
+        try:
+            numbers = [int(part) for part in taps.split(",")]
+        except ValueError:
+            raise ConfigError(f"taps is {taps!r}; give a count (5) or layer ids (1,9,17)") from None
+        return parse_taps(numbers[0]) if "," not in taps else tuple(numbers)
+    return tuple(taps)

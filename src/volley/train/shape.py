@@ -1,0 +1,106 @@
+"""The shape of a new drafter: read from its target, changed by the options."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from volley.errors import ConfigError
+from volley.models.checkpoint import DrafterConfig
+from volley.models.taps import decoder_layers
+from volley.train.data import Document
+from volley.train.options import TrainConfig
+
+_MASK_NAME = re.compile(r"^\W*mask\W*$", re.IGNORECASE)
+_UNUSED_NAME = re.compile(r"reserved|unused", re.IGNORECASE)
+
+
+def spread_taps(count: int, num_layers: int) -> tuple[int, ...]:
+    """``count`` layers spread evenly from the second to the third-to-last (DFlash §5): [1, 9, 17, 25, 33] of 36."""
+    first = min(1, num_layers - 1)
+    last = max(first, num_layers - 3)
+    if count > last - first + 1:
+        raise ConfigError(
+            f"taps is {count}, but only {last - first + 1} layers lie between the second and the third-to-last of "
+            f"{num_layers}; tap fewer, or name the layer ids"
+        )
+    if count == 1:
+        return (last,)
+    return tuple(round(first + index * (last - first) / (count - 1)) for index in range(count))
+
+
+def choose_taps(config: TrainConfig, num_layers: int) -> tuple[int, ...]:
+    if config.no_features:
+        return (-1,)
+    if isinstance(config.taps, tuple):
+        deep = [layer for layer in config.taps if not -1 <= layer < num_layers]
+        if deep:
+            raise ConfigError(
+                f"taps {list(config.taps)}: the target has {num_layers} layers, 0 to {num_layers - 1}; "
+                f"layer {deep[0]} does not exist, name others"
+            )
+        return config.taps
+    return spread_taps(config.taps or min(5, max(1, num_layers - 3)), num_layers)
+
+
+def choose_mask_token(
+    tokenizer: PreTrainedTokenizerBase, embedding_rows: int, documents: Iterable[Document], explicit: int | None
+) -> int:
+    """A token that marks empty slots and never occurs in text: the vocabulary is never changed to make one.
+
+    In order: the one asked for, the tokenizer's mask token or one named like it, an embedding row beyond the tokenizer's
+    vocabulary, a reserved or unused special token.
+    """
+    used = torch.zeros(embedding_rows, dtype=torch.bool)
+    for document in documents:
+        used[document.token_ids.long()] = True
+    if explicit is not None:
+        if not 0 <= explicit < embedding_rows:
+            raise ConfigError(f"mask_token_id {explicit} is outside the target's {embedding_rows} embedding rows")
+        if used[explicit]:
+            raise ConfigError(f"mask_token_id {explicit} occurs in the data; choose a token that no text uses")
+        return explicit
+    special: dict[str, int] = {str(token): index for index, token in tokenizer.added_tokens_decoder.items()}
+    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    named = [tokenizer.mask_token_id] if tokenizer.mask_token_id is not None else []
+    named += [index for name, index in special.items() if _MASK_NAME.match(name)]
+    unused = [index for name, index in special.items() if _UNUSED_NAME.search(name)]
+    for candidate in [*named, *range(len(tokenizer), embedding_rows), *unused]:
+        if candidate < embedding_rows and not used[candidate] and candidate not in ends:
+            return int(candidate)
+    raise ConfigError(
+        "the target has no mask token, no embedding row beyond its vocabulary and no reserved token; "
+        "name a token that never occurs in text with --mask-token-id"
+    )
+
+
+def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: int) -> DrafterConfig:
+    """The drafter's shape: the target's own layer shape unless an option says otherwise."""
+    text: Any = target.config.get_text_config()
+    num_layers = len(decoder_layers(target))
+    heads = config.num_heads or text.num_attention_heads
+    kv_heads = config.num_kv_heads or min(getattr(text, "num_key_value_heads", None) or heads, heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_heads is {heads} and num_kv_heads {kv_heads}; the first must be a multiple of the second")
+    rope = getattr(text, "rope_parameters", None) or {}
+    layers = config.num_layers or min(5, max(1, num_layers // 7))
+    return DrafterConfig(
+        hidden_size=text.hidden_size,
+        intermediate_size=config.intermediate_size or getattr(text, "intermediate_size", 3 * text.hidden_size),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=config.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        vocab_size=target.get_input_embeddings().weight.shape[0],
+        num_target_layers=num_layers,
+        block_size=config.block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=choose_taps(config, num_layers),
+        rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta") or 10_000.0),
+        max_position_embeddings=text.max_position_embeddings,
+        sliding_window=config.window,
+        layer_types=("sliding_attention" if config.window else "full_attention",) * layers,
+    )

@@ -1,0 +1,67 @@
+"""The state of a run on disk: everything that a killed run needs to go on to the same weights, bit for bit."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from volley.errors import CheckpointError, ConfigError
+from volley.train.options import REPORTING_OPTIONS, TrainConfig
+
+NAME = "checkpoint.pt"
+
+
+@dataclass
+class Position:
+    """Where a run stands. Order of data and anchors are functions of seed, epoch and document: no generator is kept."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    blocks: int = 0
+
+
+def save_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write atomically: a killed process leaves the old state or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_state(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); remove it to start over") from None
+    return state
+
+
+def describe(config: TrainConfig) -> dict[str, Any]:
+    """The options as plain values."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()}
+
+
+def check_same_run(path: Path, saved: Mapping[str, Any], options: Mapping[str, Any], facts: Mapping[str, str]) -> None:
+    """Refuse to go on with a run whose options, target or data have changed."""
+    for key, value in options.items():
+        if key not in REPORTING_OPTIONS and key != "out" and saved["options"].get(key) != value:
+            raise ConfigError(
+                f"{path} was written with {key} = {saved['options'].get(key)!r}, this run has {value!r}; "
+                "give the same value to go on, or another --out to start over"
+            )
+    for key, value in facts.items():
+        if saved["facts"].get(key) != value:
+            raise ConfigError(f"{path} was written with another {key}; restore it to go on, or give another --out")

@@ -1,0 +1,98 @@
+"""One training step's arithmetic: documents and anchors in, loss and acceptance out (DFlash §4.2)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from volley.models.drafter import Drafter
+from volley.train.anchors import Blocks, build_blocks
+from volley.train.attention import ATTENTION, Layout
+from volley.train.data import Document, pad
+from volley.train.features import Features, FrozenTarget
+from volley.train.losses import slot_weights, weighted_cross_entropy
+from volley.train.options import TrainConfig
+
+
+class BlockForward(nn.Module):
+    """The drafter over all blocks of a step at once: the unit that is compiled and sharded."""
+
+    def __init__(self, drafter: Drafter, attention: str) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.attention = attention
+
+    def forward(self, taps: Tensor, anchors: Tensor, embeddings: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states ``[D·A·B, H]`` from ``taps [D, S, taps·H]``, ``anchors [D, A]``, block ``embeddings [D·A·B, H]``."""
+        config = self.drafter.config
+        documents, length = taps.shape[:2]
+        context_positions = torch.arange(length, device=taps.device).repeat(documents)
+        context = self.drafter.context_kv(taps.flatten(0, 1), context_positions)
+        layout = Layout(anchors, length, len(positions) // anchors.numel(), config.sliding_window)
+        hidden: Tensor = self.drafter(embeddings, positions, ATTENTION[self.attention](layout, context))
+        return hidden
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of the blocks of one step: ``loss`` is the weighted sum, ``[N, B − 1]`` tells of each block's slots."""
+
+    loss: Tensor
+    losses: Tensor
+    correct: Tensor
+    valid: Tensor
+
+
+class StepFunction:
+    """Everything of a step that does not change between steps."""
+
+    def __init__(self, config: TrainConfig, target: FrozenTarget, drafter: Drafter, model: nn.Module) -> None:
+        self.target = target
+        self.model = model
+        self.block_size = drafter.config.block_size
+        self.mask_token_id = drafter.config.mask_token_id
+        self.weights = slot_weights(self.block_size, config.loss_decay, config.gamma)
+        self.alpha = config.soft_targets
+
+    def total_weight(self, documents: Sequence[Document], anchors: Sequence[Sequence[int]]) -> float:
+        """Σ of the slot weights of all blocks: what a step's loss is divided by, on every process alike."""
+        sums = [0.0, *self.weights.cumsum(0).tolist()]
+        return sum(
+            sums[min(self.block_size, len(document) - anchor) - 1]
+            for document, row in zip(documents, anchors, strict=True)
+            for anchor in row
+        )
+
+    def __call__(
+        self, documents: Sequence[Document], anchors: Sequence[Sequence[int]], features: Features, scale: float = 1.0, measure: bool = True
+    ) -> StepResult:
+        """Loss of ``documents``; ``scale`` 0 makes it count for nothing (a process without a share of its own)."""
+        lengths = [len(document) for document in documents]
+        blocks = build_blocks(pad(documents), lengths, anchors, self.block_size, self.mask_token_id)
+        device = self.target.device
+        with torch.no_grad():
+            embeddings = self.target.embed(blocks.token_ids.flatten().to(device))
+        taps = features.taps.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype == torch.bfloat16):
+            hidden = self.model(taps, blocks.anchors.to(device), embeddings, blocks.positions.flatten().to(device))
+        return self._loss(blocks, hidden.to(self.target.dtype), features.soft, scale, measure)
+
+    def _loss(self, blocks: Blocks, hidden: Tensor, soft: Tensor | None, scale: float, measure: bool) -> StepResult:
+        device = hidden.device
+        valid = blocks.valid.to(device)
+        slots = hidden.view(*blocks.token_ids.shape, -1)[:, :, 1:]
+        document, block, slot = valid.nonzero(as_tuple=True)
+        weights = self.weights.to(device)[slot] * scale
+        rows_soft = None
+        if soft is not None:
+            before = blocks.positions.to(device)[document, block, slot]  # slot k = index k − 1 predicts a + k
+            rows_soft = soft.to(device)[document, before]
+        labels = blocks.labels.to(device)[valid]
+        loss, losses, correct = weighted_cross_entropy(
+            slots[valid], self.target.head, labels, weights, rows_soft, self.alpha, measure
+        )
+        every = torch.zeros(valid.shape, device=device)
+        right = torch.zeros_like(valid)
+        every[valid], right[valid] = losses, correct
+        return StepResult(loss, every.flatten(0, 1), right.flatten(0, 1), valid.flatten(0, 1))
