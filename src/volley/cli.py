@@ -171,7 +171,7 @@ def bench(
     """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps what was measured."""
     engine = load_engine(target, drafter, dtype, device, threads)
     from volley import console
-    from volley.bench.report import to_table
+    from volley.bench.report import to_tables
     from volley.bench.run import run_bench
     from volley.engine.engine import REFERENCE
 
@@ -188,7 +188,9 @@ def bench(
 
     report = run_bench(engine, config, models, progress)
     report.save(out)
-    console.stdout().print(to_table(report.summaries))
+    wide = console.stdout()
+    wide.width = max(wide.width, 110)
+    wide.print(*to_tables(report.summaries))
     for note in report.measurements.notes:
         errors.print(note)
     errors.print(f"{'Interrupted; what was measured is' if report.measurements.partial else 'Written'} in {out}/")

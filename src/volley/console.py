@@ -21,6 +21,7 @@ DEMO_PROMPTS = {
     "code": "Write a function to find the largest number in a list and return it together with its index.",
     "command help": "How do I use `tar`?",
 }
+DEMO_TOKENS = 128
 DRAFTED = "green"
 
 
@@ -106,7 +107,7 @@ def warm_up(engine: "Engine", prompt: Any) -> None:
 def demo(engine: "Engine", out: Console) -> bool:
     """Stream three answers, measure both ways of decoding on each; whether all tokens were identical."""
     rows: dict[str, Comparison] = {}
-    params = SamplingParams(max_tokens=128)
+    params = SamplingParams(max_tokens=DEMO_TOKENS)
     for name, text in DEMO_PROMPTS.items():
         prompt: list[Message] = [{"role": "user", "content": text}]
         if not rows:

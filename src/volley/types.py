@@ -1,16 +1,12 @@
-"""What passes between the layers: sampling parameters, the ragged batch, verdicts and results."""
+"""What passes between the layers: sampling parameters, proposals, verdicts and results."""
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from volley.errors import ConfigError
-
-if TYPE_CHECKING:
-    from volley.memory.kv_cache import BlockTable
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -38,8 +34,9 @@ class SamplingParams:
     draft_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        stop = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
+        given: object = self.stop
+        stop = (given,) if isinstance(given, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         checks = [
             ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number ≥ 0"),
@@ -54,49 +51,6 @@ class SamplingParams:
         for name, good, want in checks:
             if not good:
                 raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {want}")
-
-
-@dataclass(slots=True)
-class Segment:
-    """A run of tokens of one request at consecutive positions ``[start, start + length)``.
-
-    The segment's own keys and values are written into ``table`` before it attends. A causal token at position p sees
-    positions ``≤ p``; a bidirectional one sees the whole segment and everything before it.
-    """
-
-    table: "BlockTable"
-    start: int
-    length: int
-    causal: bool = True
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-class RaggedBatch:
-    """Segments of many requests laid end to end: the input of every forward pass, of target and drafter alike.
-
-    ``token_ids`` and ``positions`` are ``[T]``; segment i owns rows ``offsets[i] : offsets[i + 1]``.
-    """
-
-    def __init__(self, segments: list[Segment], token_ids: Tensor) -> None:
-        self.segments = segments
-        self.token_ids = token_ids
-        self.offsets = [0]
-        for segment in segments:
-            self.offsets.append(self.offsets[-1] + segment.length)
-        assert self.offsets[-1] == len(token_ids), "token_ids must hold exactly the segments' tokens"
-        device = token_ids.device
-        if len(segments) == 1:
-            self.positions = torch.arange(segments[0].start, segments[0].end, device=device)
-        else:
-            self.positions = torch.cat([torch.arange(s.start, s.end) for s in segments]).to(device)
-        self.plans: dict[object, object] = {}
-        """What the attention backend worked out once for this batch and uses again in every layer."""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
 
 @dataclass(slots=True)

@@ -154,7 +154,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "decoding": lambda s: s.case.label,
     "tokens/s": lambda s: f"{s.tokens_per_second.median:.1f}",
     "speedup": lambda s: f"{s.speedup:.2f}",
-    "median per prompt (quartiles)": lambda s: str(s.speedup_per_prompt),
+    "per prompt (quartiles)": lambda s: str(s.speedup_per_prompt),
     "τ": lambda s: f"{s.acceptance_length:.2f}",
     "efficiency": lambda s: f"{s.efficiency:.2f}" if s.case.name == "volley" else "",
     "T_draft ms": lambda s: f"{s.draft_ms:.2f}" if s.draft_ms else "",
@@ -163,6 +163,8 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "TTFT ms": lambda s: f"{s.first_token_ms.median:.1f}",
     "identical": lambda s: "" if s.identical is None or s.case == PLAIN else f"{100 * s.identical:.2f} %",
 }
+PLACE = ("dataset", "T", "decoding")
+TIMES = ("T_draft ms", "T_verify ms", "cycle ms", "TTFT ms")
 
 
 def to_markdown(summaries: list[Summary]) -> str:
@@ -171,16 +173,22 @@ def to_markdown(summaries: list[Summary]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_table(summaries: list[Summary]) -> "Table":
+def to_tables(summaries: list[Summary]) -> "list[Table]":
+    """For a terminal: speeds, then times, so that neither is too wide."""
+    return [_table(summaries, [name for name in COLUMNS if name not in TIMES]), _table(summaries, [*PLACE, *TIMES])]
+
+
+def _table(summaries: list[Summary], columns: list[str]) -> "Table":
+    from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table()
-    for number, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if number in (0, 2) else "right")
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("dataset", "decoding") else "right", no_wrap=True)
     for before, summary in zip([None, *summaries], summaries, strict=False):
         if before is not None and (before.dataset, before.temperature) != (summary.dataset, summary.temperature):
             table.add_section()
-        table.add_row(*(cell(summary) for cell in COLUMNS.values()))
+        table.add_row(*(COLUMNS[name](summary) for name in columns))
     return table
 
 

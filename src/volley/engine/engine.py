@@ -3,8 +3,9 @@
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -205,14 +206,14 @@ class Engine:
         A prompt is a string (tokenised as it is), a list of token ids, or a list of chat messages. All prompts are
         checked before the first one runs.
         """
-        many = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        many = cast(list[Prompt], [prompts] if _is_one_prompt(prompts) else list(prompts))
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters; give one, or one each")
         requests: list[Request] = []
         try:
             for prompt, own in zip(many, each, strict=True):
-                requests.append(self.add_request(prompt, own))  # type: ignore[arg-type]
+                requests.append(self.add_request(prompt, own))
         except Exception:
             for request in requests:
                 self.abort(request)
@@ -258,6 +259,15 @@ class Engine:
         self._block_size = value
 
     @property
+    def denoising_steps(self) -> int:
+        """Draft passes per cycle; 1 is DFlash. May be set between steps."""
+        return self.runner.options.denoising_steps
+
+    @denoising_steps.setter
+    def denoising_steps(self, value: int) -> None:
+        self.runner.options = replace(self.runner.options, denoising_steps=value)
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's tokenizer."""
         if self.target.tokenizer is None:
@@ -269,9 +279,9 @@ class Engine:
         if isinstance(prompt, str):
             token_ids = list(self.tokenizer(prompt)["input_ids"])
         elif prompt and all(isinstance(part, Mapping) for part in prompt):
-            token_ids = _encode_chat(self.tokenizer, prompt)  # type: ignore[arg-type]
+            token_ids = _encode_chat(self.tokenizer, cast(Sequence[Message], prompt))
         elif all(isinstance(part, int) for part in prompt):
-            token_ids = list(prompt)  # type: ignore[arg-type]
+            token_ids = list(cast(Sequence[int], prompt))
         else:
             raise InputError("a prompt is a string, a list of token ids, or a list of chat messages; this is a mixture")
         if not token_ids:

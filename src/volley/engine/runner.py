@@ -15,11 +15,12 @@ from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError, MismatchError
 from volley.memory.attention import AttentionOptions
+from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import KVStore
 from volley.models.drafter import Drafter
 from volley.models.taps import Taps
 from volley.models.target import Target
-from volley.types import Proposal, RaggedBatch, Segment, Verdict
+from volley.types import Proposal, Verdict
 
 _NOTHING = Proposal([])
 
@@ -108,7 +109,7 @@ class Runner:
         blocks = [torch.tensor(block) for block in tokens]
         for step in range(steps):
             logits = self._slot_logits(plan, torch.cat(blocks))
-            for i, (scheduled, rows) in enumerate(zip(plan, logits.split(sizes), strict=True)):
+            for i, (scheduled, rows) in enumerate(zip(plan, torch.split(logits, sizes), strict=True)):
                 drawn = self._draw(scheduled.request, rows).cpu()
                 confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()[None]
                 chosen = reveal(hidden_slots[i], confidence, counts[i][step])
@@ -119,9 +120,7 @@ class Runner:
     def _slot_logits(self, plan: list[Scheduled], token_ids: Tensor) -> Tensor:
         """Target-head logits ``[Σ k, V]`` of every slot after the anchors; block K/V are scratch in the draft pages."""
         assert self.drafter is not None
-        segments = [
-            Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=False) for s in plan
-        ]
+        segments = [Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=False) for s in plan]
         batch = RaggedBatch(segments, token_ids.to(self.target.device))
         attention, store, windows = self.target.attention, self.draft_store, self._windows
         scale = self.drafter.config.head_dim**-0.5
@@ -165,7 +164,9 @@ class Runner:
         A request that emits has ``1 + k`` rows, in the order of ``plan``; one that only prefills has none.
         """
         started = time.perf_counter()
-        segments, tokens, rows = [], [], []
+        segments: list[Segment] = []
+        tokens: list[int] = []
+        rows: list[int] = []
         for scheduled, proposal in zip(plan, proposals, strict=True):
             request, known = scheduled.request, scheduled.num_known
             segments.append(Segment(request.table, request.computed, known + len(proposal.token_ids)))

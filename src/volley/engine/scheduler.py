@@ -70,7 +70,7 @@ class Scheduler:
                 budget -= self._schedule_prefill(request, budget, plan)
         while budget > 0 and self.waiting and len(self.running) < self.config.max_running:
             request = self.waiting[0]
-            if not self._admit(request):
+            if not self._admit(request, block_size):
                 break
             if request.is_decoding:
                 budget -= self._schedule_decoding(request, block_size, plan)
@@ -93,11 +93,12 @@ class Scheduler:
         plan.append(Scheduled(request, size, 0))
         return size
 
-    def _admit(self, request: Request) -> bool:
-        """Move the first waiting request to the running ones if all it has so far fits, so that it is not thrown out at once."""
+    def _admit(self, request: Request, block_size: int) -> bool:
+        """Let the first waiting request run if all it has and its first block fit, so that it is not thrown out at once."""
         if self.config.prefix_caching:
             self._match_prefix(request)
-        missing = self.pool.pages_for(len(request.token_ids) + 1) - len(request.table.pages)
+        needed = self.pool.pages_for(min(len(request.token_ids) + block_size, request.max_length))
+        missing = needed - len(request.table.pages)
         if missing > self.pool.num_available or not self._open_ring(request):
             self._release(request)
             return False

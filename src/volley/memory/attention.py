@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import KVStore
-from volley.types import RaggedBatch, Segment
 
 
 class AttentionOptions(NamedTuple):

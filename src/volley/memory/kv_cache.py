@@ -181,9 +181,9 @@ class PagePool:
             start = _tightest_run(candidates, length)
             if start is not None:
                 return list(range(start, start + need))
-        order = [p for p in np.flatnonzero(self._refs == 0) if p not in self._cached]
-        order.sort(key=lambda p: (int(self._reserved[p]), int(p)))
-        return [int(p) for p in [*order, *self._cached][:need]]
+        order: list[int] = [p for p in np.flatnonzero(self._refs == 0).tolist() if p not in self._cached]
+        order.sort(key=lambda page: (int(self._reserved[page]), page))
+        return [*order, *self._cached][:need]
 
     def _reserve(self, table: BlockTable, run: range) -> None:
         self._reserved[run.start : run.stop] += 1

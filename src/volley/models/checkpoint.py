@@ -193,7 +193,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file; a truncated one is a clear error."""
     try:
-        return load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a folder with config.json and model.safetensors") from None
     except (SafetensorError, OSError) as error:

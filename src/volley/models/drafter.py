@@ -5,10 +5,10 @@ Its context is not text but the target's own hidden states: ``C = RMSNorm(fc(tap
 know where its keys and values live: the caller passes ``attend``, a dense mask in training, the page pool in serving.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(self.q_norm(self.split_heads(self.q_proj(x))), cos, sin)
@@ -126,6 +126,9 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
 
+    def _layers(self) -> Iterator[DraftLayer]:
+        return cast(Iterator[DraftLayer], iter(self.layers))
+
     def window(self, layer: int) -> int | None:
         """Tokens of context that ``layer`` attends to before the block, or ``None`` for all."""
         return self.config.sliding_window if self.config.layer_types[layer] == "sliding_attention" else None
@@ -134,13 +137,13 @@ class Drafter(nn.Module):
         """K and V ``[T, kv_heads, d]`` of every layer for tapped features ``[T, taps · H]`` at ``positions [T]``."""
         context = self.hidden_norm(self.fc(features))
         cos, sin = self.rotary(positions, context.dtype)
-        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
+        return [layer.self_attn.keys_values(context, cos, sin) for layer in self._layers()]
 
     def forward(self, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states ``[T, H]`` for block embeddings ``[T, H]`` at absolute ``positions [T]``."""
         hidden = embeddings
         cos, sin = self.rotary(positions, hidden.dtype)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._layers()):
             normed = layer.input_layernorm(hidden)
             keys, values = layer.self_attn.keys_values(normed, cos, sin)
             mixed = attend(index, layer.self_attn.queries(normed, cos, sin), keys, values)
@@ -161,11 +164,7 @@ class Drafter(nn.Module):
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write ``config.json`` and bf16 ``model.safetensors``, each atomically."""
-        import json
-
         path = Path(path)
         write_atomically(path / "config.json", json.dumps(self.config.to_json(), indent=2) + "\n")
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.state_dict().items()}
         save_tensors(path / "model.safetensors", weights, {"format": "pt"})
-
-

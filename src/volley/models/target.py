@@ -23,9 +23,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.memory.attention import AttentionOptions, paged_attention
+from volley.memory.batch import RaggedBatch
 from volley.memory.kv_cache import KVStore
 from volley.models.taps import decoder_layers
-from volley.types import RaggedBatch
 
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -74,9 +74,8 @@ class _ShapeProbe:
                 "volley's pool stores both in one shape"
             )
         self.shapes[layer] = (k.shape[1], k.shape[2])
-        mixed = nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
-        )
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return mixed[0].transpose(0, 1)
 
 
@@ -111,11 +110,13 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @torch.inference_mode()
     def _probe(self) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Attention of blocks in training: each sees its own document's features before its anchor, and itself, nothing else.
 
 Three implementations of the one rule in ``Layout.allowed``: ``dense`` (an explicit mask over all keys: slow, the reference),
-``grouped`` (one product per document, for CPUs) and ``flex`` (FlexAttention's sparse kernel, for GPUs).
+``grouped`` (document by document, for CPUs) and ``flex`` (FlexAttention's sparse kernel, for GPUs).
 """
 
 import math
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from volley.models.drafter import Attend
+
+TILE_SCORES = 65_536  # scores per head of one tile: with its copies it should stay in a core's second-level cache
 
 Context = list[tuple[Tensor, Tensor]]
 """K and V ``[D · S, kv_heads, d]`` of every draft layer (``Drafter.context_kv``)."""
@@ -85,33 +87,100 @@ def attend_dense(layout: Layout, context: Context) -> Attend:
 
 
 def attend_grouped(layout: Layout, context: Context) -> Attend:
-    """Documents as a batch: scores against the document's S positions and the block's own B, joined by one softmax."""
+    """Document by document, a few blocks at a time (``_TiledAttention``)."""
     documents, blocks, size = layout.documents, layout.blocks, layout.block_size
-    hidden = layout.context_mask()[:, None, None, :, None]
+    bounds = _tiles(layout)
+    hidden = layout.context_mask()
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         heads, dim = queries.shape[1:]
         kv_heads = keys.shape[1]
         group = heads // kv_heads
-        own = (documents, kv_heads, group, blocks, size)
+        rows = queries.view(documents, blocks, size, kv_heads, group, dim).permute(0, 3, 1, 4, 2, 5)
+        rows = (rows * dim**-0.5).reshape(documents, kv_heads, blocks, group * size, dim)
         context_keys, context_values = (
-            x.view(documents, layout.length, kv_heads, dim).transpose(1, 2) for x in context[layer]
+            x.view(documents, layout.length, kv_heads, dim).transpose(1, 2).contiguous() for x in context[layer]
         )
-        block_keys, block_values = (
-            x.view(documents, blocks, size, kv_heads, dim).permute(0, 3, 1, 2, 4)[:, :, None] for x in (keys, values)
+        own_keys, own_values = (
+            x.view(documents, blocks, size, kv_heads, dim).permute(0, 3, 1, 2, 4).contiguous() for x in (keys, values)
         )
-        scaled = queries * dim**-0.5
-        scaled = scaled.view(documents, blocks, size, kv_heads, group, dim).permute(0, 3, 4, 1, 2, 5)
-        scaled = scaled.reshape(documents, kv_heads, -1, dim)
-        to_context = (scaled @ context_keys.transpose(-1, -2)).view(*own, layout.length)
-        to_block = scaled.view(*own, dim) @ block_keys.transpose(-1, -2)
-        scores = torch.cat([to_context.masked_fill(hidden, -math.inf), to_block], -1)
-        probs = scores.softmax(-1)
-        seen = probs[..., : layout.length].reshape(documents, kv_heads, -1, layout.length) @ context_values
-        mixed = seen.view(*own, dim) + probs[..., layout.length :] @ block_values
-        return mixed.permute(0, 3, 4, 1, 2, 5).reshape(-1, heads, dim)
+        mixed: Tensor = _TiledAttention.apply(rows, context_keys, context_values, own_keys, own_values, hidden, bounds)
+        mixed = mixed.view(documents, kv_heads, blocks, group, size, dim)
+        return mixed.permute(0, 2, 4, 1, 3, 5).reshape(-1, heads, dim)
 
     return attend
+
+
+Tile = tuple[int, slice, int]
+"""Blocks ``slice`` of one document and how many context positions the last of them sees."""
+
+
+def _tiles(layout: Layout) -> list[Tile]:
+    """Runs of blocks whose scores stay in the cache; anchors ascend, so a run needs no key past its last anchor."""
+    step = max(1, TILE_SCORES // (layout.block_size * (layout.length + layout.block_size)))
+    anchors = layout.anchors.tolist()
+    return [
+        (document, slice(first, first + step), max(row[first : first + step]))
+        for document, row in enumerate(anchors)
+        for first in range(0, len(row), step)
+    ]
+
+
+class _TiledAttention(torch.autograd.Function):
+    """Softmax attention of tiles over ``[context before the anchor | own block]``; the backward pass makes the scores anew.
+
+    ``queries [D, kv, A, M, d]``, scaled, where M = group · B; context ``[D, kv, S, d]``; own ``[D, kv, A, B, d]``;
+    ``hidden [D, A, S]``. Scores that leave the processor's cache cost more than computing them twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor, *plan: Any
+    ) -> Tensor:
+        hidden, tiles = plan
+        mixed = torch.empty_like(queries)
+        for document, run, limit in tiles:
+            probs = _tile_probs(queries, keys, own_keys, hidden, (document, run, limit))
+            seen = probs[..., :limit].flatten(1, 2) @ values[document, :, :limit]
+            mixed[document, :, run] = probs[..., limit:] @ own_values[document, :, run]
+            mixed[document, :, run] += seen.view_as(mixed[document, :, run])
+        ctx.save_for_backward(queries, keys, values, own_keys, own_values, hidden, mixed)
+        ctx.tiles = tiles
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        queries, keys, values, own_keys, own_values, hidden, mixed = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_queries, grad_own_keys, grad_own_values = map(torch.empty_like, (queries, own_keys, own_values))
+        grad_keys, grad_values = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
+        delta = (grad * mixed).sum(-1, keepdim=True)
+        for document, run, limit in ctx.tiles:
+            probs = _tile_probs(queries, keys, own_keys, hidden, (document, run, limit))
+            here = (document, slice(None), run)
+            flat_grad, flat_queries = grad[here].flatten(1, 2), queries[here].flatten(1, 2)
+            to_context = (flat_grad @ values[document, :, :limit].mT).view(*probs.shape[:-1], limit)
+            scores = torch.cat([to_context, grad[here] @ own_values[here].mT], -1)
+            scores.sub_(delta[here]).mul_(probs)
+            seen, score_seen = (x[..., :limit].flatten(1, 2) for x in (probs, scores))
+            grad_values[document, :, :limit] += seen.mT @ flat_grad
+            grad_keys[document, :, :limit] += score_seen.mT @ flat_queries
+            grad_own_values[here] = probs[..., limit:].mT @ grad[here]
+            grad_own_keys[here] = scores[..., limit:].mT @ queries[here]
+            grad_queries[here] = scores[..., limit:] @ own_keys[here]
+            grad_queries[here] += (score_seen @ keys[document, :, :limit]).view_as(queries[here])
+        return (
+            grad_queries, grad_keys.to(keys.dtype), grad_values.to(keys.dtype), grad_own_keys, grad_own_values, None, None
+        )  # fmt: skip
+
+
+def _tile_probs(queries: Tensor, keys: Tensor, own_keys: Tensor, hidden: Tensor, tile: Tile) -> Tensor:
+    """``[kv, n, M, limit + B]``."""
+    document, run, limit = tile
+    rows = queries[document, :, run]
+    to_context = (rows.flatten(1, 2) @ keys[document, :, :limit].mT).view(*rows.shape[:-1], limit)
+    to_context.masked_fill_(hidden[document, run, None, :limit], -math.inf)
+    return torch.cat([to_context, rows @ own_keys[document, :, run].mT], -1).softmax(-1)
 
 
 def attend_flex(layout: Layout, context: Context) -> Attend:

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from volley.train.state import NAME, Position, check_same_run, describe, load_st
 from volley.train.step import BlockForward, StepFunction, StepResult
 
 EVAL_DOCUMENTS = 128
+CPU_ROWS = 4096  # larger tensors than these rows make come fresh from the kernel each time, which costs more than the arithmetic
 
 
 def train(config: TrainConfig) -> Path:
@@ -169,16 +171,17 @@ class Trainer:
 
     def step(self, indices: list[int], progress: float) -> StepResult:
         """Draw anchors, run the drafter on this process's share of the documents, and update the weights."""
+        measure = (self.position.step + 1) % self.config.log_steps == 0
         anchors = {index: self._anchors(self.documents[index], index, self.position.epoch) for index in indices}
         weight = self.step_function.total_weight([self.documents[i] for i in indices], list(anchors.values()))
         mine = self.ranks.share(indices)
-        scale = 1.0 if mine else 0.0
-        mine = mine or indices[:1]
-        documents = [self.documents[index] for index in mine]
-        measure = (self.position.step + 1) % self.config.log_steps == 0
-        features = self.source(documents, mine)
-        result = self.step_function(documents, [anchors[i] for i in mine], features, scale, measure)
-        (result.loss / weight).backward()
+        loss = 0.0
+        for part in self._passes(mine or indices[:1], anchors):
+            documents = [self.documents[index] for index in part]
+            features = self.source(documents, part)
+            result = self.step_function(documents, [anchors[i] for i in part], features, 1.0 if mine else 0.0, measure)
+            (result.loss / weight).backward()
+            loss += result.loss.item() / weight
         parameters = list(self.drafter.parameters())
         self.ranks.sum_gradients(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, self.config.clip)
@@ -187,10 +190,22 @@ class Trainer:
             group["lr"] = self.config.learning_rate * scale
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(result.loss.item() / weight)
+        self.losses.append(loss)
         self.position.tokens += sum(self.lengths[index] for index in indices)
         self.position.blocks += sum(map(len, anchors.values()))
         return result
+
+    def _passes(self, indices: list[int], anchors: dict[int, list[int]]) -> Iterator[list[int]]:
+        """Cut a step where its blocks would exceed ``rows_per_pass`` rows: their gradients add up."""
+        limit = self.config.rows_per_pass or (CPU_ROWS if self.ranks.device.type == "cpu" else math.inf)
+        part: list[int] = []
+        for index in indices:
+            most = max(len(anchors[i]) for i in [*part, index])
+            if part and most * (len(part) + 1) * self.config.block_size > limit:
+                yield part
+                part = []
+            part.append(index)
+        yield part
 
     def run(self) -> Path:
         config, at = self.config, self.position

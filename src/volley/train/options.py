@@ -70,6 +70,8 @@ class TrainConfig:
     """Longer rows are cut to so many tokens, and to the target's context length."""
     tokens_per_batch: int = 8192
     """Context tokens, padding included, that one step may hold."""
+    rows_per_pass: int | None = None
+    """Block rows (blocks × block size) computed at a time within a step; by default 4096 on a CPU, all on a GPU."""
     anchors_per_sequence: int = 64
     """Blocks drawn from each response in each epoch, at most."""
     anchors: str = "random"
@@ -149,7 +151,7 @@ class TrainConfig:
         yield "max_length", self.max_length >= 2, "2 or more"
         for name in ("tokens_per_batch", "anchors_per_sequence", "learning_rate", "clip", "epochs", "log_steps"):
             yield name, getattr(self, name) > 0, "positive"
-        optional = ("num_layers", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "window", "gamma")
+        optional = ("rows_per_pass", "num_layers", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "window", "gamma")
         optional += ("max_steps", "max_minutes", "eval_steps", "eval_minutes", "save_minutes", "save_steps", "threads")
         for name in optional:
             value = getattr(self, name)

@@ -1,0 +1,139 @@
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from volley.bench.measure import BenchEngine, Outcome, engine_runner, identical_share, measure
+from volley.bench.tasks import PLAIN, BenchConfig, Case
+from volley.errors import ConfigError
+from volley.prompts import Conversation
+from volley.types import GenerationResult, GenerationStats, SamplingParams
+
+
+def result(token_ids: Sequence[int], **stats: Any) -> GenerationResult:
+    numbers = {"output_tokens": len(token_ids), "time_to_first_token": 0.1, "total_seconds": 1.1, **stats}
+    return GenerationResult("".join(map(str, token_ids)), list(token_ids), "length", GenerationStats(**numbers))
+
+
+def conversation(name: str, *turns: str) -> Conversation:
+    return Conversation(name, ({"role": "user", "content": turns[0]},), turns[1:])
+
+
+class Runs:
+    """Runners that note who ran on what, in order."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.log: list[tuple[str, tuple[int, ...], int]] = []
+        self.stop_at = stop_at
+
+    def of(self, case: Case, token_ids: list[int]) -> Any:
+        def run(prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
+            if len(self.log) == self.stop_at:
+                raise KeyboardInterrupt
+            self.log.append((case.label, tuple(map(len, prompts)), params.max_tokens))
+            return Outcome([result(token_ids) for _ in prompts], 1.1)
+
+        return run
+
+
+def encode(messages: list[dict[str, str]]) -> list[int]:
+    return [0] * sum(len(message["content"]) for message in messages)
+
+
+DRAFTED = Case("volley", 4)
+
+
+def test_cases_take_turns_on_every_prompt_and_the_first_rotates() -> None:
+    runs = Runs()
+    runners = {PLAIN: runs.of(PLAIN, [1, 2, 3]), DRAFTED: runs.of(DRAFTED, [1, 2, 4, 5])}
+    config = BenchConfig(datasets=("d",), repeats=2, max_tokens=9, temperatures=(0, 1))
+    seen: list[tuple[int, int]] = []
+    measured = measure(
+        config,
+        {"d": [conversation("a", "x"), conversation("b", "yy")]},
+        encode,
+        runners,
+        lambda record, done, total: seen.append((done, total)),
+    )
+    assert runs.log[:2] == [("plain", (1,), 9), ("B=4", (1,), 9)]  # warm-up
+    assert [(label, sizes) for label, sizes, _ in runs.log[2:6]] == [
+        ("plain", (1,)), ("B=4", (1,)), ("B=4", (2,)), ("plain", (2,)),
+    ]  # fmt: skip
+    assert len(measured.records) == 2 * 2 * 2 * 2
+    assert seen[-1] == (16, 16)
+    assert Counter(record.identical for record in measured.records) == {None: 8, 1.0: 4, 0.5: 4}
+    assert not measured.partial
+    assert measured.peak_memory_bytes > 2**20
+
+
+def test_further_turns_follow_plain_answers() -> None:
+    runs = Runs()
+    runners = {PLAIN: runs.of(PLAIN, [1, 2, 3]), DRAFTED: runs.of(DRAFTED, [1] * 50)}
+    config = BenchConfig(datasets=("d",), repeats=1, concurrency=2)
+    chats = {"d": [conversation("a", "x", "four"), conversation("b", "yy"), conversation("c", "z")]}
+    measured = measure(config, chats, encode, runners)
+    assert [record.prompt for record in measured.records if record.case == PLAIN] == ["a", "a+1", "c"]
+    assert {sizes for _, sizes, _ in runs.log} == {(1, 2), (1 + 3 + 4,), (1,)}
+    assert [record.prompts for record in measured.records if record.case == PLAIN] == [2, 1, 1]
+
+
+def test_ctrl_c_keeps_what_was_measured() -> None:
+    runs = Runs(stop_at=5)
+    runners = {PLAIN: runs.of(PLAIN, [1]), DRAFTED: runs.of(DRAFTED, [1])}
+    config = BenchConfig(datasets=("d",), repeats=1)
+    measured = measure(config, {"d": [conversation(n, "x") for n in "abc"]}, encode, runners)
+    assert measured.partial
+    assert [record.prompt for record in measured.records] == ["a", "a"]
+
+
+def test_identical_share_counts_missing_tokens() -> None:
+    assert identical_share([result([1, 2, 3])], [result([1, 9, 3, 4])]) == 0.5
+    assert identical_share([result([])], [result([])]) == 1.0
+
+
+def test_the_engine_runner_sets_the_case_and_forgets_prefixes() -> None:
+    class Engine:
+        block_size, denoising_steps, resets = 0, 0, 0
+
+        def reset_prefix_cache(self) -> None:
+            self.resets += 1
+
+        def encode(self, prompt: Any) -> list[int]:
+            return list(prompt)
+
+        def generate(self, prompts: Any, params: Any) -> Iterator[GenerationResult]:
+            yield result([self.block_size, self.denoising_steps])
+
+    engine = Engine()
+    typed: BenchEngine = engine
+    outcome = engine_runner(typed, Case("volley", 8, 2))([[1]], SamplingParams())
+    assert outcome.results[0].token_ids == [8, 2]
+    assert engine.resets == 1
+    assert outcome.first_token() == 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "repeats is 0"),
+        ({"datasets": ()}, "datasets is empty"),
+        ({"block_sizes": (1,)}, "a block needs 2 or more"),
+        ({"denoising_steps": (0,)}, "each must be at least 1"),
+        ({"temperatures": (-1.0,)}, "each must be 0 or more"),
+        ({"against": ("transformer",)}, r"unknown peer 'transformer'; did you mean 'transformers'\?"),
+        ({"against": ("transformers",), "concurrency": 2}, "one prompt at a time"),
+    ],
+)
+def test_unusable_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BenchConfig(**options)
+
+
+def test_cases_are_plain_and_every_block_size_with_every_step_count() -> None:
+    config = BenchConfig(block_sizes=(4, 8), denoising_steps=(1, 2))
+    assert [case.label for case in config.cases(16)] == ["plain", "B=4", "B=4 S=2", "B=8", "B=8 S=2"]
+    assert BenchConfig().cases(16) == [PLAIN, Case("volley", 16)]
+    assert BenchConfig().cases(None) == [PLAIN]
+    with pytest.raises(ConfigError, match="there is no drafter"):
+        config.cases(None)

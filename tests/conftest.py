@@ -1,0 +1,75 @@
+"""What tests share: a tiny random pair on disk."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from volley.models.checkpoint import DrafterConfig
+from volley.models.drafter import Drafter
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class TinyPair(NamedTuple):
+    """Folders of a random Qwen3 target with a byte-level tokenizer and of a random drafter for it."""
+
+    target: Path
+    drafter: Path
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and the chat's markers."""
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(specials + alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """Random weights large enough that greedy answers wander; nothing is learnt, so τ is close to 1."""
+    pair = TinyPair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("drafter"))
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=260,
+        num_hidden_layers=4,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+        **shape,
+    )
+    Qwen3ForCausalLM(config).eval().save_pretrained(pair.target)
+    byte_tokenizer().save_pretrained(pair.target)
+    drafter = DrafterConfig(
+        vocab_size=260,
+        num_hidden_layers=1,
+        num_target_layers=4,
+        block_size=6,
+        mask_token_id=3,
+        target_layer_ids=(0, 2),
+        **shape,
+    )
+    Drafter(drafter).save_pretrained(pair.drafter)
+    return pair

@@ -1,0 +1,163 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TinyPair
+from typer.testing import CliRunner
+
+import volley.cli
+from volley.cli import app, main
+from volley.train.options import TrainConfig
+
+FAST = ("--dtype", "float32", "--threads", "1")
+
+
+def run(*args: object, code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.stdout, result.stderr
+
+
+def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """What ``main`` prints when an error of volley's ends the command."""
+    monkeypatch.setattr(sys, "argv", ["volley", *map(str, args)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_help_lists_the_commands_without_importing_torch() -> None:
+    script = (
+        "import sys; from volley.cli import app; app(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.endswith("False\n")
+    for command in ("generate", "demo", "bench", "collect", "train"):
+        assert f"\n  {command} " in output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("generate",), "give either a prompt or --prompts FILE"),
+        (("generate", "hi", "--prompts", "f.jsonl"), "give either a prompt or --prompts FILE"),
+        (("generate", "--prompts", "none.jsonl"), "none.jsonl does not exist"),
+        (("generate", "hi", "--temperature", "-1"), "SamplingParams.temperature is -1.0"),
+        (("generate", "hi", "--threads", "0"), "threads is 0"),
+        (("bench", "--block-sizes", "4,x"), "--block-sizes is '4,x'; give int values separated by commas"),
+        (("bench", "--against", "vllm"), "unknown peer 'vllm'"),
+        (("collect", "--prompts", "gsm8k", "--out", "o"), "gsm8k is kept for evaluation"),
+        (("collect", "--prompts", "p", "--out", "o", "--endpoint", "http://x", "--target", "t"), "leave --target"),
+        (("collect", "--prompts", "p", "--out", "o", "--endpoint", "x"), "'x' is not a URL"),
+        (("train", "--target", "t", "--data", "d", "--out", "o", "--block-size", "1"), "block_size is 1"),
+    ],
+)
+def test_errors_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+) -> None:
+    errors = failure(monkeypatch, capsys, *args)
+    assert errors.startswith("volley: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair) -> None:
+    pair = ("--target", tiny_pair.target, "--drafter", tiny_pair.drafter, *FAST)
+    answer, statistics = run("generate", "Hello", "--max-tokens", 12, "--compare", *pair)
+    assert answer.endswith("\n")
+    assert "12 tokens" in statistics
+    assert "τ 1." in statistics
+    assert "The tokens were identical to plain decoding's." in statistics
+    plain, _ = run("generate", "Hello", "--max-tokens", 12, "--target", tiny_pair.target, "--drafter", "none", *FAST)
+    assert plain == answer
+    raw, _ = run("generate", "Hello", "--raw", "--max-tokens", 12, *pair)
+    assert raw != answer
+
+
+def test_generate_answers_a_file_turn_by_turn(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "Hello"}\n{"turns": ["a", "b"]}\n')
+    pair = ("--target", tiny_pair.target, "--drafter", tiny_pair.drafter, *FAST)
+    lines, statistics = run("generate", "--prompts", file, "--max-tokens", 6, *pair)
+    one, two = map(json.loads, lines.splitlines())
+    assert [m["role"] for m in one["messages"]] == ["user", "assistant"]
+    assert [m["content"] for m in two["messages"][::2]] == ["a", "b"]
+    assert len(two["acceptance_length"]) == 2
+    assert "p/2: τ" in statistics
+    single, _ = run("generate", "Hello", "--max-tokens", 6, *pair)
+    assert single == one["messages"][1]["content"] + "\n"
+
+
+def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from volley.engine.engine import Engine
+    from volley.models.drafter import Drafter
+    from volley.models.target import Target
+
+    def pair(*_: object, **__: object) -> Engine:
+        import torch
+
+        target = Target.from_pretrained(tiny_pair.target, dtype=torch.float32, device="cpu")
+        return Engine(target, Drafter.from_pretrained(tiny_pair.drafter, torch.float32))
+
+    monkeypatch.setattr(volley.cli, "load_engine", pair)
+    monkeypatch.setattr("volley.console.DEMO_TOKENS", 12)
+    out, _ = run("demo")
+    assert "The tokens were identical to plain decoding's." in out
+    assert out.count("yes") == 3
+    monkeypatch.setattr("volley.console.Comparison.identical", property(lambda self: False))
+    out, _ = run("demo", code=1)
+    assert "NOT identical" in out
+
+
+def test_bench_writes_its_reports(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.jsonl"
+    file.write_text('{"prompt": "Hello"}\n{"turns": ["a", "b"]}\n')
+    table, errors = run(
+        "bench", "--datasets", file, "--target", tiny_pair.target, "--drafter", tiny_pair.drafter, *FAST,
+        "--block-sizes", "3,6", "--denoising-steps", "1,2", "--temperatures", "0,1", "--repeats", 1,
+        "--max-tokens", 6, "--against", "transformers", "--out", tmp_path / "report",
+    )  # fmt: skip
+    assert table.count("B=6 S=2") == 4
+    assert "transformers-dflash" in table
+    assert "…" not in table
+    saved = json.loads((tmp_path / "report" / "report.json").read_text())
+    labels = ["plain", "B=3", "B=3 S=2", "B=6", "B=6 S=2", "transformers", "transformers-lookup", "transformers-dflash"]
+    assert [s["label"] for s in saved["summaries"]] == labels * 2
+    assert all(s["identical"] == 1.0 for s in saved["summaries"] if s["temperature"] == 0)
+    assert saved["models"]["target"] == str(tiny_pair.target)
+    assert (tmp_path / "report" / "report.html").exists()
+    assert "48/48" in errors
+
+
+def test_collected_rows_train_a_drafter(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    file, rows = tmp_path / "p.jsonl", tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(6)))
+    collect = ("collect", "--prompts", file, "--out", rows, "--target", tiny_pair.target, *FAST, "--max-tokens", 20)
+    _, errors = run(*collect)
+    assert "6/6 responses" in errors
+    _, errors = run(*collect)
+    assert "6 were there" in errors
+    row = json.loads(rows.read_text().splitlines()[0])
+    assert len(row["response_token_ids"]) <= 20
+    assert row["model"] == str(tiny_pair.target)
+    out = tmp_path / "run"
+    run(
+        "train", "--target", tiny_pair.target, "--data", rows, "--out", out, "--block-size", 4, "--num-layers", 1,
+        "--max-steps", 2, "--eval-prompts", 0, "--eval-share", 0, "--dtype", "float32", "--threads", 1,
+    )  # fmt: skip
+    assert list(out.rglob("model.safetensors"))
+
+
+def test_every_training_option_is_on_the_command_line_with_help() -> None:
+    from volley.options import field_docs
+
+    docs = field_docs(TrainConfig)
+    assert set(docs) == set(TrainConfig.__dataclass_fields__)
+    output, _ = run("train", "--help")
+    for name in docs:
+        assert f"--{name.replace('_', '-')}" in output
