@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests import tiny
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 
@@ -15,6 +17,16 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+torch.set_num_threads(1)  # the models are too small for more
+settings.register_profile(
+    "volley",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+settings.load_profile("volley")
 
 
 class TinyPair(NamedTuple):
@@ -73,3 +85,9 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     )
     Drafter(drafter).save_pretrained(pair.drafter)
     return pair
+
+
+@pytest.fixture(scope="session")
+def pair() -> tiny.Pair:
+    """A random Qwen3 target of 50 tokens, a drafter for it, and the target's twin under transformers' own attention."""
+    return tiny.make_pair()

@@ -4,12 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TinyPair
 from typer.testing import CliRunner
 
 import volley.cli
 from volley.cli import app, main
 from volley.train.options import TrainConfig
+
+from .conftest import TinyPair
 
 FAST = ("--dtype", "float32", "--threads", "1")
 

@@ -1,4 +1,6 @@
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,34 @@ def test_no_training_dataset_reads_an_evaluation_file() -> None:
     evaluation = {d.file for d in DATASETS.values() if d.evaluation}
     training = {d.file for d in DATASETS.values() if not d.evaluation}
     assert training & evaluation == {"mbpp.jsonl"}  # one file, split by task_id
+
+
+class FakeHub(types.ModuleType):
+    """The ``datasets`` package, as far as prompts need it."""
+
+    def __init__(self, rows: list[dict[str, object]] | None) -> None:
+        super().__init__("datasets")
+        self.rows, self.asked = rows, list[tuple[object, ...]]()
+
+    def load_dataset(self, repository: str, configuration: str | None, split: str) -> list[dict[str, object]]:
+        self.asked.append((repository, configuration, split))
+        if self.rows is None:
+            raise ConnectionError("no route")
+        return self.rows
+
+
+def test_named_datasets_come_from_the_hub_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub([{"question": "2+2?"}])
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    assert [c.messages[0]["content"] for c in load_prompts("gsm8k-train")] == ["2+2?"]
+    assert hub.asked == [("openai/gsm8k", "main", "train")]
+    hub.rows = [{"instruction": "Say it", "input": "hello"}, {"instruction": "Stop", "input": ""}]
+    assert [c.messages[0]["content"] for c in load_prompts("alpaca")] == ["Say it\n\nhello", "Stop"]
+    hub.rows = [{"prompt": ["first", "second"]}]
+    assert load_prompts("mt-bench")[0].turns == ("second",)
+    hub.rows = None
+    with pytest.raises(InputError, match=r"could not be read from the hub \(no route\); check the network, or give"):
+        load_prompts("gsm8k")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"install volley-llm\[hub\], or give the folder that holds gsm8k_test\.jsonl"):
+        load_prompts("gsm8k")

@@ -130,7 +130,11 @@ def generate(
     result = console.stream(engine, asked, params, out)
     errors.print(console.describe(result))
     if compare:
-        _print_comparison(console.compare(engine, asked, params), greedy=temperature == 0)
+        from volley.bench.run import without_drafter
+
+        plain = without_drafter(engine)
+        console.compare(engine, plain, asked, console.WARM_UP)
+        _print_comparison(console.compare(engine, plain, asked, params), greedy=temperature == 0)
 
 
 def _print_comparison(compared: "Comparison", *, greedy: bool) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from volley.bench.run import without_drafter
 from volley.prompts import Conversation, Message
 from volley.types import GenerationResult, SamplingParams
 
@@ -22,6 +23,8 @@ DEMO_PROMPTS = {
     "command help": "How do I use `tar`?",
 }
 DEMO_TOKENS = 128
+WARM_UP = SamplingParams(max_tokens=16)
+"""Lets the first call's one-time costs pass before anything is timed."""
 DRAFTED = "green"
 
 
@@ -33,6 +36,7 @@ def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) 
             chunk = next(chunks)
         except StopIteration as end:
             out.print()
+            out.file.flush()
             result: GenerationResult = end.value
             return result
         out.print(Text(chunk.text, style=DRAFTED if chunk.from_draft else ""), end="", soft_wrap=True)
@@ -65,19 +69,13 @@ class Comparison:
         return self.speculative.stats.decode_tokens_per_second / plain if plain else 0.0
 
 
-def compare(engine: "Engine", prompt: Any, params: SamplingParams) -> Comparison:
-    """Decode plainly and speculatively, each without anything cached, and put the block size back."""
-    block_size = engine.block_size
+def compare(engine: "Engine", plain: "Engine", prompt: Any, params: SamplingParams) -> Comparison:
+    """Decode with both engines, one after the other, with nothing cached."""
     results = []
-    try:
-        for size in (1, block_size):
-            engine.block_size = size
-            engine.reset_prefix_cache()
-            results += list(engine.generate([prompt], params))
-    finally:
-        engine.block_size = block_size
-    plain, speculative = results
-    return Comparison(speculative, plain)
+    for each in (plain, engine):
+        each.reset_prefix_cache()
+        results += list(each.generate([prompt], params))
+    return Comparison(speculative=results[1], plain=results[0])
 
 
 def comparison_table(rows: dict[str, Comparison]) -> Table:
@@ -99,22 +97,18 @@ def comparison_table(rows: dict[str, Comparison]) -> Table:
     return table
 
 
-def warm_up(engine: "Engine", prompt: Any) -> None:
-    """Let the first call's one-time costs pass before anything is timed."""
-    compare(engine, prompt, SamplingParams(max_tokens=16))
-
-
 def demo(engine: "Engine", out: Console) -> bool:
     """Stream three answers, measure both ways of decoding on each; whether all tokens were identical."""
+    plain = without_drafter(engine)
     rows: dict[str, Comparison] = {}
     params = SamplingParams(max_tokens=DEMO_TOKENS)
     for name, text in DEMO_PROMPTS.items():
         prompt: list[Message] = [{"role": "user", "content": text}]
         if not rows:
-            warm_up(engine, prompt)
+            compare(engine, plain, prompt, WARM_UP)
         out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
         streamed = stream(engine, prompt, params, out)
-        rows[name] = compare(engine, prompt, params)
+        rows[name] = compare(engine, plain, prompt, params)
         assert streamed.token_ids == rows[name].speculative.token_ids, "greedy decoding must repeat itself"
     out.print()
     if out.is_terminal:

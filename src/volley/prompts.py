@@ -149,11 +149,7 @@ def _file_rows(path: Path) -> Iterator[Conversation]:
 
 def _dataset_rows(name: str, data_dir: Path | None) -> Iterator[Conversation]:
     dataset = DATASETS[name]
-    rows: Iterator[Mapping[str, Any]]
-    if data_dir is not None:
-        rows = (row for _, row in read_jsonl(Path(data_dir) / dataset.file))
-    else:
-        rows = _hub_rows(name, dataset)
+    rows = _hub_rows(name, dataset) if data_dir is None else _folder_rows(data_dir, dataset)
     for index, row in enumerate(row for row in rows if dataset.has(row)):
         column = dataset.column
         if name == "alpaca" and column not in row:  # the hub's rows, not the 80 that drafters are measured on
@@ -168,6 +164,10 @@ def _dataset_rows(name: str, data_dir: Path | None) -> Iterator[Conversation]:
         turns: Sequence[str] = [value] if isinstance(value, str) else list(value)
         messages = ({"role": "user", "content": turns[0]},)
         yield Conversation(f"{name}/{index}", messages, tuple(turns[1:]))
+
+
+def _folder_rows(folder: Path, dataset: Dataset) -> Iterator[Mapping[str, Any]]:
+    return (row for _, row in read_jsonl(Path(folder) / dataset.file))
 
 
 def _hub_rows(name: str, dataset: Dataset) -> Iterator[Mapping[str, Any]]:

@@ -1,12 +1,13 @@
 import pytest
 import torch
-from conftest import TinyPair
 
 from volley.bench.peers import to_transformers, transformers_runners
 from volley.bench.tasks import Case
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.types import SamplingParams
+
+from ..conftest import TinyPair
 
 
 def test_transformers_speculates_with_volleys_drafter_and_changes_no_token(tiny_pair: TinyPair) -> None:

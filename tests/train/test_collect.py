@@ -298,7 +298,7 @@ def test_kill_9_loses_nothing_but_the_line_being_written(tmp_path: Path, serve: 
     file = prompts_file(tmp_path, *({"prompt": f"{i}"} for i in range(200)))
     config = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl")
     child = subprocess.Popen([sys.executable, "-c", CHILD, file, str(config.out), server.url])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # a busy machine takes its time to import torch
     while not (config.out.exists() and config.out.read_bytes().count(b"\n") >= 5):
         assert time.monotonic() < deadline
         assert child.poll() is None

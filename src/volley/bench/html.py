@@ -128,7 +128,8 @@ def _histogram_plot(summaries: list[Summary]) -> "Figure":
             total = sum(s.histogram.values()) or 1
             places = [length + (number - (len(group) - 1) / 2) * width for length in s.histogram]
             axes.bar(places, [count / total for count in s.histogram.values()], width, label=s.case.label)
-        axes.set(xlabel="tokens gained in a cycle", ylabel="share of cycles")
+        longest = max((length for s in group for length in s.histogram), default=1)
+        axes.set(xlabel="tokens gained in a cycle", ylabel="share of cycles", xticks=range(1, longest + 1))
         axes.legend(fontsize=8)
     return figure
 

@@ -65,7 +65,7 @@ class Summary:
     first_token_ms: Spread
     identical: float | None
     acceptance_by_position: list[float] = field(default_factory=list)
-    """Share of cycles that accepted at least k draft tokens, k = 1 … B − 1."""
+    """Share of cycles with a full block that accepted at least k draft tokens, k = 1 … B − 1."""
     histogram: dict[int, int] = field(default_factory=dict)
     """Cycles by accepted length."""
 
@@ -141,11 +141,9 @@ def _summarise(
 
 def _acceptance_by_position(runs: list[Record]) -> list[float]:
     cycles = [pair for r in runs for pair in zip(r.accepted_lengths, r.block_sizes, strict=False)]
-    shares = []
-    for position in range(1, max((size for _, size in cycles), default=1)):
-        tried = [accepted for accepted, size in cycles if size > position]
-        shares.append(sum(accepted > position for accepted in tried) / len(tried))
-    return shares
+    full = max((size for _, size in cycles), default=1)  # blocks are cut short near the end of an answer
+    accepted = [length for length, size in cycles if size == full]
+    return [sum(length > position for length in accepted) / len(accepted) for position in range(1, full)]
 
 
 COLUMNS: dict[str, Callable[[Summary], str]] = {
@@ -157,7 +155,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "per prompt (quartiles)": lambda s: str(s.speedup_per_prompt),
     "τ": lambda s: f"{s.acceptance_length:.2f}",
     "efficiency": lambda s: f"{s.efficiency:.2f}" if s.case.name == "volley" else "",
-    "T_draft ms": lambda s: f"{s.draft_ms:.2f}" if s.draft_ms else "",
+    "T_draft ms": lambda s: f"{s.draft_ms:.2f}" if s.case.name == "volley" else "",
     "T_verify ms": lambda s: f"{s.verify_ms:.2f}" if s.case.name == "volley" else "",
     "cycle ms": lambda s: f"{s.cycle_ms:.2f}" if s.cycle_ms else "",
     "TTFT ms": lambda s: f"{s.first_token_ms.median:.1f}",

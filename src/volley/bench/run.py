@@ -1,21 +1,28 @@
 """A whole benchmark: load the workload, set up the cases on an engine and the peers beside it, measure, report."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from volley.bench.measure import Record, Runner, engine_runner, measure
 from volley.bench.report import Report, machine
-from volley.bench.tasks import BenchConfig, Case
+from volley.bench.tasks import PLAIN, BenchConfig, Case
+from volley.engine.engine import Engine
 from volley.prompts import Message
 
-if TYPE_CHECKING:
-    from volley.engine.engine import Engine
+
+def without_drafter(engine: Engine) -> Engine:
+    """An engine on the same weights that only decodes plainly.
+
+    ``engine`` itself with block size 1 would still keep the drafter's cache up to date: too slow a baseline.
+    """
+    if engine.drafter is None:
+        return engine
+    return Engine(engine.target, page_size=engine.pool.page_size, num_pages=engine.pool.num_pages)
 
 
 def run_bench(
-    engine: "Engine",
+    engine: Engine,
     config: BenchConfig,
     models: dict[str, str],
     progress: Callable[[Record, int, int], None] | None = None,
@@ -28,7 +35,8 @@ def run_bench(
     before = engine.block_size, engine.denoising_steps
     drafter = engine.drafter
     cases = config.cases(drafter.config.block_size if drafter is not None else None)
-    runners: dict[Case, Runner] = {case: engine_runner(engine, case) for case in cases}
+    plain = without_drafter(engine)
+    runners: dict[Case, Runner] = {case: engine_runner(plain if case == PLAIN else engine, case) for case in cases}
     notes: list[str] = []
     target = engine.target
     if config.against:

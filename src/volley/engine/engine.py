@@ -1,5 +1,6 @@
 """The engine: ``step`` is the loop, everything else brings prompts in and results out."""
 
+import inspect
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -14,8 +15,9 @@ from volley.decode.sampling import PositionNoise
 from volley.engine.request import Detokenizer, Request
 from volley.engine.runner import DraftingOptions, Runner
 from volley.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
-from volley.errors import ConfigError, InputError
+from volley.errors import ConfigError, InputError, unknown_key
 from volley.memory.kv_cache import BlockTable, KVStore, PagePool
+from volley.models.accelerate import accelerate
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 from volley.types import GenerationResult, Proposal, SamplingParams, TextChunk, Verdict
@@ -67,7 +69,9 @@ class Engine:
             raise ConfigError("max_batch_tokens and max_running must be at least 1")
         if draft_window is not None and draft_window < 1:
             raise ConfigError(f"draft_window is {draft_window}; give at least 1 token, or None for the whole context")
-        self.pool = PagePool(num_pages or _default_pages(target, drafter, page_size), page_size)
+        if page_size < 1:
+            raise ConfigError(f"page_size is {page_size}; a page holds at least 1 token")
+        self.pool = PagePool(_default_pages(target, drafter, page_size) if num_pages is None else num_pages, page_size)
         ring_pages, ring_pool = 0, None
         if drafter is not None and draft_window is not None:
             ring_pages = self.pool.pages_for(draft_window + self._largest_block) + 1
@@ -101,14 +105,16 @@ class Engine:
 
         ``target`` and ``drafter`` are folders, hub names (target) or loaded models; ``options`` are the constructor's.
         """
+        known = inspect.signature(cls).parameters.keys() - {"target", "drafter"}
+        for option in options.keys() - known:
+            raise unknown_key("engine option", option, known)
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
         if not isinstance(target, Target):
             target = Target.from_pretrained(target or REFERENCE / "target", dtype=dtype, device=device)
         if drafter is not None and not isinstance(drafter, Drafter):
-            drafter = Drafter.from_pretrained(drafter, dtype=dtype)
-        if drafter is not None:
-            drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
+            drafter = Drafter.from_pretrained(drafter, dtype=target.dtype).to(target.device)
+            accelerate(drafter)
         return cls(target, drafter, **options)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -117,6 +123,8 @@ class Engine:
         """One cycle for every scheduled request; returns those that finished."""
         started = time.perf_counter()
         plan = self.scheduler.schedule(self.block_size)
+        if not plan:
+            return []
         proposals = self.runner.draft(plan)
         logits = self.runner.verify(plan, proposals)
         verdicts = self.runner.judge(plan, proposals, logits)
@@ -142,6 +150,7 @@ class Engine:
             stats.prefill_seconds += seconds
         if verdict.token_ids:
             taken = request.append(verdict.token_ids, verdict.accepted)
+            request.computed = min(request.computed, len(request.token_ids))  # it may have ended inside the block
             if is_cycle:
                 stats.accepted_lengths.append(taken)
                 stats.block_sizes.append(1 + len(proposal.token_ids))
@@ -167,6 +176,11 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------------------------------
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Queue one prompt; :meth:`step` works on it from now on."""
+        request = self._make_request(prompt, params)
+        self.scheduler.add(request)
+        return request
+
+    def _make_request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         params = params or SamplingParams()
         token_ids = self.encode(prompt)
         limit = self.target.context_length
@@ -189,7 +203,6 @@ class Engine:
             draft_table=table,
         )
         self._next_id += 1
-        self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
@@ -210,18 +223,13 @@ class Engine:
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters; give one, or one each")
-        requests: list[Request] = []
-        try:
-            for prompt, own in zip(many, each, strict=True):
-                requests.append(self.add_request(prompt, own))
-        except Exception:
-            for request in requests:
-                self.abort(request)
-            raise
-        return self._results(requests)
+        return self._results([self._make_request(prompt, own) for prompt, own in zip(many, each, strict=True)])
 
     def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
+        """Queues the requests only when it is first asked, so that an iterator nobody reads leaves nothing behind."""
         try:
+            for request in requests:
+                self.scheduler.add(request)
             for request in requests:
                 while request.finish_reason is None:
                     self.step()

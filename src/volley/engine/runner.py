@@ -1,6 +1,7 @@
 """Runs the two models for one step: draft, verify, judge, inject. Owns the KV stores; decides nothing."""
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,7 @@ class Runner:
             slots = num_ring_slots or num_slots
             self.draft_store = KVStore([shape] * config.num_hidden_layers, slots, target.dtype, target.device)
             self.taps = Taps(target.model, config.target_layer_ids)
+            weakref.finalize(self, self.taps.close)  # a target outlives the engines made on it
             self._windows = [_narrower(draft_window, drafter.window(i)) for i in range(config.num_hidden_layers)]
 
     # -- draft ---------------------------------------------------------------------------------------------------------

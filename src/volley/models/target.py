@@ -25,10 +25,11 @@ from volley.errors import CheckpointError, UnsupportedModelError
 from volley.memory.attention import AttentionOptions, paged_attention
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_cache import KVStore
+from volley.models.accelerate import accelerate
 from volley.models.taps import decoder_layers
 
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def _volley_attention(
@@ -90,7 +91,7 @@ class Target:
         text = model.config.get_text_config()
         self.num_layers = len(decoder_layers(model))
         self.hidden_size: int = text.hidden_size
-        self.context_length: int = getattr(text, "max_position_embeddings", None) or 2**31
+        self.context_length = _context_length(text)
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]
@@ -178,20 +179,36 @@ class Target:
                 f"{path}: the target cannot be read ({error}); give a hub name or a folder with config.json, "
                 "model.safetensors and tokenizer files"
             ) from error
-        return cls(model.to(device), tokenizer)
+        model = model.to(device).eval()
+        accelerate(model)
+        return cls(model, tokenizer)
 
 
 def check_config(config: Any) -> None:
     """Refuse, before weights are read, an architecture whose layers are not all attention."""
     text = config.get_text_config()
-    recurrent = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
-    if recurrent:
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    if others:
         raise UnsupportedModelError(
-            f"{config.model_type} has layers of type {', '.join(recurrent)}: their state cannot be rolled back by "
-            "dropping pages. Use a target whose layers are all attention"
+            f"{config.model_type} has layers of type {', '.join(others)}; only full and sliding-window attention can be "
+            "put on pages and rolled back by dropping them. Use a target whose layers are all of these two types"
         )
     if getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; volley decodes causal LMs")
+
+
+def _context_length(text: Any) -> int:
+    """Positions whose rotary frequencies depend on nothing but the position.
+
+    A longrope model changes all frequencies once a sequence outgrows the original context, which K/V already on pages
+    (and other requests of the batch) must not feel; such a model is used within its original context.
+    """
+    limits = [getattr(text, "max_position_embeddings", None) or 2**31]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+    return min(limits)
 
 
 def _stop_token_ids(

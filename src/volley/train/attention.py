@@ -104,7 +104,8 @@ def attend_grouped(layout: Layout, context: Context) -> Attend:
         own_keys, own_values = (
             x.view(documents, blocks, size, kv_heads, dim).permute(0, 3, 1, 2, 4).contiguous() for x in (keys, values)
         )
-        mixed: Tensor = _TiledAttention.apply(rows, context_keys, context_values, own_keys, own_values, hidden, bounds)
+        own = own_keys, own_values
+        mixed: Tensor = _TiledAttention.apply(rows, context_keys, context_values, *own, hidden, bounds)  # type: ignore[no-untyped-call]
         mixed = mixed.view(documents, kv_heads, blocks, group, size, dim)
         return mixed.permute(0, 2, 4, 1, 3, 5).reshape(-1, heads, dim)
 
@@ -149,7 +150,7 @@ class _TiledAttention(torch.autograd.Function):
         return mixed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, own_keys, own_values, hidden, mixed = ctx.saved_tensors
         grad = grad.contiguous()
         grad_queries, grad_own_keys, grad_own_values = map(torch.empty_like, (queries, own_keys, own_values))

@@ -81,7 +81,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, stop_token_ids: set[int]) ->
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": mark}]
     rendered = str(tokenizer.apply_chat_template(chat, tokenize=False)) if tokenizer.chat_template else ""
     after = tokenizer(rendered.rpartition(mark)[2], add_special_tokens=False)["input_ids"] if mark in rendered else []
-    return next((token for token in after if token in stop_token_ids), tokenizer.eos_token_id)
+    own: int | None = tokenizer.eos_token_id
+    return next((int(token) for token in after if token in stop_token_ids), own)
 
 
 def encode_rows(
@@ -132,7 +133,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
             "the target's tokenizer has no chat template; give one to the tokenizer, or rows with "
             "'prompt_token_ids' and 'response_token_ids'"
         )
-    options = row.get("chat_template_kwargs") or {}
+    thinking = {"on": True, "off": False}.get(str(row.get("thinking")))
+    options = {} if thinking is None else {"enable_thinking": thinking}
     chat = row["messages"][:-1]
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
 

@@ -5,25 +5,25 @@ from typing import Any
 
 import torch
 
+from volley.engine.engine import Engine
 from volley.models.drafter import Drafter
+from volley.types import SamplingParams
 
 
 def evaluate_tau(
     drafter: Drafter, target: str, prompts: Sequence[list[int]], *, max_tokens: int, dtype: torch.dtype, device: str
-) -> dict[str, Any] | None:
-    """Greedy decoding of ``prompts``: mean τ over all cycles and the acceptance rate of each slot."""
-    try:
-        from volley import Engine, SamplingParams
-    except ImportError:
-        return None
+) -> dict[str, Any]:
+    """Greedy decoding of ``prompts``: mean τ over all cycles, and the share of cycles that accepted each slot.
+
+    The engine loads a target of its own: the training copy must keep its dense attention. ``drafter`` is left as it is.
+    """
     copy = Drafter(drafter.config)
     copy.load_state_dict(drafter.state_dict())
-    engine = Engine.from_pretrained(target, drafter=copy.to(dtype).eval(), dtype=dtype, device=device)
+    engine = Engine.from_pretrained(target, drafter=copy, dtype=dtype, device=device)
     accepted: list[int] = []
     for result in engine.generate(list(prompts), SamplingParams(max_tokens=max_tokens)):
         accepted += result.stats.accepted_lengths
-    slots = drafter.config.block_size - 1
-    at_least = [sum(length > slot for length in accepted) for slot in range(1, slots + 1)]
+    at_least = [sum(length > slot for length in accepted) for slot in range(1, drafter.config.block_size)]
     return {
         "tau": sum(accepted) / max(1, len(accepted)),
         "cycles": len(accepted),

@@ -1,27 +1,18 @@
-"""What the frozen target knows about each position: tapped hidden states and, if asked for, its soft labels.
-
-``OnlineFeatures`` runs the target in every step; ``FeatureCache`` keeps what it said on disk, in shards.
-"""
+"""What the frozen target knows about each position: tapped hidden states and, if asked for, its soft labels."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from volley.errors import CheckpointError, ConfigError
-from volley.models.checkpoint import read_json, save_tensors, write_atomically
+from volley.errors import CheckpointError
 from volley.models.taps import Taps
 from volley.train.data import Document, pad
 from volley.train.losses import expected_head_rows
-
-SHARD_TOKENS = 65_536
 
 
 @dataclass(frozen=True)
@@ -41,11 +32,14 @@ class FrozenTarget:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot load the target {path!r} ({error}); give a causal LM with its tokenizer") from None
+            raise CheckpointError(
+                f"cannot load the target {path!r} ({error}); give a causal LM with its tokenizer"
+            ) from None
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         self.text_config: Any = model.config.get_text_config()
         self.device = device
         self.dtype = dtype
+        self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
         self.head = self._head()
         self.softcap: float | None = getattr(self.text_config, "final_logit_softcapping", None)
 

@@ -6,15 +6,11 @@ import torch
 from torch import Tensor
 
 CHUNK = 128  # rows whose logits exist at a time: they should stay in the processor's cache
-_GAMMAS = ((2, 1.0), (8, 4.0), (10, 5.0), (16, 7.0))
 
 
 def default_gamma(block_size: int) -> float:
-    """γ = 4, 5, 7 for B = 8, 10, 16 (DFlash §A.1), straight lines between, and the last line beyond."""
-    for (low, first), (high, last) in zip(_GAMMAS, _GAMMAS[1:], strict=False):
-        if block_size <= high:
-            break
-    return first + (last - first) * (block_size - low) / (high - low)
+    """γ = 4, 5, 7 for B = 8, 10, 16 (DFlash §A.1): B / 2 up to 10, then straight through 7 at 16."""
+    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
 
 
 def slot_weights(block_size: int, decay: str, gamma: float | None) -> Tensor:
@@ -35,7 +31,7 @@ def expected_head_rows(hidden: Tensor, head: Tensor, softcap: float | None = Non
     The soft label of a position: all that its distribution contributes to loss and gradient (``_WeightedCrossEntropy``).
     """
     rows = []
-    for chunk in _with_bias(hidden, head).split(CHUNK):
+    for chunk in torch.split(_with_bias(hidden, head), CHUNK):
         logits = chunk @ head.t()
         if softcap is not None:
             logits = softcap * torch.tanh(logits.float() / softcap)
@@ -103,9 +99,8 @@ def weighted_cross_entropy(
     each row's cross-entropy is taken against the target's distribution: its forward KL up to the target's entropy,
     which no drafter changes. Without ``measure`` the argmax, a fifth of the work on a CPU, is left out.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _WeightedCrossEntropy.apply(
-        _with_bias(hidden, head), head, labels, weights.float(), soft if alpha else None, alpha, measure
-    )
+    rows = _with_bias(hidden, head), head, labels, weights.float(), soft if alpha else None
+    result: tuple[Tensor, Tensor, Tensor] = _WeightedCrossEntropy.apply(*rows, alpha, measure)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -7,7 +7,16 @@ from typing import Any
 from volley.errors import ConfigError, unknown_key
 
 REPORTING_OPTIONS = frozenset(
-    {"eval_prompts", "eval_max_tokens", "eval_steps", "eval_minutes", "log_steps", "save_minutes", "save_steps", "threads"}
+    {
+        "eval_prompts",
+        "eval_max_tokens",
+        "eval_steps",
+        "eval_minutes",
+        "log_steps",
+        "save_minutes",
+        "save_steps",
+        "threads",
+    }
 )
 """Options that say when to report and save, not what is learnt: a resumed run may change them."""
 
@@ -126,8 +135,8 @@ class TrainConfig:
     """Save a checkpoint every so many steps as well."""
 
     def __post_init__(self) -> None:
-        data = (self.data,) if isinstance(self.data, str) else tuple(str(path) for path in self.data)
-        object.__setattr__(self, "data", data)
+        data: Any = self.data
+        object.__setattr__(self, "data", (data,) if isinstance(data, str) else tuple(map(str, data)))
         object.__setattr__(self, "target", str(self.target))
         object.__setattr__(self, "out", str(self.out))
         object.__setattr__(self, "taps", parse_taps(self.taps))
@@ -151,7 +160,16 @@ class TrainConfig:
         yield "max_length", self.max_length >= 2, "2 or more"
         for name in ("tokens_per_batch", "anchors_per_sequence", "learning_rate", "clip", "epochs", "log_steps"):
             yield name, getattr(self, name) > 0, "positive"
-        optional = ("rows_per_pass", "num_layers", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "window", "gamma")
+        optional: tuple[str, ...] = (
+            "rows_per_pass",
+            "num_layers",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "window",
+            "gamma",
+        )
         optional += ("max_steps", "max_minutes", "eval_steps", "eval_minutes", "save_minutes", "save_steps", "threads")
         for name in optional:
             value = getattr(self, name)

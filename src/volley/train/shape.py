@@ -42,6 +42,7 @@ def choose_taps(config: TrainConfig, num_layers: int) -> tuple[int, ...]:
                 f"layer {deep[0]} does not exist, name others"
             )
         return config.taps
+    assert not isinstance(config.taps, str), "TrainConfig has parsed it"
     return spread_taps(config.taps or min(5, max(1, num_layers - 3)), num_layers)
 
 
@@ -83,7 +84,9 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
     heads = config.num_heads or text.num_attention_heads
     kv_heads = config.num_kv_heads or min(getattr(text, "num_key_value_heads", None) or heads, heads)
     if heads % kv_heads:
-        raise ConfigError(f"num_heads is {heads} and num_kv_heads {kv_heads}; the first must be a multiple of the second")
+        raise ConfigError(
+            f"num_heads is {heads} and num_kv_heads {kv_heads}; the first must be a multiple of the second"
+        )
     rope = getattr(text, "rope_parameters", None) or {}
     layers = config.num_layers or min(5, max(1, num_layers // 7))
     return DrafterConfig(

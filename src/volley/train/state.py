@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from volley.errors import CheckpointError, ConfigError
 from volley.train.options import REPORTING_OPTIONS, TrainConfig
 
 NAME = "checkpoint.pt"
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
@@ -21,6 +30,7 @@ class Position:
     step: int = 0
     epoch: int = 0
     batch: int = 0
+    """Batches of this epoch that are done."""
     seconds: float = 0.0
     tokens: int = 0
     blocks: int = 0
@@ -28,6 +38,7 @@ class Position:
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write atomically: a killed process leaves the old state or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -40,6 +51,7 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def load_state(path: Path) -> dict[str, Any] | None:
+    """The saved state, or ``None`` where no run has been."""
     if not path.exists():
         return None
     try:
@@ -47,6 +59,30 @@ def load_state(path: Path) -> dict[str, Any] | None:
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({error}); remove it to start over") from None
     return state
+
+
+def whole_weights(model: nn.Module, sharded: bool) -> dict[str, Any]:
+    """The model's weights; every process of a sharded run must ask."""
+    return get_model_state_dict(model, options=_WHOLE) if sharded else model.state_dict()
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, sharded: bool) -> dict[str, Any]:
+    """Weights and optimizer, whole; every process of a sharded run must ask."""
+    if sharded:
+        state = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
+        return {"model": whole_weights(model, sharded), "optimizer": state}
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def restore_training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], sharded: bool
+) -> None:
+    if sharded:
+        set_model_state_dict(model, state["model"], options=_WHOLE)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_WHOLE)
+    else:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
 
 
 def describe(config: TrainConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.train.anchors import Blocks, build_blocks
 from volley.train.attention import ATTENTION, Layout
@@ -47,17 +48,17 @@ class StepResult:
 class StepFunction:
     """Everything of a step that does not change between steps."""
 
-    def __init__(self, config: TrainConfig, target: FrozenTarget, drafter: Drafter, model: nn.Module) -> None:
+    def __init__(self, config: TrainConfig, target: FrozenTarget, shape: DrafterConfig, model: nn.Module) -> None:
         self.target = target
         self.model = model
-        self.block_size = drafter.config.block_size
-        self.mask_token_id = drafter.config.mask_token_id
+        self.block_size = shape.block_size
+        self.mask_token_id = shape.mask_token_id
         self.weights = slot_weights(self.block_size, config.loss_decay, config.gamma)
         self.alpha = config.soft_targets
 
     def total_weight(self, documents: Sequence[Document], anchors: Sequence[Sequence[int]]) -> float:
         """Σ of the slot weights of all blocks: what a step's loss is divided by, on every process alike."""
-        sums = [0.0, *self.weights.cumsum(0).tolist()]
+        sums: list[float] = [0.0, *self.weights.cumsum(0).tolist()]
         return sum(
             sums[min(self.block_size, len(document) - anchor) - 1]
             for document, row in zip(documents, anchors, strict=True)
@@ -65,7 +66,12 @@ class StepFunction:
         )
 
     def __call__(
-        self, documents: Sequence[Document], anchors: Sequence[Sequence[int]], features: Features, scale: float = 1.0, measure: bool = True
+        self,
+        documents: Sequence[Document],
+        anchors: Sequence[Sequence[int]],
+        features: Features,
+        scale: float = 1.0,
+        measure: bool = True,
     ) -> StepResult:
         """Loss of ``documents``; ``scale`` 0 makes it count for nothing (a process without a share of its own)."""
         lengths = [len(document) for document in documents]

@@ -1,0 +1,114 @@
+"""Copy a trained pair into the package, with its model cards, after checking that it is small enough to ship."""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from safetensors import safe_open
+
+LIMIT_BYTES = 40_000_000
+
+SOURCES = """\
+| text | source | licence |
+|---|---|---|
+| grade-school math word problems (training split) | openai/grade-school-math | MIT |
+| basic Python problems (rows outside the evaluation split) | google-research MBPP | CC-BY-4.0 |
+| Python functions with docstrings | sympy/sympy, networkx/networkx | BSD-3-Clause |
+| Python algorithms | TheAlgorithms/Python | MIT |
+| command help pages | tldr-pages/tldr | CC-BY-4.0 |
+| Python Enhancement Proposals | python/peps | public domain, CC0-1.0 |
+| The Rust Programming Language | rust-lang/book | MIT, Apache-2.0 |
+
+Attribution as CC-BY-4.0 asks: the command help is by the tldr-pages contributors, MBPP is by Austin et al. (Google Research, 2021).
+The evaluation files (GSM8K test, HumanEval, MBPP tasks 11–510, MT-bench and others) were not trained on.
+"""
+
+TARGET_CARD = """\
+# volley's reference target
+
+{layers} layers, width {hidden}, vocabulary {vocabulary} (byte-level BPE), Qwen3 architecture, ChatML template, bf16: {megabytes:.1f} MB.
+Trained from scratch on a CPU for {minutes:.0f} minutes on {tokens:.1f} M tokens of chats made from the text below. It is here to prove the
+machinery on real text: it writes in the form of its three domains and is often wrong. **It is not an assistant.**
+
+Held-out loss, nats per token (1 % of each file, never trained on):
+
+| domain | loss |
+|---|---|
+{losses}
+
+## Data and licences
+
+{sources}
+Weights: Apache-2.0. Made by `scripts/reference/run`.
+"""
+
+DRAFTER_CARD = """\
+# volley's reference drafter
+
+A DFlash drafter for the reference target beside it: {layers} layers, block size {block}, target layers {taps}, z-lab's format, bf16,
+{megabytes:.1f} MB. Trained by `volley train` on {rows} responses ({tokens:.1f} M tokens) that `volley collect` took from the target, for
+{steps} steps. τ on held-out prompts of the training domains, greedy, at the end of training: {tau:.2f}. It serves only this target.
+
+The prompts come from the text named in the target's model card, under the licences named there. Weights: Apache-2.0.
+"""
+
+
+def megabytes(folder: Path) -> float:
+    return (folder / "model.safetensors").stat().st_size / 1e6
+
+
+def write_target(source: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for file in (source / "model").iterdir():
+        shutil.copy(file, out / file.name)
+    report = json.loads((source / "report.json").read_text())
+    config = json.loads((out / "config.json").read_text())
+    losses = "\n".join(f"| {name} | {loss:.3f} |" for name, loss in report["held_out_nats_per_token"].items())
+    card = TARGET_CARD.format(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        vocabulary=config["vocab_size"],
+        megabytes=megabytes(out),
+        minutes=report["seconds"] / 60,
+        tokens=report["tokens"] / 1e6,
+        losses=losses,
+        sources=SOURCES,
+    )
+    (out / "README.md").write_text(card, encoding="utf-8")
+
+
+def write_drafter(source: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(source / "drafter" / name, out / name)
+    report = json.loads((source / "training_report.json").read_text())
+    config = json.loads((out / "config.json").read_text())
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        assert "fc.weight" in weights.keys(), "a drafter has its feature projection"  # noqa: SIM118
+    card = DRAFTER_CARD.format(
+        layers=config["num_hidden_layers"],
+        block=config["block_size"],
+        taps=config["dflash_config"]["target_layer_ids"],
+        megabytes=megabytes(out),
+        rows=report["data"]["rows"],
+        tokens=report["data"]["response_tokens"] / 1e6,
+        steps=report["position"]["step"],
+        tau=report["held_out"]["real"]["tau"],
+    )
+    (out / "README.md").write_text(card, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--drafter", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    write_target(options.target, options.out / "target")
+    if options.drafter is not None:
+        write_drafter(options.drafter, options.out / "drafter")
+    total = sum(file.stat().st_size for file in options.out.rglob("*.safetensors"))
+    if total > LIMIT_BYTES:
+        raise SystemExit(f"the pair has {total / 1e6:.1f} MB of weights, more than the {LIMIT_BYTES / 1e6:.0f} MB to ship")
+    print(f"{total / 1e6:.1f} MB of weights in {options.out}")

@@ -1,0 +1,76 @@
+"""What a run tells: lines on the terminal, ``log.jsonl`` and ``training_report.json`` in its folder."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from volley.models.checkpoint import write_atomically
+from volley.train.state import Position
+
+
+class Reporter:
+    """Speaks for the first process; the others are silent."""
+
+    def __init__(self, out: Path, speaks: bool) -> None:
+        self.out = out
+        self.speaks = speaks
+        self._last = (time.monotonic(), Position())
+
+    def say(self, line: str) -> None:
+        if self.speaks:
+            print(line, flush=True)
+
+    def start(self, position: Position) -> None:
+        """Begin, or go on, at ``position``: what a killed run logged after its last checkpoint is done again."""
+        self._last = (time.monotonic(), Position(**asdict(position)))
+        path = self.out / "log.jsonl"
+        if self.speaks and path.exists():
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= position.step]
+            write_atomically(path, "".join(line + "\n" for line in lines))
+
+    def record(self, kind: str, position: Position, values: dict[str, Any]) -> None:
+        """Append a line to the log."""
+        if self.speaks:
+            self.out.mkdir(parents=True, exist_ok=True)
+            with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind, "step": position.step, **values}) + "\n")
+
+    def progress(self, position: Position, fraction: float, loss: float, tau: float, accuracy: list[float]) -> None:
+        """One line on the last steps: ``tau`` and ``accuracy`` of each slot are those of the last step's blocks."""
+        now, (before, last) = time.monotonic(), self._last
+        self._last = (now, Position(**asdict(position)))
+        seconds = max(now - before, 1e-9)
+        speed = {name: (getattr(position, name) - getattr(last, name)) / seconds for name in ("tokens", "blocks")}
+        left = position.seconds * (1 - fraction) / max(fraction, 1e-9)
+        slots = " ".join(f"{value:.2f}" for value in accuracy)
+        self.say(
+            f"step {position.step} epoch {position.epoch + 1} {fraction:.1%} loss {loss:.4f} τ {tau:.3f} accuracy {slots} | "
+            f"{speed['tokens']:.0f} tokens/s {speed['blocks']:.0f} blocks/s, {left / 60:.1f} min left"
+        )
+        values = {"loss": loss, "tau": tau, "accuracy": [round(value, 4) for value in accuracy]}
+        values |= {
+            "seconds": position.seconds,
+            "tokens_per_second": speed["tokens"],
+            "blocks_per_second": speed["blocks"],
+        }
+        self.record("train", position, values)
+
+    def evaluation(self, position: Position, values: dict[str, Any], facts: dict[str, Any]) -> None:
+        """The held-out figures: a line, a line in the log and the report."""
+        parts = [f"loss {values['loss']:.4f} τ {values['tau']:.3f} (teacher-forced)"] if "tau" in values else []
+        parts += [f"real τ {values['decoded']['tau']:.3f}"] if "decoded" in values else []
+        self.say(f"step {position.step} held out: {', '.join(parts) or 'nothing is held out'}")
+        self.record("eval", position, values)
+        if self.speaks:
+            report = {**facts, "position": asdict(position), "held_out": values}
+            write_atomically(self.out / "training_report.json", json.dumps(report, indent=2) + "\n")
+
+
+def _step(line: str) -> float:
+    """The step a log line belongs to; a line cut short by a kill belongs to none."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

@@ -1,0 +1,180 @@
+"""Both attention implementations against a loop over the definition, on random ragged batches."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from volley.memory.attention import AttentionOptions, paged_attention, reference_attention
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_cache import BlockTable, KVStore
+
+DIM = 4
+
+
+def visible(segment: Segment, query: int, key: int, window: int | None) -> bool:
+    """The definition: who sees whom."""
+    if not segment.causal:
+        return window is None or key >= segment.start - window
+    return key <= query and (window is None or key > query - window)
+
+
+def by_definition(
+    batch: RaggedBatch, histories: list[tuple[Tensor, Tensor]], queries: Tensor, options: AttentionOptions
+) -> Tensor:
+    """Attention token by token and head by head over K/V that never saw a page; ``histories`` hold ``[end, kv, d]``."""
+    output = torch.zeros_like(queries)
+    for segment, offset, (keys, values) in zip(batch.segments, batch.offsets, histories, strict=False):
+        groups = queries.shape[1] // keys.shape[1]
+        for row in range(segment.length):
+            seen = [k for k in range(segment.end) if visible(segment, segment.start + row, k, options.window)]
+            for head in range(queries.shape[1]):
+                scores = keys[seen, head // groups] @ queries[offset + row, head] * options.scale
+                if options.softcap is not None:
+                    scores = options.softcap * torch.tanh(scores / options.softcap)
+                weights = scores.exp()
+                total = weights.sum() + (options.sinks[head].exp() if options.sinks is not None else 0)
+                output[offset + row, head] = weights @ values[seen, head // groups] / total
+    return output
+
+
+def make_tables(layout: str, page_size: int, pages: list[int], span: int) -> list[BlockTable]:
+    """One table a segment on disjoint pages of one pool; ``span``: positions a ring must hold."""
+    if layout == "ring":
+        count = math.ceil(span / page_size) + 1
+        return [BlockTable(page_size, range(i * count, (i + 1) * count), is_ring=True) for i in range(len(pages))]
+    order = torch.randperm(sum(pages)).tolist() if layout == "scattered" else list(range(sum(pages)))
+    tables = []
+    for count in pages:
+        tables.append(BlockTable(page_size, order[:count]))
+        order = order[count:]
+    return tables
+
+
+def check(
+    shapes: list[tuple[int, int, bool]],
+    *,
+    page_size: int,
+    layout: str,
+    window: int | None,
+    heads: tuple[int, int],
+    softcap: float | None,
+    sinks: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    kv_heads, groups = heads
+    span = (window or 0) + max(length for _, length, _ in shapes)
+    pages = [math.ceil((start + length) / page_size) for start, length, _ in shapes]
+    tables = make_tables(layout, page_size, pages, span)
+    segments = [Segment(table, *shape) for table, shape in zip(tables, shapes, strict=True)]
+    batch = RaggedBatch(segments, torch.zeros(sum(segment.length for segment in segments), dtype=torch.long))
+    slots = (1 + max(page for table in tables for page in table.pages)) * page_size
+    stores = [KVStore([(kv_heads, DIM)] * 2, slots, torch.float32, torch.device("cpu")) for _ in range(2)]
+    histories = [(torch.randn(s.end, kv_heads, DIM), torch.randn(s.end, kv_heads, DIM)) for s in segments]
+    garbage = torch.randn(slots, kv_heads, DIM) * 10
+    for store in stores:
+        store.keys[1].copy_(garbage)
+        store.values[1].copy_(garbage)
+        for segment, (keys, values) in zip(segments, histories, strict=True):
+            for position in range(segment.start):  # one by one: a ring forgets what it wraps over
+                slot = torch.from_numpy(segment.table.slot_array(position, position + 1))
+                store.write(1, slot, keys[position : position + 1], values[position : position + 1])
+    keys, values = (torch.cat([h[i][s.start :] for s, h in zip(segments, histories, strict=True)]) for i in range(2))
+    queries = torch.randn(len(batch), kv_heads * groups, DIM)
+    sink_logits = torch.randn(kv_heads * groups) if sinks else None
+    options = AttentionOptions(0.4, window, softcap, sink_logits)
+
+    slow = reference_attention(batch, stores[0], 1, queries, keys, values, options)
+    fast = paged_attention(batch, stores[1], 1, queries, keys, values, options)
+    torch.testing.assert_close(slow, by_definition(batch, histories, queries, options), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)
+    assert torch.equal(stores[0].keys[1], stores[1].keys[1])
+    assert torch.equal(stores[0].values[1], stores[1].values[1])
+    assert not stores[1].keys[0].any(), "another layer was written"
+
+
+SEGMENTS = st.lists(
+    st.tuples(st.integers(0, 11), st.sampled_from([1, 1, 2, 3, 5]), st.booleans()), min_size=1, max_size=5
+)
+
+
+@given(
+    shapes=SEGMENTS,
+    page_size=st.integers(1, 4),
+    layout=st.sampled_from(["consecutive", "scattered"]),
+    window=st.none() | st.integers(1, 9),
+    heads=st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
+    softcap=st.none() | st.just(2.0),
+    sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=120)
+def test_random_ragged_batches(shapes, page_size, layout, window, heads, softcap, sinks, seed) -> None:  # type: ignore[no-untyped-def]
+    check(
+        shapes,
+        page_size=page_size,
+        layout=layout,
+        window=window,
+        heads=heads,
+        softcap=softcap,
+        sinks=sinks,
+        seed=seed,
+    )
+
+
+@given(
+    shapes=SEGMENTS,
+    page_size=st.integers(1, 4),
+    window=st.integers(1, 9),
+    heads=st.sampled_from([(1, 1), (2, 2)]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60)
+def test_random_ring_tables(shapes, page_size, window, heads, seed) -> None:  # type: ignore[no-untyped-def]
+    check(
+        shapes,
+        page_size=page_size,
+        layout="ring",
+        window=window,
+        heads=heads,
+        softcap=None,
+        sinks=False,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 4, 30])
+def test_windows_at_every_distance_from_the_start(causal: bool, window: int) -> None:
+    shapes = [(start, 3, causal) for start in range(8)]
+    options = {"page_size": 2, "heads": (2, 2), "softcap": None, "sinks": False, "seed": 0}
+    check(shapes, layout="scattered", window=window, **options)  # type: ignore[arg-type]
+
+
+def test_planning_happens_once_for_all_layers() -> None:
+    table = BlockTable(4, [0])
+    batch = RaggedBatch([Segment(table, 0, 3)], torch.zeros(3, dtype=torch.long))
+    store = KVStore([(1, DIM)] * 2, 4, torch.float32, torch.device("cpu"))
+    x = torch.randn(3, 1, DIM)
+    paged_attention(batch, store, 0, x, x, x, AttentionOptions(1.0))
+    plans = dict(batch.plans)
+    paged_attention(batch, store, 1, x, x, x, AttentionOptions(1.0))
+    assert batch.plans.keys() == plans.keys()
+    assert all(batch.plans[key] is plans[key] for key in plans)
+
+
+def test_a_batch_must_hold_exactly_its_tokens() -> None:
+    with pytest.raises(AssertionError, match="exactly the segments' tokens"):
+        RaggedBatch([Segment(BlockTable(4, [0]), 0, 3)], torch.zeros(4, dtype=torch.long))
+
+
+def test_positions_of_a_ragged_batch() -> None:
+    table = BlockTable(4, range(5))
+    batch = RaggedBatch([Segment(table, 5, 2), Segment(table, 0, 3, causal=False)], torch.zeros(5, dtype=torch.long))
+    assert batch.positions.tolist() == [5, 6, 0, 1, 2]
+    assert batch.offsets == [0, 2, 5]
+    assert len(batch) == 5

@@ -1,0 +1,118 @@
+"""Tiny random models, what the target alone would write, and a drafter that is often right."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from volley import Engine
+from volley.engine.scheduler import Scheduled
+from volley.models.checkpoint import DrafterConfig
+from volley.models.drafter import Drafter
+from volley.models.target import Target
+
+VOCAB = 50
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+class Pair(NamedTuple):
+    target: Target
+    drafter: Drafter
+    hf: PreTrainedModel
+    """The same weights under transformers' own attention."""
+
+
+def target_config(**changes: Any) -> Qwen3Config:
+    values = {
+        **SHAPE,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return Qwen3Config(**{**values, **changes})
+
+
+def drafter_config(**changes: Any) -> DrafterConfig:
+    values = {
+        **SHAPE,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 2,
+        "num_target_layers": 4,
+        "block_size": 6,
+        "mask_token_id": 3,
+        "target_layer_ids": (0, 2),
+    }
+    return DrafterConfig(**{**values, **changes})
+
+
+def eager_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+
+
+def random_drafter(seed: int = 1, **changes: Any) -> Drafter:
+    torch.manual_seed(seed)
+    drafter = Drafter(drafter_config(**changes)).eval()
+    for name, weight in drafter.named_parameters():
+        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
+    return drafter.requires_grad_(False)
+
+
+def make_pair(seed: int = 0, drafter: Mapping[str, Any] | None = None, **changes: Any) -> Pair:
+    hf = eager_model(target_config(**changes), seed)
+    return Pair(Target(copy.deepcopy(hf)), random_drafter(seed + 1, **(drafter or {})), hf)
+
+
+def greedy(hf: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers' own ``generate`` writes."""
+    ids = torch.tensor([list(prompt)])
+    with torch.inference_mode():
+        output = hf.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+    return output[0, ids.shape[1] :].tolist()
+
+
+def random_prompts(count: int, *, longest: int = 40, seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+Answers = Mapping[tuple[int, ...], Sequence[int]]
+
+
+def teach(engine: Engine, answers: Answers) -> None:
+    """Let the drafter run as it is, then make it know four of five tokens of each prompt's ``answers``.
+
+    A random drafter is never right, so without this no test would see a long acceptance.
+    """
+    inner = engine.runner._slot_logits
+
+    def slot_logits(plan: list[Scheduled], token_ids: Tensor) -> Tensor:
+        logits = inner(plan, token_ids).clone()
+        row = 0
+        for scheduled in plan:
+            request = scheduled.request
+            answer = answers[tuple(request.token_ids[: request.num_prompt])]
+            for slot in range(scheduled.max_draft):
+                index = request.num_output + slot
+                if index < len(answer) and (index + request.num_prompt) % 5:
+                    logits[row, answer[index]] = 100.0 + slot
+                row += 1
+        return logits
+
+    engine.runner._slot_logits = slot_logits  # type: ignore[method-assign]

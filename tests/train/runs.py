@@ -1,0 +1,102 @@
+"""What the training tests share: rows for the tiny pair and a runner for trainings of a second or two."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from volley.models.checkpoint import load_tensors
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "saw",
+    "two",
+    "birds",
+    "fly",
+    "over",
+    "it",
+    "while",
+    "rain",
+    "fell",
+]
+
+
+def make_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": " ".join(rng.choices(WORDS, k=rng.randint(1, 4)))},
+                {"role": "assistant", "content": " ".join(rng.choices(WORDS, k=rng.randint(2, 9)))},
+            ]
+        }
+        for _ in range(count)
+    ]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tiny_run(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Options of a training of the tiny target that lasts a second; tests change what they are about."""
+    options: dict[str, Any] = {
+        "target": str(model),
+        "data": [str(write_rows(folder / "rows.jsonl", make_rows(24)))],
+        "out": str(folder / "run"),
+        "eval_share": 0.1,
+        "eval_prompts": 0,
+        "block_size": 4,
+        "taps": [0, 2],
+        "num_layers": 1,
+        "tokens_per_batch": 400,
+        "anchors_per_sequence": 6,
+        "max_steps": 6,
+        "dtype": "float32",
+        "log_steps": 2,
+        "save_minutes": None,
+    }
+    return {**options, **changes}
+
+
+def weights(out: str | Path) -> dict[str, torch.Tensor]:
+    """fp32 weights of a run's checkpoint."""
+    state = torch.load(Path(out) / "checkpoint.pt", weights_only=True)
+    return dict(state["training"]["model"])
+
+
+def drafter_weights(out: str | Path) -> dict[str, torch.Tensor]:
+    return load_tensors(Path(out) / "drafter" / "model.safetensors")
+
+
+SCRIPT = """
+import json, sys, warnings
+import torch
+torch.set_num_threads(1)
+from volley.train.loop import train
+from volley.train.options import TrainConfig
+train(TrainConfig.from_options(json.loads(sys.argv[1])))
+"""
+
+
+def start(options: dict[str, Any], *launcher: str, cwd: Path) -> subprocess.Popen[str]:
+    """The training of ``options`` in a process of its own; ``launcher`` stands before the script."""
+    script = cwd / "train_script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    source = Path(__file__).parents[2] / "src"
+    environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, *launcher, str(script), json.dumps(options)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

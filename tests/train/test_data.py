@@ -1,0 +1,106 @@
+"""Rows become exactly the target's tokens; bad rows are named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from volley.errors import InputError
+from volley.train.data import Document, encode_rows, end_of_turn, fingerprint, plan_epoch, read_rows
+
+from ..conftest import TinyPair, byte_tokenizer
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def encode(rows: list[dict[str, Any]], max_length: int = 99) -> list[Document]:
+    return encode_rows(byte_tokenizer(), rows, max_length, {2})
+
+
+def test_a_response_is_what_follows_the_generation_prompt_and_ends_its_turn(tiny_pair: TinyPair) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pair.target)
+    (document,) = encode_rows(tokenizer, [{"messages": CHAT}], 99, {2})
+    prompt, response = document.token_ids[: document.response_start], document.token_ids[document.response_start :]
+    assert tokenizer.decode(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(response) == "yes<|im_end|>"
+
+
+def test_a_response_cut_for_length_has_no_end() -> None:
+    (document,) = encode([{"messages": CHAT, "finish_reason": "length"}])
+    assert byte_tokenizer().decode(document.token_ids[document.response_start :]) == "yes"
+
+
+def test_token_ids_of_a_row_are_taken_as_they_are_and_order_is_kept() -> None:
+    ids = {"prompt_token_ids": [5, 6], "response_token_ids": [7, 8, 9]}
+    rows = [{"messages": CHAT}, {"messages": CHAT, **ids}, {"messages": CHAT}]
+    first, second, third = encode(rows)
+    assert second.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert second.response_start == 2
+    assert torch.equal(first.token_ids, third.token_ids)
+
+
+def test_long_rows_are_cut() -> None:
+    assert len(encode([{"messages": CHAT}], max_length=20)[0]) == 20
+
+
+def test_the_end_of_turn_is_the_stop_token_the_template_writes() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    assert end_of_turn(tokenizer, {0, 2}) == 2
+    assert end_of_turn(tokenizer, set()) == 0
+
+
+def test_thinking_recorded_with_a_row_reaches_the_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ 'T' if enable_thinking else 'F' }}"
+    documents = encode_rows(tokenizer, [{"messages": CHAT, "thinking": switch} for switch in ("on", "off")], 99, {2})
+    assert [tokenizer.decode(d.token_ids[: d.response_start]) for d in documents] == ["T", "F"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: not a JSON object"),
+        ('{"text": "hi"}', "line 2: no 'messages'"),
+        ('{"messages": []}', "line 2: no 'messages'"),
+        ('{"messages": [{"role": "user"}]}', "line 2: a message is not"),
+        ('{"messages": [{"role": "user", "content": "hi"}]}', "line 2: the last message is not the assistant's"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n" + line + "\n")
+    with pytest.raises(InputError, match=message):
+        read_rows([path])
+
+
+def test_no_rows_no_file_and_no_text_are_errors(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(InputError, match="no rows"):
+        read_rows([empty])
+    with pytest.raises(InputError, match="is not a file"):
+        read_rows([tmp_path / "absent.jsonl"])
+    empty.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="UTF-8"):
+        read_rows([empty])
+
+
+def test_an_epoch_holds_every_document_once_within_the_budget() -> None:
+    lengths = [5 + 7 * index % 40 for index in range(100)] + [500]
+    batches = plan_epoch(lengths, 120, seed=0, epoch=0)
+    assert sorted(index for batch in batches for index in batch) == list(range(101))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= 120
+    assert batches == plan_epoch(lengths, 120, seed=0, epoch=0)
+    assert batches != plan_epoch(lengths, 120, seed=0, epoch=1)
+
+
+def test_the_fingerprint_sees_tokens_and_response_starts() -> None:
+    tokens = torch.arange(5, dtype=torch.int32)
+    assert fingerprint([Document(tokens, 2)]) != fingerprint([Document(tokens, 3)])
+    assert fingerprint([Document(tokens, 2)]) != fingerprint([Document(tokens + 1, 2)])

@@ -1,0 +1,266 @@
+"""Whole trainings of a tiny target: they learn, resume bit for bit, and refuse what cannot be."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from volley.errors import CheckpointError, ConfigError, InputError
+from volley.models.drafter import Drafter
+from volley.train import cache as cache_module
+from volley.train import loop
+from volley.train.loop import Trainer, learning_rate_scale, train
+from volley.train.options import TrainConfig
+from volley.train.parallel import Ranks
+
+from ..conftest import TinyPair
+from .runs import drafter_weights, start, tiny_run, weights, write_rows
+
+
+def run(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    train(TrainConfig(**options))
+    return weights(options["out"])
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def test_a_run_learns_reports_and_saves_a_drafter(tiny_pair: TinyPair, tmp_path: Path, capsys: Any) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=40, eval_prompts=2, eval_max_tokens=6, learning_rate=0.01)
+    options |= {"epochs": 99, "eval_steps": 25}
+    folder = train(TrainConfig(**options))
+    drafter = Drafter.from_pretrained(folder)
+    assert drafter.config.target_layer_ids == (0, 2)
+    assert drafter.config.mask_token_id == 3
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    steps = [row for row in log if row["kind"] == "train"]
+    assert [row["step"] for row in steps] == list(range(2, 41, 2))
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+    assert [row["step"] for row in log if row["kind"] == "eval"] == [25, 40]
+    report = json.loads((tmp_path / "run" / "training_report.json").read_text())
+    assert report["held_out"]["decoded"]["tau"] >= 1
+    assert len(report["held_out"]["accuracy"]) == 3
+    assert report["data"]["rows"] == 22
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed
+    assert "real τ" in printed
+
+
+def test_killed_at_any_moment_it_goes_on_to_the_same_weights(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=60, epochs=99, save_steps=7, log_steps=1)
+    whole = {**options, "out": str(tmp_path / "whole")}
+    process = start(whole, cwd=tmp_path)
+    output, _ = process.communicate(timeout=40)
+    assert process.returncode == 0, output
+    process = start(options, cwd=tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 24 "):
+            process.send_signal(signal.SIGKILL)
+            break
+    assert process.wait() == -signal.SIGKILL
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["position"]["step"]
+    assert 21 <= saved < 60
+    process = start(options, cwd=tmp_path)
+    output, _ = process.communicate(timeout=40)
+    assert process.returncode == 0, output
+    assert f"going on from step {saved}" in output
+    assert_same(weights(options["out"]), weights(whole["out"]))
+    steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if row["kind"] == "train"] == list(range(1, 61))
+
+
+def test_an_interrupt_saves_and_the_run_goes_on(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=400, epochs=999, log_steps=1)
+    log = tmp_path / "run" / "log.jsonl"
+
+    def interrupt() -> None:
+        while not log.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt, match="goes on from there"):
+        train(TrainConfig(**options))
+    step = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["position"]["step"]
+    assert 1 <= step < 400
+    trainer = Trainer(TrainConfig(**options), Ranks("cpu"))
+    trainer.resume()
+    assert trainer.position.step == step
+
+
+def test_resuming_another_run_is_refused(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=2)
+    run(options)
+    with pytest.raises(ConfigError, match=r"learning_rate = 0\.0006, this run has 0\.1"):
+        run({**options, "learning_rate": 0.1})
+    run({**options, "log_steps": 5, "eval_max_tokens": 3})
+    write_rows(tmp_path / "rows.jsonl", [{"prompt_token_ids": [5, 6], "response_token_ids": [7, 8, 9]}] * 4)
+    with pytest.raises(ConfigError, match="another data"):
+        run(options)
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match="remove it to start over"):
+        run(options)
+
+
+@pytest.mark.parametrize("changes", [{}, {"soft_targets": 0.5, "window": 6}])
+def test_grouped_attention_trains_like_the_dense_reference(
+    tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    found = []
+    for attention in ("dense", "grouped"):
+        options = tiny_run(tiny_pair.target, tmp_path, attention=attention, out=str(tmp_path / attention), **changes)
+        found.append(run(options))
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_passes_do_not_change_the_step(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    whole = run(tiny_run(tiny_pair.target, tmp_path, max_steps=3))
+    parts = run(tiny_run(tiny_pair.target, tmp_path, max_steps=3, rows_per_pass=30, out=str(tmp_path / "parts")))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_cached_features_train_like_online_ones(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(cache_module, "SHARD_TOKENS", 300)
+    options = tiny_run(tiny_pair.target, tmp_path, dtype="bfloat16", soft_targets=0.5)
+    online = run({**options, "out": str(tmp_path / "online")})
+    cached = run({**options, "features": "cache", "cache_dir": str(tmp_path / "cache")})
+    for name, tensor in online.items():
+        torch.testing.assert_close(cached[name], tensor, atol=2e-3, rtol=0.02, msg=name)
+    assert "GB in" in capsys.readouterr().out
+    shards = sorted((tmp_path / "cache").glob("*.safetensors"))
+    assert len(shards) > 2
+    shards[1].unlink()
+    times = {path: path.stat().st_mtime_ns for path in shards if path.exists()}
+    again = run({**options, "features": "cache", "cache_dir": str(tmp_path / "cache"), "out": str(tmp_path / "again")})
+    assert_same(again, cached)
+    assert all(path.stat().st_mtime_ns == at for path, at in times.items())
+    with pytest.raises(ConfigError, match="made with another taps"):
+        run({**options, "features": "cache", "cache_dir": str(tmp_path / "cache"), "out": "x", "taps": [0, 1]})
+    shards[0].write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match="remove the file"):
+        run({**options, "features": "cache", "cache_dir": str(tmp_path / "cache"), "out": str(tmp_path / "bad")})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"no_features": True, "taps": None},
+        {"anchors": "fixed", "loss_decay": "uniform"},
+        {"num_layers": 2, "taps": "1", "intermediate_size": 20, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
+        {"block_size": 9, "gamma": 2.0, "window": 5, "soft_targets": 1.0, "dtype": "bfloat16"},
+    ],
+)
+def test_every_ablation_trains(tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]) -> None:
+    options = tiny_run(
+        tiny_pair.target, tmp_path, **{"max_steps": 2, "eval_prompts": 1, "eval_max_tokens": 4, **changes}
+    )
+    run(options)
+    shape = Drafter.from_pretrained(tmp_path / "run" / "drafter").config
+    if "no_features" in changes:
+        assert shape.target_layer_ids == (-1,)
+    if "window" in changes:
+        assert shape.sliding_window == 5
+        assert shape.block_size == 9
+    if "num_layers" in changes:
+        assert (shape.num_hidden_layers, shape.intermediate_size, shape.num_attention_heads) == (2, 20, 2)
+        assert shape.target_layer_ids == (1,)
+
+
+def test_a_block_depends_on_its_own_tokens_and_on_features_before_its_anchor_only(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    trainer = Trainer(TrainConfig(**tiny_run(tiny_pair.target, tmp_path)), Ranks("cpu"))
+    torch.manual_seed(0)
+    anchors = torch.tensor([[2, 5], [1, 7]])
+    taps, embeddings = torch.randn(2, 9, 64), torch.randn(2 * 2 * 4, 32)
+    positions = (anchors[..., None] + torch.arange(4)).flatten()
+
+    def hidden() -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = trainer.model(taps, anchors, embeddings, positions)
+        return result.view(4, -1)
+
+    def changed(before: torch.Tensor) -> list[int]:
+        return (hidden() != before).any(1).nonzero().flatten().tolist()
+
+    for block in range(4):
+        before = hidden()
+        embeddings[block * 4 + 1] += 1
+        assert changed(before) == [block]
+    for document, position, sees in [(0, 1, [0, 1]), (0, 2, [1]), (0, 5, []), (1, 0, [2, 3]), (1, 6, [3]), (1, 8, [])]:
+        before = hidden()
+        taps[document, position] += 1
+        assert changed(before) == sees
+
+
+def test_two_processes_train_what_one_does(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=5)
+    single = run({**options, "out": str(tmp_path / "single")})
+    for flavour in ({}, {"fsdp": True}):
+        out = tmp_path / f"two{len(flavour)}"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        process = start({**options, **flavour, "out": str(out)}, *launcher, cwd=tmp_path)
+        output, _ = process.communicate(timeout=180)
+        assert process.returncode == 0, output
+        for name, tensor in single.items():
+            torch.testing.assert_close(weights(out)[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+        assert drafter_weights(out).keys() == drafter_weights(tmp_path / "single").keys()
+
+
+def test_learning_rate_rises_then_falls_to_zero() -> None:
+    scales = [learning_rate_scale(step / 100, 0.04) for step in range(101)]
+    assert scales.index(max(scales)) == 4
+    assert max(scales) == 1.0
+    assert scales[0] > 0
+    assert scales[-1] == pytest.approx(0)
+    assert learning_rate_scale(0.0, 0.0) == 1.0
+
+
+def test_minutes_bound_a_run(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=None, max_minutes=0.01, epochs=9999)
+    run(options)
+    position = json.loads((tmp_path / "run" / "training_report.json").read_text())["position"]
+    assert position["step"] > 1
+    assert 0.6 <= position["seconds"] < 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"taps": [0, 4]}, ConfigError, "layer 4 does not exist"),
+        ({"taps": 3}, ConfigError, "only 1 layers lie between"),
+        ({"mask_token_id": 400}, ConfigError, "outside the target's 260"),
+        ({"mask_token_id": 1}, ConfigError, "occurs in the data"),
+        ({"max_length": 8}, InputError, "raise --max-length"),
+        ({"num_heads": 3, "num_kv_heads": 2}, ConfigError, "must be a multiple"),
+        ({"target": "/nowhere"}, CheckpointError, "cannot load the target"),
+        ({"data": ["/nowhere.jsonl"]}, InputError, "is not a file"),
+        ({"fsdp": True}, ConfigError, "torchrun"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_remedy(
+    tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        train(TrainConfig(**tiny_run(tiny_pair.target, tmp_path, **changes)))
+
+
+def test_token_ids_of_another_target_are_refused(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt_token_ids": [5], "response_token_ids": [7, 900]}])
+    with pytest.raises(InputError, match="outside the target's vocabulary of 260"):
+        loop.train(TrainConfig(**options))

@@ -1,0 +1,73 @@
+"""Options are checked when given; the drafter's shape follows the target."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from volley.errors import ConfigError
+from volley.train.data import Document
+from volley.train.options import TrainConfig
+from volley.train.shape import choose_mask_token, choose_taps, spread_taps
+
+from ..conftest import byte_tokenizer
+
+NEEDED: dict[str, Any] = {"target": "t", "data": ("d",), "out": "o"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 1}, "block_size is 1"),
+        ({"data": ()}, "at least one JSONL file"),
+        ({"anchors": "rondom"}, "did you mean 'random'"),
+        ({"soft_targets": 2.0}, r"in \[0, 1\]"),
+        ({"max_steps": 0}, "max_steps is 0"),
+        ({"taps": "1,x"}, "give a count"),
+        ({"taps": 0}, "use no_features"),
+        ({"taps": (1, 2), "no_features": True}, "exclude each other"),
+        ({"learning_rat": 1.0}, "did you mean 'learning_rate'"),
+    ],
+)
+def test_unusable_options_name_the_remedy(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig.from_options({**NEEDED, **options})
+
+
+def test_missing_options_are_named() -> None:
+    with pytest.raises(ConfigError, match="training needs data, out"):
+        TrainConfig.from_options({"target": "t"})
+
+
+def test_one_data_file_may_be_given_by_itself() -> None:
+    assert TrainConfig.from_options({**NEEDED, "data": "rows.jsonl"}).data == ("rows.jsonl",)
+
+
+def test_taps_are_the_papers() -> None:
+    assert spread_taps(5, 36) == (1, 9, 17, 25, 33)
+    assert spread_taps(5, 20) == (1, 5, 9, 13, 17)
+    assert choose_taps(TrainConfig(**NEEDED), 20) == (1, 5, 9, 13, 17)
+    assert choose_taps(TrainConfig(**NEEDED), 2) == (1,)
+    assert choose_taps(TrainConfig(**NEEDED, taps="1,3"), 4) == (1, 3)
+    assert choose_taps(TrainConfig(**NEEDED, no_features=True), 4) == (-1,)
+
+
+def plain_tokenizer(*specials: str) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(specials)})
+    return tokenizer
+
+
+def test_the_mask_token_is_one_that_no_text_uses() -> None:
+    text = [Document(torch.tensor([10, 11, 260], dtype=torch.int32), 1)]
+    tokenizer = byte_tokenizer()
+    assert choose_mask_token(tokenizer, 264, text, None) == 3
+    assert choose_mask_token(tokenizer, 264, text, 7) == 7
+    masked = [Document(torch.tensor([3], dtype=torch.int32), 0)]
+    assert choose_mask_token(tokenizer, 264, masked, None) == 260
+    assert choose_mask_token(tokenizer, 264, masked + text, None) == 261
+    reserved = plain_tokenizer("<|reserved_1|>")
+    assert choose_mask_token(reserved, 261, masked, None) == 260
+    with pytest.raises(ConfigError, match="--mask-token-id"):
+        choose_mask_token(tokenizer, 260, masked, None)
