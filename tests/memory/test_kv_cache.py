@@ -79,18 +79,43 @@ def test_a_reservation_gives_way_when_nothing_else_is_left() -> None:
     pool.check_integrity([hopeful, urgent])
 
 
-def test_free_pages_are_taken_before_cached_ones_and_those_oldest_first() -> None:
-    pool = PagePool(4, 2)
-    for token in (1, 2):
-        table = BlockTable(2)
-        pool.grow(table, 2)
-        pool.publish(table.pages[0], pool.page_hash(b"", [token, token]))
-        pool.release(table)
+def cache_pages(pool: PagePool, pages: list[int]) -> None:
+    """Fill an empty pool, publish ``pages`` with their number as content, and release those, in order."""
+    tables = [BlockTable(pool.page_size) for _ in range(pool.num_pages)]
+    for table in tables:
+        pool.grow(table, pool.page_size)
+    for page in pages:
+        pool.publish(page, pool.page_hash(b"", [page] * pool.page_size))
+        pool.release(next(table for table in tables if table.pages == [page]))
+
+
+def is_cached(pool: PagePool, page: int) -> bool:
+    table = BlockTable(pool.page_size)
+    found = pool.match_prefix(table, [page] * (pool.page_size + 1))
+    pool.release(table)
+    return bool(found)
+
+
+def test_scattered_cached_pages_are_evicted_least_recently_released_first() -> None:
+    pool = PagePool(5, 2)
+    cache_pages(pool, [4, 0, 2])
     big = BlockTable(2)
-    assert pool.grow(big, 6)  # two free pages and the older cached one
-    matched = BlockTable(2)
-    assert pool.match_prefix(matched, [1, 1, 0]) == []
-    assert len(pool.match_prefix(matched, [2, 2, 0])) == 1
+    assert pool.grow(big, 4)
+    assert big.pages == [4, 0]
+    assert [is_cached(pool, page) for page in (0, 2, 4)] == [False, True, False]
+
+
+def test_free_pages_are_taken_before_cached_ones() -> None:
+    pool = PagePool(4, 2)
+    kept = BlockTable(2)
+    pool.grow(kept, 2)
+    pool.publish(kept.pages[0], pool.page_hash(b"", [0, 0]))
+    pool.release(kept)
+    other = BlockTable(2)
+    assert pool.grow(other, 6)
+    assert is_cached(pool, 0)
+    assert pool.grow(other, 8)
+    assert not is_cached(pool, 0)
 
 
 def test_the_last_token_is_never_matched() -> None:

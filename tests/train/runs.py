@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -95,8 +96,29 @@ def start(options: dict[str, Any], *launcher: str, cwd: Path) -> subprocess.Pope
     """The training of ``options`` in a process of its own; ``launcher`` stands before the script."""
     script = cwd / "train_script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
     source = Path(__file__).parents[2] / "src"
     environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")])
     command = [sys.executable, *launcher, str(script), json.dumps(options)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 120) -> str:
+    """Wait for a training to end well; what it printed."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # the fault handler prints where it stands
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
+
+
+def kill_after(process: subprocess.Popen[str], line_start: str) -> None:
+    """SIGKILL a training as soon as it prints a line that begins so."""
+    assert process.stdout is not None
+    with process:
+        for line in process.stdout:
+            if line.startswith(line_start):
+                process.kill()
+    assert process.returncode == -signal.SIGKILL

@@ -20,7 +20,7 @@ from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 
 from ..conftest import TinyPair
-from .runs import drafter_weights, start, tiny_run, weights, write_rows
+from .runs import drafter_weights, finish, kill_after, start, tiny_run, weights, write_rows
 
 
 def run(options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -58,21 +58,11 @@ def test_a_run_learns_reports_and_saves_a_drafter(tiny_pair: TinyPair, tmp_path:
 def test_killed_at_any_moment_it_goes_on_to_the_same_weights(tiny_pair: TinyPair, tmp_path: Path) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, max_steps=60, epochs=99, save_steps=7, log_steps=1)
     whole = {**options, "out": str(tmp_path / "whole")}
-    process = start(whole, cwd=tmp_path)
-    output, _ = process.communicate(timeout=40)
-    assert process.returncode == 0, output
-    process = start(options, cwd=tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 24 "):
-            process.send_signal(signal.SIGKILL)
-            break
-    assert process.wait() == -signal.SIGKILL
+    finish(start(whole, cwd=tmp_path))
+    kill_after(start(options, cwd=tmp_path), "step 24 ")
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["position"]["step"]
     assert 21 <= saved < 60
-    process = start(options, cwd=tmp_path)
-    output, _ = process.communicate(timeout=40)
-    assert process.returncode == 0, output
+    output = finish(start(options, cwd=tmp_path))
     assert f"going on from step {saved}" in output
     assert_same(weights(options["out"]), weights(whole["out"]))
     steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
@@ -213,9 +203,7 @@ def test_two_processes_train_what_one_does(tiny_pair: TinyPair, tmp_path: Path) 
     for flavour in ({}, {"fsdp": True}):
         out = tmp_path / f"two{len(flavour)}"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        process = start({**options, **flavour, "out": str(out)}, *launcher, cwd=tmp_path)
-        output, _ = process.communicate(timeout=180)
-        assert process.returncode == 0, output
+        finish(start({**options, **flavour, "out": str(out)}, *launcher, cwd=tmp_path))
         for name, tensor in single.items():
             torch.testing.assert_close(weights(out)[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
         assert drafter_weights(out).keys() == drafter_weights(tmp_path / "single").keys()

@@ -41,6 +41,13 @@ class PositionNoise:
         return torch.tensor([self._generator(purpose, p).random() for p in positions], dtype=torch.float64)
 
 
+def best_tokens(logits: Tensor) -> list[int]:
+    """The most likely token of each row of ``logits [R, V]``; of equal ones the first."""
+    on_cpu = logits.device.type == "cpu"  # where NumPy's search is several times faster than PyTorch's
+    best: list[int] = (logits.float().numpy().argmax(axis=-1) if on_cpu else logits.argmax(dim=-1)).tolist()
+    return best
+
+
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:
     """Draw one token a row: ``argmax probs / exponentials`` falls on token v with probability ``probs[v]``.
 

@@ -19,7 +19,9 @@ def verify_choices(choices: Sequence[int], drafts: Sequence[Sequence[int]]) -> l
     """Keep draft tokens while they are what the target chose itself; the first other choice is the bonus.
 
     ``choices`` holds one token a row. With ``choices = argmax`` this is greedy verification. With choices *sampled* from
-    the target's law it is sample-and-match, lossless for any draft whatsoever: what is emitted is always the choice.
+    the target's law it is sample-and-match, lossless for any draft whatsoever: what is emitted is always the choice. A
+    draft that knows the noise of the choices (``propose_coupled``) needs that noise to belong to positions: a position
+    must be chosen with the same noise again after a rejection before it, or where a draft fails would bias what follows.
     """
     verdicts = []
     row = 0

@@ -112,7 +112,9 @@ class Engine:
             drafter = REFERENCE / "drafter" if target is None else None
         if not isinstance(target, Target):
             target = Target.from_pretrained(target or REFERENCE / "target", dtype=dtype, device=device)
-        if drafter is not None and not isinstance(drafter, Drafter):
+        if isinstance(drafter, Drafter):
+            drafter.to(device=target.device, dtype=target.dtype).eval()
+        elif drafter is not None:
             drafter = Drafter.from_pretrained(drafter, dtype=target.dtype).to(target.device)
             accelerate(drafter)
         return cls(target, drafter, **options)

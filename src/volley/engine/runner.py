@@ -10,7 +10,7 @@ from torch import Tensor
 
 from volley.decode.denoise import reveal, reveal_counts
 from volley.decode.propose import propose_coupled, propose_greedy, propose_sampled
-from volley.decode.sampling import Purpose, chosen_logprobs, race, token_probs
+from volley.decode.sampling import Purpose, best_tokens, chosen_logprobs, race, token_probs
 from volley.decode.verify import verify_choices, verify_speculative
 from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
@@ -139,7 +139,7 @@ class Runner:
 
     def _propose(self, plan: list[Scheduled], logits: Tensor) -> list[Proposal]:
         proposals = []
-        best = logits.argmax(dim=-1).tolist()
+        best = best_tokens(logits)
         row = 0
         for scheduled in plan:
             request, size = scheduled.request, scheduled.max_draft
@@ -184,7 +184,7 @@ class Runner:
     def judge(self, plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tensor) -> list[Verdict]:
         """A verdict for every scheduled request; an empty one where nothing is emitted."""
         started = time.perf_counter()
-        best = logits.argmax(dim=-1).tolist()
+        best = best_tokens(logits)
         verdicts = []
         row = 0
         for scheduled, proposal in zip(plan, proposals, strict=True):

@@ -42,7 +42,7 @@ def accelerate(model: nn.Module) -> bool:
     parameters = list(model.parameters())
     size = sum(parameter.nbytes for parameter in parameters)
     wanted = all(p.device.type == "cpu" and p.dtype == torch.bfloat16 for p in parameters) and size <= _LARGEST_BYTES
-    if not wanted or not torch.backends.mkldnn.is_available():
+    if not wanted or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     done: set[nn.Module] = set()
     for module in model.modules():
@@ -70,7 +70,7 @@ def _share(layers: Sequence[nn.Linear]) -> None:
         def forward(x: Tensor, index: int = index) -> Tensor:
             return shared.project(x, index)
 
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _fuse_norm(norm: nn.Module) -> None:
@@ -86,4 +86,4 @@ def _fuse_norm(norm: nn.Module) -> None:
     with torch.no_grad():
         probe = torch.linspace(-2, 3, 4 * shape[0], dtype=weight.dtype).view(4, -1)
         if torch.allclose(forward(probe).float(), norm(probe).float(), rtol=2**-6, atol=2**-6):
-            norm.forward = forward  # type: ignore[method-assign]
+            norm.forward = forward

@@ -156,11 +156,14 @@ class DrafterConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a folder with config.json and model.safetensors") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch or save the checkpoint again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is not a JSON object; fetch or save the checkpoint again")
+    return found
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:

@@ -33,6 +33,7 @@ class Rotary:
 
     def __init__(self, config: DrafterConfig) -> None:
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+        self.length = config.max_position_embeddings + config.block_size  # a block may begin at the last position
         self.source = Qwen3RotaryEmbedding(
             Qwen3Config(
                 head_dim=config.head_dim,
@@ -43,13 +44,18 @@ class Rotary:
             )
         )
 
+        self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``positions [T]`` → cos and sin ``[T, 1, head_dim]`` in ``dtype``."""
-        if self.source.inv_freq.device != positions.device:
-            self.source.to(positions.device)
-        dummy = torch.empty(0, dtype=dtype, device=positions.device)
-        cos, sin = self.source(dummy, positions[None])
-        return cos[0, :, None], sin[0, :, None]
+        """``positions [T]`` → cos and sin ``[T, 1, head_dim]`` in ``dtype``; positions must lie in the context."""
+        key = (dtype, positions.device)
+        if key not in self._tables:
+            with torch.inference_mode(False), torch.no_grad():
+                every = torch.arange(self.length, device=positions.device)[None]
+                cos, sin = self.source.to(positions.device)(torch.empty(0, dtype=dtype, device=positions.device), every)
+            self._tables[key] = (cos[0, :, None], sin[0, :, None])
+        cos, sin = self._tables[key]
+        return cos[positions], sin[positions]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -145,8 +151,8 @@ class Drafter(nn.Module):
         cos, sin = self.rotary(positions, hidden.dtype)
         for index, layer in enumerate(self._layers()):
             normed = layer.input_layernorm(hidden)
-            keys, values = layer.self_attn.keys_values(normed, cos, sin)
-            mixed = attend(index, layer.self_attn.queries(normed, cos, sin), keys, values)
+            queries = layer.self_attn.queries(normed, cos, sin)
+            mixed = attend(index, queries, *layer.self_attn.keys_values(normed, cos, sin))
             hidden = hidden + layer.self_attn.o_proj(mixed.flatten(-2))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         output: Tensor = self.norm(hidden)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from volley.errors import CheckpointError
+from volley.models.accelerate import accelerate
 from volley.models.taps import Taps
 from volley.train.data import Document, pad
 from volley.train.losses import expected_head_rows
@@ -29,13 +30,14 @@ class FrozenTarget:
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+            model = _load(path, dtype)
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"cannot load the target {path!r} ({error}); give a causal LM with its tokenizer"
             ) from None
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+        accelerate(self.model)  # as the engine does: features in training are rounded like those in decoding
         self.text_config: Any = model.config.get_text_config()
         self.device = device
         self.dtype = dtype
@@ -72,6 +74,17 @@ class FrozenTarget:
             sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
             digest.update(f"{name}{list(weight.shape)}".encode() + sample.numpy().tobytes())
         return digest.hexdigest()[:32]
+
+
+def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """With fused attention where the architecture has it (one with attention sinks, for example, has not)."""
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    return model
 
 
 class OnlineFeatures:

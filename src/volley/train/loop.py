@@ -21,7 +21,9 @@ from volley.train.cache import FeatureCache
 from volley.train.data import Document, Row, encode_rows, fingerprint, plan_epoch, prompt_ids, read_rows, split_batches
 from volley.train.evaluate import evaluate_tau
 from volley.train.features import FrozenTarget, OnlineFeatures
+from volley.train.fused import fuse, keep_freed_memory
 from volley.train.losses import accepted_prefix
+from volley.train.optimizer import MuonWithAdamW
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.report import Reporter
@@ -48,6 +50,8 @@ def train(config: TrainConfig) -> Path:
     if config.threads:
         torch.set_num_threads(config.threads)
     ranks = Ranks(config.device, config.fsdp)
+    if ranks.device.type == "cpu":
+        keep_freed_memory()
     try:
         trainer = Trainer(config, ranks)
         trainer.resume()
@@ -119,7 +123,10 @@ class Trainer:
         mask = choose_mask_token(self.target.tokenizer, self.target.vocab_size, texts, config.mask_token_id)
         torch.manual_seed(config.seed)
         self.shape = drafter_config(config, self.target.model, mask)
-        self.model: nn.Module = BlockForward(Drafter(self.shape), self._attention()).to(ranks.device)
+        drafter = Drafter(self.shape).to(ranks.device)
+        if not config.compile:
+            fuse(drafter)
+        self.model: nn.Module = BlockForward(drafter, self._attention())
         ranks.shard(self.model)
         if config.compile:
             self.model.compile(dynamic=True)
@@ -137,13 +144,13 @@ class Trainer:
             return self.config.attention
         return "flex" if self.ranks.device.type == "cuda" else "grouped"
 
-    def _optimizer(self) -> torch.optim.AdamW:
-        parameters = list(self.model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.config.weight_decay},
-            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=self.config.learning_rate, fused=not self.ranks.sharded)
+    def _optimizer(self) -> torch.optim.Optimizer:
+        parameters, config = list(self.model.parameters()), self.config
+        matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
+        if config.optimizer == "muon":
+            return MuonWithAdamW(matrices, vectors, config.learning_rate, config.weight_decay)
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=config.learning_rate, fused=not self.ranks.sharded)
 
     # State
 
@@ -164,9 +171,11 @@ class Trainer:
             save_state(self.out / NAME, {**state, "training": training})
         self.saved_at = time.monotonic()
 
-    def drafter(self) -> Drafter:
-        """A copy of the drafter as it stands; every process of a sharded run must ask."""
+    def drafter(self) -> Drafter | None:
+        """A copy of the drafter as it stands, on the first process; every process of a sharded run must ask."""
         weights = whole_weights(self.model, self.ranks.sharded)
+        if not self.ranks.first:
+            return None
         copy = Drafter(self.shape)
         copy.load_state_dict({name.removeprefix("drafter."): tensor for name, tensor in weights.items()})
         return copy
@@ -355,7 +364,7 @@ class Trainer:
         """Save the drafter and measure it on held-out rows: teacher-forced, and for real."""
         drafter = self.drafter()
         values = self._held_out_metrics() if self.data.held_out and (self.ranks.first or self.ranks.sharded) else {}
-        if self.ranks.first:
+        if drafter is not None:
             drafter.save_pretrained(self.out / "drafter")
             if self.data.prompts:
                 values["decoded"] = evaluate_tau(

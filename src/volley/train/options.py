@@ -26,6 +26,7 @@ CHOICES = {
     "features": ("online", "cache"),
     "attention": ("auto", "grouped", "dense", "flex"),
     "dtype": ("bfloat16", "float32"),
+    "optimizer": ("adamw", "muon"),
 }
 
 
@@ -92,8 +93,10 @@ class TrainConfig:
     soft_targets: float = 0.0
     """Share of the loss that is taken against the target's distribution (forward KL) instead of its sampled token."""
 
+    optimizer: str = "adamw"
+    """``adamw`` (the paper's), or ``muon`` for the matrices and AdamW for the rest; both take the same learning rate."""
     learning_rate: float = 6e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     weight_decay: float = 0.01
     """AdamW's weight decay, on matrices only."""
     clip: float = 1.0
@@ -146,6 +149,8 @@ class TrainConfig:
         for name, good, want in self._checks():
             if not good:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
+        if self.fsdp and self.optimizer == "muon":
+            raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
         if self.no_features and self.taps is not None:
             raise ConfigError("no_features and taps exclude each other; drop one of the two")
 

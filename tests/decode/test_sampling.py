@@ -1,0 +1,192 @@
+"""Sampling laws against a slow row-by-row reference, and the noise that belongs to positions."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.chi_square import chi_square_p
+from volley.decode.sampling import PositionNoise, Purpose, chosen_logprobs, race, token_probs
+from volley.errors import ConfigError
+from volley.types import SamplingParams
+
+
+def slow_law(logits: Sequence[float], params: SamplingParams) -> tuple[list[float], float]:
+    """The law by the book, in double precision, and how near a token came to the edge of a truncation."""
+    tokens = range(len(logits))
+    if params.temperature == 0:
+        best = max(tokens, key=lambda t: (logits[t], -t))
+        return [float(t == best) for t in tokens], 1.0
+    scaled = [x / params.temperature for x in logits]
+    if params.top_k:
+        smallest = sorted(scaled, reverse=True)[: params.top_k][-1]
+        scaled = [x if x >= smallest else -math.inf for x in scaled]
+    weights = [math.exp(x - max(scaled)) for x in scaled]
+    probs = [weight / sum(weights) for weight in weights]
+    margin = 1.0
+    if params.top_p < 1:
+        before = 0.0
+        for t in sorted(tokens, key=lambda t: (-probs[t], t)):
+            if before:
+                margin = min(margin, abs(before - params.top_p))
+            probs[t], before = (probs[t] if before < params.top_p else 0.0), before + probs[t]
+    if params.min_p > 0:
+        floor = params.min_p * max(probs)
+        margin = min([margin, *(abs(p - floor) for p in probs if 0 < p < max(probs))])
+        probs = [p if p >= floor else 0.0 for p in probs]
+    return [p / sum(probs) for p in probs], margin
+
+
+ROWS = st.lists(
+    st.lists(st.integers(-6, 6).map(float), min_size=6, max_size=6)  # integers: ties are common
+    | st.lists(st.floats(-8, 8, width=16), min_size=6, max_size=6),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(
+    rows=ROWS,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.integers(0, 8),
+    top_p=st.sampled_from([0.05, 0.37, 0.61, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.013, 0.23, 1.0]),
+)
+def test_laws_are_the_slow_reference(
+    rows: list[list[float]], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    slow = [slow_law(row, params) for row in rows]
+    assume(min(margin for _, margin in slow) > 1e-5)
+    found = token_probs(torch.tensor(rows), params)
+    torch.testing.assert_close(found, torch.tensor([law for law, _ in slow]), rtol=1e-4, atol=1e-6)
+
+
+def law(logits: list[float], **params: float) -> list[float]:
+    values = {"temperature": 1.0, **params}
+    return token_probs(torch.tensor([logits]), SamplingParams(**values))[0].tolist()  # type: ignore[arg-type]
+
+
+def test_edges_of_truncation() -> None:
+    flat = [0.0] * 4
+    assert law(flat, top_p=0.5) == [0.5, 0.5, 0, 0]  # ties fall to the earlier token, and 0.5 is reached by two
+    assert law(flat, top_p=0.51) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert law(flat, top_k=1) == [0.25] * 4  # nothing tells tied tokens apart
+    assert law([3.0, 1.0, 3.0, 2.0], top_k=2) == [0.5, 0, 0.5, 0]
+    assert law(flat, min_p=1.0) == [0.25] * 4
+    assert law([1.0, 0.0, 1.0, 0.0], min_p=1.0) == [0.5, 0, 0.5, 0]
+    assert law([5.0, 0.0, 0.0, 0.0], top_p=0.001) == [1, 0, 0, 0]
+    assert law(flat, top_k=100) == law(flat)
+
+
+def test_temperature_zero_is_the_point_mass_on_the_largest_logit() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [9.0, 1.0, 0.0, 0.0]])
+    assert token_probs(logits, SamplingParams(top_k=1, top_p=0.1)).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    assert token_probs(logits, SamplingParams(temperature=1.0), 0.0).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+
+
+def test_temperature_can_be_overridden_while_truncation_stays() -> None:
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    one, two = (SamplingParams(temperature=t, top_k=5) for t in (1.0, 2.0))
+    assert torch.equal(token_probs(logits, one, 2.0), token_probs(logits, two))
+    assert int((token_probs(logits, one, 2.0) > 0).sum()) == 15
+
+
+def test_bf16_logits_make_fp32_laws() -> None:
+    probs = token_probs(torch.randn(2, 9).bfloat16(), SamplingParams(temperature=1.0))
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs.sum(dim=-1), torch.ones(2))
+
+
+def test_chosen_logprobs() -> None:
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    expected = [math.log(float(logits[i].exp()[t] / logits[i].exp().sum())) for i, t in enumerate((6, 0, 3))]
+    assert chosen_logprobs(logits, [6, 0, 3]) == pytest.approx(expected, rel=1e-5)
+
+
+# -- noise -------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_belongs_to_seed_purpose_and_position() -> None:
+    noise = PositionNoise(7)
+    both = noise.exponentials(Purpose.TARGET, [3, 4], 10)
+    assert torch.equal(both[1:], PositionNoise(7).exponentials(Purpose.TARGET, [4], 10))
+    assert torch.equal(both[:1], noise.exponentials(Purpose.TARGET, [3], 10))
+    assert torch.equal(noise.uniforms(Purpose.ACCEPT, [5, 6])[1:], noise.uniforms(Purpose.ACCEPT, [6]))
+    others = [
+        both[1:],
+        PositionNoise(8).exponentials(Purpose.TARGET, [3], 10),
+        noise.exponentials(Purpose.DRAFT, [3], 10),
+        noise.exponentials(Purpose.ACCEPT, [3], 10),
+    ]
+    assert not any(torch.isclose(both[0], other[0]).any() for other in others)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+def test_noise_has_its_law_along_every_axis(seed: int) -> None:
+    positions = range(2000)
+    x = PositionNoise(seed).exponentials(Purpose.TARGET, positions, 4).double()
+    bins = torch.bucketize(-torch.expm1(-x), torch.linspace(0, 1, 11, dtype=torch.double)[1:-1])
+    for column in bins.T:
+        assert chi_square_p(torch.bincount(column, minlength=10), torch.full((10,), 0.1)) > 1e-4
+    u = PositionNoise(seed).uniforms(Purpose.ACCEPT, positions)
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert chi_square_p(torch.bincount((u * 10).long(), minlength=10), torch.full((10,), 0.1)) > 1e-4
+    draft = PositionNoise(seed).exponentials(Purpose.DRAFT, positions, 4).double()
+    neighbour = PositionNoise(seed ^ 1).exponentials(Purpose.TARGET, positions, 4).double()
+    columns = torch.stack([x[:, 0], x[:, 1], draft[:, 0], neighbour[:, 0], u, x[:, 0].roll(1), draft[:, 0].roll(1)])
+    correlation = torch.corrcoef(columns) - torch.eye(len(columns), dtype=torch.double)
+    assert correlation.abs().max() < 4.5 / math.sqrt(len(positions))
+
+
+def test_a_race_draws_from_the_law() -> None:
+    probs = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25])
+    noise = PositionNoise(3).exponentials(Purpose.TARGET, range(20_000), 5)
+    counts = torch.bincount(race(probs.expand(20_000, -1), noise), minlength=5)
+    assert chi_square_p(counts, probs) > 1e-3
+    assert chi_square_p(counts, torch.tensor([0.48, 0.0, 0.21, 0.05, 0.26])) < 1e-6
+
+
+def test_races_with_shared_noise_agree_as_the_gumbel_coupling_does() -> None:
+    """P(same) = Σ_v 1 / Σ_u max(p_u / p_v, q_u / q_v): at least (1 − d) / (1 + d) for total variation d."""
+    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    noise = PositionNoise(1).exponentials(Purpose.TARGET, range(20_000), 3)
+    same = (race(p.expand(20_000, -1), noise) == race(q.expand(20_000, -1), noise)).double().mean()
+    expected = sum(1 / float(torch.maximum(p / p[v], q / q[v]).sum()) for v in range(3))
+    assert float(same) == pytest.approx(expected, abs=0.015)
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("temperature", math.nan),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("max_tokens", 0),
+        ("stop", ("a", "")),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("draft_temperature", -1.0),
+    ],
+)
+def test_impossible_parameters_are_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"SamplingParams\.{name} is .*; it must be"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop_token_ids=[1]).stop_token_ids == (1,)  # type: ignore[arg-type]

@@ -1,0 +1,198 @@
+"""Greedy output is transformers' own, token for token, whatever the engine's settings (fp32)."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import TinyPair
+from tests.tiny import Pair, greedy, make_pair, random_drafter, random_prompts, teach
+from volley import Engine, GenerationResult, SamplingParams
+from volley.decode.denoise import SCHEDULES
+
+COUNT = 20
+BASE = random_prompts(7, longest=35, seed=1)
+PROMPTS = [*BASE, BASE[0] + [1, 2, 3], BASE[3] + [4], BASE[0]]
+PARAMS = SamplingParams(max_tokens=COUNT)
+
+
+@functools.cache
+def expected() -> list[list[int]]:
+    hf = make_pair().hf
+    return [greedy(hf, prompt, COUNT) for prompt in PROMPTS]
+
+
+def taught(pair: Pair, **options: Any) -> Engine:
+    engine = Engine(pair.target, pair.drafter, **{"page_size": 4, "num_pages": 160, **options})
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected(), strict=True)})
+    return engine
+
+
+def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[GenerationResult]:
+    results = list(engine.generate(prompts, PARAMS))
+    engine.check_integrity()
+    assert engine.pool.num_used == 0
+    assert not engine.scheduler.has_work
+    return results
+
+
+def tokens(results: list[GenerationResult]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def test_answers_vary() -> None:
+    """Or the tests below would prove little."""
+    assert len({tuple(answer) for answer in expected()}) > 6
+    assert len({token for answer in expected() for token in answer}) > 15
+
+
+@pytest.mark.parametrize("block_size", range(1, 7))
+def test_every_block_size(pair: Pair, block_size: int) -> None:
+    results = run(taught(pair, block_size=block_size))
+    assert tokens(results) == expected()
+    longest = max(length for result in results for length in result.stats.accepted_lengths)
+    assert longest == block_size, "long acceptances must have happened"
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize("steps", [2, 3, 7])
+def test_every_denoising_schedule(pair: Pair, schedule: str, steps: int) -> None:
+    results = run(taught(pair, denoising_steps=steps, denoising_schedule=schedule))
+    assert tokens(results) == expected()
+    assert max(length for result in results for length in result.stats.accepted_lengths) > 3
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 64])
+@pytest.mark.parametrize("max_running", [1, 3])
+def test_every_chunk_size_and_batch(pair: Pair, chunk: int, max_running: int) -> None:
+    assert tokens(run(taught(pair, max_batch_tokens=chunk, max_running=max_running))) == expected()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 16},
+        {"num_pages": 16, "max_batch_tokens": 11},
+        {"num_pages": 16, "prefix_caching": False},
+        {"num_pages": 20, "denoising_steps": 2},
+        {"num_pages": 20, "draft_window": 6},
+        {"num_pages": 60, "page_size": 1},
+        {"num_pages": 16, "block_size": 1},
+    ],
+)
+def test_forced_preemption(pair: Pair, options: dict[str, Any]) -> None:
+    results = run(taught(pair, **options))
+    assert tokens(results) == expected()
+    assert sum(result.stats.preemptions for result in results) > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"draft_window": 1}, {"draft_window": 8}, {"draft_window": 5, "max_batch_tokens": 9}]
+)
+def test_draft_window(pair: Pair, options: dict[str, Any]) -> None:
+    assert tokens(run(taught(pair, **options))) == expected()
+
+
+def test_plain_decoding_without_a_drafter(pair: Pair) -> None:
+    results = run(Engine(pair.target, page_size=4, num_pages=160))
+    assert tokens(results) == expected()
+    assert all(result.stats.acceptance_length == 1.0 for result in results)
+
+
+def test_each_prompt_alone(pair: Pair) -> None:
+    engine = taught(pair)
+    assert [run(engine, [prompt])[0].token_ids for prompt in PROMPTS] == expected()
+
+
+def test_settings_may_change_between_steps(pair: Pair) -> None:
+    engine = taught(pair, max_batch_tokens=13)
+    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    for step in range(400):
+        if not engine.scheduler.has_work:
+            break
+        engine.block_size = 1 + step % 6
+        engine.denoising_steps = 1 + step % 3
+        engine.step()
+    assert [request.result().token_ids for request in requests] == expected()
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_prefix_hit_keeps_tokens_and_acceptance(pair: Pair, window: int | None) -> None:
+    """The drafter's K/V come back with the target's, so a warm run drafts as well as a cold one."""
+    prompts = [prompt for prompt in BASE if len(prompt) > 16]
+    for prompt in prompts:
+        engine = Engine(pair.target, random_drafter(3), page_size=4, num_pages=40, draft_window=window)
+        drafts: list[list[int]] = []
+        engine.on_verified.append(lambda request, proposal, verdict, to=drafts: to.append(proposal.token_ids))
+        (cold,) = run(engine, [prompt])
+        cold_drafts, drafts[:] = list(drafts), []
+        (warm,) = run(engine, [prompt])
+        assert warm.token_ids == cold.token_ids == greedy(pair.hf, prompt, COUNT)
+        assert drafts == cold_drafts, "a random drafter shows any change of its context"
+        assert warm.stats.accepted_lengths == cold.stats.accepted_lengths
+        whole = (len(prompt) - 1) // 4 * 4
+        assert cold.stats.cached_tokens == 0
+        assert warm.stats.cached_tokens == (whole if window is None else (whole - window) // 4 * 4)
+        engine.reset_prefix_cache()
+        assert run(engine, [prompt])[0].stats.cached_tokens == 0
+
+
+def test_answers_are_found_as_prefixes_too(pair: Pair) -> None:
+    """The second turn of a conversation starts where the first ended."""
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=160)
+    turn = [*PROMPTS[0], *expected()[0], 5, 6]
+    teach(engine, {tuple(PROMPTS[0]): expected()[0], tuple(turn): greedy(pair.hf, turn, COUNT)})
+    assert run(engine, [PROMPTS[0]])[0].token_ids == expected()[0]
+    second = run(engine, [turn])[0]
+    assert second.token_ids == greedy(pair.hf, turn, COUNT)
+    assert second.stats.cached_tokens >= len(PROMPTS[0]) + COUNT - 5
+
+
+def test_an_end_inside_a_block_does_not_upset_the_pages(pair: Pair) -> None:
+    """Accepted draft tokens after the end have K/V but are no part of the request."""
+    answer = expected()[0]
+    for count in range(1, COUNT):
+        engine = taught(pair, page_size=1, num_pages=200)
+        stop = answer[count - 1]
+        (result,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=COUNT, stop_token_ids=(stop,)))
+        assert result.token_ids == answer[: answer.index(stop) + 1]
+        engine.check_integrity()
+        assert tokens(run(engine)) == expected()
+
+
+def test_the_text_may_fill_the_whole_context(pair: Pair) -> None:
+    small = make_pair(max_position_embeddings=32)
+    prompt = list(range(20))
+    engine = Engine(small.target, small.drafter, page_size=4)
+    (result,) = engine.generate(prompt, SamplingParams(max_tokens=100))
+    assert result.finish_reason == "length"
+    assert result.token_ids == greedy(small.hf, prompt, 12)
+
+
+def test_draft_window_memory_is_constant(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, page_size=4, draft_window=8, max_running=2)
+    request = engine.add_request(list(range(30)), SamplingParams(max_tokens=300))
+    size = engine.runner.draft_store.nbytes
+    pages: set[tuple[int, ...]] = set()
+    used: set[int] = set()
+    while request.finish_reason is None:
+        engine.step()
+        if request.finish_reason is None:
+            pages.add(tuple(request.draft_table.pages))
+            assert engine.scheduler.ring_pool is not None
+            used.add(engine.scheduler.ring_pool.num_used)
+    assert len(pages) == 1
+    assert used == {5}  # ⌈(8 + 6) / 4⌉ + 1
+    assert engine.runner.draft_store.nbytes == size
+    assert engine.runner.draft_store.keys[0].shape[0] == 2 * 5 * 4
+    assert request.result().token_ids == greedy(pair.hf, list(range(30)), 300)
+
+
+def test_from_pretrained_and_bytes(tiny_pair: TinyPair) -> None:
+    engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.float32)
+    hf = Engine.from_pretrained(tiny_pair.target, drafter=None, dtype=torch.float32)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    (fast,), (plain,) = engine.generate("def f(x):", params), hf.generate("def f(x):", params)
+    assert fast.token_ids == plain.token_ids
+    assert fast.text == plain.text == engine.tokenizer.decode(fast.token_ids, skip_special_tokens=True)

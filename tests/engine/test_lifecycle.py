@@ -1,0 +1,218 @@
+"""Random arrivals, aborts, preemptions and settings: no answer changes, no page is lost."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiny import Pair, make_pair, random_prompts, teach
+from volley import Engine, SamplingParams
+from volley.engine.request import Request
+from volley.errors import CapacityError
+
+PROMPTS = random_prompts(5, longest=22, seed=4)
+PROMPTS += [PROMPTS[0] + [7], PROMPTS[1] + PROMPTS[2][:3]]
+PARAMS = [
+    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=3),
+    SamplingParams(max_tokens=12, temperature=1.0, seed=5, top_k=30),
+    SamplingParams(max_tokens=12, stop_token_ids=tuple(range(0, 50, 9))),
+    SamplingParams(max_tokens=12, temperature=1.5, seed=6, stop_token_ids=(1, 2, 3, 4)),
+]
+CHOICES = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(PARAMS) - 1))
+
+
+@functools.cache
+def shared() -> Pair:
+    return make_pair()
+
+
+@functools.cache
+def alone(prompt: int, params: int) -> tuple[list[int], str]:
+    """Plain decoding of one request with a pool to itself."""
+    (result,) = Engine(shared().target, num_pages=8).generate(PROMPTS[prompt], PARAMS[params])
+    return result.token_ids, result.finish_reason
+
+
+@functools.cache
+def never_stopping(prompt: int, params: int) -> list[int]:
+    own = replace(PARAMS[params], stop_token_ids=(), max_tokens=12)
+    return next(iter(Engine(shared().target, num_pages=8).generate(PROMPTS[prompt], own))).token_ids
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), CHOICES),
+        st.tuples(st.just("arrive"), CHOICES),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("abort"), st.integers(0, 9)),
+        st.tuples(st.just("preempt"), st.integers(0, 9)),
+        st.tuples(st.just("block_size"), st.integers(1, 6)),
+        st.tuples(st.just("forget"), st.none()),
+    ),
+    min_size=4,
+    max_size=22,
+)
+
+
+@given(
+    actions=ACTIONS,
+    num_pages=st.integers(10, 30),
+    chunk=st.sampled_from([3, 16, 100]),
+    prefix_caching=st.booleans(),
+    window=st.sampled_from([None, None, 5]),
+    steps=st.sampled_from([1, 1, 2]),
+)
+@settings(max_examples=40)
+def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[no-untyped-def]
+    actions, num_pages, chunk, prefix_caching, window, steps
+) -> None:
+    pair = shared()
+    engine = Engine(
+        pair.target,
+        pair.drafter,
+        page_size=4,
+        num_pages=num_pages,
+        max_batch_tokens=chunk,
+        max_running=4,
+        prefix_caching=prefix_caching,
+        draft_window=window,
+        denoising_steps=steps,
+        verification="match",
+    )
+    teach(engine, {tuple(prompt): never_stopping(i, 0) for i, prompt in enumerate(PROMPTS)})
+    requests: list[tuple[Request, int, int]] = []
+    finished: list[Request] = []
+
+    def step() -> None:
+        done = engine.step()
+        engine.check_integrity()
+        for request in done:
+            assert request.finish_reason is not None
+            assert not request.table.pages
+            assert not request.draft_table.pages
+        for request in engine.scheduler.running:
+            assert request.computed < len(request.token_ids)
+            assert len(request.table.pages) == engine.pool.pages_for(request.computed)
+        finished.extend(done)
+
+    for action, value in actions:
+        if action == "arrive":
+            prompt, params = value
+            requests.append((engine.add_request(PROMPTS[prompt], PARAMS[params]), prompt, params))
+        elif action == "step":
+            for _ in range(value):
+                step()
+        elif action == "abort" and requests:
+            engine.abort(requests[value % len(requests)][0])
+        elif action == "preempt" and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[value % len(engine.scheduler.running)])
+        elif action == "block_size":
+            engine.block_size = value
+        elif action == "forget":
+            engine.reset_prefix_cache()
+        engine.check_integrity()
+    for _ in range(2000):
+        if not engine.scheduler.has_work:
+            break
+        step()
+    assert not engine.scheduler.has_work
+    assert engine.pool.num_used == 0
+    if engine.scheduler.ring_pool is not None:
+        assert engine.scheduler.ring_pool.num_used == 0
+    for request, prompt, params in requests:
+        expected, reason = alone(prompt, params)
+        result = request.result()
+        if result.finish_reason == "abort":
+            assert result.token_ids == expected[: len(result.token_ids)]
+            assert request not in finished
+        else:
+            assert (result.token_ids, result.finish_reason) == (expected, reason)
+            assert finished.count(request) == 1
+
+
+def test_the_oldest_request_is_never_the_victim(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=12)
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS]
+    while engine.scheduler.has_work:
+        engine.step()
+    assert requests[0].stats.preemptions == 0
+    assert sum(request.stats.preemptions for request in requests) > 0
+
+
+def test_stepping_an_idle_engine_does_nothing(pair: Pair) -> None:
+    assert Engine(pair.target, pair.drafter, num_pages=4).step() == []
+
+
+def test_an_abandoned_iterator_frees_its_pages(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
+    results = engine.generate(PROMPTS, [SamplingParams(max_tokens=3 + 5 * i) for i in range(len(PROMPTS))])
+    next(results)
+    assert engine.scheduler.has_work
+    del results
+    assert not engine.scheduler.has_work
+    assert engine.pool.num_used == 0
+    engine.check_integrity()
+
+
+def test_an_iterator_nobody_reads_leaves_nothing_behind(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, num_pages=60)
+    results = engine.generate(PROMPTS)
+    del results
+    assert not engine.scheduler.has_work
+
+
+def test_an_abandoned_stream_frees_its_pages(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=30))
+    next(stream)
+    assert engine.pool.num_used > 0
+    stream.close()
+    assert engine.pool.num_used == 0
+    assert not engine.scheduler.has_work
+
+
+def test_an_error_in_a_step_frees_everything(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    engine.on_verified.append(fail)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.generate(PROMPTS, SamplingParams(max_tokens=9)))
+    assert engine.pool.num_used == 0
+    assert not engine.scheduler.has_work
+    engine.check_integrity()
+    engine.on_verified.clear()
+    (result,) = engine.generate(PROMPTS[0], PARAMS[0])
+    assert result.token_ids == alone(0, 0)[0]
+
+
+def test_a_bad_prompt_among_many_queues_none(pair: Pair) -> None:
+    engine = Engine(pair.target, page_size=4, num_pages=4)
+    with pytest.raises(CapacityError, match="raise num_pages or lower max_tokens"):
+        engine.generate([[1, 2], [1] * 30], SamplingParams(max_tokens=5))
+    assert not engine.scheduler.has_work
+
+
+def test_two_engines_on_one_target_do_not_disturb_each_other(pair: Pair) -> None:
+    one = Engine(pair.target, pair.drafter, num_pages=60)
+    two = Engine(pair.target, num_pages=60)
+    first, second = (engine.generate(PROMPTS, PARAMS[0]) for engine in (one, two))
+    for i, (a, b) in enumerate(zip(first, second, strict=True)):
+        assert a.token_ids == b.token_ids == alone(i, 0)[0]
+
+
+def test_an_aborted_request_keeps_what_it_had(pair: Pair) -> None:
+    engine = Engine(pair.target, num_pages=20)
+    request = engine.add_request(PROMPTS[0], PARAMS[0])
+    for _ in range(4):
+        engine.step()
+    engine.abort(request)
+    engine.abort(request)
+    assert request.result().finish_reason == "abort"
+    assert request.result().token_ids == alone(0, 0)[0][:4]

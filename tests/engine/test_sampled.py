@@ -1,0 +1,156 @@
+"""Sampled output: the same seed gives the same tokens, and over seeds the law is exactly the target's."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.chi_square import chi_square_p, joint_counts
+from tests.tiny import Pair, make_pair, random_prompts, teach
+from volley import Engine, SamplingParams
+from volley.decode.sampling import token_probs
+from volley.engine import runner
+from volley.types import Proposal
+
+PROMPTS = random_prompts(6, longest=30, seed=2)
+PARAMS = [
+    SamplingParams(temperature=1.0, max_tokens=16, seed=11),
+    SamplingParams(temperature=0.6, top_k=20, max_tokens=16, seed=12),
+    SamplingParams(temperature=1.4, top_p=0.8, max_tokens=16, seed=13, draft_temperature=0.5),
+    SamplingParams(temperature=0.0, max_tokens=16),
+    SamplingParams(temperature=1.0, min_p=0.1, max_tokens=16, seed=11),
+    SamplingParams(temperature=2.0, max_tokens=16, seed=2**62),
+]
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    found = [result.token_ids for result in engine.generate(PROMPTS, PARAMS)]
+    engine.check_integrity()
+    assert engine.pool.num_used == 0
+    return found
+
+
+@functools.cache
+def plain() -> list[list[int]]:
+    return answers(Engine(make_pair().target, num_pages=50))
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"page_size": 4, "num_pages": 200},
+    {"max_batch_tokens": 5},
+    {"max_running": 1},
+    {"page_size": 4, "num_pages": 14},
+    {"page_size": 4, "num_pages": 14, "max_batch_tokens": 9, "prefix_caching": False},
+    {"page_size": 4, "num_pages": 200, "draft_window": 64},
+]
+
+
+@pytest.mark.parametrize("verification", ["speculative", "match"])
+@pytest.mark.parametrize("options", VARIANTS)
+def test_a_seed_gives_the_same_tokens_under_any_scheduling(
+    pair: Pair, verification: str, options: dict[str, Any]
+) -> None:
+    reference = answers(Engine(pair.target, pair.drafter, verification=verification))
+    engine = Engine(pair.target, pair.drafter, verification=verification, **options)
+    assert answers(engine) == reference
+    assert answers(engine) == reference, "the second time with cached prefixes"
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 6])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_matching_gives_the_very_tokens_of_plain_decoding(pair: Pair, block_size: int, steps: int) -> None:
+    options = {"block_size": block_size, "denoising_steps": steps, "verification": "match"}
+    engine = Engine(pair.target, pair.drafter, page_size=4, **options)
+    assert answers(engine) == plain()
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(), strict=True)})
+    assert answers(engine) == plain()
+
+
+def test_forced_preemption_happened_above(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, **VARIANTS[3])
+    assert sum(result.stats.preemptions for result in engine.generate(PROMPTS, PARAMS)) > 0
+
+
+def test_seeds_matter_and_no_seed_means_a_fresh_one(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter)
+    hot = SamplingParams(temperature=1.0, max_tokens=16)
+    drawn = [tuple(r.token_ids) for r in engine.generate([PROMPTS[0]] * 4, hot)]
+    drawn += [tuple(r.token_ids) for r in engine.generate([PROMPTS[0]] * 2, [replace(hot, seed=s) for s in (1, 2)])]
+    assert len(set(drawn)) == 6
+
+
+def test_auto_verifies_speculatively_where_the_law_is_known(pair: Pair) -> None:
+    seen: list[bool] = []
+    for steps in (1, 2):
+        engine = Engine(pair.target, pair.drafter, denoising_steps=steps)
+        engine.on_verified.append(
+            lambda request, proposal, verdict: (
+                seen.append(proposal.draft_probs is not None) if proposal.token_ids else None
+            )
+        )
+        list(engine.generate(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=4, seed=0)))
+        assert seen
+        assert all(known is (steps == 1) for known in seen)
+        seen.clear()
+
+
+# -- the law, end to end -----------------------------------------------------------------------------------------------
+
+V, TOKENS, SEEDS = 6, 3, 4000
+PROMPT = [1, 4, 2, 2]
+
+
+@functools.cache
+def tiny() -> Pair:
+    return make_pair(2, {"vocab_size": V, "block_size": 4, "mask_token_id": 5}, vocab_size=V, initializer_range=0.2)
+
+
+def exact_law(params: SamplingParams) -> Tensor:
+    """Probability of each of the V³ answers, from transformers' logits for every prefix."""
+    prefixes = torch.cartesian_prod(*[torch.arange(V)] * (TOKENS - 1))
+    ids = torch.cat([torch.tensor(PROMPT).expand(len(prefixes), -1), prefixes], dim=1)
+    with torch.inference_mode():
+        logits = tiny().hf(input_ids=ids, use_cache=False).logits[:, len(PROMPT) - 1 :]
+    laws = token_probs(logits.flatten(0, 1), params).double().view(len(prefixes), TOKENS, V)
+    laws = laws / laws.sum(dim=-1, keepdim=True)
+    first = laws[:, 0].gather(1, prefixes[:, :1])
+    second = laws[:, 1].gather(1, prefixes[:, 1:])
+    return (first * second * laws[:, 2]).flatten()
+
+
+def sampled(params: SamplingParams, **options: Any) -> tuple[Tensor, float]:
+    engine = Engine(tiny().target, tiny().drafter, max_running=256, num_pages=600, page_size=8, **options)
+    results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=seed) for seed in range(SEEDS)]))
+    accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
+    return torch.tensor([result.token_ids for result in results]), accepted / SEEDS
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        ({}, {"verification": "speculative"}),
+        ({"top_p": 0.9, "temperature": 1.3, "draft_temperature": 0.7}, {"verification": "speculative"}),
+        ({}, {"verification": "match"}),
+        ({"top_k": 4}, {"denoising_steps": 2}),
+    ],
+)
+def test_the_law_of_whole_answers_is_the_targets(params: dict[str, Any], options: dict[str, Any]) -> None:
+    own = SamplingParams(temperature=params.pop("temperature", 1.0), max_tokens=TOKENS, **params)
+    sequences, accepted = sampled(own, **options)
+    assert chi_square_p(joint_counts(sequences, V), exact_law(own)) > 1e-3
+    assert accepted > 0.2, "drafts must have been accepted for this to mean anything"
+
+
+def soft_scored(logits: Tensor, params: SamplingParams, *_: Any) -> Proposal:
+    return Proposal(logits.argmax(dim=-1).tolist(), token_probs(logits, params))
+
+
+def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy drafts scored softly."""
+    monkeypatch.setattr(runner, "propose_sampled", soft_scored)
+    params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
+    sequences, _ = sampled(params, verification="speculative")
+    assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6

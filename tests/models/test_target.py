@@ -1,0 +1,251 @@
+"""Targets on pages against transformers' own eager attention, and what is refused."""
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+from tests.conftest import TinyPair
+from tests.tiny import SHAPE, Pair, eager_model, target_config
+from volley import Engine
+from volley.errors import CheckpointError, InputError, UnsupportedModelError
+from volley.memory.attention import paged_attention, reference_attention
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_cache import BlockTable, KVStore
+from volley.models.target import Target
+
+LENGTH = 40
+PAGE = 4
+COMMON: dict[str, Any] = {
+    **SHAPE,
+    "vocab_size": 50,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tf.LlamaConfig(**COMMON),
+    "qwen2": lambda: tf.Qwen2Config(**COMMON),
+    "qwen3": lambda: tf.Qwen3Config(**COMMON, head_dim=8),
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(**COMMON, head_dim=8, num_experts=4, **EXPERTS),
+    "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=8),
+    "gemma2": lambda: tf.Gemma2Config(**COMMON, head_dim=8, sliding_window=8, attn_logit_softcapping=2.0),
+    "gemma3_text": lambda: tf.Gemma3TextConfig(
+        **COMMON, head_dim=8, sliding_window=8, query_pre_attn_scalar=8, sliding_window_pattern=2
+    ),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **COMMON, head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "phi3": lambda: tf.Phi3Config(**COMMON),
+}
+TABLES = {
+    "consecutive": ([*range(10)], [*range(10, 20)]),
+    "scattered": ([17, 3, 9, 0, 12, 5, 19, 1, 7, 15], [2, 4, 6, 8, 10, 11, 13, 14, 16, 18]),
+}
+
+
+@functools.cache
+def case(name: str) -> tuple[Target, Tensor, Tensor]:
+    """A target, two sequences ``[2, LENGTH]`` and transformers' logits for them ``[2, LENGTH, V]``."""
+    hf = eager_model(ARCHITECTURES[name]())
+    if name == "gpt_oss":  # sinks start empty; give them weight
+        for layer in hf.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks, 0.0, 1.0)
+    tokens = torch.randint(1, 50, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        expected = hf(input_ids=tokens, use_cache=False).logits
+    return Target(copy.deepcopy(hf)), tokens, expected
+
+
+# Each step: (sequence, start, known tokens, draft tokens that turn out wrong). Prefill in chunks, decoding, verification
+# and rollback of both sequences share passes in every mixture.
+STEPS = [
+    [(0, 0, 7, 0)],
+    [(0, 7, 13, 0), (1, 0, 5, 0)],
+    [(1, 5, 7, 0), (0, 20, 1, 0)],
+    [(0, 21, 1, 5), (1, 12, 1, 0)],
+    [(1, 13, 1, 5), (0, 22, 1, 5)],
+    [(0, 23, 9, 0), (1, 14, 9, 0)],
+    [(1, 23, 1, 0), (0, 32, 1, 0)],
+    [(1, 24, 16, 0), (0, 33, 7, 0)],
+]
+
+
+@torch.inference_mode()
+def run_steps(target: Target, tokens: Tensor, pages: tuple[list[int], list[int]]) -> Tensor:
+    store = KVStore(target.kv_shapes, 20 * PAGE, torch.float32, torch.device("cpu"))
+    tables = [BlockTable(PAGE, own) for own in pages]
+    logits = torch.full((2, LENGTH, target.vocab_size), torch.nan)
+    for step in STEPS:
+        segments = [Segment(tables[which], start, known + drafted) for which, start, known, drafted in step]
+        parts, rows = [], []
+        for which, start, known, drafted in step:
+            rows += range(sum(map(len, parts)), sum(map(len, parts)) + known)
+            wrong = (tokens[which, start + known : start + known + drafted] + 1) % 50
+            parts.append(torch.cat([tokens[which, start : start + known], wrong]))
+        output = target.forward(RaggedBatch(segments, torch.cat(parts)), store, torch.tensor(rows))
+        for which, start, known, _ in step:
+            logits[which, start : start + known] = output[:known]
+            output = output[known:]
+        assert not len(output)
+    return logits
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_are_those_of_eager_attention(name: str) -> None:
+    target, tokens, expected = case(name)
+    for attention in (paged_attention, reference_attention):
+        target.attention = attention
+        for layout, pages in TABLES.items():
+            found = run_steps(target, tokens, pages)
+            assert error(found, expected) < 1e-4, (attention.__name__, layout)
+    target.attention = paged_attention
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gemma2", "gpt_oss"])
+def test_what_is_special_about_an_architecture_shows_in_its_logits(name: str) -> None:
+    """Without its window, cap or sinks each would fail the test above, so that test can see them."""
+    target, tokens, expected = case(name)
+
+    def plain(batch, store, layer, q, k, v, options):  # type: ignore[no-untyped-def]
+        return paged_attention(batch, store, layer, q, k, v, type(options)(options.scale))
+
+    target.attention = plain
+    assert error(run_steps(target, tokens, TABLES["consecutive"]), expected) > 1e-2
+    target.attention = paged_attention
+
+
+def test_only_the_rows_asked_for_reach_the_head(pair: Pair) -> None:
+    target, tokens = pair.target, torch.arange(6)
+    store = KVStore(target.kv_shapes, 8, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        batch = RaggedBatch([Segment(BlockTable(8, [0]), 0, 6)], tokens)
+        found = target.forward(batch, store, torch.tensor([5, 1]))
+        expected = pair.hf(input_ids=tokens[None], use_cache=False).logits[0, [5, 1]]
+    assert error(found, expected) < 1e-4
+
+
+def test_embedding_and_head_are_the_models_own(pair: Pair) -> None:
+    target = pair.target
+    with torch.inference_mode():
+        states = pair.hf(input_ids=torch.arange(9)[None], output_hidden_states=True, use_cache=False)
+        torch.testing.assert_close(target.embed(torch.arange(9)), states.hidden_states[0][0])
+        torch.testing.assert_close(target.head(states.hidden_states[-1][0]), states.logits[0])
+    assert (target.num_layers, target.hidden_size, target.vocab_size, target.context_length) == (4, 32, 50, 512)
+    assert target.kv_shapes == [(2, 8)] * 4
+
+
+def test_stop_tokens_come_from_model_and_generation_config() -> None:
+    model = eager_model(target_config(eos_token_id=7))
+    model.generation_config.eos_token_id = [7, 9]
+    assert Target(model).stop_token_ids == {7, 9}
+
+
+def test_a_longrope_target_keeps_to_its_original_context() -> None:
+    """Beyond it, all frequencies change with the longest sequence of a batch."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 8.0}
+    config = tf.Phi3Config(**{**COMMON, "max_position_embeddings": 128}, original_max_position_embeddings=16)
+    config.rope_parameters = {**rope, **factors}
+    engine = Engine(Target(eager_model(config)))
+    assert engine.target.context_length == 16
+    with pytest.raises(InputError, match="the target's context is 16"):
+        engine.add_request([1] * 16)
+    # ... and what stays inside is right.
+    tokens = torch.arange(1, 17)
+    with torch.inference_mode():
+        expected = eager_model(config)(input_ids=tokens[None], use_cache=False).logits[0]
+        table, store = BlockTable(16, [0]), KVStore(engine.target.kv_shapes, 16, torch.float32, torch.device("cpu"))
+        chunks = [(0, 5), (5, 16)]
+        found = [
+            engine.target.forward(RaggedBatch([Segment(table, a, b - a)], tokens[a:b]), store, torch.arange(b - a))
+            for a, b in chunks
+        ]
+    assert error(torch.cat(found), expected) < 1e-4
+
+
+def build(config: Any) -> Target:
+    return Target(tf.AutoModelForCausalLM.from_config(config))
+
+
+def test_recurrent_layers_are_refused_by_name() -> None:
+    config = tf.Qwen3NextConfig(**COMMON, head_dim=8, num_experts=4, shared_expert_intermediate_size=16, **EXPERTS)
+    with pytest.raises(UnsupportedModelError, match=r"qwen3_next has layers of type linear_attention"):
+        build(config)
+
+
+def test_chunked_attention_is_refused_by_name() -> None:
+    """Its mask is not in the attention hook, so it would be silently ignored."""
+    config = tf.Llama4TextConfig(**SHAPE, head_dim=8, vocab_size=50, num_hidden_layers=4, moe_layers=[])
+    with pytest.raises(UnsupportedModelError, match="llama4_text has layers of type chunked_attention"):
+        build(config)
+
+
+def test_mamba_is_refused() -> None:
+    config = tf.MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(UnsupportedModelError, match="mamba has layers of type linear_attention"):
+        build(config)
+
+
+def test_a_model_without_the_attention_interface_is_refused() -> None:
+    config = tf.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)
+    with pytest.raises(UnsupportedModelError, match="Bloom"):
+        build(config)
+
+
+def test_unequal_key_and_value_sizes_are_refused() -> None:
+    shape = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    config = tf.DeepseekV3Config(
+        **{**COMMON, "num_key_value_heads": 4}, **shape, n_routed_experts=4, n_group=1, topk_group=1, **EXPERTS
+    )
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 has keys of shape \[4, 16\] and values of \[4, 8\]"):
+        build(config)
+
+
+def test_a_layer_that_bypasses_the_interface_is_found_by_the_probe() -> None:
+    model = eager_model(target_config())
+    attention = model.model.layers[2].self_attn
+    attention.forward = lambda hidden_states, **_: (attention.o_proj(attention.q_proj(hidden_states)), None)
+    with pytest.raises(UnsupportedModelError, match=r"layers \[2\] of Qwen3ForCausalLM do not call the attention"):
+        Target(model)
+
+
+def test_from_pretrained_loads_model_and_tokenizer(tiny_pair: TinyPair) -> None:
+    target = Target.from_pretrained(tiny_pair.target, dtype=torch.float32)
+    assert target.dtype == torch.float32
+    assert target.tokenizer is not None
+    assert target.stop_token_ids == {2}
+
+
+def test_a_truncated_target_is_a_clear_error(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    for file in tiny_pair.target.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="the target cannot be read"):
+        Target.from_pretrained(tmp_path)
+
+
+def test_a_missing_folder_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere: the target cannot be read .* give a hub name or a folder"):
+        Target.from_pretrained(tmp_path / "nowhere")
+
+
+def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
+    tf.T5Config(d_model=32, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError):
+        Target.from_pretrained(tmp_path)
