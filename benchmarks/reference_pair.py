@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--block-sizes", default="4,8,12,16")
+    parser.add_argument("--block-sizes", help="by default 4, 8, 12 and 16 as far as the drafter goes")
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--threads", type=int, default=None)
     return parser.parse_args()
@@ -69,11 +69,13 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     engine = Engine.from_pretrained(arguments.target, arguments.drafter)
+    largest = engine.block_size
+    sizes = [int(size) for size in (arguments.block_sizes or "4,8,12,16").split(",")]
     models = {"target": "reference pair", "drafter": "reference pair", "path": arguments.target}
     config = BenchConfig(
         data_dir=arguments.data_dir,
         num_prompts=arguments.num_prompts,
-        block_sizes=tuple(int(size) for size in arguments.block_sizes.split(",")),
+        block_sizes=tuple(size for size in sizes if arguments.block_sizes or size <= largest),
         temperatures=(0.0, 1.0),
         max_tokens=arguments.max_tokens,
         repeats=arguments.repeats,

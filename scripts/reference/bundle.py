@@ -110,5 +110,7 @@ if __name__ == "__main__":
         write_drafter(options.drafter, options.out / "drafter")
     total = sum(file.stat().st_size for file in options.out.rglob("*.safetensors"))
     if total > LIMIT_BYTES:
-        raise SystemExit(f"the pair has {total / 1e6:.1f} MB of weights, more than the {LIMIT_BYTES / 1e6:.0f} MB to ship")
+        raise SystemExit(
+            f"the pair has {total / 1e6:.1f} MB of weights, more than the {LIMIT_BYTES / 1e6:.0f} MB to ship"
+        )
     print(f"{total / 1e6:.1f} MB of weights in {options.out}")

@@ -66,7 +66,7 @@ ACTIONS = st.lists(
     window=st.sampled_from([None, None, 5]),
     steps=st.sampled_from([1, 1, 2]),
 )
-@settings(max_examples=40)
+@settings(max_examples=120)
 def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[no-untyped-def]
     actions, num_pages, chunk, prefix_caching, window, steps
 ) -> None:
@@ -190,6 +190,18 @@ def test_an_error_in_a_step_frees_everything(pair: Pair) -> None:
     engine.on_verified.clear()
     (result,) = engine.generate(PROMPTS[0], PARAMS[0])
     assert result.token_ids == alone(0, 0)[0]
+
+
+def test_a_listener_may_end_a_request(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
+    engine.on_verified.append(
+        lambda request, proposal, verdict: engine.abort(request) if request.num_output > 3 else None
+    )
+    results = list(engine.generate(PROMPTS, PARAMS[0]))
+    assert [result.finish_reason for result in results] == ["abort"] * len(PROMPTS)
+    assert [result.token_ids[:4] for result in results] == [alone(i, 0)[0][:4] for i in range(len(PROMPTS))]
+    assert engine.pool.num_used == 0
+    engine.check_integrity()
 
 
 def test_a_bad_prompt_among_many_queues_none(pair: Pair) -> None:

@@ -322,4 +322,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40)
+TestPool.settings = settings(max_examples=150, stateful_step_count=40)

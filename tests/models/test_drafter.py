@@ -171,6 +171,16 @@ def test_a_drafter_of_another_target_is_refused(pair: Pair, changes: dict[str, i
         Engine(pair.target, drafter)
 
 
+def test_a_target_may_reach_further_than_its_drafter(pair: Pair) -> None:
+    drafter = random_drafter(2, max_position_embeddings=16)
+    drafter.rotary(torch.arange(8), torch.float32)  # tables of the shorter length may exist already
+    engine = Engine(pair.target, drafter, num_pages=10)
+    drafts = record(engine)
+    (result,) = engine.generate([1, 2, 3], SamplingParams(max_tokens=60))
+    assert result.token_ids == greedy(pair.hf, [1, 2, 3], 60)
+    check(pair, drafter, drafts[-3:])
+
+
 def test_bf16_pairs_draft_too() -> None:
     target, drafter, _ = make_pair(9)
     target.model.bfloat16()

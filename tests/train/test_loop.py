@@ -198,7 +198,7 @@ def test_a_block_depends_on_its_own_tokens_and_on_features_before_its_anchor_onl
 
 
 def test_two_processes_train_what_one_does(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    options = tiny_run(tiny_pair.target, tmp_path, max_steps=5)
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=5, tokens_per_batch=150)  # some steps have one document
     single = run({**options, "out": str(tmp_path / "single")})
     for flavour in ({}, {"fsdp": True}):
         out = tmp_path / f"two{len(flavour)}"

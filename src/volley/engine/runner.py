@@ -78,6 +78,7 @@ class Runner:
         if drafter is not None:
             check_pair(drafter, target)
             config = drafter.config
+            drafter.rotary.cover(min(target.context_length, num_slots) + config.block_size)
             shape = (config.num_key_value_heads, config.head_dim)
             slots = num_ring_slots or num_slots
             self.draft_store = KVStore([shape] * config.num_hidden_layers, slots, target.dtype, target.device)

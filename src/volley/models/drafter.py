@@ -46,8 +46,13 @@ class Rotary:
 
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
+    def cover(self, length: int) -> None:
+        """Serve positions below ``length`` too: a target may reach further than its drafter was trained for."""
+        if length > self.length:
+            self.length, self._tables = length, {}
+
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``positions [T]`` → cos and sin ``[T, 1, head_dim]`` in ``dtype``; positions must lie in the context."""
+        """``positions [T]`` → cos and sin ``[T, 1, head_dim]`` in ``dtype``; see :meth:`cover` for positions past the context."""
         key = (dtype, positions.device)
         if key not in self._tables:
             with torch.inference_mode(False), torch.no_grad():

@@ -253,7 +253,8 @@ class Trainer:
         documents = self.data.documents
         anchors = {index: self._anchors(documents[index], index, self.position.epoch) for index in indices}
         weight = self.step_function.total_weight([documents[index] for index in indices], list(anchors.values()))
-        loss, rights, valids = 0.0, [], []
+        loss = 0.0
+        rights, valids = ([torch.empty(0, self.config.block_size - 1, dtype=torch.bool)] for _ in range(2))
         for part, counts in self._passes(indices, anchors):
             chosen = [documents[index] for index in part]
             features = self.source(chosen, part)
@@ -261,8 +262,8 @@ class Trainer:
             torch.autograd.backward(result.loss / weight)
             if counts:
                 loss += result.loss.item() / weight
-                rights.append(result.correct)
-                valids.append(result.valid)
+                rights.append(result.correct.cpu())
+                valids.append(result.valid.cpu())
         self._update(progress)
         self.losses.append(self.ranks.sum(loss) if measure else loss)
         self.position.tokens += sum(self.data.lengths[index] for index in indices)
@@ -393,7 +394,7 @@ class Trainer:
                 result = self.step_function(chosen, rows, self.online(chosen, part))
                 loss += result.loss.item()
                 weight += self.step_function.total_weight(chosen, rows)
-                rights.append(result.correct)
-                valids.append(result.valid)
+                rights.append(result.correct.cpu())
+                valids.append(result.valid.cpu())
         tau, accuracy = accepted_prefix(torch.cat(rights), torch.cat(valids))
         return {"loss": loss / weight, "tau": float(tau), "accuracy": [round(x, 4) for x in accuracy.tolist()]}
