@@ -94,7 +94,7 @@ def write_drafter(source: Path, out: Path) -> None:
         rows=report["data"]["rows"],
         tokens=report["data"]["response_tokens"] / 1e6,
         steps=report["position"]["step"],
-        tau=report["held_out"]["real"]["tau"],
+        tau=report["held_out"]["decoded"]["tau"],
     )
     (out / "README.md").write_text(card, encoding="utf-8")
 
