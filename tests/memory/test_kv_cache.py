@@ -323,3 +323,18 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def test_growth_spares_cached_pages_while_others_are_free() -> None:
+    pool = PagePool(8, 4)
+    growing, finished = BlockTable(4), BlockTable(4)
+    assert pool.grow(growing, 4)
+    assert pool.grow(finished, 4)
+    assert finished.pages == [growing.pages[0] + 1]
+    tokens = [1, 2, 3, 4]
+    pool.publish(finished.pages[0], pool.page_hash(b"", tokens))
+    pool.release(finished)
+    assert pool.grow(growing, 8)
+    again = BlockTable(4)
+    assert len(pool.match_prefix(again, [*tokens, 5])) == 1
+    pool.check_integrity([growing, again])

@@ -160,13 +160,15 @@ class PagePool:
         return pages
 
     def _following(self, table: BlockTable, need: int) -> list[int]:
-        """Available pages that continue the table's last run, unless they are another table's hope."""
+        """Available pages that continue the table's last run, unless they are another table's hope or worth keeping."""
         if not table.pages:
             return []
+        spare = self.num_available - len(self._cached)
         pages: list[int] = []
         page = table.pages[-1] + 1
         while len(pages) < need and page < self.num_pages and self._refs[page] == 0:
-            if self._reserved[page] > (page in table.reserved):
+            hoped_for = self._reserved[page] > (page in table.reserved)
+            if hoped_for or (page in self._cached and spare >= need):
                 break
             pages.append(page)
             page += 1

@@ -1,0 +1,50 @@
+"""The bundled pair does what it is bundled for: real text, several tokens a pass, the target's own tokens."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from volley import Engine, SamplingParams
+from volley.engine.engine import REFERENCE
+
+QUESTIONS = [
+    "Tom has 5 boxes with 8 pencils each. He gives away 12 pencils. How many pencils are left?",
+    "Write a function to check whether a number is even.",
+    "How do I use `grep`?",
+    "Explain “Ownership” in Rust.",
+]
+CHATS = [[{"role": "user", "content": text}] for text in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.from_pretrained(dtype=torch.float32)
+
+
+def test_tokens_are_those_of_transformers(engine: Engine) -> None:
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE / "target", dtype=torch.float32).eval()
+    results = list(engine.generate(CHATS, SamplingParams(max_tokens=40)))
+    for chat, result in zip(CHATS, results, strict=True):
+        prompt = torch.tensor([engine.encode(chat)])
+        output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False)
+        assert result.token_ids == output[0, prompt.shape[1] :].tolist()
+
+
+def test_drafts_are_accepted(engine: Engine) -> None:
+    results = list(engine.generate(CHATS, SamplingParams(max_tokens=64)))
+    lengths = [length for result in results for length in result.stats.accepted_lengths]
+    assert sum(lengths) / len(lengths) > 2.0
+
+
+def test_a_seed_gives_the_tokens_of_plain_decoding(engine: Engine) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
+    matching = Engine(engine.target, engine.drafter, verification="match")
+    plain = Engine(engine.target)
+    for chat in CHATS[:2]:
+        (mine,), (theirs,) = matching.generate(chat, params), plain.generate(chat, params)
+        assert mine.token_ids == theirs.token_ids
+
+
+def test_the_pair_is_small_enough_to_ship() -> None:
+    assert sum(file.stat().st_size for file in REFERENCE.rglob("*.safetensors")) < 40_000_000
+    assert all((REFERENCE / name / "README.md").exists() for name in ("target", "drafter"))
