@@ -73,6 +73,8 @@ def main() -> None:
     print("| configuration | identical answers | preemptions | τ |\n|---|---|---|---|", flush=True)
     differences = []
     for name, configuration in CONFIGURATIONS.items():
+        if configuration.get("block_size", 1) > drafter.config.block_size:
+            continue
         engine = Engine(target, drafter, **configuration)
         results = list(engine.generate(prompts, SamplingParams(max_tokens=options.max_tokens)))
         engine.check_integrity()

@@ -11,7 +11,7 @@ import typer
 from volley.bench.tasks import BenchConfig
 from volley.errors import ConfigError, VolleyError
 from volley.options import expand
-from volley.prompts import load_prompts
+from volley.prompts import Conversation, load_prompts
 from volley.train.collect import CollectConfig, Progress
 from volley.train.options import TrainConfig
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from volley.console import Comparison
     from volley.engine.engine import Engine
     from volley.train.collect import Source
+    from volley.types import SamplingParams
 
 app = typer.Typer(
     name="volley",
@@ -114,30 +115,36 @@ def generate(
     engine = load_engine(
         target, drafter, dtype, device, threads, block_size=block_size, denoising_steps=denoising_steps
     )
-    out, errors = console.stdout(), console.stderr()
     if prompts is not None:
-        for conversation, messages, results in console.answer_all(engine, conversations, params, raw=raw):
-            row = {
-                "id": conversation.id,
-                "messages": messages,
-                "finish_reason": results[-1].finish_reason,
-                "acceptance_length": [result.stats.acceptance_length for result in results],
-            }
-            print(json.dumps(row, ensure_ascii=False))
-            errors.print(f"{conversation.id}: {console.describe(results[-1])}")
+        _answer_file(engine, conversations, params, raw)
         return
     asked: Any = prompt if raw else [{"role": "user", "content": prompt}]
-    result = console.stream(engine, asked, params, out)
-    errors.print(console.describe(result))
+    result = console.stream(engine, asked, params, console.stdout())
+    console.stderr().print(console.describe(result))
     if compare:
         from volley.bench.run import without_drafter
 
         plain = without_drafter(engine)
         console.compare(engine, plain, asked, console.WARM_UP)
-        _print_comparison(console.compare(engine, plain, asked, params), greedy=temperature == 0)
+        _print_comparison(engine, console.compare(engine, plain, asked, params), asked, greedy=temperature == 0)
 
 
-def _print_comparison(compared: "Comparison", *, greedy: bool) -> None:
+def _answer_file(engine: "Engine", conversations: list[Conversation], params: "SamplingParams", raw: bool) -> None:
+    """Answers as JSONL on standard output, a line about each on standard error."""
+    from volley import console
+
+    for conversation, messages, results in console.answer_all(engine, conversations, params, raw=raw):
+        row = {
+            "id": conversation.id,
+            "messages": messages,
+            "finish_reason": results[-1].finish_reason,
+            "acceptance_length": [result.stats.acceptance_length for result in results],
+        }
+        print(json.dumps(row, ensure_ascii=False))
+        console.stderr().print(f"{conversation.id}: {console.describe(results[-1])}")
+
+
+def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, greedy: bool) -> None:
     from volley import console
 
     errors = console.stderr()
@@ -145,8 +152,9 @@ def _print_comparison(compared: "Comparison", *, greedy: bool) -> None:
     if compared.identical:
         errors.print("The tokens were identical to plain decoding's.")
     elif greedy:
-        errors.print("The tokens were NOT identical to plain decoding's: this is a bug, please report it.")
-        raise typer.Exit(1)
+        explanation = console.explain_difference(engine, compared, prompt)
+        errors.print(explanation or console.BUG)
+        raise typer.Exit(explanation is None)
     else:
         errors.print("Sampled answers differ from plain decoding's; their law is the same.")
 

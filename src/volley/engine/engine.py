@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from volley.decode.sampling import PositionNoise
 from volley.engine.request import Detokenizer, Request
 from volley.engine.runner import DraftingOptions, Runner
 from volley.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
-from volley.errors import ConfigError, InputError, unknown_key
+from volley.errors import CapacityError, ConfigError, InputError, unknown_key
+from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, KVStore, PagePool
 from volley.models.accelerate import accelerate
 from volley.models.drafter import Drafter
@@ -253,6 +255,19 @@ class Engine:
             return request.result()
         finally:
             self.abort(request)
+
+    @torch.inference_mode()
+    def next_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in one pass beside what is running."""
+        table = BlockTable(self.pool.page_size)
+        self.pool.check_fits(len(token_ids))
+        if not self.pool.grow(table, len(token_ids)):
+            raise CapacityError(f"no {len(token_ids)} tokens of K/V are free now; finish or abort requests first")
+        batch = RaggedBatch([Segment(table, 0, len(token_ids))], torch.tensor(token_ids, device=self.target.device))
+        last = torch.tensor([len(token_ids) - 1], device=self.target.device)
+        logits = self.target.forward(batch, self.runner.store, last)[0].float()
+        self.pool.release(table)
+        return logits
 
     # -- settings ------------------------------------------------------------------------------------------------------
     @property

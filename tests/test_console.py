@@ -1,0 +1,48 @@
+"""A difference from plain decoding is a bug unless the target's own logits tie at the very place."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import TinyPair
+from volley import Engine
+from volley.console import Comparison, explain_difference
+from volley.types import GenerationResult, GenerationStats
+
+
+def answer(token_ids: list[int]) -> GenerationResult:
+    return GenerationResult("", token_ids, "length", GenerationStats())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "tied"),
+    [(torch.bfloat16, 0.0, True), (torch.bfloat16, 0.125, True), (torch.bfloat16, 1.0, False)]
+    + [(torch.float32, 0.125, False), (torch.float32, 1e-6, True)],
+)
+def test_only_a_tie_explains_a_difference(dtype: torch.dtype, gap: float, tied: bool) -> None:
+    asked: list[list[int]] = []
+
+    def next_logits(token_ids: list[int]) -> torch.Tensor:
+        asked.append(token_ids)
+        return torch.tensor([3.0, 16.0, 16.0 - gap, -2.0])
+
+    engine: Any = SimpleNamespace(
+        encode=lambda prompt: prompt, next_logits=next_logits, target=SimpleNamespace(dtype=dtype)
+    )
+    explanation = explain_difference(engine, Comparison(answer([5, 6, 9, 9]), answer([5, 6, 7, 8])), [1, 2])
+    assert asked == [[1, 2, 5, 6]]
+    assert (explanation is not None) == tied
+    assert explanation is None or "token 2" in explanation
+
+
+def test_next_logits_are_the_targets_and_leave_no_page_behind(tiny_pair: TinyPair) -> None:
+    engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.float32)
+    prompt = [10, 20, 30, 40, 50]
+    (result,) = engine.generate(prompt)
+    for size in (1, 7):
+        expected = result.token_ids[size]
+        assert int(engine.next_logits([*prompt, *result.token_ids[:size]]).argmax()) == expected
+    assert engine.pool.num_used == 0
+    engine.check_integrity()
