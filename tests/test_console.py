@@ -16,10 +16,16 @@ def answer(token_ids: list[int]) -> GenerationResult:
     return GenerationResult("", token_ids, "length", GenerationStats())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "gap", "tied"),
-    [(torch.bfloat16, 0.0, True), (torch.bfloat16, 0.125, True), (torch.bfloat16, 1.0, False), (torch.float32, 0.125, False), (torch.float32, 1e-06, True)],
-)
+CASES = [
+    (torch.bfloat16, 0.0, True),
+    (torch.bfloat16, 0.125, True),
+    (torch.bfloat16, 1.0, False),
+    (torch.float32, 0.125, False),
+    (torch.float32, 1e-6, True),
+]
+
+
+@pytest.mark.parametrize(("dtype", "gap", "tied"), CASES)
 def test_only_a_tie_explains_a_difference(dtype: torch.dtype, gap: float, tied: bool) -> None:
     asked: list[list[int]] = []
 
