@@ -48,7 +48,8 @@ DRAFTER_CARD = """\
 
 A DFlash drafter for the reference target beside it: {layers} layers, block size {block}, target layers {taps}, z-lab's format, bf16,
 {megabytes:.1f} MB. Trained by `volley train` on {rows} responses ({tokens:.1f} M tokens) that `volley collect` took from the target, for
-{steps} steps. τ on held-out prompts of the training domains, greedy, at the end of training: {tau:.2f}. It serves only this target.
+{steps} steps. τ, greedy, at the end of training, on prompts held out from the drafter (the target was trained on them): {tau:.2f}.
+It serves only this target.
 
 The prompts come from the text named in the target's model card, under the licences named there. Weights: Apache-2.0.
 """
