@@ -114,7 +114,9 @@ def _attend_group(group: _Group, store: KVStore, layer: int, queries: Tensor, op
     q = queries.view(group.count, -1, heads, dim).transpose(1, 2)
     k, v = (_read(cache, group) for cache in (store.keys[layer], store.values[layer]))
     if options.sinks is None and options.softcap is None:
-        if q.shape[2] == 1:  # heads that share keys become rows: the CPU's kernel is up to seven times slower for one row
+        if (
+            q.shape[2] == 1
+        ):  # heads that share keys become rows: the CPU's kernel is up to seven times slower for one row
             q = q.view(group.count, k.shape[1], -1, dim)
         mixed = scaled_dot_product_attention(
             q, k, v, attn_mask=group.mask, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
