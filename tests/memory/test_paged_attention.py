@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from volley.memory import attention
 from volley.memory.attention import AttentionOptions, paged_attention, reference_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, KVStore
@@ -110,20 +111,23 @@ SEGMENTS = st.lists(
     heads=st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]),
     softcap=st.none() | st.just(2.0),
     sinks=st.booleans(),
+    copy_limit=st.sampled_from([0, 200, attention._COPY_LIMIT]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=120)
-def test_random_ragged_batches(shapes, page_size, layout, window, heads, softcap, sinks, seed) -> None:  # type: ignore[no-untyped-def]
-    check(
-        shapes,
-        page_size=page_size,
-        layout=layout,
-        window=window,
-        heads=heads,
-        softcap=softcap,
-        sinks=sinks,
-        seed=seed,
-    )
+@settings(max_examples=150)
+def test_random_ragged_batches(shapes, page_size, layout, window, heads, softcap, sinks, copy_limit, seed) -> None:  # type: ignore[no-untyped-def]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_COPY_LIMIT", copy_limit)
+        check(
+            shapes,
+            page_size=page_size,
+            layout=layout,
+            window=window,
+            heads=heads,
+            softcap=softcap,
+            sinks=sinks,
+            seed=seed,
+        )
 
 
 @given(

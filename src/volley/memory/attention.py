@@ -79,6 +79,9 @@ def reference_attention(
     return output
 
 
+_COPY_LIMIT = 2**17  # bytes of one layer's K/V of one request that a copy may take before a call of its own is cheaper
+
+
 @dataclass(slots=True)
 class _Group:
     """Segments of one length and causality, attended in one call."""
@@ -100,7 +103,7 @@ def paged_attention(
 ) -> Tensor:
     """The fast path; same contract as :func:`reference_attention`."""
     store.write(layer, _write_slots(batch), keys, values)
-    groups = _plan(batch, options.window, queries.dtype)
+    groups = _plan(batch, options.window, queries.dtype, keys[0].nbytes + values[0].nbytes)
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return _attend_group(groups[0], store, layer, queries, options)
     output = torch.empty_like(queries)
@@ -162,15 +165,25 @@ def _write_slots(batch: RaggedBatch) -> slice | Tensor:
     return slots  # type: ignore[return-value]
 
 
-def _plan(batch: RaggedBatch, window: int | None, dtype: torch.dtype) -> list[_Group]:
-    key = (window, dtype)
+def _plan(batch: RaggedBatch, window: int | None, dtype: torch.dtype, token_bytes: int) -> list[_Group]:
+    key = (window, dtype, token_bytes)
     plan = batch.plans.get(key)
     if plan is None:
+        alone: list[list[int]] = []
         shapes: dict[tuple[int, bool], list[int]] = {}
         for index, segment in enumerate(batch.segments):
-            shapes.setdefault((segment.length, segment.causal), []).append(index)
-        plan = batch.plans[key] = [_build_group(batch, members, window, dtype) for members in shapes.values()]
+            if _worth_a_call(segment, window, token_bytes, batch.token_ids.device):
+                alone.append([index])
+            else:
+                shapes.setdefault((segment.length, segment.causal), []).append(index)
+        plan = batch.plans[key] = [_build_group(batch, each, window, dtype) for each in (*alone, *shapes.values())]
     return plan  # type: ignore[return-value]
+
+
+def _worth_a_call(segment: Segment, window: int | None, token_bytes: int, device: torch.device) -> bool:
+    """Whether reading the segment's K/V in place, in a call of its own, is cheaper than copying them into a group."""
+    size = (segment.end - first_visible(segment, window)) * token_bytes
+    return device.type == "cpu" and size >= _COPY_LIMIT and segment.table.is_consecutive
 
 
 def _build_group(batch: RaggedBatch, members: list[int], window: int | None, dtype: torch.dtype) -> _Group:

@@ -56,10 +56,15 @@ class BlockTable:
                 self._runs -= 1
         return dropped
 
+    @property
+    def is_consecutive(self) -> bool:
+        """Whether the positions lie one after another in memory."""
+        return self._runs == 1 and not self.is_ring
+
     def slots(self, start: int, end: int) -> slice | Tensor:
         """Where positions ``[start, end)`` live: a slice when they are physically consecutive, else indices ``[n]``."""
         size = self.page_size
-        if self._runs == 1 and not self.is_ring:
+        if self.is_consecutive:
             offset = self.pages[0] * size
             assert end <= self.capacity, "positions must lie in allocated pages"
             return slice(offset + start, offset + end)
