@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from volley.bench.run import without_drafter
+from volley.bench.ties import first_difference, tied_logits
 from volley.prompts import Conversation, Message
 from volley.types import GenerationResult, SamplingParams
 
@@ -74,18 +74,14 @@ BUG = "The tokens were NOT identical to plain decoding's: this is a bug, please 
 
 
 def explain_difference(engine: "Engine", compared: Comparison, prompt: Any) -> str | None:
-    """Why greedy tokens differ, if the target itself cannot tell: its two largest logits tie to within rounding there.
-
-    A tie is a distance of at most two units in the last place of the dtype; ``None`` where there is none.
-    """
-    mine, theirs = compared.speculative.token_ids, compared.plain.token_ids
-    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    logits = engine.next_logits([*engine.encode(prompt), *theirs[:at]])
-    first, second = logits.topk(2).values.tolist()
-    if first - second > 2 * torch.finfo(engine.target.dtype).eps * max(abs(first), abs(second)):
+    """Why greedy tokens differ, if the target itself cannot tell; ``None`` where there is no tie."""
+    answer = compared.plain.token_ids
+    at = first_difference(compared.speculative.token_ids, answer)
+    tie = tied_logits(engine, [*engine.encode(prompt), *answer[:at]], engine.target.dtype)
+    if tie is None:
         return None
     return (
-        f"The tokens were identical up to token {at}, where the target's two largest logits ({first:.4g} and {second:.4g}) "
+        f"The tokens were identical up to token {at}, where the target's two largest logits ({tie[0]:.4g} and {tie[1]:.4g}) "
         "tie to within rounding; float32 tells them apart."
     )
 

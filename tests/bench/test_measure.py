@@ -41,6 +41,10 @@ def encode(messages: list[dict[str, str]]) -> list[int]:
     return [0] * sum(len(message["content"]) for message in messages)
 
 
+def never(token_ids: list[int]) -> bool:
+    return False
+
+
 DRAFTED = Case("volley", 4)
 
 
@@ -54,6 +58,7 @@ def test_cases_take_turns_on_every_prompt_and_the_first_rotates() -> None:
         {"d": [conversation("a", "x"), conversation("b", "yy")]},
         encode,
         runners,
+        lambda token_ids: token_ids == [0, 1, 2],
         lambda record, done, total: seen.append((done, total)),
     )
     assert runs.log[:2] == [("plain", (1,), 9), ("B=4", (1,), 9)]  # warm-up
@@ -63,6 +68,8 @@ def test_cases_take_turns_on_every_prompt_and_the_first_rotates() -> None:
     assert len(measured.records) == 2 * 2 * 2 * 2
     assert seen[-1] == (16, 16)
     assert Counter(record.identical for record in measured.records) == {None: 8, 1.0: 4, 0.5: 4}
+    parted = [(record.prompt, record.differing, record.ties) for record in measured.records if record.differing]
+    assert parted == [("a", 1, 1), ("b", 1, 0)] * 2, "only the first prompt's answers part at a tie"
     assert not measured.partial
     assert measured.peak_memory_bytes > 2**20
 
@@ -72,7 +79,7 @@ def test_further_turns_follow_plain_answers() -> None:
     runners = {PLAIN: runs.of(PLAIN, [1, 2, 3]), DRAFTED: runs.of(DRAFTED, [1] * 50)}
     config = BenchConfig(datasets=("d",), repeats=1, concurrency=2)
     chats = {"d": [conversation("a", "x", "four"), conversation("b", "yy"), conversation("c", "z")]}
-    measured = measure(config, chats, encode, runners)
+    measured = measure(config, chats, encode, runners, never)
     assert [record.prompt for record in measured.records if record.case == PLAIN] == ["a", "a+1", "c"]
     assert {sizes for _, sizes, _ in runs.log} == {(1, 2), (1 + 3 + 4,), (1,)}
     assert [record.prompts for record in measured.records if record.case == PLAIN] == [2, 1, 1]
@@ -82,7 +89,7 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
     runs = Runs(stop_at=5)
     runners = {PLAIN: runs.of(PLAIN, [1]), DRAFTED: runs.of(DRAFTED, [1])}
     config = BenchConfig(datasets=("d",), repeats=1)
-    measured = measure(config, {"d": [conversation(n, "x") for n in "abc"]}, encode, runners)
+    measured = measure(config, {"d": [conversation(n, "x") for n in "abc"]}, encode, runners, never)
     assert measured.partial
     assert [record.prompt for record in measured.records] == ["a", "a"]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from volley.bench.tasks import PLAIN, BenchConfig, Case
+from volley.bench.ties import first_difference
 from volley.prompts import Conversation, Message
 from volley.types import GenerationResult, SamplingParams
 
@@ -42,6 +43,10 @@ class Record:
     """Decoding cycles of the group: of its longest request."""
     identical: float | None = None
     """Share of tokens equal to plain decoding's of the same prompt, at temperature 0."""
+    differing: int = 0
+    """Answers of volley's own that differ from plain decoding's at temperature 0."""
+    ties: int = 0
+    """How many of them part where the target's two largest logits tie to within rounding."""
 
     @property
     def decode_tokens(self) -> int:
@@ -106,11 +111,13 @@ def measure(
     workload: dict[str, list[Conversation]],
     encode: Callable[[list[Message]], list[int]],
     runners: dict[Case, Runner],
+    is_tie: Callable[[list[int]], bool],
     progress: Callable[[Record, int, int], None] | None = None,
 ) -> Measurements:
     """Run everything; Ctrl-C ends it early and keeps what was measured.
 
-    ``runners`` must hold ``PLAIN``: its answers are what a conversation's further turns follow, for all cases.
+    ``runners`` must hold ``PLAIN``: its answers are what a conversation's further turns follow, for all cases. ``is_tie``
+    says whether the target cannot tell its two best tokens apart after the given ones.
     """
     assert PLAIN in runners, "plain decoding is what every case is compared with"
     measured = Measurements()
@@ -121,7 +128,9 @@ def measure(
         for repeat in range(config.repeats):
             for dataset, conversations in workload.items():
                 for temperature in config.temperatures:
-                    for records in _dataset_runs(config, dataset, conversations, temperature, repeat, encode, runners):
+                    for records in _dataset_runs(
+                        config, dataset, conversations, temperature, repeat, encode, runners, is_tie
+                    ):
                         measured.records += records
                         if progress is not None:
                             progress(records[-1], len(measured.records), total)
@@ -156,6 +165,7 @@ def _dataset_runs(
     repeat: int,
     encode: Callable[[list[Message]], list[int]],
     runners: dict[Case, Runner],
+    is_tie: Callable[[list[int]], bool],
 ) -> Iterator[list[Record]]:
     """Records of one group of prompts at a time, all cases of it."""
     cases = list(runners)
@@ -169,7 +179,14 @@ def _dataset_runs(
             outcomes = {case: runners[case](prompts, params) for case in cases[shift:] + cases[:shift]}
             plain = outcomes[PLAIN].results
             name = group[0].id + (f"+{turn}" if turn else "")
-            yield [_record(dataset, name, repeat, temperature, case, prompts, outcomes[case], plain) for case in cases]
+            records = [
+                _record(dataset, name, repeat, temperature, case, prompts, outcomes[case], plain) for case in cases
+            ]
+            if temperature == 0:
+                for record in records:
+                    if record.case.name == "volley" and record.identical != 1:
+                        _count_differences(record, prompts, outcomes[record.case].results, plain, is_tie)
+            yield records
             open_chats = [i for i, c in enumerate(group) if turn < len(c.turns)]
             for i in open_chats:
                 chats[i].append({"role": "assistant", "content": plain[i].text})
@@ -206,6 +223,20 @@ def _record(
         cycles=max(len(s.accepted_lengths) for s in stats),
         identical=identical_share(outcome.results, plain) if temperature == 0 else None,
     )
+
+
+def _count_differences(
+    record: Record,
+    prompts: Sequence[list[int]],
+    results: Sequence[GenerationResult],
+    references: Sequence[GenerationResult],
+    is_tie: Callable[[list[int]], bool],
+) -> None:
+    for prompt, result, reference in zip(prompts, results, references, strict=True):
+        at = first_difference(result.token_ids, reference.token_ids)
+        if at is not None:
+            record.differing += 1
+            record.ties += is_tie([*prompt, *reference.token_ids[:at]])
 
 
 def identical_share(results: Sequence[GenerationResult], references: Sequence[GenerationResult]) -> float:

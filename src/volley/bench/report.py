@@ -64,6 +64,11 @@ class Summary:
     cycle_ms: float
     first_token_ms: Spread
     identical: float | None
+    """Share of tokens equal to plain decoding's, at temperature 0."""
+    differing: int = 0
+    """Runs whose answer differs from plain decoding's."""
+    ties: int = 0
+    """How many of them part where the target's two largest logits tie to within rounding."""
     acceptance_by_position: list[float] = field(default_factory=list)
     """Share of cycles with a full block that accepted at least k draft tokens, k = 1 … B − 1."""
     histogram: dict[int, int] = field(default_factory=dict)
@@ -134,6 +139,8 @@ def _summarise(
         cycle_ms=per_cycle(sum(record.decode_seconds for record in runs)),
         first_token_ms=Spread.of(1000 * record.first_token_seconds for record in runs),
         identical=sum(identical) / len(identical) if identical else None,
+        differing=sum(record.differing for record in runs),
+        ties=sum(record.ties for record in runs),
         acceptance_by_position=_acceptance_by_position(runs),
         histogram={n: lengths.count(n) for n in sorted(set(lengths))},
     )
@@ -144,6 +151,11 @@ def _acceptance_by_position(runs: list[Record]) -> list[float]:
     full = max((size for _, size in cycles), default=1)  # blocks are cut short near the end of an answer
     accepted = [length for length, size in cycles if size == full]
     return [sum(length > position for length in accepted) / len(accepted) for position in range(1, full)]
+
+
+def _identical(summary: Summary) -> str:
+    share = f"{100 * (summary.identical or 0):.2f} %"
+    return share + (f" ({summary.ties} of {summary.differing} part at a tie)" if summary.differing else "")
 
 
 COLUMNS: dict[str, Callable[[Summary], str]] = {
@@ -159,7 +171,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "T_verify ms": lambda s: f"{s.verify_ms:.2f}" if s.case.name == "volley" else "",
     "cycle ms": lambda s: f"{s.cycle_ms:.2f}" if s.cycle_ms else "",
     "TTFT ms": lambda s: f"{s.first_token_ms.median:.1f}",
-    "identical": lambda s: "" if s.identical is None or s.case == PLAIN else f"{100 * s.identical:.2f} %",
+    "identical": lambda s: "" if s.identical is None or s.case == PLAIN else _identical(s),
 }
 PLACE = ("dataset", "T", "decoding")
 TIMES = ("T_draft ms", "T_verify ms", "cycle ms", "TTFT ms")

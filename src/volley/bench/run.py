@@ -7,6 +7,7 @@ import torch
 from volley.bench.measure import Record, Runner, engine_runner, measure
 from volley.bench.report import Report, machine
 from volley.bench.tasks import PLAIN, BenchConfig, Case
+from volley.bench.ties import tied_logits
 from volley.engine.engine import Engine
 from volley.prompts import Message
 
@@ -50,8 +51,11 @@ def run_bench(
     def encode(messages: list[Message]) -> list[int]:
         return engine.encode(messages[-1]["content"] if config.raw else messages)
 
+    def is_tie(token_ids: list[int]) -> bool:
+        return tied_logits(plain, token_ids, target.dtype) is not None
+
     try:
-        measured = measure(config, workload, encode, runners, progress)
+        measured = measure(config, workload, encode, runners, is_tie, progress)
     finally:
         engine.block_size, engine.denoising_steps = before
     measured.notes += notes
