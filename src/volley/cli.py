@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,54 +32,61 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Target = Annotated[str | None, typer.Option(help="Target: folder or hub name; by default the bundled one.")]
-DrafterPath = Annotated[
-    str | None,
-    typer.Option(help="Drafter: folder, or 'none' for plain decoding; the bundled target comes with its own."),
-]
-Dtype = Annotated[Literal["bfloat16", "float32", "float16"], typer.Option(help="Data type of both models.")]
-Device = Annotated[str, typer.Option(help="Torch device, such as cpu or cuda.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens verified a cycle, anchor included; 1 is plain decoding.")]
-Steps = Annotated[int, typer.Option(help="Denoising passes of the drafter for each block.")]
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which models to load, and where they run."""
+
+    target: str | None = None
+    """Target: folder or hub name; by default the bundled one."""
+    drafter: str | None = None
+    """Drafter: folder, or 'none' for plain decoding; the bundled target comes with its own."""
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    """Data type of both models."""
+    device: str = "cpu"
+    """Torch device, such as cpu or cuda."""
+    threads: int | None = None
+    """CPU threads; by default torch's choice."""
 
 
-def load_engine(
-    target: str | None,
-    drafter: str | None,
-    dtype: str,
-    device: str,
-    threads: int | None,
-    **options: Any,
-) -> "Engine":
-    """The engine the common options describe."""
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How the engine decodes; each is an argument of ``Engine``."""
+
+    block_size: int | None = None
+    """Tokens verified a cycle, anchor included; 1 is plain decoding."""
+    denoising_steps: int = 1
+    """Denoising passes of the drafter for each block."""
+
+
+def load_engine(models: ModelOptions, options: EngineOptions | None = None) -> "Engine":
+    """The engine that the options describe."""
     import torch
     from transformers.utils import logging
 
     from volley.engine.engine import Engine
 
     logging.disable_progress_bar()
-    if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"threads is {threads}; it must be at least 1")
-        torch.set_num_threads(threads)
-    chosen = {} if drafter is None else {"drafter": None if drafter == "none" else drafter}
-    return Engine.from_pretrained(target, dtype=getattr(torch, dtype), device=device, **chosen, **options)
+    if models.threads is not None:
+        if models.threads < 1:
+            raise ConfigError(f"threads is {models.threads}; it must be at least 1")
+        torch.set_num_threads(models.threads)
+    chosen = {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
+    dtype = getattr(torch, models.dtype)
+    return Engine.from_pretrained(
+        models.target, dtype=dtype, device=models.device, **chosen, **asdict(options or EngineOptions())
+    )
 
 
 @app.command()
+@expand
 def generate(
+    models: ModelOptions,
+    options: EngineOptions,
     prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
     ] = None,
-    target: Target = None,
-    drafter: DrafterPath = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cpu",
-    threads: Threads = None,
-    block_size: BlockSize = None,
-    denoising_steps: Steps = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
@@ -112,9 +120,7 @@ def generate(
     )
     if compare and prompts is not None:
         raise ConfigError("--compare looks at one prompt; for many, use volley bench")
-    engine = load_engine(
-        target, drafter, dtype, device, threads, block_size=block_size, denoising_steps=denoising_steps
-    )
+    engine = load_engine(models, options)
     if prompts is not None:
         _answer_file(engine, conversations, params, raw)
         return
@@ -160,11 +166,14 @@ def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, 
 
 
 @app.command()
-def demo(threads: Threads = None, dtype: Dtype = "bfloat16") -> None:
+def demo(
+    threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",
+) -> None:
     """Decode three prompts with the bundled pair: τ, speed against plain decoding, and that tokens were identical."""
     from volley import console
 
-    engine = load_engine(None, None, dtype, "cpu", threads)
+    engine = load_engine(ModelOptions(dtype=dtype, threads=threads))
     if not console.demo(engine, console.stdout()):
         raise typer.Exit(1)
 
@@ -173,24 +182,20 @@ def demo(threads: Threads = None, dtype: Dtype = "bfloat16") -> None:
 @expand
 def bench(
     config: BenchConfig,
-    target: Target = None,
-    drafter: DrafterPath = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cpu",
-    threads: Threads = None,
+    models: ModelOptions,
     out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
 ) -> None:
     """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps what was measured."""
-    engine = load_engine(target, drafter, dtype, device, threads)
+    engine = load_engine(models)
     from volley import console
     from volley.bench.report import to_tables
     from volley.bench.run import run_bench
     from volley.engine.engine import REFERENCE
 
-    models = {
-        "target": target or "bundled",
-        "drafter": drafter or ("bundled" if target is None else "none"),
-        "path": target or str(REFERENCE / "target"),
+    names = {
+        "target": models.target or "bundled",
+        "drafter": models.drafter or ("bundled" if models.target is None else "none"),
+        "path": models.target or str(REFERENCE / "target"),
     }
     errors = console.stderr()
 
@@ -198,7 +203,7 @@ def bench(
         line = f"{done}/{total} {record.dataset} T={record.temperature:g} {record.prompt}"
         errors.print(line, end="\r" if errors.is_terminal else "\n", overflow="ellipsis", no_wrap=True)
 
-    report = run_bench(engine, config, models, progress)
+    report = run_bench(engine, config, names, progress)
     report.save(out)
     wide = console.stdout()
     wide.width = max(wide.width, 110)
@@ -214,11 +219,7 @@ def bench(
 @expand
 def collect(
     config: CollectConfig,
-    target: Target = None,
-    drafter: DrafterPath = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cpu",
-    threads: Threads = None,
+    models: ModelOptions,
     batch: Annotated[int, typer.Option(help="Prompts handed to the engine at once.")] = 256,
     endpoint: Annotated[
         list[str] | None,
@@ -236,7 +237,7 @@ def collect(
 
     source: Source
     if endpoint:
-        if target is not None or drafter is not None:
+        if models.target is not None or models.drafter is not None:
             raise ConfigError(
                 "--endpoint answers by itself; leave --target and --drafter out (--model names its model)"
             )
@@ -247,8 +248,8 @@ def collect(
     else:
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")
-        engine = load_engine(target, drafter, dtype, device, threads)
-        source = EngineSource(engine, target or "bundled", config.thinking, batch, engine.target.context_length)
+        engine = load_engine(models)
+        source = EngineSource(engine, models.target or "bundled", config.thinking, batch, engine.target.context_length)
     errors = console.stderr()
     shown = {"at": 0.0}
 

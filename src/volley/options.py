@@ -18,23 +18,24 @@ from volley.errors import ConfigError
 
 
 def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter of ``command`` that is a dataclass by options, one a field."""
+    """Replace every parameter of ``command`` that is a dataclass by options, one a field."""
     parameters: list[inspect.Parameter] = []
-    name = ""
-    config_class: Any = None
+    configs: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         if is_dataclass(parameter.annotation):
-            name, config_class = parameter.name, parameter.annotation
-            parameters += _options(config_class)
+            configs[parameter.name] = parameter.annotation
+            parameters += _options(parameter.annotation)
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> None:
-        hints = get_type_hints(config_class)
-        values = {field.name: given.pop(field.name) for field in fields(config_class)}
-        values = {key: _parse(key, value, hints[key]) for key, value in values.items()}
-        command(**given, **{name: config_class(**values)})
+        built = {}
+        for name, config_class in configs.items():
+            hints = get_type_hints(config_class)
+            values = {field.name: given.pop(field.name) for field in fields(config_class)}
+            built[name] = config_class(**{key: _parse(key, value, hints[key]) for key, value in values.items()})
+        command(**given, **built)
 
     parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
