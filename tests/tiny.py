@@ -102,8 +102,9 @@ def teach(engine: Engine, answers: Answers) -> None:
     """
     inner = engine.runner._slot_logits
 
-    def slot_logits(plan: list[Scheduled], token_ids: Tensor) -> Tensor:
-        logits = inner(plan, token_ids).clone()
+    def slot_logits(plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits, hidden = inner(plan, token_ids)
+        logits = logits.clone()
         row = 0
         for scheduled in plan:
             request = scheduled.request
@@ -113,6 +114,6 @@ def teach(engine: Engine, answers: Answers) -> None:
                 if index < len(answer) and (index + request.num_prompt) % 5:
                     logits[row, answer[index]] = 100.0 + slot
                 row += 1
-        return logits
+        return logits, hidden
 
     engine.runner._slot_logits = slot_logits  # type: ignore[method-assign]

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.errors import ConfigError
@@ -63,6 +65,18 @@ class Proposal:
 
     token_ids: list[int]
     draft_probs: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Lattice:
+    """The candidates of every slot of one block, and the logit of each after each candidate of the slot before.
+
+    ``tokens [k, C]`` are distinct within a slot. ``scores [k, C, C]``: ``scores[i, c, j]`` is the drafter's logit of
+    ``tokens[i, j]`` after ``tokens[i − 1, c]``; in slot 0, which follows the anchor, all c are alike.
+    """
+
+    tokens: NDArray[np.int64]
+    scores: NDArray[np.float32]
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from tests.conftest import TinyPair
 from tests.tiny import Pair, greedy, make_pair, random_drafter, random_prompts, teach
 from volley import Engine, GenerationResult, SamplingParams
 from volley.decode.denoise import SCHEDULES
+from volley.models.checkpoint import HEADS, HeadConfig
 
 COUNT = 20
 BASE = random_prompts(7, longest=35, seed=1)
@@ -53,6 +54,17 @@ def test_every_block_size(pair: Pair, block_size: int) -> None:
     assert tokens(results) == expected()
     longest = max(length for result in results for length in result.stats.accepted_lengths)
     assert longest == block_size, "long acceptances must have happened"
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_running": 1, "block_size": 4}, {"num_pages": 16}, {"denoising_steps": 2}]
+)
+def test_sequential_heads(pair: Pair, kind: str, options: dict[str, Any]) -> None:
+    drafter = random_drafter(head=HeadConfig(type=kind, rank=4, candidates=8))
+    results = run(taught(Pair(pair.target, drafter, pair.hf), **options))
+    assert tokens(results) == expected()
+    assert max(length for result in results for length in result.stats.accepted_lengths) > 3
 
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))

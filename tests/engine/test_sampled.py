@@ -11,9 +11,12 @@ from torch import Tensor
 from tests.chi_square import chi_square_p, joint_counts
 from tests.tiny import Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
+from volley.decode import walk
 from volley.decode.sampling import token_probs
 from volley.engine import runner
-from volley.types import Proposal
+from volley.models.checkpoint import HEADS, HeadConfig
+from volley.models.drafter import Drafter
+from volley.types import Lattice, Proposal
 
 PROMPTS = random_prompts(6, longest=30, seed=2)
 PARAMS = [
@@ -121,8 +124,8 @@ def exact_law(params: SamplingParams) -> Tensor:
     return (first * second * laws[:, 2]).flatten()
 
 
-def sampled(params: SamplingParams, **options: Any) -> tuple[Tensor, float]:
-    engine = Engine(tiny().target, tiny().drafter, max_running=256, num_pages=600, page_size=8, **options)
+def sampled(params: SamplingParams, drafter: Drafter | None = None, **options: Any) -> tuple[Tensor, float]:
+    engine = Engine(tiny().target, drafter or tiny().drafter, max_running=256, num_pages=600, page_size=8, **options)
     results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=seed) for seed in range(SEEDS)]))
     accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
     return torch.tensor([result.token_ids for result in results]), accepted / SEEDS
@@ -154,3 +157,58 @@ def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch) -
     params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
     sequences, _ = sampled(params, verification="speculative")
     assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6
+
+
+# -- with a sequential head --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def tiny_with_head(kind: str) -> Pair:
+    head = HeadConfig(type=kind, rank=4, candidates=4)
+    return make_pair(
+        2, {"vocab_size": V, "block_size": 4, "mask_token_id": 5, "head": head}, vocab_size=V, initializer_range=0.2
+    )
+
+
+def sampled_with_head(kind: str, params: SamplingParams, verification: str) -> tuple[Tensor, float]:
+    return sampled(params, tiny_with_head(kind).drafter, verification=verification)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verification", "more"),
+    [
+        ("markov", "speculative", {"draft_temperature": 0.8}),
+        ("residual", "speculative", {"top_p": 0.9, "draft_temperature": 4.0}),
+        ("markov", "match", {}),
+    ],
+)
+def test_the_law_with_a_sequential_head_is_the_targets(kind: str, verification: str, more: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=1.2, max_tokens=TOKENS, **more)
+    sequences, accepted = sampled_with_head(kind, params, verification)
+    assert chi_square_p(joint_counts(sequences, V), exact_law(params)) > 1e-3
+    assert accepted > 0.2
+
+
+def scored_by_the_base(lattice: Lattice, params: SamplingParams, *rest: Any) -> Proposal:
+    """Drawn knowing the token before, scored as if every slot followed the first candidate."""
+    proposal = walk.walk_sampled(lattice, params, *rest)
+    assert proposal.draft_probs is not None
+    laws = torch.from_numpy(walk.conditional_laws(lattice, params)[:, 0])
+    proposal.draft_probs = torch.zeros_like(proposal.draft_probs).scatter_(1, torch.from_numpy(lattice.tokens), laws)
+    return proposal
+
+
+def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "walk_sampled", scored_by_the_base)
+    params = SamplingParams(temperature=1.2, max_tokens=TOKENS)
+    sequences, _ = sampled_with_head("markov", params, "speculative")
+    assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_matching_with_a_head_gives_the_very_tokens_of_plain_decoding(kind: str) -> None:
+    pair = make_pair(drafter={"head": HeadConfig(type=kind, rank=4, candidates=20)})
+    engine = Engine(pair.target, pair.drafter, page_size=4, verification="match")
+    assert answers(engine) == plain()
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(), strict=True)})
+    assert answers(engine) == plain()

@@ -73,14 +73,14 @@ def record(engine: Engine) -> list[Draft]:
     drafts: list[Draft] = []
     inner = engine.runner._slot_logits
 
-    def slot_logits(plan: list[Scheduled], token_ids: Tensor) -> Tensor:
-        logits = inner(plan, token_ids)
+    def slot_logits(plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits, hidden = inner(plan, token_ids)
         row = token = 0
         for s in plan:
             block = token_ids[token : token + 1 + s.max_draft].tolist()
             drafts.append(Draft(s.request.token_ids[: s.request.computed], block, logits[row : row + s.max_draft]))
             row, token = row + s.max_draft, token + 1 + s.max_draft
-        return logits
+        return logits, hidden
 
     engine.runner._slot_logits = slot_logits  # type: ignore[method-assign]
     return drafts

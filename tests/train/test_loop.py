@@ -55,8 +55,11 @@ def test_a_run_learns_reports_and_saves_a_drafter(tiny_pair: TinyPair, tmp_path:
     assert "real τ" in printed
 
 
-def test_killed_at_any_moment_it_goes_on_to_the_same_weights(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    options = tiny_run(tiny_pair.target, tmp_path, max_steps=60, epochs=99, save_steps=7, log_steps=1)
+@pytest.mark.parametrize("changes", [{}, {"head": "markov", "head_rank": 8, "optimizer": "muon", "soft_targets": 0.5}])
+def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
+    tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=60, epochs=99, save_steps=7, log_steps=1, **changes)
     whole = {**options, "out": str(tmp_path / "whole")}
     finish(start(whole, cwd=tmp_path))
     kill_after(start(options, cwd=tmp_path), "step 24 ")
@@ -152,6 +155,8 @@ def test_cached_features_train_like_online_ones(
         {"anchors": "fixed", "loss_decay": "uniform"},
         {"num_layers": 2, "taps": "1", "intermediate_size": 20, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
         {"block_size": 9, "gamma": 2.0, "window": 5, "soft_targets": 1.0, "dtype": "bfloat16"},
+        {"head": "residual", "head_rank": 8, "soft_targets": 0.1, "total_variation": 0.8, "dtype": "bfloat16"},
+        {"head": "markov", "head_rank": 8, "total_variation": 0.9},
     ],
 )
 def test_every_ablation_trains(tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -165,6 +170,7 @@ def test_every_ablation_trains(tiny_pair: TinyPair, tmp_path: Path, changes: dic
     if "window" in changes:
         assert shape.sliding_window == 5
         assert shape.block_size == 9
+    assert (shape.head.type if shape.head else "none") == changes.get("head", "none")
     if "num_layers" in changes:
         assert (shape.num_hidden_layers, shape.intermediate_size, shape.num_attention_heads) == (2, 20, 2)
         assert shape.target_layer_ids == (1,)

@@ -1,79 +1,99 @@
-"""The chunked loss against torch's own cross-entropy and KL divergence."""
+"""The chunked loss against torch's own operations."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from volley.train import losses
-from volley.train.losses import accepted_prefix, default_gamma, expected_head_rows, slot_weights, weighted_cross_entropy
+from volley.train.losses import Objective, accepted_prefix, block_loss, default_gamma, slot_weights, target_probs
+
+HARD = Objective()
+
+
+class Rows(NamedTuple):
+    hidden: Tensor
+    head: Tensor
+    labels: Tensor
+    weights: Tensor
+    final: Tensor
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, ...]:
+def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
     monkeypatch.setattr(losses, "CHUNK", 4)
     torch.manual_seed(0)
     hidden = torch.randn(11, 6, requires_grad=True)
-    return hidden, torch.randn(9, 6), torch.randint(0, 9, (11,)), torch.rand(11), torch.randn(11, 6)
+    return Rows(hidden, torch.randn(9, 6), torch.randint(0, 9, (11,)), torch.rand(11), torch.randn(11, 6))
 
 
-def test_hard_loss_and_gradient_equal_torchs(rows: tuple[torch.Tensor, ...]) -> None:
-    hidden, head, labels, weights, _ = rows
-    loss, each, correct = weighted_cross_entropy(hidden, head, labels, weights)
-    (gradient,) = torch.autograd.grad(2 * loss, hidden)
-    logits = hidden @ head.t()
-    expected = cross_entropy(logits, labels, reduction="none")
-    (expected_gradient,) = torch.autograd.grad(2 * (expected * weights).sum(), hidden)
+def test_hard_loss_and_gradient_equal_torchs(rows: Rows) -> None:
+    loss, each, correct = block_loss(*rows[:4], HARD)
+    (gradient,) = torch.autograd.grad(2 * loss, rows.hidden)
+    logits = rows.hidden @ rows.head.t()
+    expected = cross_entropy(logits, rows.labels, reduction="none")
+    (expected_gradient,) = torch.autograd.grad(2 * (expected * rows.weights).sum(), rows.hidden)
     torch.testing.assert_close(each, expected)
-    torch.testing.assert_close(loss, (expected * weights).sum())
+    torch.testing.assert_close(loss, (expected * rows.weights).sum())
     torch.testing.assert_close(gradient, expected_gradient)
-    assert torch.equal(correct, logits.argmax(-1) == labels)
+    assert torch.equal(correct, logits.argmax(-1) == rows.labels)
 
 
-@pytest.mark.parametrize("alpha", [0.3, 1.0])
-def test_soft_loss_is_forward_kl_up_to_the_targets_entropy(rows: tuple[torch.Tensor, ...], alpha: float) -> None:
-    hidden, head, labels, weights, target_hidden = rows
-    soft = expected_head_rows(target_hidden, head)
-    loss, _, _ = weighted_cross_entropy(hidden, head, labels, weights, soft, alpha)
-    (gradient,) = torch.autograd.grad(loss, hidden)
-    logits, probs = hidden @ head.t(), (target_hidden @ head.t()).softmax(-1)
-    kl = (probs * (probs.log() - logits.log_softmax(-1))).sum(-1)
-    entropy = -(probs * probs.log()).sum(-1)
-    hard = cross_entropy(logits, labels, reduction="none")
-    mixed = ((1 - alpha) * hard + alpha * kl) * weights
-    (expected_gradient,) = torch.autograd.grad(mixed.sum(), hidden)
-    torch.testing.assert_close(loss, mixed.sum() + alpha * (entropy * weights).sum())
-    torch.testing.assert_close(gradient, expected_gradient)
+@pytest.mark.parametrize("shares", [(0.3, 0.0), (1.0, 0.0), (0.0, 0.9), (0.2, 0.7), (0.0, 1.0)])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_every_mixture_is_what_it_says(rows: Rows, shares: tuple[float, float], rank: int) -> None:
+    """Forward KL up to the target's entropy, ‖p − q‖₁, and the gradient of a head of the drafter's own."""
+    states = torch.cat([rows.hidden, torch.randn(11, rank)], dim=1)
+    own = torch.randn(9, rank, requires_grad=True) if rank else None
+    inputs = [rows.hidden] if own is None else [rows.hidden, own]
+    loss, each, _ = block_loss(states, *rows[1:4], Objective(*shares), final=rows.final, own=own)
+    found = torch.autograd.grad(3 * loss, inputs)
+
+    soft, variation = shares
+    whole = rows.head if own is None else torch.cat([rows.head, own], dim=1)
+    log_q = (states @ whole.t()).log_softmax(-1)
+    p = (rows.final @ rows.head.t()).softmax(-1)
+    hard = torch.nn.functional.nll_loss(log_q, rows.labels, reduction="none")
+    expected = (1 - soft - variation) * hard + soft * -(p * log_q).sum(-1) + variation * (p - log_q.exp()).abs().sum(-1)
+    torch.testing.assert_close(each, expected)
+    torch.testing.assert_close(loss, (expected * rows.weights).sum())
+    for ours, theirs in zip(found, torch.autograd.grad(3 * (expected * rows.weights).sum(), inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
-def test_soft_labels_follow_the_targets_logit_softcap(rows: tuple[torch.Tensor, ...]) -> None:
-    _, head, _, _, target_hidden = rows
-    probs = (3 * torch.tanh(target_hidden @ head.t() / 3)).softmax(-1)
-    torch.testing.assert_close(expected_head_rows(target_hidden, head, 3.0), probs @ head)
+def test_the_targets_law_follows_its_logit_softcap(rows: Rows) -> None:
+    expected = (3 * torch.tanh(rows.final @ rows.head.t() / 3)).softmax(-1)
+    torch.testing.assert_close(target_probs(rows.final, rows.head, 3.0), expected)
 
 
-def test_a_head_with_bias_is_one_more_column(rows: tuple[torch.Tensor, ...]) -> None:
-    hidden, head, labels, weights, _ = rows
-    bias = torch.randn(9)
-    loss, _, _ = weighted_cross_entropy(hidden, torch.cat([head, bias[:, None]], 1), labels, weights)
-    (gradient,) = torch.autograd.grad(loss, hidden)
-    expected = (cross_entropy(hidden @ head.t() + bias, labels, reduction="none") * weights).sum()
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_head_with_bias_is_one_more_column(rows: Rows, rank: int) -> None:
+    bias, own = torch.randn(9), torch.randn(9, rank)
+    states = torch.cat([rows.hidden, torch.randn(11, rank)], dim=1)
+    head = torch.cat([rows.head, bias[:, None]], 1)
+    loss, _, _ = block_loss(states, head, *rows[2:4], HARD, own=own if rank else None)
+    (gradient,) = torch.autograd.grad(loss, rows.hidden)
+    logits = states @ torch.cat([rows.head, own], dim=1).t() + bias
+    expected = (cross_entropy(logits, rows.labels, reduction="none") * rows.weights).sum()
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, hidden)[0])
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, rows.hidden)[0])
 
 
-def test_without_measuring_only_the_argmax_is_missing(rows: tuple[torch.Tensor, ...]) -> None:
-    hidden, head, labels, weights, _ = rows
-    loss, each, correct = weighted_cross_entropy(hidden, head, labels, weights, measure=False)
-    measured = weighted_cross_entropy(hidden, head, labels, weights)
+def test_without_measuring_only_the_argmax_is_missing(rows: Rows) -> None:
+    loss, each, correct = block_loss(*rows[:4], HARD, measure=False)
+    measured = block_loss(*rows[:4], HARD)
     assert torch.equal(loss, measured[0])
     assert torch.equal(each, measured[1])
     assert not correct.any()
 
 
-def test_bf16_loss_is_close_to_fp32(rows: tuple[torch.Tensor, ...]) -> None:
-    hidden, head, labels, weights, _ = rows
-    exact, _, _ = weighted_cross_entropy(hidden, head, labels, weights)
-    rounded, _, _ = weighted_cross_entropy(hidden.bfloat16(), head.bfloat16(), labels, weights)
+@pytest.mark.parametrize("objective", [HARD, Objective(0.5), Objective(0.0, 0.9)])
+def test_bf16_loss_is_close_to_fp32(rows: Rows, objective: Objective) -> None:
+    exact, _, _ = block_loss(*rows[:4], objective, final=rows.final)
+    hidden, head, final = (x.bfloat16() for x in (rows.hidden, rows.head, rows.final))
+    rounded, _, _ = block_loss(hidden, head, *rows[2:4], objective, final=final)
     torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.0)
 
 

@@ -12,6 +12,7 @@ from volley.decode.denoise import reveal, reveal_counts
 from volley.decode.propose import propose_coupled, propose_greedy, propose_sampled
 from volley.decode.sampling import Purpose, best_tokens, chosen_logprobs, race, token_probs
 from volley.decode.verify import verify_choices, verify_speculative
+from volley.decode.walk import walk_coupled, walk_greedy, walk_sampled
 from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError, MismatchError
@@ -19,9 +20,10 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import KVStore
 from volley.models.drafter import Drafter
+from volley.models.heads import LatticeMaker
 from volley.models.taps import Taps
 from volley.models.target import Target
-from volley.types import Proposal, Verdict
+from volley.types import Lattice, Proposal, Verdict
 
 _NOTHING = Proposal([])
 
@@ -75,6 +77,7 @@ class Runner:
         self.store = KVStore(target.kv_shapes, num_slots, target.dtype, target.device)
         self.timings = Timings()
         self.draft_window = draft_window
+        self.lattices: LatticeMaker | None = None
         if drafter is not None:
             check_pair(drafter, target)
             config = drafter.config
@@ -84,6 +87,9 @@ class Runner:
             self.draft_store = KVStore([shape] * config.num_hidden_layers, slots, target.dtype, target.device)
             self.taps = Taps(target.model, config.target_layer_ids)
             weakref.finalize(self, self.taps.close)  # a target outlives the engines made on it
+            if drafter.head is not None and config.head is not None:
+                embedding = target.embed(torch.arange(target.vocab_size, device=target.device)).detach()
+                self.lattices = LatticeMaker(drafter.head, config.head.candidates, embedding, target.head_weight)
             self._windows = [_narrower(draft_window, drafter.window(i)) for i in range(config.num_hidden_layers)]
 
     # -- draft ---------------------------------------------------------------------------------------------------------
@@ -104,14 +110,17 @@ class Runner:
         sizes = [scheduled.max_draft for scheduled in plan]
         tokens = [[s.request.token_ids[-1]] + [mask] * s.max_draft for s in plan]
         if self.options.denoising_steps == 1:
-            logits = self._slot_logits(plan, torch.tensor([t for block in tokens for t in block]))
-            return self._propose(plan, logits)
+            logits, hidden = self._slot_logits(plan, torch.tensor([t for block in tokens for t in block]))
+            if self.lattices is None:
+                return self._propose(plan, logits)
+            anchors = [block[0] for block in tokens]
+            return self._walk(plan, self.lattices(hidden, logits, anchors, sizes))
         steps = self.options.denoising_steps
         counts = [reveal_counts(size, steps, self.options.denoising_schedule) for size in sizes]
         hidden_slots = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
         blocks = [torch.tensor(block) for block in tokens]
         for step in range(steps):
-            logits = self._slot_logits(plan, torch.cat(blocks))
+            logits, _ = self._slot_logits(plan, torch.cat(blocks))
             for i, (scheduled, rows) in enumerate(zip(plan, torch.split(logits, sizes), strict=True)):
                 drawn = self._draw(scheduled.request, rows).cpu()
                 confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()[None]
@@ -120,8 +129,11 @@ class Runner:
                 hidden_slots[i] &= ~chosen
         return [Proposal(block[1:].tolist()) for block in blocks]
 
-    def _slot_logits(self, plan: list[Scheduled], token_ids: Tensor) -> Tensor:
-        """Target-head logits ``[Σ k, V]`` of every slot after the anchors; block K/V are scratch in the draft pages."""
+    def _slot_logits(self, plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Target-head logits ``[Σ k, V]`` of every slot after the anchors, and the hidden states ``[Σ k, H]`` they are of.
+
+        Block K/V are scratch in the draft pages.
+        """
         assert self.drafter is not None
         segments = [Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=False) for s in plan]
         batch = RaggedBatch(segments, token_ids.to(self.target.device))
@@ -133,10 +145,12 @@ class Runner:
 
         hidden = self.drafter(self.target.embed(batch.token_ids), batch.positions, attend)
         if len(segments) == 1:
-            return self.target.head(hidden[1:])
-        keep = torch.ones(len(batch), dtype=torch.bool)
-        keep[batch.offsets[:-1]] = False
-        return self.target.head(hidden[keep.to(hidden.device)])
+            slots = hidden[1:]
+        else:
+            keep = torch.ones(len(batch), dtype=torch.bool)
+            keep[batch.offsets[:-1]] = False
+            slots = hidden[keep.to(hidden.device)]
+        return self.target.head(slots), slots
 
     def _propose(self, plan: list[Scheduled], logits: Tensor) -> list[Proposal]:
         proposals = []
@@ -152,6 +166,19 @@ class Runner:
             else:
                 proposals.append(propose_sampled(rows, request.params, request.noise, len(request.token_ids)))
             row += size
+        return proposals
+
+    def _walk(self, plan: list[Scheduled], lattices: list[Lattice]) -> list[Proposal]:
+        """A drafter with a sequential head chooses each token knowing the one before."""
+        proposals = []
+        for scheduled, lattice in zip(plan, lattices, strict=True):
+            request = scheduled.request
+            if request.params.temperature == 0:
+                proposals.append(walk_greedy(lattice))
+                continue
+            walk = walk_coupled if self.options.matches else walk_sampled
+            first, vocab_size = len(request.token_ids), self.target.vocab_size
+            proposals.append(walk(lattice, request.params, request.noise, first, vocab_size))
         return proposals
 
     def _draw(self, request: Request, logits: Tensor) -> Tensor:

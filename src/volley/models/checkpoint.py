@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,41 @@ _IGNORED_KEYS = {
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size"}
+
+
+HEADS = ("markov", "residual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """A sequential head on the slots (``heads.py``); in ``config.json`` the object ``head``."""
+
+    type: str
+    rank: int
+    candidates: int = 32
+    """Tokens of each slot that the walk over a block chooses from."""
+
+    def __post_init__(self) -> None:
+        if self.type not in HEADS:
+            raise unknown_key("drafter head", str(self.type), HEADS)
+        for name in ("rank", "candidates"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"drafter config: head.{name} is {value!r}; it must be a positive integer")
+
+    @classmethod
+    def from_json(cls, raw: object) -> "HeadConfig":
+        """Parse ``head``; unknown and missing keys are errors that name them."""
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"drafter config: head is {raw!r}; it must be an object with 'type' and 'rank'")
+        known = cls.__dataclass_fields__
+        for key in raw:
+            if key not in known:
+                raise unknown_key("drafter head key", str(key), known)
+        missing = [name for name in ("type", "rank") if name not in raw]
+        if missing:
+            raise ConfigError(f"drafter config: head lacks {', '.join(map(repr, missing))}; these cannot be guessed")
+        return cls(**raw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +86,8 @@ class DrafterConfig:
     hidden_act: str = "silu"
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = field(default=())
+    head: HeadConfig | None = None
+    """Without one the drafter is DFlash."""
 
     def __post_init__(self) -> None:
         if not self.layer_types:
@@ -111,6 +148,7 @@ class DrafterConfig:
             "attention_bias": False,
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
+            **({"head": asdict(self.head)} if self.head else {}),
         }
 
     @classmethod
@@ -142,6 +180,8 @@ class DrafterConfig:
             values["sliding_window"] = dflash.get("swa_window_size", raw.get("sliding_window"))
         if "sliding_attention" not in values["layer_types"]:
             values["sliding_window"] = None
+        if raw.get("head") is not None:
+            values["head"] = HeadConfig.from_json(raw["head"])
         if dflash.get("causal"):
             raise ConfigError("dflash_config.causal is true; drafters with causal blocks are not supported")
         required = {name for name, f in cls.__dataclass_fields__.items() if f.default is f.default_factory}

@@ -23,6 +23,7 @@ from volley.models.checkpoint import (
     save_tensors,
     write_atomically,
 )
+from volley.models.heads import KINDS, Head
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
@@ -126,7 +127,10 @@ class DraftLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """A drafter for one target. Weight names are z-lab's; there is no embedding and no head of its own."""
+    """A drafter for one target. Weight names are z-lab's; embedding and head are the target's.
+
+    A sequential ``head`` is extra, under ``head.*``: it corrects slot logits by the token before (``heads.py``).
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -136,6 +140,9 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
+        self.head: Head | None = None
+        if config.head is not None:
+            self.head = KINDS[config.head.type](config.head, config.hidden_size, config.vocab_size)
 
     def _layers(self) -> Iterator[DraftLayer]:
         return cast(Iterator[DraftLayer], iter(self.layers))

@@ -139,6 +139,11 @@ class Target:
         embeddings: Tensor = self._embedding(token_ids)
         return embeddings
 
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix ``[V, H]``."""
+        return self._head.get_parameter("weight").detach()
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` of normed hidden states ``[T, H]``."""
         logits: Tensor = self._head(hidden)

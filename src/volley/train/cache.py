@@ -24,7 +24,7 @@ PASS_TOKENS = 8_192  # context tokens, padding included, of one forward pass of 
 class FeatureCache:
     """Reads what ``build`` wrote. Documents lie in order of length, so that a shard is a few batches without padding.
 
-    A shard holds ``taps [tokens, taps · H]`` and, for soft labels, ``soft [response tokens, H]``, both bf16.
+    A shard holds ``taps [tokens, taps · H]`` and, if asked for, ``final [response tokens, H]``, both bf16.
     """
 
     def __init__(
@@ -36,19 +36,19 @@ class FeatureCache:
         self.manifest: dict[str, Any] = {
             **facts,
             "taps": list(online.taps.layer_ids),
-            "soft": online.soft,
+            "final": online.with_final,
             "shard_tokens": SHARD_TOKENS,
         }
         order = sorted(range(len(documents)), key=lambda index: (len(documents[index]), index))
         self.shards = self._cut(order)
         self.places: dict[int, tuple[int, int, int]] = {}
-        """Of each document: its shard, its first row of ``taps`` and its first row of ``soft``."""
+        """Of each document: its shard, its first row of ``taps`` and its first row of ``final``."""
         for number, indices in enumerate(self.shards):
-            row = soft_row = 0
+            row = final_row = 0
             for index in indices:
-                self.places[index] = (number, row, soft_row)
+                self.places[index] = (number, row, final_row)
                 row += len(documents[index])
-                soft_row += len(documents[index]) - documents[index].response_start
+                final_row += len(documents[index]) - documents[index].response_start
         self._open: dict[int, Any] = {}
 
     def _cut(self, order: Sequence[int]) -> list[list[int]]:
@@ -71,8 +71,8 @@ class FeatureCache:
         hidden: int = self.online.target.text_config.hidden_size
         tokens = sum(map(len, self.documents))
         responses = sum(len(document) - document.response_start for document in self.documents)
-        soft = responses * self.online.target.head.shape[1] if self.online.soft else 0
-        return 2 * (tokens * hidden * len(self.online.taps.layer_ids) + soft)
+        final = responses * hidden if self.online.with_final else 0
+        return 2 * (tokens * hidden * len(self.online.taps.layer_ids) + final)
 
     def build(self, ranks: Ranks, say: Callable[[str], None]) -> None:
         """Write the shards that are not there yet; a cache of another target, data or taps is refused."""
@@ -120,16 +120,16 @@ class FeatureCache:
     def _write(self, number: int) -> None:
         indices = self.shards[number]
         lengths = [len(document) for document in self.documents]
-        taps, soft = [], []
+        taps, final = [], []
         for batch in split_batches(indices, lengths, PASS_TOKENS):
             features = self.online([self.documents[index] for index in batch], batch)
             for row, index in enumerate(batch):
                 document = self.documents[index]
                 taps.append(features.taps[row, : len(document)].to("cpu", torch.bfloat16))
-                if features.soft is not None:
-                    kept = features.soft[row, document.response_start : len(document)]
-                    soft.append(kept.to("cpu", torch.bfloat16))
-        tensors = {"taps": torch.cat(taps)} | ({"soft": torch.cat(soft)} if soft else {})
+                if features.final is not None:
+                    kept = features.final[row, document.response_start : len(document)]
+                    final.append(kept.to("cpu", torch.bfloat16))
+        tensors = {"taps": torch.cat(taps)} | ({"final": torch.cat(final)} if final else {})
         save_tensors(self._path(number), tensors)
 
     def _shard(self, number: int) -> Any:
@@ -145,17 +145,17 @@ class FeatureCache:
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
         """Features of ``documents``, whose places in the data are ``indices``."""
         dtype = self.online.target.dtype
-        taps, soft = [], []
+        taps, final = [], []
         for document, index in zip(documents, indices, strict=True):
-            number, row, soft_row = self.places[index]
+            number, row, final_row = self.places[index]
             shard = self._shard(number)
             taps.append(shard.get_slice("taps")[row : row + len(document)])
-            if self.online.soft:
+            if self.online.with_final:
                 responses = len(document) - document.response_start
-                kept: Tensor = shard.get_slice("soft")[soft_row : soft_row + responses]
-                soft.append(torch.nn.functional.pad(kept, (0, 0, document.response_start, 0)))
+                kept: Tensor = shard.get_slice("final")[final_row : final_row + responses]
+                final.append(torch.nn.functional.pad(kept, (0, 0, document.response_start, 0)))
         padded = pad_sequence(taps, batch_first=True).to(dtype)
-        return Features(padded, pad_sequence(soft, batch_first=True).to(dtype) if soft else None)
+        return Features(padded, pad_sequence(final, batch_first=True).to(dtype) if final else None)
 
 
 def _dump(manifest: dict[str, Any]) -> str:

@@ -13,16 +13,15 @@ from volley.errors import CheckpointError
 from volley.models.accelerate import accelerate
 from volley.models.taps import Taps
 from volley.train.data import Document, pad
-from volley.train.losses import expected_head_rows
 
 
 @dataclass(frozen=True)
 class Features:
-    """Of right-padded documents: ``taps [D, S, taps · H]`` and ``soft [D, S, H]`` (the target's expected head row for the
-    token after each position, see ``losses.expected_head_rows``) or ``None``."""
+    """Of right-padded documents: ``taps [D, S, taps · H]`` and, where the loss compares with the target's distributions, its
+    final states ``final [D, S, H]`` at response positions."""
 
     taps: Tensor
-    soft: Tensor | None
+    final: Tensor | None
 
 
 class FrozenTarget:
@@ -88,12 +87,12 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class OnlineFeatures:
-    """Runs the target on each batch. ``soft`` also asks for the soft labels of response positions."""
+    """Runs the target on each batch. ``with_final`` also asks for the final states of response positions."""
 
-    def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], soft: bool) -> None:
+    def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool) -> None:
         self.target = target
         self.taps = Taps(target.model, layer_ids)
-        self.soft = soft
+        self.with_final = with_final
 
     @torch.no_grad()
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
@@ -101,12 +100,4 @@ class OnlineFeatures:
         token_ids = pad(documents).to(self.target.device)
         hidden = self.target.model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
         taps = self.taps.take()
-        if not self.soft:
-            return Features(taps, None)
-        soft = hidden.new_zeros(*hidden.shape[:2], self.target.head.shape[1])
-        position = torch.arange(token_ids.shape[1])
-        starts = torch.tensor([document.response_start for document in documents])[:, None]
-        ends = torch.tensor([len(document) for document in documents])[:, None]
-        wanted = ((position >= starts) & (position < ends)).to(hidden.device)
-        soft[wanted] = expected_head_rows(hidden[wanted], self.target.head, self.target.softcap)
-        return Features(taps, soft)
+        return Features(taps, hidden if self.with_final else None)

@@ -126,7 +126,7 @@ class Trainer:
         drafter = Drafter(self.shape).to(ranks.device)
         if not config.compile:
             fuse(drafter)
-        self.model: nn.Module = BlockForward(drafter, self._attention())
+        self.model = BlockForward(drafter, self._attention())
         ranks.shard(self.model)
         if config.compile:
             self.model.compile(dynamic=True)
@@ -134,7 +134,9 @@ class Trainer:
         self.optimizer = self._optimizer()
         self.position = Position()
         self.facts = {"target": self.target.fingerprint(), "data": self.data.fingerprint}
-        self.online = OnlineFeatures(self.target, self.shape.target_layer_ids, config.soft_targets > 0)
+        self.online = OnlineFeatures(
+            self.target, self.shape.target_layer_ids, self.step_function.objective.needs_target
+        )
         self.source: OnlineFeatures | FeatureCache = self.online
         self.losses: list[float] = []
         self.interrupted = False
@@ -146,7 +148,10 @@ class Trainer:
 
     def _optimizer(self) -> torch.optim.Optimizer:
         parameters, config = list(self.model.parameters()), self.config
-        matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
+        tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}  # rows, not a map
+        matrices, vectors = (
+            [p for p in parameters if (p.ndim > 1 and id(p) not in tables) == wanted] for wanted in (True, False)
+        )
         if config.optimizer == "muon":
             return MuonWithAdamW(matrices, vectors, config.learning_rate, config.weight_decay)
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,5 +1,6 @@
-"""The training loss: weighted cross-entropy over the target's vocabulary, hard and soft, without holding the logits."""
+"""The training loss over the target's vocabulary, against tokens and distributions, without holding the logits."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,82 +26,118 @@ def _with_bias(hidden: Tensor, head: Tensor) -> Tensor:
     return hidden if head.shape[1] == hidden.shape[1] else torch.nn.functional.pad(hidden, (0, 1), value=1.0)
 
 
-def expected_head_rows(hidden: Tensor, head: Tensor, softcap: float | None = None) -> Tensor:
-    """e = Σ_v p(v)·W_v ``[R, H]`` under the target's p = softmax(W·h) for its final states ``hidden [R, H]``.
-
-    The soft label of a position: all that its distribution contributes to loss and gradient (``_WeightedCrossEntropy``).
-    """
-    rows = []
-    for chunk in torch.split(_with_bias(hidden, head), CHUNK):
-        logits = chunk @ head.t()
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits.float() / softcap)
-        rows.append(logits.softmax(-1).to(head.dtype) @ head)
-    return torch.cat(rows) if rows else hidden.new_empty(0, head.shape[1])
+def target_probs(final: Tensor, head: Tensor, softcap: float | None = None) -> Tensor:
+    """The target's distribution ``[R, V]`` for its final states ``final [R, H]``."""
+    logits = _with_bias(final, head) @ head.t()
+    if softcap is not None:
+        logits = (softcap * torch.tanh(logits.float() / softcap)).to(head.dtype)
+    return logits.softmax(-1)
 
 
-class _WeightedCrossEntropy(torch.autograd.Function):
-    """The gradient is formed beside the loss, chunk by chunk, so that no ``[R, V]`` tensor outlives its chunk.
+@dataclass(frozen=True)
+class Objective:
+    """Shares of a row's loss: ``soft`` of cross-entropy against the target's distribution p (its forward KL up to p's
+    entropy, which no drafter changes), ``total_variation`` of ‖p − q‖₁, the rest cross-entropy against the label."""
 
-    With logits linear in ``hidden``, a label distribution p enters only through its expected head row e = Σ_v p(v)·W_v:
-    the cross-entropy is logsumexp(W·h) − e·h and its gradient Σ_v q(v)·W_v − e. A hard label y has e = W_y.
-    """
+    soft: float = 0.0
+    total_variation: float = 0.0
+    softcap: float | None = None
+
+    @property
+    def needs_target(self) -> bool:
+        return self.soft + self.total_variation > 0
+
+    @property
+    def hard(self) -> float:
+        return 1.0 - self.soft - self.total_variation
+
+    def __call__(self, logits: Tensor, labels: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Loss ``[R]`` and its gradient ``[R, V]`` by ``logits``; ``target [R, V]`` holds the target's distributions."""
+        probs = logits.softmax(-1)
+        rows = torch.arange(len(labels), device=labels.device)
+        of_label = -probs[rows, labels].float().clamp(min=1e-38).log()
+        losses = (self.hard + self.soft) * of_label
+        gradient = probs * (self.hard + self.soft)
+        if target is not None and self.soft:
+            expected = torch.linalg.vecdot(target, logits).float()
+            losses += self.soft * (logits[rows, labels].float() - expected)
+            gradient.sub_(target, alpha=self.soft)
+        if target is not None and self.total_variation:
+            excess = probs - target
+            losses += self.total_variation * excess.abs().sum(-1, dtype=torch.float32)
+            sign = excess.sign_()
+            sign -= torch.linalg.vecdot(probs, sign)[:, None]
+            gradient.addcmul_(probs, sign, value=self.total_variation)
+        gradient[rows, labels] -= self.hard
+        return losses, gradient
+
+
+class _BlockLoss(torch.autograd.Function):
+    """The gradient is formed beside the loss, chunk by chunk, so that no ``[R, V]`` tensor outlives its chunk."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
+        states: Tensor,
+        own: Tensor | None,
         head: Tensor,
         labels: Tensor,
         weights: Tensor,
-        soft: Tensor | None,
-        alpha: float,
+        final: Tensor | None,
+        objective: Objective,
         measure: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradient = torch.empty_like(hidden)
-        losses = torch.empty(len(labels), device=hidden.device)
-        correct = torch.zeros(len(labels), dtype=torch.bool, device=hidden.device)
+        whole = head if own is None else torch.cat([head, own.to(head.dtype)], dim=1)
+        gradient = torch.empty_like(states)
+        own_gradient = None if own is None else torch.zeros_like(own, dtype=torch.float32)
+        losses = torch.empty(len(labels), device=states.device)
+        correct = torch.zeros(len(labels), dtype=torch.bool, device=states.device)
         for start in range(0, len(labels), CHUNK):
             rows = slice(start, start + CHUNK)
-            chunk, chosen = hidden[rows], labels[rows]
-            logits = chunk @ head.t()
+            logits = states[rows] @ whole.t()
             if measure:
-                correct[rows] = logits.argmax(-1) == chosen
-            probs = logits.softmax(-1)
-            losses[rows] = -probs.gather(1, chosen[:, None])[:, 0].float().clamp(min=1e-38).log()
-            goal = head[chosen]
-            if soft is not None:
-                mixed = torch.lerp(goal, soft[rows], alpha)
-                losses[rows] += (chunk * (goal - mixed)).sum(-1).float()
-                goal = mixed
-            gradient[rows] = (probs @ head).sub_(goal).mul_(weights[rows, None].to(hidden.dtype))
-        ctx.save_for_backward(gradient)
+                correct[rows] = logits.argmax(-1) == labels[rows]
+            target = None if final is None else target_probs(final[rows], head, objective.softcap)
+            losses[rows], slope = objective(logits, labels[rows], target)
+            slope.mul_(weights[rows, None].to(slope.dtype))
+            gradient[rows] = slope @ whole
+            if own_gradient is not None:
+                own_gradient += slope.t() @ states[rows, head.shape[1] :]
+        ctx.save_for_backward(gradient, own_gradient)
         ctx.mark_non_differentiable(losses, correct)
         return torch.dot(losses, weights), losses, correct
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None, None, None, None, None
+        gradient, own_gradient = ctx.saved_tensors
+        own = None if own_gradient is None else own_gradient * grad
+        return gradient * grad.to(gradient.dtype), own, None, None, None, None, None, None
 
 
-def weighted_cross_entropy(
-    hidden: Tensor,
+def block_loss(
+    states: Tensor,
     head: Tensor,
     labels: Tensor,
     weights: Tensor,
-    soft: Tensor | None = None,
-    alpha: float = 0.0,
+    objective: Objective,
+    *,
+    final: Tensor | None = None,
+    own: Tensor | None = None,
     measure: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ weights·CE of ``hidden [R, H]`` through the frozen ``head [V, H]``, each row's CE and whether its argmax is right.
+    """Σ weights·loss of ``states [R, H]`` through the frozen ``head [V, H]``, each row's loss and whether its argmax is right.
 
-    ``labels`` and ``weights`` are ``[R]``. With ``soft [R, H]`` (``expected_head_rows`` of the target), a share ``alpha`` of
-    each row's cross-entropy is taken against the target's distribution: its forward KL up to the target's entropy,
-    which no drafter changes. Without ``measure`` the argmax, a fifth of the work on a CPU, is left out.
+    ``labels`` and ``weights`` are ``[R]``. An objective that compares with the target needs its final states ``final [R, H]``
+    for the same positions. With a head of the drafter's ``own [V, r]``, trained along, ``states`` are ``[R, H + r]``.
+    Without ``measure`` the argmax, a fifth of the work on a CPU, is left out.
     """
-    rows = _with_bias(hidden, head), head, labels, weights.float(), soft if alpha else None
-    result: tuple[Tensor, Tensor, Tensor] = _WeightedCrossEntropy.apply(*rows, alpha, measure)  # type: ignore[no-untyped-call]
+    if own is not None:
+        split = states.shape[1] - own.shape[1]
+        states = torch.cat([_with_bias(states[:, :split], head), states[:, split:]], dim=1)
+    else:
+        states = _with_bias(states, head)
+    rows = states, own, head, labels, weights.float(), final if objective.needs_target else None
+    result: tuple[Tensor, Tensor, Tensor] = _BlockLoss.apply(*rows, objective, measure)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from volley.errors import ConfigError, unknown_key
+from volley.models.checkpoint import HEADS
 
 REPORTING_OPTIONS = frozenset(
     {
@@ -22,6 +23,7 @@ REPORTING_OPTIONS = frozenset(
 
 CHOICES = {
     "anchors": ("random", "fixed"),
+    "head": ("none", *HEADS),
     "loss_decay": ("decay", "uniform"),
     "features": ("online", "cache"),
     "attention": ("auto", "grouped", "dense", "flex"),
@@ -73,6 +75,11 @@ class TrainConfig:
     """Size of a draft head; by default the target's."""
     window: int | None = None
     """Context tokens a draft layer sees before its block; by default all of them."""
+    head: str = "none"
+    """Sequential head on the slots: ``none`` is DFlash; ``markov`` is a bigram table (DSpark); ``residual`` corrects the hidden
+    state by the token before."""
+    head_rank: int = 256
+    """Rank of the sequential head."""
     mask_token_id: int | None = None
     """Token that marks an empty slot; by default one of the target's that no text uses."""
 
@@ -92,6 +99,8 @@ class TrainConfig:
     """γ of the decay; by default 4, 5 and 7 for blocks of 8, 10 and 16, straight lines between."""
     soft_targets: float = 0.0
     """Share of the loss that is taken against the target's distribution (forward KL) instead of its sampled token."""
+    total_variation: float = 0.0
+    """Share of the loss that is the distance ‖p − q‖₁ between the target's distribution and the drafter's (DSpark)."""
 
     optimizer: str = "adamw"
     """``adamw`` (the paper's), or ``muon`` for the matrices and AdamW for the rest; both take the same learning rate."""
@@ -151,6 +160,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
         if self.fsdp and self.optimizer == "muon":
             raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
+        if self.fsdp and self.head == "markov":
+            raise ConfigError(
+                "a markov head's table is trained whole, which fsdp shards; use head='residual' with fsdp"
+            )
         if self.no_features and self.taps is not None:
             raise ConfigError("no_features and taps exclude each other; drop one of the two")
 
@@ -158,12 +171,23 @@ class TrainConfig:
         yield "data", bool(self.data), "at least one JSONL file"
         yield "block_size", self.block_size >= 2, "2 or more: an anchor and at least one slot to draft"
         yield "eval_share", 0 <= self.eval_share < 1, "in [0, 1)"
-        yield "soft_targets", 0 <= self.soft_targets <= 1, "in [0, 1]"
+        for name in ("soft_targets", "total_variation"):
+            yield name, 0 <= getattr(self, name) <= 1, "in [0, 1]"
+        shares = self.soft_targets + self.total_variation
+        yield "total_variation", shares <= 1, "at most 1 together with soft_targets"
         yield "warmup", 0 <= self.warmup < 1, "in [0, 1)"
         for name in ("eval_prompts", "weight_decay"):
             yield name, getattr(self, name) >= 0, "0 or more"
         yield "max_length", self.max_length >= 2, "2 or more"
-        for name in ("tokens_per_batch", "anchors_per_sequence", "learning_rate", "clip", "epochs", "log_steps"):
+        for name in (
+            "tokens_per_batch",
+            "anchors_per_sequence",
+            "learning_rate",
+            "clip",
+            "epochs",
+            "log_steps",
+            "head_rank",
+        ):
             yield name, getattr(self, name) > 0, "positive"
         optional: tuple[str, ...] = (
             "rows_per_pass",

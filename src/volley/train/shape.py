@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from volley.errors import ConfigError
-from volley.models.checkpoint import DrafterConfig
+from volley.models.checkpoint import DrafterConfig, HeadConfig
 from volley.models.taps import decoder_layers
 from volley.train.data import Document
 from volley.train.options import TrainConfig
@@ -106,4 +106,5 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
         max_position_embeddings=text.max_position_embeddings,
         sliding_window=config.window,
         layer_types=("sliding_attention" if config.window else "full_attention",) * layers,
+        head=None if config.head == "none" else HeadConfig(type=config.head, rank=config.head_rank),
     )

@@ -8,12 +8,16 @@ from torch import Tensor, nn
 
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
+from volley.models.heads import MarkovHead
 from volley.train.anchors import Blocks, build_blocks
 from volley.train.attention import ATTENTION, Layout
 from volley.train.data import Document, pad
 from volley.train.features import Features, FrozenTarget
-from volley.train.losses import slot_weights, weighted_cross_entropy
+from volley.train.losses import Objective, block_loss, slot_weights
 from volley.train.options import TrainConfig
+
+Before = tuple[Tensor, Tensor]
+"""Of every block row: the true token before it ``[D·A·B]`` and that token's embedding ``[D·A·B, H]``."""
 
 
 class BlockForward(nn.Module):
@@ -24,14 +28,21 @@ class BlockForward(nn.Module):
         self.drafter = drafter
         self.attention = attention
 
-    def forward(self, taps: Tensor, anchors: Tensor, embeddings: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states ``[D·A·B, H]`` from ``taps [D, S, taps·H]``, ``anchors [D, A]``, block ``embeddings [D·A·B, H]``."""
+    def forward(
+        self, taps: Tensor, anchors: Tensor, embeddings: Tensor, positions: Tensor, before: Before | None = None
+    ) -> Tensor:
+        """States ``[D·A·B, H]`` from ``taps [D, S, taps·H]``, ``anchors [D, A]``, block ``embeddings [D·A·B, H]``.
+
+        A sequential head turns them into its own (``heads.py``), given the true tokens ``before`` each position.
+        """
         config = self.drafter.config
         documents, length = taps.shape[:2]
         context_positions = torch.arange(length, device=taps.device).repeat(documents)
         context = self.drafter.context_kv(taps.flatten(0, 1), context_positions)
         layout = Layout(anchors, length, len(positions) // anchors.numel(), config.sliding_window)
         hidden: Tensor = self.drafter(embeddings, positions, ATTENTION[self.attention](layout, context))
+        if self.drafter.head is not None and before is not None:
+            hidden = self.drafter.head(hidden, *before)
         return hidden
 
 
@@ -48,13 +59,19 @@ class StepResult:
 class StepFunction:
     """Everything of a step that does not change between steps."""
 
-    def __init__(self, config: TrainConfig, target: FrozenTarget, shape: DrafterConfig, model: nn.Module) -> None:
+    def __init__(self, config: TrainConfig, target: FrozenTarget, shape: DrafterConfig, model: BlockForward) -> None:
         self.target = target
         self.model = model
         self.block_size = shape.block_size
         self.mask_token_id = shape.mask_token_id
         self.weights = slot_weights(self.block_size, config.loss_decay, config.gamma)
-        self.alpha = config.soft_targets
+        self.objective = Objective(config.soft_targets, config.total_variation, target.softcap)
+        self.has_head = shape.head is not None
+
+    def own_head(self) -> Tensor | None:
+        """A Markov head's own output matrix, trained through the loss."""
+        head = self.model.drafter.head
+        return head.output.weight if isinstance(head, MarkovHead) else None
 
     def total_weight(self, documents: Sequence[Document], anchors: Sequence[Sequence[int]]) -> float:
         """Σ of the slot weights of all blocks: what a step's loss is divided by, on every process alike."""
@@ -79,24 +96,38 @@ class StepFunction:
         device = self.target.device
         with torch.no_grad():
             embeddings = self.target.embed(blocks.token_ids.flatten().to(device))
+            before = self._before(blocks) if self.has_head else None
         taps = features.taps.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype == torch.bfloat16):
-            hidden = self.model(taps, blocks.anchors.to(device), embeddings, blocks.positions.flatten().to(device))
-        return self._loss(blocks, hidden.to(self.target.dtype), features.soft, scale, measure)
+            positions = blocks.positions.flatten().to(device)
+            states = self.model(taps, blocks.anchors.to(device), embeddings, positions, before)
+        return self._loss(blocks, states.to(self.target.dtype), features.final, scale, measure)
 
-    def _loss(self, blocks: Blocks, hidden: Tensor, soft: Tensor | None, scale: float, measure: bool) -> StepResult:
-        device = hidden.device
+    def _before(self, blocks: Blocks) -> Before:
+        """What the sequential head is told; the anchor's own row, which predicts nothing, is told the anchor."""
+        anchor = blocks.token_ids[..., :1]
+        token_ids = torch.cat([anchor, anchor, blocks.labels[..., :-1]], dim=-1).flatten().to(self.target.device)
+        return token_ids, self.target.embed(token_ids)
+
+    def _loss(self, blocks: Blocks, states: Tensor, final: Tensor | None, scale: float, measure: bool) -> StepResult:
+        device = states.device
         valid = blocks.valid.to(device)
-        slots = hidden.view(*blocks.token_ids.shape, -1)[:, :, 1:]
+        slots = states.view(*blocks.token_ids.shape, -1)[:, :, 1:]
         document, block, slot = valid.nonzero(as_tuple=True)
         weights = self.weights.to(device)[slot] * scale
-        rows_soft = None
-        if soft is not None:
-            before = blocks.positions.to(device)[document, block, slot]  # slot k = index k − 1 predicts a + k
-            rows_soft = soft.to(device)[document, before]
+        if final is not None:
+            source = blocks.positions.to(device)[document, block, slot]  # slot k = index k − 1 predicts a + k
+            final = final.to(device)[document, source]
         labels = blocks.labels.to(device)[valid]
-        loss, losses, correct = weighted_cross_entropy(
-            slots[valid], self.target.head, labels, weights, rows_soft, self.alpha, measure
+        loss, losses, correct = block_loss(
+            slots[valid],
+            self.target.head,
+            labels,
+            weights,
+            self.objective,
+            final=final,
+            own=self.own_head(),
+            measure=measure,
         )
         every = torch.zeros(valid.shape, device=device)
         right = torch.zeros_like(valid)

@@ -1,0 +1,128 @@
+"""Sequential heads: the lattice against a slow reference, the law they are trained for, and their checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import VOCAB, drafter_config, random_drafter
+from volley.errors import CheckpointError, ConfigError
+from volley.models.checkpoint import HEADS, DrafterConfig, HeadConfig, load_tensors, save_tensors
+from volley.models.drafter import Drafter
+from volley.models.heads import Head, LatticeMaker, MarkovHead
+
+H = 32
+
+
+def make(kind: str, candidates: int = VOCAB) -> tuple[Head, torch.Tensor, torch.Tensor, LatticeMaker]:
+    drafter = random_drafter(head=HeadConfig(type=kind, rank=5, candidates=candidates))
+    assert drafter.head is not None
+    embedding, output = torch.randn(VOCAB, H), torch.randn(VOCAB, H)
+    return drafter.head, embedding, output, LatticeMaker(drafter.head, candidates, embedding, output)
+
+
+def trained_logits(head: Head, hidden: torch.Tensor, before: int, embedding: torch.Tensor, output: torch.Tensor) -> Any:
+    """Logits ``[V]`` as the training loss takes them, for one slot."""
+    states = head(hidden[None], torch.tensor([before]), embedding[before][None])
+    whole = torch.cat([output, head.output.weight], dim=1) if isinstance(head, MarkovHead) else output
+    return (states @ whole.t())[0]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_walks_scores_are_the_logits_of_training(kind: str) -> None:
+    head, embedding, output, maker = make(kind)
+    hidden = torch.randn(5, H)
+    sizes, anchors = [3, 2], [7, 11]
+    lattices = maker(hidden, hidden @ output.t(), anchors, sizes)
+    row = 0
+    for lattice, anchor in zip(lattices, anchors, strict=True):
+        for slot, tokens in enumerate(lattice.tokens):
+            assert sorted(tokens) == list(range(VOCAB))
+            before = np.full(VOCAB, anchor) if slot == 0 else lattice.tokens[slot - 1]
+            for candidate in (0, 1, VOCAB - 1):
+                expected = trained_logits(head, hidden[row], int(before[candidate]), embedding, output)[tokens]
+                torch.testing.assert_close(torch.from_numpy(lattice.scores[slot, candidate]), expected)
+            row += 1
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_few_candidates_are_the_best_of_the_base(kind: str) -> None:
+    head, embedding, output, maker = make(kind, candidates=4)
+    hidden = torch.randn(3, H)
+    logits = hidden @ output.t()
+    (lattice,) = maker(hidden, logits, [7], [3])
+    assert lattice.scores.shape == (3, 4, 4)
+    assert torch.equal(torch.from_numpy(lattice.tokens), logits.topk(4).indices)
+    expected = trained_logits(head, hidden[2], int(lattice.tokens[1, 3]), embedding, output)[lattice.tokens[2]]
+    torch.testing.assert_close(torch.from_numpy(lattice.scores[2, 3]), expected)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_untrained_head_changes_nothing(kind: str) -> None:
+    torch.manual_seed(0)
+    drafter = Drafter(drafter_config(head=HeadConfig(type=kind, rank=5))).requires_grad_(False)
+    assert drafter.head is not None
+    output, hidden = torch.randn(VOCAB, H), torch.randn(4, H)
+    maker = LatticeMaker(drafter.head, 8, torch.randn(VOCAB, H), output)
+    (lattice,) = maker(hidden, hidden @ output.t(), [3], [4])
+    base = torch.from_numpy(lattice.scores)
+    torch.testing.assert_close(base, (hidden @ output.t()).topk(8).values[:, None].expand_as(base))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_is_saved_and_loaded_with_its_drafter(tmp_path: Path, kind: str) -> None:
+    drafter = random_drafter(head=HeadConfig(type=kind, rank=5, candidates=7))
+    drafter.save_pretrained(tmp_path)
+    names = [name for name in load_tensors(tmp_path / "model.safetensors") if name.startswith("head.")]
+    assert len(names) == len(list(drafter.head.parameters()))  # type: ignore[union-attr]
+    loaded = Drafter.from_pretrained(tmp_path, dtype=torch.float32)
+    assert loaded.config == drafter.config
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight.bfloat16().float()), name
+
+
+def test_a_plain_drafter_knows_nothing_of_heads(tmp_path: Path) -> None:
+    random_drafter().save_pretrained(tmp_path)
+    assert "head" not in json.loads((tmp_path / "config.json").read_text())
+    assert DrafterConfig.from_json({**drafter_config().to_json(), "head": None}).head is None
+
+
+def test_a_checkpoint_whose_head_does_not_fit_is_refused(tmp_path: Path) -> None:
+    random_drafter(head=HeadConfig(type="markov", rank=5)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = load_tensors(tmp_path / "model.safetensors")
+
+    def load(head: object, weights: dict[str, torch.Tensor] = weights) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**config, "head": head}))
+        save_tensors(tmp_path / "model.safetensors", weights)
+        Drafter.from_pretrained(tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"head\.\w+\.weight has shape \[50, 5\], config\.json says \[50, 6\]"):
+        load({"type": "markov", "rank": 6})
+    with pytest.raises(CheckpointError, match=r"missing head\.context\.weight"):
+        load({"type": "residual", "rank": 5})
+    with pytest.raises(CheckpointError, match=r"unknown head\.output\.weight, head\.previous\.weight"):
+        load(None)
+    headless = {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
+    with pytest.raises(CheckpointError, match=r"missing head\.output\.weight, head\.previous\.weight"):
+        load(config["head"], headless)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({"type": "markow", "rank": 5}, "unknown drafter head 'markow'; did you mean 'markov'"),
+        ({"type": "markov", "rank": 0}, r"head\.rank is 0; it must be a positive integer"),
+        ({"type": "markov", "rank": 4, "candidates": 2.5}, r"head\.candidates is 2\.5; it must be"),
+        ({"type": "markov"}, "head lacks 'rank'"),
+        ({"rank": 4}, "head lacks 'type'"),
+        ({"type": "markov", "rank": 4, "rang": 1}, "unknown drafter head key 'rang'; did you mean 'rank'"),
+        ("markov", "head is 'markov'; it must be an object"),
+    ],
+)
+def test_wrong_heads_are_named(head: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DrafterConfig.from_json({**drafter_config().to_json(), "head": head})
