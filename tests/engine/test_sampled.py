@@ -15,7 +15,6 @@ from volley.decode import walk
 from volley.decode.sampling import token_probs
 from volley.engine import runner
 from volley.models.checkpoint import HEADS, HeadConfig
-from volley.models.drafter import Drafter
 from volley.types import Lattice, Proposal
 
 PROMPTS = random_prompts(6, longest=30, seed=2)
@@ -103,7 +102,7 @@ def test_auto_verifies_speculatively_where_the_law_is_known(pair: Pair) -> None:
 # -- the law, end to end -----------------------------------------------------------------------------------------------
 
 V, TOKENS, SEEDS = 6, 3, 4000
-PROMPT = [1, 4, 2, 2]
+PROMPT = [1, 3, 2, 2]
 
 
 @functools.cache
@@ -111,21 +110,25 @@ def tiny() -> Pair:
     return make_pair(2, {"vocab_size": V, "block_size": 4, "mask_token_id": 5}, vocab_size=V, initializer_range=0.2)
 
 
-def exact_law(params: SamplingParams) -> Tensor:
-    """Probability of each of the V³ answers, from transformers' logits for every prefix."""
-    prefixes = torch.cartesian_prod(*[torch.arange(V)] * (TOKENS - 1))
+def exact_law(params: SamplingParams, pair: Pair | None = None) -> Tensor:
+    """Probability of each of the Vⁿ answers, from transformers' logits for every prefix."""
+    pair = pair or tiny()
+    tokens, vocab = params.max_tokens, pair.target.vocab_size
+    prefixes = torch.cartesian_prod(*[torch.arange(vocab)] * (tokens - 1))
     ids = torch.cat([torch.tensor(PROMPT).expand(len(prefixes), -1), prefixes], dim=1)
     with torch.inference_mode():
-        logits = tiny().hf(input_ids=ids, use_cache=False).logits[:, len(PROMPT) - 1 :]
-    laws = token_probs(logits.flatten(0, 1), params).double().view(len(prefixes), TOKENS, V)
+        logits = pair.hf(input_ids=ids, use_cache=False).logits[:, len(PROMPT) - 1 :]
+    laws = token_probs(logits.flatten(0, 1), params).double().view(len(prefixes), tokens, vocab)
     laws = laws / laws.sum(dim=-1, keepdim=True)
-    first = laws[:, 0].gather(1, prefixes[:, :1])
-    second = laws[:, 1].gather(1, prefixes[:, 1:])
-    return (first * second * laws[:, 2]).flatten()
+    law = laws[:, -1]
+    for position in range(tokens - 1):
+        law = law * laws[:, position].gather(1, prefixes[:, position, None])
+    return law.flatten()
 
 
-def sampled(params: SamplingParams, drafter: Drafter | None = None, **options: Any) -> tuple[Tensor, float]:
-    engine = Engine(tiny().target, drafter or tiny().drafter, max_running=256, num_pages=600, page_size=8, **options)
+def sampled(params: SamplingParams, pair: Pair | None = None, **options: Any) -> tuple[Tensor, float]:
+    pair = pair or tiny()
+    engine = Engine(pair.target, pair.drafter, max_running=256, num_pages=600, page_size=8, **options)
     results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=seed) for seed in range(SEEDS)]))
     accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
     return torch.tensor([result.token_ids for result in results]), accepted / SEEDS
@@ -164,29 +167,32 @@ def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch) -
 
 @functools.cache
 def tiny_with_head(kind: str) -> Pair:
-    head = HeadConfig(type=kind, rank=4, candidates=4)
-    return make_pair(
-        2, {"vocab_size": V, "block_size": 4, "mask_token_id": 5, "head": head}, vocab_size=V, initializer_range=0.2
-    )
+    """Four tokens of four: the first comes with the prompt, so two are drafted at once and the second has a transition."""
+    head = HeadConfig(type=kind, rank=4, candidates=3)
+    drafter = {"vocab_size": 4, "block_size": 4, "mask_token_id": 3, "head": head}
+    pair = make_pair(2, drafter, vocab_size=4, initializer_range=0.2)
+    assert pair.drafter.head is not None
+    for weight in pair.drafter.head.parameters():
+        weight.mul_(4)  # transitions that matter
+    return pair
 
 
-def sampled_with_head(kind: str, params: SamplingParams, verification: str) -> tuple[Tensor, float]:
-    return sampled(params, tiny_with_head(kind).drafter, verification=verification)
+WITH_HEAD = SamplingParams(temperature=1.2, max_tokens=4)
 
 
 @pytest.mark.parametrize(
     ("kind", "verification", "more"),
     [
         ("markov", "speculative", {"draft_temperature": 0.8}),
-        ("residual", "speculative", {"top_p": 0.9, "draft_temperature": 4.0}),
+        ("residual", "speculative", {"top_p": 0.9, "draft_temperature": 2.0}),
         ("markov", "match", {}),
     ],
 )
 def test_the_law_with_a_sequential_head_is_the_targets(kind: str, verification: str, more: dict[str, Any]) -> None:
-    params = SamplingParams(temperature=1.2, max_tokens=TOKENS, **more)
-    sequences, accepted = sampled_with_head(kind, params, verification)
-    assert chi_square_p(joint_counts(sequences, V), exact_law(params)) > 1e-3
-    assert accepted > 0.2
+    params, pair = replace(WITH_HEAD, **more), tiny_with_head(kind)
+    sequences, accepted = sampled(params, pair, verification=verification)
+    assert chi_square_p(joint_counts(sequences, 4), exact_law(params, pair)) > 1e-3
+    assert accepted > 0.4
 
 
 def scored_by_the_base(lattice: Lattice, params: SamplingParams, *rest: Any) -> Proposal:
@@ -200,9 +206,9 @@ def scored_by_the_base(lattice: Lattice, params: SamplingParams, *rest: Any) -> 
 
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "walk_sampled", scored_by_the_base)
-    params = SamplingParams(temperature=1.2, max_tokens=TOKENS)
-    sequences, _ = sampled_with_head("markov", params, "speculative")
-    assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6
+    pair = tiny_with_head("markov")
+    sequences, _ = sampled(WITH_HEAD, pair, verification="speculative")
+    assert chi_square_p(joint_counts(sequences, 4), exact_law(WITH_HEAD, pair)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", HEADS)
