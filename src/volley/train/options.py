@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from volley.errors import ConfigError, unknown_key
-from volley.models.checkpoint import HEADS
 
 REPORTING_OPTIONS = frozenset(
     {
@@ -23,7 +22,7 @@ REPORTING_OPTIONS = frozenset(
 
 CHOICES = {
     "anchors": ("random", "fixed"),
-    "head": ("none", *HEADS),
+    "head": ("none", "markov", "residual"),
     "loss_decay": ("decay", "uniform"),
     "features": ("online", "cache"),
     "attention": ("auto", "grouped", "dense", "flex"),
