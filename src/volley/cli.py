@@ -57,6 +57,8 @@ class EngineOptions:
     """Tokens verified a cycle, anchor included; 1 is plain decoding."""
     denoising_steps: int = 1
     """Denoising passes of the drafter for each block."""
+    tree_nodes: int | None = None
+    """Verify the best tree of so many draft tokens, anchor included, instead of one chain."""
 
 
 def load_engine(models: ModelOptions, options: EngineOptions | None = None) -> "Engine":

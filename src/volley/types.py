@@ -60,11 +60,14 @@ class Proposal:
     """What the drafter proposes to follow one request's anchor.
 
     ``token_ids`` ``[k]``; ``draft_probs`` ``[k, V]`` is the law each token was drawn from given the ones before it,
-    after temperature and truncation, or ``None`` when no such law is known (multi-step denoising) or needed (greedy).
+    after temperature and truncation, or ``None`` when no such law is known (multi-step denoising, trees) or needed
+    (greedy). ``parents [k]`` makes the tokens a tree: ``parents[i]`` is what token i follows, 0 for the anchor and
+    ``j + 1`` for token ``j < i``. ``None``: every token follows the one before it.
     """
 
     token_ids: list[int]
     draft_probs: Tensor | None = None
+    parents: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -72,7 +75,8 @@ class Lattice:
     """The candidates of every slot of one block, and the logit of each after each candidate of the slot before.
 
     ``tokens [k, C]`` are distinct within a slot. ``scores [k, C, C]``: ``scores[i, c, j]`` is the drafter's logit of
-    ``tokens[i, j]`` after ``tokens[i − 1, c]``; in slot 0, which follows the anchor, all c are alike.
+    ``tokens[i, j]`` after ``tokens[i − 1, c]``; in slot 0, which follows the anchor, all c are alike. ``[k, 1, C]`` where no
+    slot depends on the one before.
     """
 
     tokens: NDArray[np.int64]
@@ -86,6 +90,8 @@ class Verdict:
     accepted: int
     token_ids: list[int]
     """The accepted draft tokens followed by the bonus token: ``accepted + 1`` tokens."""
+    path: tuple[int, ...] | None = None
+    """Of a tree: the accepted nodes, counted as in ``Proposal.parents``; ``None`` for a chain: the first ``accepted``."""
 
 
 @dataclass

@@ -101,7 +101,7 @@ def test_identical_share_counts_missing_tokens() -> None:
 
 def test_the_engine_runner_sets_the_case_and_forgets_prefixes() -> None:
     class Engine:
-        block_size, denoising_steps, resets = 0, 0, 0
+        block_size, denoising_steps, tree_nodes, resets = 0, 0, None, 0
 
         def reset_prefix_cache(self) -> None:
             self.resets += 1
@@ -110,13 +110,15 @@ def test_the_engine_runner_sets_the_case_and_forgets_prefixes() -> None:
             return list(prompt)
 
         def generate(self, prompts: Any, params: Any) -> Iterator[GenerationResult]:
-            yield result([self.block_size, self.denoising_steps])
+            yield result([self.block_size, self.denoising_steps, self.tree_nodes or 0])
 
     engine = Engine()
     typed: BenchEngine = engine
+    (tree,) = engine_runner(typed, Case("volley", 8, 1, 12))([[1]], SamplingParams()).results
+    assert tree.token_ids == [8, 1, 12]
     outcome = engine_runner(typed, Case("volley", 8, 2))([[1]], SamplingParams())
-    assert outcome.results[0].token_ids == [8, 2]
-    assert engine.resets == 1
+    assert outcome.results[0].token_ids == [8, 2, 0]
+    assert engine.resets == 2
     assert outcome.first_token() == 0.1
 
 
@@ -127,6 +129,8 @@ def test_the_engine_runner_sets_the_case_and_forgets_prefixes() -> None:
         ({"datasets": ()}, "datasets is empty"),
         ({"block_sizes": (1,)}, "a block needs 2 or more"),
         ({"denoising_steps": (0,)}, "each must be at least 1"),
+        ({"tree_nodes": (0, 1)}, "at least 2, anchor included"),
+        ({"tree_nodes": (8,), "denoising_steps": (2,)}, "a tree grows from one denoising step"),
         ({"temperatures": (-1.0,)}, "each must be 0 or more"),
         ({"against": ("transformer",)}, r"unknown peer 'transformer'; did you mean 'transformers'\?"),
         ({"against": ("transformers",), "concurrency": 2}, "one prompt at a time"),
@@ -137,9 +141,11 @@ def test_unusable_options_are_refused(options: dict[str, Any], message: str) -> 
         BenchConfig(**options)
 
 
-def test_cases_are_plain_and_every_block_size_with_every_step_count() -> None:
+def test_cases_are_plain_and_every_block_size_with_every_step_count_or_tree() -> None:
     config = BenchConfig(block_sizes=(4, 8), denoising_steps=(1, 2))
     assert [case.label for case in config.cases(16)] == ["plain", "B=4", "B=4 S=2", "B=8", "B=8 S=2"]
+    trees = BenchConfig(block_sizes=(8,), tree_nodes=(0, 16)).cases(16)
+    assert [case.label for case in trees] == ["plain", "B=8", "B=8 N=16"]
     assert BenchConfig().cases(16) == [PLAIN, Case("volley", 16)]
     assert BenchConfig().cases(None) == [PLAIN]
     with pytest.raises(ConfigError, match="there is no drafter"):

@@ -51,6 +51,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("abort"), st.integers(0, 9)),
         st.tuples(st.just("preempt"), st.integers(0, 9)),
         st.tuples(st.just("block_size"), st.integers(1, 6)),
+        st.tuples(st.just("tree_nodes"), st.integers(1, 20)),
         st.tuples(st.just("forget"), st.none()),
     ),
     min_size=4,
@@ -112,6 +113,8 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
             engine.scheduler.preempt(engine.scheduler.running[value % len(engine.scheduler.running)])
         elif action == "block_size":
             engine.block_size = value
+        elif action == "tree_nodes" and steps == 1:
+            engine.tree_nodes = value if value > 1 else None
         elif action == "forget":
             engine.reset_prefix_cache()
         engine.check_integrity()

@@ -62,9 +62,11 @@ def test_a_seed_gives_the_same_tokens_under_any_scheduling(
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 6])
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_matching_gives_the_very_tokens_of_plain_decoding(pair: Pair, block_size: int, steps: int) -> None:
-    options = {"block_size": block_size, "denoising_steps": steps, "verification": "match"}
+@pytest.mark.parametrize(
+    "options", [{}, {"denoising_steps": 2}, {"denoising_steps": 4}, {"tree_nodes": 4}, {"tree_nodes": 25}]
+)
+def test_matching_gives_the_very_tokens_of_plain_decoding(pair: Pair, block_size: int, options: dict[str, Any]) -> None:
+    options = {"block_size": block_size, "verification": "match", **options}
     engine = Engine(pair.target, pair.drafter, page_size=4, **options)
     assert answers(engine) == plain()
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(), strict=True)})
@@ -141,6 +143,8 @@ def sampled(params: SamplingParams, pair: Pair | None = None, **options: Any) ->
         ({"top_p": 0.9, "temperature": 1.3, "draft_temperature": 0.7}, {"verification": "speculative"}),
         ({}, {"verification": "match"}),
         ({"top_k": 4}, {"denoising_steps": 2}),
+        ({"temperature": 1.2}, {"tree_nodes": 7}),
+        ({"top_p": 0.9, "draft_temperature": 0.6}, {"tree_nodes": 12}),
     ],
 )
 def test_the_law_of_whole_answers_is_the_targets(params: dict[str, Any], options: dict[str, Any]) -> None:
@@ -186,11 +190,13 @@ WITH_HEAD = SamplingParams(temperature=1.2, max_tokens=4)
         ("markov", "speculative", {"draft_temperature": 0.8}),
         ("residual", "speculative", {"top_p": 0.9, "draft_temperature": 2.0}),
         ("markov", "match", {}),
+        ("residual", "tree", {"draft_temperature": 0.8}),
     ],
 )
 def test_the_law_with_a_sequential_head_is_the_targets(kind: str, verification: str, more: dict[str, Any]) -> None:
     params, pair = replace(WITH_HEAD, **more), tiny_with_head(kind)
-    sequences, accepted = sampled(params, pair, verification=verification)
+    options: dict[str, Any] = {"tree_nodes": 6} if verification == "tree" else {"verification": verification}
+    sequences, accepted = sampled(params, pair, **options)
     assert chi_square_p(joint_counts(sequences, 4), exact_law(params, pair)) > 1e-3
     assert accepted > 0.4
 
@@ -212,9 +218,10 @@ def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_matching_with_a_head_gives_the_very_tokens_of_plain_decoding(kind: str) -> None:
+@pytest.mark.parametrize("tree_nodes", [None, 12])
+def test_matching_with_a_head_gives_the_very_tokens_of_plain_decoding(kind: str, tree_nodes: int | None) -> None:
     pair = make_pair(drafter={"head": HeadConfig(type=kind, rank=4, candidates=20)})
-    engine = Engine(pair.target, pair.drafter, page_size=4, verification="match")
+    engine = Engine(pair.target, pair.drafter, page_size=4, verification="match", tree_nodes=tree_nodes)
     assert answers(engine) == plain()
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(), strict=True)})
     assert answers(engine) == plain()

@@ -61,6 +61,19 @@ def test_store_writes_where_it_is_told() -> None:
     assert store.nbytes == 8 * KVStore.bytes_per_token([(2, 3), (1, 5)], torch.float32)
 
 
+@pytest.mark.parametrize(("source", "target"), [([5], [1]), ([3, 4, 6], [2, 3, 4]), ([1, 2, 3], [3, 1, 2]), ([], [])])
+def test_moved_slots_may_overlap(source: list[int], target: list[int]) -> None:
+    shapes = [(2, 3), (1, 5)]
+    store = KVStore(shapes, 8, torch.float32, torch.device("cpu"))
+    for layer, shape in enumerate(shapes):
+        store.write(layer, slice(0, 8), torch.randn(8, *shape), torch.randn(8, *shape))
+    before = [cache.clone() for cache in (*store.keys, *store.values)]
+    store.move(torch.tensor(source, dtype=torch.long), torch.tensor(target, dtype=torch.long))
+    for old, new in zip(before, (*store.keys, *store.values), strict=True):
+        for slot in range(8):
+            assert torch.equal(new[slot], old[source[target.index(slot)] if slot in target else slot])
+
+
 def test_a_request_keeps_consecutive_pages_while_others_grow_beside_it() -> None:
     pool = PagePool(16, 4)
     tables = [BlockTable(4) for _ in range(3)]

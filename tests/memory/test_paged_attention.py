@@ -9,18 +9,39 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from volley.memory import attention
-from volley.memory.attention import AttentionOptions, paged_attention, reference_attention
+from volley.memory.attention import (
+    AttentionOptions,
+    first_visible,
+    paged_attention,
+    reference_attention,
+    visible_mask,
+)
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, KVStore
 
 DIM = 4
 
 
-def visible(segment: Segment, query: int, key: int, window: int | None) -> bool:
-    """The definition: who sees whom."""
+def lineage(segment: Segment, row: int) -> list[int]:
+    """A token of a tree and its ancestors, itself first."""
+    assert segment.parents is not None
+    line = [row]
+    while line[-1] > 0:
+        line.append(segment.parents[line[-1] - 1])
+    return line
+
+
+def visible(segment: Segment, row: int, key: int, window: int | None) -> bool:
+    """The definition: who sees whom; ``row`` in the segment, ``key`` in the table."""
     if not segment.causal:
         return window is None or key >= segment.start - window
-    return key <= query and (window is None or key > query - window)
+    if segment.parents is None or key < segment.start:
+        distance = (row if segment.parents is None else len(lineage(segment, row)) - 1) + segment.start - key
+    elif key - segment.start in lineage(segment, row):
+        distance = lineage(segment, row).index(key - segment.start)
+    else:
+        return False
+    return distance >= 0 and (window is None or distance < window)
 
 
 def by_definition(
@@ -31,7 +52,7 @@ def by_definition(
     for segment, offset, (keys, values) in zip(batch.segments, batch.offsets, histories, strict=False):
         groups = queries.shape[1] // keys.shape[1]
         for row in range(segment.length):
-            seen = [k for k in range(segment.end) if visible(segment, segment.start + row, k, options.window)]
+            seen = [k for k in range(segment.end) if visible(segment, row, k, options.window)]
             for head in range(queries.shape[1]):
                 scores = keys[seen, head // groups] @ queries[offset + row, head] * options.scale
                 if options.softcap is not None:
@@ -65,13 +86,18 @@ def check(
     softcap: float | None,
     sinks: bool,
     seed: int,
+    trees: bool = False,
 ) -> None:
+    """``trees``: half of the causal segments are random trees."""
     torch.manual_seed(seed)
     kv_heads, groups = heads
     span = (window or 0) + max(length for _, length, _ in shapes)
     pages = [math.ceil((start + length) / page_size) for start, length, _ in shapes]
     tables = make_tables(layout, page_size, pages, span)
     segments = [Segment(table, *shape) for table, shape in zip(tables, shapes, strict=True)]
+    for segment in segments:
+        if trees and segment.causal and torch.rand(()) < 0.5:
+            segment.parents = tuple(int(torch.randint(node, ())) for node in range(1, segment.length))
     batch = RaggedBatch(segments, torch.zeros(sum(segment.length for segment in segments), dtype=torch.long))
     slots = (1 + max(page for table in tables for page in table.pages)) * page_size
     stores = [KVStore([(kv_heads, DIM)] * 2, slots, torch.float32, torch.device("cpu")) for _ in range(2)]
@@ -112,10 +138,13 @@ SEGMENTS = st.lists(
     softcap=st.none() | st.just(2.0),
     sinks=st.booleans(),
     copy_limit=st.sampled_from([0, 200, attention._COPY_LIMIT]),
+    trees=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=150)
-def test_random_ragged_batches(shapes, page_size, layout, window, heads, softcap, sinks, copy_limit, seed) -> None:  # type: ignore[no-untyped-def]
+@settings(max_examples=200)
+def test_random_ragged_batches(
+    shapes, page_size, layout, window, heads, softcap, sinks, copy_limit, trees, seed
+) -> None:  # type: ignore[no-untyped-def]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_COPY_LIMIT", copy_limit)
         check(
@@ -126,6 +155,7 @@ def test_random_ragged_batches(shapes, page_size, layout, window, heads, softcap
             heads=heads,
             softcap=softcap,
             sinks=sinks,
+            trees=trees,
             seed=seed,
         )
 
@@ -182,3 +212,19 @@ def test_positions_of_a_ragged_batch() -> None:
     assert batch.positions.tolist() == [5, 6, 0, 1, 2]
     assert batch.offsets == [0, 2, 5]
     assert len(batch) == 5
+
+
+def test_positions_in_a_tree_are_depths() -> None:
+    table = BlockTable(4, range(5))
+    tree = Segment(table, 5, 6, parents=(0, 1, 1, 0, 4))
+    batch = RaggedBatch([tree, Segment(table, 1, 2)], torch.zeros(8, dtype=torch.long))
+    assert batch.positions.tolist() == [5, 6, 7, 7, 6, 7, 1, 2]
+
+
+def test_a_tree_of_one_branch_is_a_chain() -> None:
+    table = BlockTable(4, range(5))
+    chain, tree = Segment(table, 5, 4), Segment(table, 5, 4, parents=(0, 1, 2))
+    for window in (None, 1, 3, 20):
+        first = first_visible(chain, window)
+        assert first == first_visible(tree, window)
+        assert torch.equal(visible_mask(chain, window, first), visible_mask(tree, window, first))

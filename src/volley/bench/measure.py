@@ -76,17 +76,25 @@ class BenchEngine(Protocol):
 
     block_size: int
     denoising_steps: int
+    tree_nodes: int | None
 
     def generate(self, prompts: Any, params: Any) -> Iterator[GenerationResult]: ...
     def encode(self, prompt: Any) -> list[int]: ...
     def reset_prefix_cache(self) -> None: ...
 
 
+def configure(engine: BenchEngine, case: Case) -> None:
+    """Let ``engine`` draft as ``case`` says."""
+    engine.tree_nodes = None  # first: a tree and several denoising steps exclude each other
+    engine.block_size, engine.denoising_steps = case.block_size, case.denoising_steps
+    engine.tree_nodes = case.tree_nodes or None
+
+
 def engine_runner(engine: BenchEngine, case: Case) -> Runner:
     """Decode with volley as ``case`` says, with nothing left in the prefix cache from another run."""
 
     def run(prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
-        engine.block_size, engine.denoising_steps = case.block_size, case.denoising_steps
+        configure(engine, case)
         engine.reset_prefix_cache()
         started = time.perf_counter()
         results = list(engine.generate(list(prompts), params))

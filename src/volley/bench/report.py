@@ -70,7 +70,7 @@ class Summary:
     ties: int = 0
     """How many of them part where the target's two largest logits tie to within rounding."""
     acceptance_by_position: list[float] = field(default_factory=list)
-    """Share of cycles with a full block that accepted at least k draft tokens, k = 1 … B − 1."""
+    """Share of cycles with a full block or tree that accepted at least k draft tokens, k = 1 … B − 1."""
     histogram: dict[int, int] = field(default_factory=dict)
     """Cycles by accepted length."""
 
@@ -150,7 +150,8 @@ def _acceptance_by_position(runs: list[Record]) -> list[float]:
     cycles = [pair for r in runs for pair in zip(r.accepted_lengths, r.block_sizes, strict=False)]
     full = max((size for _, size in cycles), default=1)  # blocks are cut short near the end of an answer
     accepted = [length for length, size in cycles if size == full]
-    return [sum(length > position for length in accepted) / len(accepted) for position in range(1, full)]
+    depth = min(full, runs[0].case.block_size) if runs[0].case.tree_nodes else full
+    return [sum(length > position for length in accepted) / len(accepted) for position in range(1, depth)]
 
 
 def _identical(summary: Summary) -> str:

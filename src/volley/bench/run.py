@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from volley.bench.measure import Record, Runner, engine_runner, measure
+from volley.bench.measure import Record, Runner, configure, engine_runner, measure
 from volley.bench.report import Report, machine
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.bench.ties import tied_logits
@@ -30,10 +30,10 @@ def run_bench(
 ) -> Report:
     """Measure ``engine`` as ``config`` says. ``models`` names what it runs; peers load the same ``models["path"]``.
 
-    The engine's block size and denoising steps are put back afterwards.
+    How the engine drafts is put back afterwards.
     """
     workload = config.load()
-    before = engine.block_size, engine.denoising_steps
+    before = Case("volley", engine.block_size, engine.denoising_steps, engine.tree_nodes or 0)
     drafter = engine.drafter
     cases = config.cases(drafter.config.block_size if drafter is not None else None)
     plain = without_drafter(engine)
@@ -57,7 +57,7 @@ def run_bench(
     try:
         measured = measure(config, workload, encode, runners, is_tie, progress)
     finally:
-        engine.block_size, engine.denoising_steps = before
+        configure(engine, before)
     measured.notes += notes
     facts = {name: value for name, value in models.items() if name != "path"}
     facts |= {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}

@@ -1,6 +1,7 @@
 """What a benchmark measures: the workload (datasets, temperatures, lengths) and the cases that run on it in turn."""
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +21,15 @@ class Case:
     name: str
     block_size: int = 1
     denoising_steps: int = 1
+    tree_nodes: int = 0
+    """0 is a chain."""
 
     @property
     def label(self) -> str:
         if self.name != "volley":
             return self.name
-        return f"B={self.block_size}" + (f" S={self.denoising_steps}" if self.denoising_steps > 1 else "")
+        steps = f" S={self.denoising_steps}" if self.denoising_steps > 1 else ""
+        return f"B={self.block_size}" + steps + (f" N={self.tree_nodes}" if self.tree_nodes else "")
 
 
 PLAIN = Case("plain")
@@ -47,6 +51,8 @@ class BenchConfig:
     """Block sizes to try; empty: the drafter's own."""
     denoising_steps: tuple[int, ...] = (1,)
     """Denoising steps to try with each block size."""
+    tree_nodes: tuple[int, ...] = (0,)
+    """Sizes of draft trees to try with each block size, anchor included; 0 is a chain."""
     concurrency: int = 1
     """Prompts decoded at once."""
     max_tokens: int = 128
@@ -64,7 +70,7 @@ class BenchConfig:
         for name in ("num_prompts", "concurrency", "max_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("datasets", "temperatures", "denoising_steps"):
+        for name in ("datasets", "temperatures", "denoising_steps", "tree_nodes"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty; give at least one")
         if any(size < 2 for size in self.block_sizes):
@@ -73,6 +79,10 @@ class BenchConfig:
             )
         if any(steps < 1 for steps in self.denoising_steps):
             raise ConfigError(f"denoising steps are {self.denoising_steps}; each must be at least 1")
+        if any(nodes < 0 or nodes == 1 for nodes in self.tree_nodes):
+            raise ConfigError(f"tree nodes are {self.tree_nodes}; each is 0 (a chain) or at least 2, anchor included")
+        if any(self.tree_nodes) and max(self.denoising_steps) > 1:
+            raise ConfigError("a tree grows from one denoising step; measure trees and several steps apart")
         for peer in self.against:
             if peer != "transformers":
                 raise unknown_key("peer", peer, ("transformers",))
@@ -94,10 +104,13 @@ class BenchConfig:
         return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed + repeat)
 
     def cases(self, drafter_block_size: int | None) -> list[Case]:
-        """Plain decoding, then every block size and step count; plain alone when there is no drafter."""
+        """Plain decoding, then every block size with every step count or tree; plain alone when there is no drafter."""
         if drafter_block_size is None:
-            if self.block_sizes:
-                raise ConfigError("block sizes were given but there is no drafter; name one, or leave them out")
+            if self.block_sizes or any(self.tree_nodes):
+                raise ConfigError(
+                    "block sizes or tree nodes were given but there is no drafter; name one, or leave them out"
+                )
             return [PLAIN]
         sizes = self.block_sizes or (drafter_block_size,)
-        return [PLAIN, *(Case("volley", size, steps) for size in sizes for steps in self.denoising_steps)]
+        ways = product(sizes, self.denoising_steps, self.tree_nodes)
+        return [PLAIN, *(Case("volley", *way) for way in ways)]

@@ -19,7 +19,7 @@ def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise
     The slots of a single-pass draft are independent given the context, so each row *is* the law of its token given the
     tokens before it, which speculative sampling needs.
     """
-    probs = token_probs(logits, params, _draft_temperature(params))
+    probs = token_probs(logits, params, draft_temperature(params))
     positions = range(first, first + len(logits))
     tokens = race(probs, noise.exponentials(Purpose.DRAFT, positions, logits.shape[-1]))
     return Proposal(tokens.tolist(), probs)
@@ -27,10 +27,11 @@ def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise
 
 def propose_coupled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
     """Draw every slot with the noise the target will use at that position; tokens ``[k]``, for sample-and-match only."""
-    probs = token_probs(logits, params, _draft_temperature(params))
+    probs = token_probs(logits, params, draft_temperature(params))
     positions = range(first, first + len(logits))
     return race(probs, noise.exponentials(Purpose.TARGET, positions, logits.shape[-1]))
 
 
-def _draft_temperature(params: SamplingParams) -> float:
+def draft_temperature(params: SamplingParams) -> float:
+    """The draft's temperature: its own if one was given, else the target's."""
     return params.temperature if params.draft_temperature is None else params.draft_temperature

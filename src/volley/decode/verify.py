@@ -1,4 +1,4 @@
-"""What of a draft survives: three verifiers, each exactly lossless, each a pure function over ragged rows.
+"""What of a draft survives: verifiers, each exactly lossless, each a pure function over ragged rows.
 
 A request with k draft tokens owns k + 1 consecutive rows of target distributions: row i is the law of the token after the
 anchor and i draft tokens. Losslessness conditions are in each docstring; a verifier must not be used outside its own.
@@ -33,6 +33,25 @@ def verify_choices(choices: Sequence[int], drafts: Sequence[Sequence[int]]) -> l
         verdicts.append(Verdict(accepted, list(mine[: accepted + 1])))
         row += len(draft) + 1
     return verdicts
+
+
+def verify_tree(choose: Callable[[int, int], int], tokens: Sequence[int], parents: Sequence[int]) -> Verdict:
+    """Walk a draft tree (see ``Proposal.parents``): on to the child that is the target's own choice, until there is none.
+
+    ``choose(node, depth)`` is that choice after ``node``, ``depth`` tokens after the anchor; it is asked only for nodes the
+    walk reaches. Lossless for any tree, under the conditions of :func:`verify_choices`. ``min(1, p / q)`` is not: which
+    tokens a best-first tree holds is no draw from q.
+    """
+    children = {family: node for node, family in enumerate(zip(parents, tokens, strict=True), start=1)}
+    path: list[int] = []
+    emitted: list[int] = []
+    node: int | None = 0
+    while node is not None:
+        emitted.append(choose(node, len(path)))
+        node = children.get((node, emitted[-1]))
+        if node is not None:
+            path.append(node)
+    return Verdict(len(path), emitted, tuple(path))
 
 
 def verify_speculative(

@@ -49,6 +49,7 @@ class Engine:
         block_size: int | None = None,
         denoising_steps: int = 1,
         denoising_schedule: str = "cosine",
+        tree_nodes: int | None = None,
         verification: str = "auto",
         page_size: int = 16,
         num_pages: int | None = None,
@@ -57,7 +58,8 @@ class Engine:
         prefix_caching: bool = True,
         draft_window: int | None = None,
     ) -> None:
-        """``block_size`` counts the anchor (default: the drafter's own; 1 is plain decoding). ``num_pages`` pages of
+        """``block_size`` counts the anchor (default: the drafter's own; 1 is plain decoding). ``tree_nodes`` verifies the
+        best tree of so many tokens, anchor included, instead of a chain. ``num_pages`` pages of
         ``page_size`` tokens hold all K/V. ``draft_window`` bounds the drafter's context, and its cache, to that many
         tokens before the block. ``max_batch_tokens`` bounds the prompt tokens that share one target pass.
         """
@@ -92,6 +94,7 @@ class Engine:
             num_ring_slots=ring_pool.num_pages * page_size if ring_pool else 0,
             draft_window=draft_window,
         )
+        self.tree_nodes = tree_nodes
 
     @classmethod
     def from_pretrained(
@@ -126,12 +129,13 @@ class Engine:
     def step(self) -> list[Request]:
         """One cycle for every scheduled request; returns those that finished."""
         started = time.perf_counter()
-        plan = self.scheduler.schedule(self.block_size)
+        plan = self.scheduler.schedule(self.block_size, self.tree_nodes or 0)
         if not plan:
             return []
         proposals = self.runner.draft(plan)
         logits = self.runner.verify(plan, proposals)
         verdicts = self.runner.judge(plan, proposals, logits)
+        self.runner.compact(plan, verdicts)
         self.runner.inject(plan, verdicts)
         finished = [
             scheduled.request
@@ -291,6 +295,17 @@ class Engine:
     @denoising_steps.setter
     def denoising_steps(self, value: int) -> None:
         self.runner.options = replace(self.runner.options, denoising_steps=value)
+
+    @property
+    def tree_nodes(self) -> int | None:
+        """Tokens of the draft tree verified per cycle, anchor included; ``None`` is a chain. May be set between steps."""
+        return self.runner.options.tree_nodes
+
+    @tree_nodes.setter
+    def tree_nodes(self, value: int | None) -> None:
+        if value is not None and self.drafter is None:
+            raise ConfigError(f"tree_nodes is {value} and there is no drafter to grow a tree; name one or use None")
+        self.runner.options = replace(self.runner.options, tree_nodes=value)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

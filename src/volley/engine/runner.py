@@ -2,16 +2,18 @@
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from volley.decode.denoise import reveal, reveal_counts
-from volley.decode.propose import propose_coupled, propose_greedy, propose_sampled
+from volley.decode.propose import draft_temperature, propose_coupled, propose_greedy, propose_sampled
 from volley.decode.sampling import Purpose, best_tokens, chosen_logprobs, race, token_probs
-from volley.decode.verify import verify_choices, verify_speculative
+from volley.decode.tree import coupled_logits, expand, slot_lattice
+from volley.decode.verify import verify_choices, verify_speculative, verify_tree
 from volley.decode.walk import walk_coupled, walk_greedy, walk_sampled
 from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
@@ -42,9 +44,11 @@ class DraftingOptions:
 
     denoising_steps: int = 1
     denoising_schedule: str = "cosine"
+    tree_nodes: int | None = None
+    """Verify the best tree of so many tokens, anchor included, that ``block_size`` levels can hold; ``None``: a chain."""
     verification: str = "auto"
     """For sampled requests: ``speculative``, ``match``, or ``auto``: speculative sampling whenever the draft's law is known
-    (one denoising step), sample-and-match otherwise."""
+    (a chain from one denoising step), sample-and-match otherwise."""
 
     def __post_init__(self) -> None:
         if self.verification not in ("auto", "speculative", "match"):
@@ -55,6 +59,22 @@ class DraftingOptions:
                 "does not have; use verification='match' or denoising_steps=1"
             )
         reveal_counts(1, self.denoising_steps, self.denoising_schedule)
+        if self.tree_nodes is not None:
+            self._check_tree(self.tree_nodes)
+
+    def _check_tree(self, tree_nodes: int) -> None:
+        if tree_nodes < 2:
+            raise ConfigError(f"tree_nodes is {tree_nodes}; a tree has 2 or more, anchor included. None drafts a chain")
+        if self.denoising_steps > 1:
+            raise ConfigError(
+                "a tree grows from the slot probabilities of one draft pass, and denoising_steps is "
+                f"{self.denoising_steps}; use denoising_steps=1, or tree_nodes=None"
+            )
+        if self.verification == "speculative":
+            raise ConfigError(
+                "speculative verification is biased on a tree, whose tokens are not drawn from the draft's law; use "
+                "verification='match' or 'auto', or tree_nodes=None"
+            )
 
     @property
     def matches(self) -> bool:
@@ -111,6 +131,8 @@ class Runner:
         tokens = [[s.request.token_ids[-1]] + [mask] * s.max_draft for s in plan]
         if self.options.denoising_steps == 1:
             logits, hidden = self._slot_logits(plan, torch.tensor([t for block in tokens for t in block]))
+            if any(scheduled.max_nodes for scheduled in plan):
+                logits = self._with_noise(plan, torch.split(logits, sizes))
             if self.lattices is None:
                 return self._propose(plan, logits)
             anchors = [block[0] for block in tokens]
@@ -159,7 +181,9 @@ class Runner:
         for scheduled in plan:
             request, size = scheduled.request, scheduled.max_draft
             rows = logits[row : row + size]
-            if request.params.temperature == 0:
+            if scheduled.max_nodes:
+                proposals.append(expand(slot_lattice(rows), scheduled.max_nodes, draft_temperature(request.params)))
+            elif request.params.temperature == 0:
                 proposals.append(propose_greedy(best[row : row + size]))
             elif self.options.matches:
                 proposals.append(Proposal(self._draw(request, rows).tolist()))
@@ -168,11 +192,23 @@ class Runner:
             row += size
         return proposals
 
+    @staticmethod
+    def _with_noise(plan: list[Scheduled], logits: Sequence[Tensor]) -> Tensor:
+        """Slot logits ``[Σ k, V]``, those of trees with the noise the target will use."""
+        rows = [
+            coupled_logits(own, s.request.params, s.request.noise, len(s.request.token_ids)) if s.max_nodes else own
+            for s, own in zip(plan, logits, strict=True)
+        ]
+        return torch.cat(rows)
+
     def _walk(self, plan: list[Scheduled], lattices: list[Lattice]) -> list[Proposal]:
         """A drafter with a sequential head chooses each token knowing the one before."""
         proposals = []
         for scheduled, lattice in zip(plan, lattices, strict=True):
             request = scheduled.request
+            if scheduled.max_nodes:
+                proposals.append(expand(lattice, scheduled.max_nodes, draft_temperature(request.params)))
+                continue
             if request.params.temperature == 0:
                 proposals.append(walk_greedy(lattice))
                 continue
@@ -199,7 +235,8 @@ class Runner:
         rows: list[int] = []
         for scheduled, proposal in zip(plan, proposals, strict=True):
             request, known = scheduled.request, scheduled.num_known
-            segments.append(Segment(request.table, request.computed, known + len(proposal.token_ids)))
+            size = known + len(proposal.token_ids)
+            segments.append(Segment(request.table, request.computed, size, parents=proposal.parents))
             tokens += request.token_ids[request.computed : request.computed + known]
             if scheduled.emits:
                 rows += range(len(tokens) - 1, len(tokens) + len(proposal.token_ids))
@@ -222,7 +259,7 @@ class Runner:
             end = row + 1 + len(proposal.token_ids)
             verdict = self._judge_one(scheduled.request, proposal, logits[row:end], best[row:end])
             if scheduled.request.params.logprobs:
-                kept = logits[row : row + len(verdict.token_ids)]
+                kept = logits[row:end][_kept_rows(1, verdict)]
                 scheduled.request.logprobs += chosen_logprobs(kept, verdict.token_ids)
             verdicts.append(verdict)
             row = end
@@ -232,6 +269,8 @@ class Runner:
     @staticmethod
     def _judge_one(request: Request, proposal: Proposal, logits: Tensor, best: list[int]) -> Verdict:
         draft = proposal.token_ids
+        if proposal.parents is not None:
+            return verify_tree(_chooser(request, logits, best), draft, proposal.parents)
         if request.params.temperature == 0:
             return verify_choices(best, [draft])[0]
         probs = token_probs(logits, request.params)
@@ -247,6 +286,25 @@ class Runner:
         uniforms = request.noise.uniforms(Purpose.ACCEPT, positions[:-1])
         return verify_speculative(probs, [proposal.draft_probs], [draft], [uniforms], draw)[0]
 
+    # -- keep -----------------------------------------------------------------------------------------------------------
+    def compact(self, plan: Sequence[Scheduled], verdicts: Sequence[Verdict]) -> None:
+        """Move the target's K/V of accepted tree nodes to the positions their tokens now have."""
+        started = time.perf_counter()
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for scheduled, verdict in zip(plan, verdicts, strict=True):
+            nodes = np.asarray(verdict.path or (), dtype=np.int64)
+            places = np.arange(1, len(nodes) + 1)
+            away = nodes != places
+            if away.any():
+                start, table = scheduled.request.computed, scheduled.request.table
+                slots = table.slot_array(start, start + int(nodes[-1]) + 1)
+                sources.append(torch.from_numpy(slots[nodes[away]]))
+                targets.append(torch.from_numpy(slots[places[away]]))
+        if sources:
+            self.store.move(*(torch.cat(slots).to(self.target.device) for slots in (sources, targets)))
+        self.timings.verify += time.perf_counter() - started
+
     # -- inject --------------------------------------------------------------------------------------------------------
     def inject(self, plan: Sequence[Scheduled], verdicts: Sequence[Verdict]) -> None:
         """Project the features of known and accepted positions into the drafter's K/V."""
@@ -254,22 +312,40 @@ class Runner:
             return
         started = time.perf_counter()
         features = self.taps.take()[0]
-        spans, slots = [], []
+        kept, slots = [], []
         for scheduled, verdict, start in zip(plan, verdicts, self.batch.offsets, strict=False):
             request, size = scheduled.request, scheduled.num_known + verdict.accepted
             skip = max(0, size - request.draft_table.capacity) if request.draft_table.is_ring else 0
-            spans.append((start + skip, start + size))
+            kept.append(_kept_rows(scheduled.num_known, verdict, start, skip))
             slots.append(request.draft_table.slots(request.computed + skip, request.computed + size))
-        if len(spans) == 1:
-            rows, where = slice(*spans[0]), slots[0]
-            features, positions = features[rows], self.batch.positions[rows]
-        else:
-            index = torch.cat([torch.arange(*span) for span in spans]).to(features.device)
-            features, positions = features[index], self.batch.positions[index]
-            where = torch.cat([_as_indices(s) for s in slots]).to(features.device)
+        rows, where = kept[0], slots[0]
+        if len(kept) > 1:
+            rows, where = (torch.cat([_as_indices(s) for s in parts]).to(features.device) for parts in (kept, slots))
+        features, positions = features[rows], self.batch.positions[rows]
         for layer, (keys, values) in enumerate(self.drafter.context_kv(features, positions)):
             self.draft_store.write(layer, where, keys, values)
         self.timings.draft += time.perf_counter() - started
+
+
+def _chooser(request: Request, logits: Tensor, best: list[int]) -> Callable[[int, int], int]:
+    """The target's own choice after a node of a tree, for ``verify_tree``."""
+
+    def choose(node: int, depth: int) -> int:
+        if request.params.temperature == 0:
+            return best[node]
+        probs = token_probs(logits[node : node + 1], request.params)
+        noise = request.noise.exponentials(Purpose.TARGET, [len(request.token_ids) + depth], logits.shape[-1])
+        return int(race(probs, noise))
+
+    return choose
+
+
+def _kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) -> slice | Tensor:
+    """Rows of a segment from ``start`` that stay: its known tokens and what was accepted, without the first ``skip``."""
+    if verdict.path is None:
+        return slice(start + skip, start + num_known + verdict.accepted)
+    assert num_known == 1, "a tree's root is the anchor"
+    return torch.tensor([start, *(start + node for node in verdict.path)][skip:])
 
 
 def check_pair(drafter: Drafter, target: Target) -> None:

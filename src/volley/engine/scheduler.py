@@ -13,11 +13,20 @@ from volley.memory.kv_cache import BlockTable, PagePool
 
 @dataclass(slots=True)
 class Scheduled:
-    """What one request does in this step: compute ``num_known`` of its tokens and verify up to ``max_draft`` more."""
+    """What one request does in this step: compute ``num_known`` of its tokens and verify up to ``max_draft`` more.
+
+    With ``max_nodes`` the drafter still fills ``max_draft`` slots, and a tree of up to so many tokens is verified instead.
+    """
 
     request: Request
     num_known: int
     max_draft: int
+    max_nodes: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the target's pass, at most."""
+        return self.num_known + max(self.max_draft, self.max_nodes)
 
     @property
     def emits(self) -> bool:
@@ -58,13 +67,15 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self, block_size: int) -> list[Scheduled]:
-        """The next step's work; ``block_size`` counts the anchor. Empty only when there is nothing to do."""
+    def schedule(self, block_size: int, tree_nodes: int = 0) -> list[Scheduled]:
+        """The next step's work; ``block_size`` and ``tree_nodes`` (0: chains) count the anchor. Empty only when there is
+        nothing to do.
+        """
         plan: list[Scheduled] = []
         for request in list(self.running):
             if request.is_decoding:
-                self._schedule_decoding(request, block_size, plan)
-        budget = self.config.max_batch_tokens - sum(1 + s.max_draft for s in plan)
+                self._schedule_decoding(request, block_size, tree_nodes, plan)
+        budget = self.config.max_batch_tokens - sum(scheduled.num_tokens for scheduled in plan)
         for request in list(self.running):
             if budget > 0 and not request.is_decoding:
                 budget -= self._schedule_prefill(request, budget, plan)
@@ -73,18 +84,30 @@ class Scheduler:
             if not self._admit(request, block_size):
                 break
             if request.is_decoding:
-                budget -= self._schedule_decoding(request, block_size, plan)
+                budget -= self._schedule_decoding(request, block_size, tree_nodes, plan)
             else:
                 budget -= self._schedule_prefill(request, budget, plan)
+        self._grow_trees(plan)
         assert plan or not self.has_work, "a pool that fits every single request always schedules one"
         return plan
 
-    def _schedule_decoding(self, request: Request, block_size: int, plan: list[Scheduled]) -> int:
+    def _schedule_decoding(self, request: Request, block_size: int, tree_nodes: int, plan: list[Scheduled]) -> int:
         max_draft = max(0, min(block_size, request.remaining) - 1)
         if not self._grow(request, len(request.token_ids) + max_draft, plan):
             return 0
-        plan.append(Scheduled(request, 1, max_draft))
-        return 1 + max_draft
+        scheduled = Scheduled(request, 1, max_draft, max(0, tree_nodes - 1) if max_draft else 0)
+        plan.append(scheduled)
+        return scheduled.num_tokens
+
+    def _grow_trees(self, plan: list[Scheduled]) -> None:
+        """Pages for trees out of what nobody else wants; where few are left the tree is smaller."""
+        for scheduled in plan:
+            request, length = scheduled.request, len(scheduled.request.token_ids)
+            room = request.table.capacity + self.pool.num_available * self.pool.page_size - length
+            scheduled.max_nodes = min(scheduled.max_nodes, room)
+            if scheduled.max_nodes:
+                grown = self.pool.grow(request.table, length + scheduled.max_nodes, request.max_length)
+                assert grown, "there was room"
 
     def _schedule_prefill(self, request: Request, budget: int, plan: list[Scheduled]) -> int:
         size = min(budget, request.prefill_end - request.computed)

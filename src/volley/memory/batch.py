@@ -10,20 +10,35 @@ from volley.memory.kv_cache import BlockTable
 
 @dataclass(slots=True)
 class Segment:
-    """A run of tokens of one request at consecutive positions ``[start, start + length)``.
+    """A run of tokens of one request, at consecutive positions ``[start, start + length)`` unless it is a tree.
 
     The segment's own keys and values are written into ``table`` before it attends. A causal token at position p sees
     positions ``≤ p``; a bidirectional one sees the whole segment and everything before it.
+
+    ``parents [length - 1]`` makes a causal segment a tree: token i follows token ``parents[i - 1] < i``, and sees its
+    ancestors, itself and everything before the segment. Its K/V lie at index ``start + i`` of the table, as in a chain,
+    but its position is ``start`` plus its depth.
     """
 
     table: BlockTable
     start: int
     length: int
     causal: bool = True
+    parents: tuple[int, ...] | None = None
 
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    def positions(self) -> Tensor:
+        """Positions ``[length]`` of the segment's tokens."""
+        if self.parents is None:
+            return torch.arange(self.start, self.end)
+        assert len(self.parents) == self.length - 1, "a tree has a parent for every token but the first"
+        positions = [self.start]
+        for parent in self.parents:
+            positions.append(positions[parent] + 1)
+        return torch.tensor(positions)
 
 
 class RaggedBatch:
@@ -40,10 +55,7 @@ class RaggedBatch:
             self.offsets.append(self.offsets[-1] + segment.length)
         assert self.offsets[-1] == len(token_ids), "token_ids must hold exactly the segments' tokens"
         device = token_ids.device
-        if len(segments) == 1:
-            self.positions = torch.arange(segments[0].start, segments[0].end, device=device)
-        else:
-            self.positions = torch.cat([torch.arange(s.start, s.end) for s in segments]).to(device)
+        self.positions = torch.cat([segment.positions() for segment in segments]).to(device)
         self.plans: dict[object, object] = {}
         """What the attention backend worked out once for this batch and uses again in every layer."""
 

@@ -94,6 +94,11 @@ class KVStore:
         self.keys[layer][slots] = keys
         self.values[layer][slots] = values
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy every layer's K and V from slots ``source [n]`` to ``target [n]``, which may overlap."""
+        for cache in (*self.keys, *self.values):
+            cache.index_copy_(0, target, cache.index_select(0, source))
+
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.keys, *self.values))

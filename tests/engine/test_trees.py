@@ -1,0 +1,265 @@
+"""Draft trees change how many tokens a pass yields, never which (fp32); K/V of accepted branches end where they belong."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.test_target import ARCHITECTURES
+from tests.tiny import VOCAB, Pair, eager_model, greedy, make_pair, random_drafter, random_prompts, teach
+from volley import Engine, SamplingParams
+from volley.engine.request import Request
+from volley.engine.scheduler import Scheduled
+from volley.errors import ConfigError
+from volley.models.checkpoint import HEADS, HeadConfig
+from volley.models.target import Target
+from volley.types import Verdict
+
+COUNT = 20
+PROMPTS = random_prompts(7, longest=35, seed=1)
+PARAMS = SamplingParams(max_tokens=COUNT)
+
+
+@functools.cache
+def expected() -> list[list[int]]:
+    hf = make_pair().hf
+    return [greedy(hf, prompt, COUNT) for prompt in PROMPTS]
+
+
+def tempt(engine: Engine) -> None:
+    """Put another token before the best of every third slot, so that the right branch is not the first."""
+    inner = engine.runner._slot_logits
+
+    def slot_logits(plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits, hidden = inner(plan, token_ids)
+        logits = logits.clone()
+        rows = torch.arange(0, len(logits), 3)
+        best, token = logits[rows].max(dim=-1)
+        logits[rows, (token + 1) % VOCAB] = best + 1
+        return logits, hidden
+
+    engine.runner._slot_logits = slot_logits  # type: ignore[method-assign]
+
+
+def watch(engine: Engine) -> list[Verdict]:
+    seen: list[Verdict] = []
+    engine.on_verified.append(lambda request, proposal, verdict: seen.append(verdict))
+    return seen
+
+
+def moved(verdicts: list[Verdict]) -> int:
+    return sum(verdict.path != tuple(range(1, verdict.accepted + 1)) for verdict in verdicts if verdict.path)
+
+
+def taught(pair: Pair, **options: Any) -> Engine:
+    engine = Engine(pair.target, pair.drafter, **{"page_size": 4, "num_pages": 200, "tree_nodes": 14, **options})
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected(), strict=True)})
+    tempt(engine)
+    return engine
+
+
+def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    results = list(engine.generate(prompts, PARAMS))
+    engine.check_integrity()
+    assert engine.pool.num_used == 0
+    assert all(length <= engine.block_size for result in results for length in result.stats.accepted_lengths)
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize("tree_nodes", [2, 5, 14, 60])
+@pytest.mark.parametrize("block_size", [1, 2, 4, 6])
+def test_every_budget_and_depth(pair: Pair, tree_nodes: int, block_size: int) -> None:
+    engine = taught(pair, tree_nodes=tree_nodes, block_size=block_size)
+    seen = watch(engine)
+    assert run(engine) == expected()
+    if block_size > 2 and tree_nodes > 5:
+        assert max(verdict.accepted for verdict in seen) == block_size - 1
+        assert moved(seen) > 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_batch_tokens": 1},
+        {"max_batch_tokens": 7, "max_running": 3},
+        {"max_batch_tokens": 64, "max_running": 2, "prefix_caching": False},
+        {"page_size": 1},
+        {"page_size": 16},
+        {"draft_window": 5},
+        {"draft_window": 8, "max_batch_tokens": 9, "page_size": 1},
+    ],
+)
+def test_every_chunk_size_batch_and_page_size(pair: Pair, options: dict[str, Any]) -> None:
+    assert run(taught(pair, **options)) == expected()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 16},
+        {"num_pages": 16, "tree_nodes": 60},
+        {"num_pages": 14, "max_batch_tokens": 11, "prefix_caching": False},
+        {"num_pages": 20, "draft_window": 6},
+        {"num_pages": 60, "page_size": 1},
+    ],
+)
+def test_forced_preemption(pair: Pair, options: dict[str, Any]) -> None:
+    engine = taught(pair, **options)
+    results = list(engine.generate(PROMPTS, PARAMS))
+    assert [result.token_ids for result in results] == expected()
+    assert sum(result.stats.preemptions for result in results) > 0
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_sequential_heads(pair: Pair, kind: str) -> None:
+    drafter = random_drafter(head=HeadConfig(type=kind, rank=4, candidates=8))
+    engine = taught(Pair(pair.target, drafter, pair.hf), tree_nodes=14)
+    seen = watch(engine)
+    assert run(engine) == expected()
+    assert moved(seen) > 10
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_every_architecture(name: str) -> None:
+    """Sliding windows, capped scores, sinks: positions inside a tree are depths everywhere."""
+    hf = eager_model(ARCHITECTURES[name]())
+    target = Target(hf)
+    plain = run(Engine(target, page_size=4))
+    engine = Engine(target, random_drafter(), page_size=4, tree_nodes=14)
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)})
+    tempt(engine)
+    seen = watch(engine)
+    assert run(engine) == plain
+    assert moved(seen) > 5
+
+
+def test_trees_chains_and_prompts_share_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget belongs to a request and a step: here every other decoding request drafts a chain."""
+    engine = taught(pair, max_batch_tokens=40)
+    inner = engine.scheduler._grow_trees
+
+    def grow_some(plan: list[Scheduled]) -> None:
+        for scheduled in plan:
+            scheduled.max_nodes *= scheduled.request.request_id % 2
+        inner(plan)
+
+    monkeypatch.setattr(engine.scheduler, "_grow_trees", grow_some)
+    kinds: set[frozenset[str]] = set()
+
+    def spy(plan: list[Scheduled], *_: object) -> None:
+        kinds.add(frozenset("tree" if s.max_nodes else "chain" if s.max_draft else "known" for s in plan))
+
+    monkeypatch.setattr(engine.runner, "compact", lambda *args, real=engine.runner.compact: (spy(*args), real(*args)))
+    assert run(engine) == expected()
+    assert frozenset({"tree", "chain", "known"}) in kinds
+
+
+def test_settings_may_change_between_steps(pair: Pair) -> None:
+    engine = taught(pair, max_batch_tokens=13)
+    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+    for step in range(400):
+        if not engine.scheduler.has_work:
+            break
+        engine.block_size = 1 + step % 6
+        engine.tree_nodes = (None, 2, 9, 30)[step % 4]
+        engine.step()
+    assert [request.result().token_ids for request in requests] == expected()
+
+
+def decode_until(engine: Engine, prompt: list[int], length: int) -> Request:
+    request = engine.add_request(prompt, SamplingParams(max_tokens=100))
+    while len(request.token_ids) < length:
+        engine.step()
+    return request
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_compacted_pages_hold_what_prefill_would_have_written(pair: Pair, page_size: int) -> None:
+    engine = taught(pair, page_size=page_size)
+    seen = watch(engine)
+    requests = [decode_until(engine, prompt, len(prompt) + 12) for prompt in PROMPTS[:3]]
+    assert moved(seen) > 3
+    for request in requests:
+        fresh = Engine(pair.target, pair.drafter, page_size=page_size, num_pages=200)
+        whole = decode_until(fresh, request.token_ids[: request.computed], request.computed + 1)
+        assert whole.computed == request.computed
+        for stores in (
+            (engine.runner.store, fresh.runner.store),
+            (engine.runner.draft_store, fresh.runner.draft_store),
+        ):
+            rows = [own.table.slot_array(0, own.computed) for own in (request, whole)]
+            for layer in range(len(stores[0].keys)):
+                for ours, theirs in zip(*((s.keys[layer], s.values[layer]) for s in stores), strict=True):
+                    torch.testing.assert_close(ours[rows[0]], theirs[rows[1]], rtol=1e-4, atol=1e-5)
+
+
+def test_answers_written_by_trees_are_found_as_prefixes(pair: Pair) -> None:
+    """Published pages are the compacted ones: a second turn on them gives the tokens of a cold start."""
+    engine = taught(pair)
+    assert run(engine, PROMPTS[:2]) == expected()[:2]
+    for prompt, answer in zip(PROMPTS[:2], expected(), strict=False):
+        turn = [*prompt, *answer, 5, 6]
+        engine.runner._slot_logits = type(engine.runner)._slot_logits.__get__(engine.runner)  # type: ignore[method-assign]
+        (second,) = engine.generate([turn], PARAMS)
+        assert second.token_ids == greedy(pair.hf, turn, COUNT)
+        assert second.stats.cached_tokens >= len(prompt) + COUNT - 5
+
+
+def test_log_probabilities_are_those_of_plain_decoding(pair: Pair) -> None:
+    params = [SamplingParams(max_tokens=COUNT, logprobs=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.7)]
+    plain = list(Engine(pair.target).generate(PROMPTS[:3], params))
+    engine = Engine(pair.target, pair.drafter, tree_nodes=14)
+    teach(engine, {tuple(p): r.token_ids for p, r in zip(PROMPTS, plain, strict=False)})
+    tempt(engine)
+    for result, reference in zip(engine.generate(PROMPTS[:3], params), plain, strict=True):
+        assert result.token_ids == reference.token_ids
+        assert result.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_pages", [8, 9])
+def test_the_end_of_context_and_pool_clips_the_tree(num_pages: int) -> None:
+    """Eight pages hold the context of 32 tokens and no more: near its end there is no room for a tree beside it."""
+    small = make_pair(max_position_embeddings=32)
+    prompt = list(range(20))
+    answer = greedy(small.hf, prompt, 12)
+    engine = Engine(small.target, small.drafter, page_size=4, num_pages=num_pages, tree_nodes=25)
+    teach(engine, {tuple(prompt): answer})
+    tempt(engine)
+    sizes: list[int] = []
+    engine.on_verified.append(lambda request, proposal, verdict: sizes.append(len(proposal.token_ids)))
+    (result,) = engine.generate(prompt, SamplingParams(max_tokens=100))
+    assert result.finish_reason == "length"
+    assert result.token_ids == answer
+    assert result.stats.preemptions == 0
+    assert sorted(sizes)[-1] in (11, 15)
+
+
+def test_a_tree_takes_no_pages_from_other_requests(pair: Pair) -> None:
+    """Where a chain needs no preemption, a tree needs none either."""
+    two = PROMPTS[:2]
+    pages = sum(-(-(len(prompt) + COUNT) // 4) for prompt in two)
+    engine = taught(pair, num_pages=pages, tree_nodes=40)
+    results = list(engine.generate(two, PARAMS))
+    assert [result.token_ids for result in results] == expected()[:2]
+    assert all(result.stats.preemptions == 0 for result in results)
+
+
+def test_what_a_tree_cannot_be_combined_with_is_refused(pair: Pair) -> None:
+    for options, message in (
+        ({"tree_nodes": 1}, "a tree has 2 or more, anchor included"),
+        ({"tree_nodes": 8, "denoising_steps": 2}, "a tree grows from the slot probabilities of one draft pass"),
+        ({"tree_nodes": 8, "verification": "speculative"}, "speculative verification is biased on a tree"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Engine(pair.target, pair.drafter, **options)
+    with pytest.raises(ConfigError, match="there is no drafter to grow a tree"):
+        Engine(pair.target, tree_nodes=8)
+    engine = Engine(pair.target, pair.drafter, tree_nodes=8)
+    with pytest.raises(ConfigError, match="use denoising_steps=1"):
+        engine.denoising_steps = 2
+    assert (engine.tree_nodes, engine.denoising_steps) == (8, 1)
+    engine.tree_nodes = None
+    engine.denoising_steps = 2
