@@ -1,6 +1,6 @@
 """The paper's ablations (DFlash Tables 5–9, Fig. 5), small: one drafter per row, all else and the number of steps equal.
 
-    python benchmarks/ablations.py --data responses.jsonl --prompts held-out.jsonl --out runs/ablations --max-steps 600
+    python benchmarks/ablations.py --data responses.jsonl --prompts held-out.jsonl --out runs/ablations --max-steps 1000
 
 Every row is trained by ``volley.train`` in a process of one thread, ``--jobs`` of them at a time, and measured by decoding the
 same held-out prompts with the engine; a finished row is not trained again. Prints a Markdown table: τ at T = 0, and the cost of
@@ -33,15 +33,15 @@ BASE: dict[str, Any] = {
 }
 # name, options of the run, block size to decode with, what the paper's table says of it
 ROWS: list[tuple[str, dict[str, Any], int, str]] = [
-    ("base: 2 layers, 5 taps, random anchors, decay, B = 16", {}, 16, ""),
-    ("1 layer", {"num_layers": 1}, 16, "Table 5: fewer layers, lower τ"),
-    ("4 layers", {"num_layers": 4}, 16, "Table 5: more layers, higher τ"),
-    ("3 taps", {"taps": 3}, 16, "Table 6: fewer features, lower τ"),
-    ("base decoded with B = 8", {}, 8, "Table 7: close to trained with 8"),
-    ("trained and decoded with B = 8", {"block_size": 8}, 8, "Table 7"),
-    ("no target features", {"no_features": True}, 16, "Table 8: much lower τ"),
-    ("fixed anchors", {"anchors": "fixed"}, 16, "Table 9: lower τ"),
-    ("uniform loss", {"loss_decay": "uniform"}, 16, "Fig. 5: lower τ"),
+    ("base: 2 layers, 5 taps, random anchors, decay, B = 8", {}, 8, ""),
+    ("1 layer", {"num_layers": 1}, 8, "Table 5: fewer layers, lower τ"),
+    ("4 layers", {"num_layers": 4}, 8, "Table 5: more layers, higher τ"),
+    ("3 taps", {"taps": 3}, 8, "Table 6: fewer features, lower τ"),
+    ("base decoded with B = 4", {}, 4, "Table 7: close to trained with 4"),
+    ("trained and decoded with B = 4", {"block_size": 4}, 4, "Table 7"),
+    ("no target features", {"no_features": True}, 8, "Table 8: much lower τ"),
+    ("fixed anchors", {"anchors": "fixed"}, 8, "Table 9: lower τ"),
+    ("uniform loss", {"loss_decay": "uniform"}, 8, "Fig. 5: lower τ"),
 ]
 
 
@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="responses of the target, from volley collect")
     parser.add_argument("--prompts", required=True, help="held-out prompts to decode")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--max-steps", type=int, default=600)
-    parser.add_argument("--tokens-per-batch", type=int, default=2048)
+    parser.add_argument("--max-steps", type=int, default=1000)
+    parser.add_argument("--tokens-per-batch", type=int, default=1024)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--num-prompts", type=int, default=60)
     parser.add_argument("--max-tokens", type=int, default=128)
