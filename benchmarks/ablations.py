@@ -26,7 +26,8 @@ from volley.train.options import TrainConfig
 
 BASE: dict[str, Any] = {
     "num_layers": 2,
-    "block_size": 16,
+    "block_size": 8,
+    "anchors_per_sequence": 32,
     "features": "cache",
     "optimizer": "muon",
     "learning_rate": 2e-3,
