@@ -61,7 +61,17 @@ class EngineOptions:
     """Verify the best tree of so many draft tokens, anchor included, instead of one chain."""
 
 
-def load_engine(models: ModelOptions, options: EngineOptions | None = None) -> "Engine":
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How the engine keeps K/V; each is an argument of ``Engine``."""
+
+    kv_dtype: Literal["auto", "int8", "int4"] = "auto"
+    """How the target's K/V are kept; auto: in the models' data type."""
+    draft_kv_dtype: Literal["auto", "int8", "int4"] = "auto"
+    """How the drafter's K/V are kept."""
+
+
+def load_engine(models: ModelOptions, *options: EngineOptions | CacheOptions) -> "Engine":
     """The engine that the options describe."""
     import torch
     from transformers.utils import logging
@@ -73,11 +83,11 @@ def load_engine(models: ModelOptions, options: EngineOptions | None = None) -> "
         if models.threads < 1:
             raise ConfigError(f"threads is {models.threads}; it must be at least 1")
         torch.set_num_threads(models.threads)
-    chosen = {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
+    chosen: dict[str, Any] = {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
     dtype = getattr(torch, models.dtype)
-    return Engine.from_pretrained(
-        models.target, dtype=dtype, device=models.device, **chosen, **asdict(options or EngineOptions())
-    )
+    for given in options:
+        chosen |= asdict(given)
+    return Engine.from_pretrained(models.target, dtype=dtype, device=models.device, **chosen)
 
 
 @app.command()
@@ -85,6 +95,7 @@ def load_engine(models: ModelOptions, options: EngineOptions | None = None) -> "
 def generate(
     models: ModelOptions,
     options: EngineOptions,
+    caches: CacheOptions,
     prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
@@ -122,7 +133,7 @@ def generate(
     )
     if compare and prompts is not None:
         raise ConfigError("--compare looks at one prompt; for many, use volley bench")
-    engine = load_engine(models, options)
+    engine = load_engine(models, options, caches)
     if prompts is not None:
         _answer_file(engine, conversations, params, raw)
         return
@@ -185,10 +196,11 @@ def demo(
 def bench(
     config: BenchConfig,
     models: ModelOptions,
+    caches: CacheOptions,
     out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
 ) -> None:
     """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps what was measured."""
-    engine = load_engine(models)
+    engine = load_engine(models, caches)
     from volley import console
     from volley.bench.report import to_tables
     from volley.bench.run import run_bench
@@ -198,6 +210,7 @@ def bench(
         "target": models.target or "bundled",
         "drafter": models.drafter or ("bundled" if models.target is None else "none"),
         "path": models.target or str(REFERENCE / "target"),
+        **asdict(caches),
     }
     errors = console.stderr()
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from volley.errors import CapacityError, ConfigError
-from volley.memory.kv_cache import BlockTable, KVStore, PagePool
+from volley.memory.kv_cache import BlockTable, PagePool
+from volley.memory.kv_store import DenseKVStore, bytes_per_token
 
 SIZE = 3
 PAGES = 10
@@ -53,12 +54,12 @@ def test_positions_beyond_the_pages_are_refused() -> None:
 
 
 def test_store_writes_where_it_is_told() -> None:
-    store = KVStore([(2, 3), (1, 5)], 8, torch.float32, torch.device("cpu"))
+    store = DenseKVStore([(2, 3), (1, 5)], 8, torch.float32, torch.device("cpu"))
     store.write(1, torch.tensor([6, 0]), torch.ones(2, 1, 5), torch.full((2, 1, 5), 2.0))
     assert store.keys[1].sum(dim=(1, 2)).tolist() == [5, 0, 0, 0, 0, 0, 5, 0]
     assert store.values[1].sum(dim=(1, 2)).tolist() == [10, 0, 0, 0, 0, 0, 10, 0]
     assert not store.keys[0].any()
-    assert store.nbytes == 8 * KVStore.bytes_per_token([(2, 3), (1, 5)], torch.float32)
+    assert store.nbytes == 8 * bytes_per_token("auto", [(2, 3), (1, 5)], torch.float32)
 
 
 @pytest.mark.parametrize(("source", "target"), [([5], [1]), ([3, 4, 6], [2, 3, 4]), ([1, 2, 3], [3, 1, 2]), ([], [])])

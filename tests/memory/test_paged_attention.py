@@ -17,7 +17,8 @@ from volley.memory.attention import (
     visible_mask,
 )
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.kv_cache import BlockTable, KVStore
+from volley.memory.kv_cache import BlockTable
+from volley.memory.kv_store import DenseKVStore
 
 DIM = 4
 
@@ -100,7 +101,7 @@ def check(
             segment.parents = tuple(int(torch.randint(node, ())) for node in range(1, segment.length))
     batch = RaggedBatch(segments, torch.zeros(sum(segment.length for segment in segments), dtype=torch.long))
     slots = (1 + max(page for table in tables for page in table.pages)) * page_size
-    stores = [KVStore([(kv_heads, DIM)] * 2, slots, torch.float32, torch.device("cpu")) for _ in range(2)]
+    stores = [DenseKVStore([(kv_heads, DIM)] * 2, slots, torch.float32, torch.device("cpu")) for _ in range(2)]
     histories = [(torch.randn(s.end, kv_heads, DIM), torch.randn(s.end, kv_heads, DIM)) for s in segments]
     garbage = torch.randn(slots, kv_heads, DIM) * 10
     for store in stores:
@@ -192,7 +193,7 @@ def test_windows_at_every_distance_from_the_start(causal: bool, window: int) -> 
 def test_planning_happens_once_for_all_layers() -> None:
     table = BlockTable(4, [0])
     batch = RaggedBatch([Segment(table, 0, 3)], torch.zeros(3, dtype=torch.long))
-    store = KVStore([(1, DIM)] * 2, 4, torch.float32, torch.device("cpu"))
+    store = DenseKVStore([(1, DIM)] * 2, 4, torch.float32, torch.device("cpu"))
     x = torch.randn(3, 1, DIM)
     paged_attention(batch, store, 0, x, x, x, AttentionOptions(1.0))
     plans = dict(batch.plans)

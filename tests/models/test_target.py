@@ -17,7 +17,8 @@ from volley import Engine
 from volley.errors import CheckpointError, InputError, UnsupportedModelError
 from volley.memory.attention import paged_attention, reference_attention
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.kv_cache import BlockTable, KVStore
+from volley.memory.kv_cache import BlockTable
+from volley.memory.kv_store import DenseKVStore
 from volley.models.target import Target
 
 LENGTH = 40
@@ -83,7 +84,7 @@ STEPS = [
 
 @torch.inference_mode()
 def run_steps(target: Target, tokens: Tensor, pages: tuple[list[int], list[int]]) -> Tensor:
-    store = KVStore(target.kv_shapes, 20 * PAGE, torch.float32, torch.device("cpu"))
+    store = DenseKVStore(target.kv_shapes, 20 * PAGE, torch.float32, torch.device("cpu"))
     tables = [BlockTable(PAGE, own) for own in pages]
     logits = torch.full((2, LENGTH, target.vocab_size), torch.nan)
     for step in STEPS:
@@ -131,7 +132,7 @@ def test_what_is_special_about_an_architecture_shows_in_its_logits(name: str) ->
 
 def test_only_the_rows_asked_for_reach_the_head(pair: Pair) -> None:
     target, tokens = pair.target, torch.arange(6)
-    store = KVStore(target.kv_shapes, 8, torch.float32, torch.device("cpu"))
+    store = DenseKVStore(target.kv_shapes, 8, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
         batch = RaggedBatch([Segment(BlockTable(8, [0]), 0, 6)], tokens)
         found = target.forward(batch, store, torch.tensor([5, 1]))
@@ -169,7 +170,10 @@ def test_a_longrope_target_keeps_to_its_original_context() -> None:
     tokens = torch.arange(1, 17)
     with torch.inference_mode():
         expected = eager_model(config)(input_ids=tokens[None], use_cache=False).logits[0]
-        table, store = BlockTable(16, [0]), KVStore(engine.target.kv_shapes, 16, torch.float32, torch.device("cpu"))
+        table, store = (
+            BlockTable(16, [0]),
+            DenseKVStore(engine.target.kv_shapes, 16, torch.float32, torch.device("cpu")),
+        )
         chunks = [(0, 5), (5, 16)]
         found = [
             engine.target.forward(RaggedBatch([Segment(table, a, b - a)], tokens[a:b]), store, torch.arange(b - a))

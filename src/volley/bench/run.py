@@ -19,7 +19,8 @@ def without_drafter(engine: Engine) -> Engine:
     """
     if engine.drafter is None:
         return engine
-    return Engine(engine.target, page_size=engine.pool.page_size, num_pages=engine.pool.num_pages)
+    pool = engine.pool
+    return Engine(engine.target, page_size=pool.page_size, num_pages=pool.num_pages, kv_dtype=engine.kv_dtype)
 
 
 def run_bench(

@@ -18,7 +18,8 @@ from volley.engine.runner import DraftingOptions, Runner
 from volley.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
 from volley.errors import CapacityError, ConfigError, InputError, unknown_key
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.kv_cache import BlockTable, KVStore, PagePool
+from volley.memory.kv_cache import BlockTable, PagePool
+from volley.memory.kv_store import KVDtype, bytes_per_token
 from volley.models.accelerate import accelerate
 from volley.models.drafter import Drafter
 from volley.models.target import Target
@@ -57,11 +58,15 @@ class Engine:
         max_running: int = 64,
         prefix_caching: bool = True,
         draft_window: int | None = None,
+        kv_dtype: KVDtype = "auto",
+        draft_kv_dtype: KVDtype = "auto",
     ) -> None:
         """``block_size`` counts the anchor (default: the drafter's own; 1 is plain decoding). ``tree_nodes`` verifies the
         best tree of so many tokens, anchor included, instead of a chain. ``num_pages`` pages of
         ``page_size`` tokens hold all K/V. ``draft_window`` bounds the drafter's context, and its cache, to that many
         tokens before the block. ``max_batch_tokens`` bounds the prompt tokens that share one target pass.
+        ``kv_dtype`` and ``draft_kv_dtype`` say how the K/V of target and drafter are kept: "auto" (the model's dtype),
+        "int8" or "int4". A quantised target pool changes what the target computes, with a drafter and without alike.
         """
         self.target = target
         self.drafter = drafter
@@ -75,7 +80,10 @@ class Engine:
             raise ConfigError(f"draft_window is {draft_window}; give at least 1 token, or None for the whole context")
         if page_size < 1:
             raise ConfigError(f"page_size is {page_size}; a page holds at least 1 token")
-        self.pool = PagePool(_default_pages(target, drafter, page_size) if num_pages is None else num_pages, page_size)
+        self.kv_dtype: KVDtype = kv_dtype
+        if num_pages is None:
+            num_pages = _default_pages(target, drafter, page_size, kv_dtype, draft_kv_dtype)
+        self.pool = PagePool(num_pages, page_size)
         ring_pages, ring_pool = 0, None
         if drafter is not None and draft_window is not None:
             ring_pages = self.pool.pages_for(draft_window + self._largest_block) + 1
@@ -93,6 +101,8 @@ class Engine:
             num_slots=self.pool.num_pages * page_size,
             num_ring_slots=ring_pool.num_pages * page_size if ring_pool else 0,
             draft_window=draft_window,
+            kv_dtype=kv_dtype,
+            draft_kv_dtype=draft_kv_dtype,
         )
         self.tree_nodes = tree_nodes
 
@@ -360,12 +370,12 @@ def _is_one_prompt(prompts: Any) -> bool:
     )
 
 
-def _default_pages(target: Target, drafter: Drafter | None, page_size: int) -> int:
+def _default_pages(
+    target: Target, drafter: Drafter | None, page_size: int, kv_dtype: KVDtype, draft_kv_dtype: KVDtype
+) -> int:
     """A pool of at most 64k tokens and 1 GiB, and at least one full context of up to 4k tokens."""
-    per_token = KVStore.bytes_per_token(target.kv_shapes, target.dtype)
+    per_token = bytes_per_token(kv_dtype, target.kv_shapes, target.dtype)
     if drafter is not None:
-        config = drafter.config
-        shape = (config.num_key_value_heads, config.head_dim)
-        per_token += KVStore.bytes_per_token([shape] * config.num_hidden_layers, target.dtype)
+        per_token += bytes_per_token(draft_kv_dtype, drafter.kv_shapes, target.dtype)
     tokens = min(_DEFAULT_POOL_TOKENS, _DEFAULT_POOL_BYTES // per_token)
     return -(-max(tokens, min(target.context_length, 4096)) // page_size)

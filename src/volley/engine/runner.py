@@ -20,7 +20,7 @@ from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError, MismatchError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.kv_cache import KVStore
+from volley.memory.kv_store import KVDtype, make_store
 from volley.models.drafter import Drafter
 from volley.models.heads import LatticeMaker
 from volley.models.taps import Taps
@@ -90,11 +90,13 @@ class Runner:
         num_slots: int,
         num_ring_slots: int = 0,
         draft_window: int | None = None,
+        kv_dtype: KVDtype = "auto",
+        draft_kv_dtype: KVDtype = "auto",
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.options = options
-        self.store = KVStore(target.kv_shapes, num_slots, target.dtype, target.device)
+        self.store = make_store(kv_dtype, target.kv_shapes, num_slots, target.dtype, target.device)
         self.timings = Timings()
         self.draft_window = draft_window
         self.lattices: LatticeMaker | None = None
@@ -102,9 +104,8 @@ class Runner:
             check_pair(drafter, target)
             config = drafter.config
             drafter.rotary.cover(min(target.context_length, num_slots) + config.block_size)
-            shape = (config.num_key_value_heads, config.head_dim)
             slots = num_ring_slots or num_slots
-            self.draft_store = KVStore([shape] * config.num_hidden_layers, slots, target.dtype, target.device)
+            self.draft_store = make_store(draft_kv_dtype, drafter.kv_shapes, slots, target.dtype, target.device)
             self.taps = Taps(target.model, config.target_layer_ids)
             weakref.finalize(self, self.taps.close)  # a target outlives the engines made on it
             if drafter.head is not None and config.head is not None:

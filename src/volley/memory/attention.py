@@ -2,7 +2,7 @@
 
 Two implementations of one signature, ``attend(batch, store, layer, queries, keys, values, options) -> [T, heads, d]``:
 ``reference_attention`` is a loop anybody can check; ``paged_attention`` groups segments of one shape into one call of
-PyTorch's fused kernel, reads K/V in place when a request's pages are consecutive, and plans everything once per batch.
+PyTorch's fused kernel, reads a dense store in place when a request's pages are consecutive, and plans once per batch.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.kv_cache import KVStore
+from volley.memory.kv_store import KVStore
 
 
 class AttentionOptions(NamedTuple):
@@ -79,9 +79,8 @@ def reference_attention(
     for segment, start in zip(batch.segments, batch.offsets, strict=False):
         rows = slice(start, start + segment.length)
         first = first_visible(segment, options.window)
-        slots = torch.from_numpy(segment.table.slot_array(first, segment.end))
-        k = store.keys[layer][slots].float().repeat_interleave(groups, dim=1)
-        v = store.values[layer][slots].float().repeat_interleave(groups, dim=1)
+        seen = store.extract(layer, segment.table, first, segment.end)
+        k, v = (x.float().repeat_interleave(groups, dim=1) for x in seen)
         scores = torch.einsum("qhd,khd->hqk", queries[rows].float(), k) * options.scale
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
@@ -89,7 +88,7 @@ def reference_attention(
         if options.sinks is not None:
             sink = options.sinks.float()[:, None, None].expand(-1, segment.length, 1)
             scores = torch.cat((scores, sink), dim=-1)
-        weights = scores.softmax(dim=-1)[..., : len(slots)]
+        weights = scores.softmax(dim=-1)[..., : len(k)]
         output[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(output.dtype)
     return output
 
@@ -119,18 +118,19 @@ def paged_attention(
     """The fast path; same contract as :func:`reference_attention`."""
     store.write(layer, _write_slots(batch), keys, values)
     groups = _plan(batch, options.window, queries.dtype, keys[0].nbytes + values[0].nbytes)
+    queries = store.rotate(layer, queries)
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
-        return _attend_group(groups[0], store, layer, queries, options)
+        return store.unrotate(layer, _attend_group(groups[0], store, layer, queries, options))
     output = torch.empty_like(queries)
     for group in groups:
         output[group.rows] = _attend_group(group, store, layer, queries[group.rows], options)
-    return output
+    return store.unrotate(layer, output)
 
 
 def _attend_group(group: _Group, store: KVStore, layer: int, queries: Tensor, options: AttentionOptions) -> Tensor:
     heads, dim = queries.shape[1:]
     q = queries.view(group.count, -1, heads, dim).transpose(1, 2)
-    k, v = (_read(cache, group) for cache in (store.keys[layer], store.values[layer]))
+    k, v = (x.view(group.count, -1, *x.shape[1:]).transpose(1, 2) for x in store.read(layer, group.slots))
     if options.sinks is None and options.softcap is None:
         if (
             q.shape[2] == 1
@@ -142,12 +142,6 @@ def _attend_group(group: _Group, store: KVStore, layer: int, queries: Tensor, op
     else:
         mixed = _explicit_attention(q, k, v, group.mask, options)
     return mixed.transpose(1, 2).reshape(-1, heads, v.shape[-1])
-
-
-def _read(cache: Tensor, group: _Group) -> Tensor:
-    """Keys or values ``[count, kv_heads, S, d]``; a view of the pool when the pages are consecutive."""
-    rows = cache[group.slots] if isinstance(group.slots, slice) else cache.index_select(0, group.slots)
-    return rows.view(group.count, -1, *cache.shape[1:]).transpose(1, 2)
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:

@@ -1,4 +1,4 @@
-"""The page pool and the KV storage behind it.
+"""The page pool and the block tables of those who hold its pages.
 
 A page is an id for ``page_size`` consecutive token positions of one request; the same id addresses the target's and the
 drafter's K/V of those positions, so one block table, one prefix hash and one rollback serve both models.
@@ -78,34 +78,6 @@ class BlockTable:
             assert end - start <= self.capacity, "a ring table cannot hold that many positions"
             blocks %= len(pages)
         return np.asarray(pages[blocks] * self.page_size + positions % self.page_size)
-
-
-class KVStore:
-    """K and V of one model in every slot of a pool: per layer ``[slots, kv_heads, head_dim]``, sizes may differ by layer."""
-
-    def __init__(
-        self, shapes: Sequence[tuple[int, int]], num_slots: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.keys = [torch.zeros(num_slots, *shape, dtype=dtype, device=device) for shape in shapes]
-        self.values = [torch.zeros(num_slots, *shape, dtype=dtype, device=device) for shape in shapes]
-
-    def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store ``keys`` and ``values`` ``[T, kv_heads, head_dim]``."""
-        self.keys[layer][slots] = keys
-        self.values[layer][slots] = values
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy every layer's K and V from slots ``source [n]`` to ``target [n]``, which may overlap."""
-        for cache in (*self.keys, *self.values):
-            cache.index_copy_(0, target, cache.index_select(0, source))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))
-
-    @staticmethod
-    def bytes_per_token(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
-        return sum(2 * heads * dim for heads, dim in shapes) * dtype.itemsize
 
 
 class PagePool:

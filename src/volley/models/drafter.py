@@ -147,6 +147,11 @@ class Drafter(nn.Module):
     def _layers(self) -> Iterator[DraftLayer]:
         return cast(Iterator[DraftLayer], iter(self.layers))
 
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """``(kv_heads, head_dim)`` of every layer: all the same."""
+        return [(self.config.num_key_value_heads, self.config.head_dim)] * self.config.num_hidden_layers
+
     def window(self, layer: int) -> int | None:
         """Tokens of context that ``layer`` attends to before the block, or ``None`` for all."""
         return self.config.sliding_window if self.config.layer_types[layer] == "sliding_attention" else None

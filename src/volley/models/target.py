@@ -24,7 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.memory.attention import AttentionOptions, paged_attention
 from volley.memory.batch import RaggedBatch
-from volley.memory.kv_cache import KVStore
+from volley.memory.kv_store import KVStore
 from volley.models.accelerate import accelerate
 from volley.models.taps import decoder_layers
 

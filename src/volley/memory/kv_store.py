@@ -1,0 +1,165 @@
+"""Where K and V live: every slot of a pool, for every layer of one model, in the model's dtype or quantised.
+
+What attention reads has always been written first, a token's own K/V included. So with a quantised store too it makes
+no difference whether a token was computed alone, in a block or in a chunk of a prompt.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from volley.errors import unknown_key
+from volley.memory.kv_cache import BlockTable
+from volley.memory.quantise import SCALE_DTYPE, Codec, Int8Codec, RotatedInt4Codec
+
+KVDtype = Literal["auto", "int8", "int4"]
+"""How K/V are kept: in the model's dtype, in 8 bits, or in 4 bits after a random rotation."""
+_CODECS: dict[str, type[Codec]] = {"int8": Int8Codec, "int4": RotatedInt4Codec}
+
+
+class KVStore(ABC):
+    """K and V of one model: per layer ``[slots, kv_heads, head_dim]``, sizes may differ by layer.
+
+    A store may keep vectors in a basis of its own. :meth:`read` returns them in that basis, :meth:`rotate` takes queries
+    into it and :meth:`unrotate` takes outputs back; :meth:`extract` has done so already.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+        self.shapes = list(shapes)
+        self.dtype = dtype
+
+    @abstractmethod
+    def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store ``keys`` and ``values`` ``[T, kv_heads, head_dim]``."""
+
+    @abstractmethod
+    def write_layers(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store ``keys`` and ``values`` ``[layers, T, kv_heads, head_dim]`` of all layers, which have one shape."""
+
+    @abstractmethod
+    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """K and V ``[n, kv_heads, head_dim]`` in the store's basis; may be views, so read before the next write."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    def rotate(self, layer: int, x: Tensor) -> Tensor:
+        """Vectors ``[..., head_dim]`` taken into the basis of :meth:`read`."""
+        return x
+
+    def unrotate(self, layer: int, x: Tensor) -> Tensor:
+        """Vectors ``[..., head_dim]`` taken back from the basis of :meth:`read`."""
+        return x
+
+    def extract(self, layer: int, table: BlockTable, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Contiguous K and V ``[end − start, kv_heads, head_dim]`` of positions ``[start, end)``, in the model's basis."""
+        keys, values = (self.unrotate(layer, x) for x in self.read(layer, table.slots(start, end)))
+        return keys.contiguous(), values.contiguous()
+
+
+class DenseKVStore(KVStore):
+    """K and V as the model computed them."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(shapes, dtype)
+        sizes = [(num_slots, *shape) for shape in shapes]
+        self.keys, self.all_keys = _allocate(sizes, dtype, device)
+        self.values, self.all_values = _allocate(sizes, dtype, device)
+
+    def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        self.keys[layer][slots] = keys
+        self.values[layer][slots] = values
+
+    def write_layers(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        _stacked(self.all_keys)[:, slots] = keys
+        _stacked(self.all_values)[:, slots] = values
+
+    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        return _rows(self.keys[layer], slots), _rows(self.values[layer], slots)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+
+class QuantisedKVStore(KVStore):
+    """Codes of K and V side by side ``[slots, 2, kv_heads, width]``, with their scales ``[slots, 2, kv_heads, 1]``."""
+
+    def __init__(
+        self,
+        codec: type[Codec],
+        shapes: Sequence[tuple[int, int]],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(shapes, dtype)
+        by_size = {dim: codec(dim, dtype, device) for _, dim in shapes}
+        self.codecs = [by_size[dim] for _, dim in shapes]
+        sizes = [(num_slots, 2, heads, by_size[dim].width) for heads, dim in shapes]
+        self.codes, self.all_codes = _allocate(sizes, codec.code_dtype, device)
+        self.scales, self.all_scales = _allocate([(*size[:-1], 1) for size in sizes], SCALE_DTYPE, device)
+
+    def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        self.codes[layer][slots], self.scales[layer][slots] = self.codecs[layer].encode(torch.stack((keys, values), 1))
+
+    def write_layers(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        codes, scales = _stacked(self.all_codes), _stacked(self.all_scales)
+        codes[:, slots], scales[:, slots] = self.codecs[0].encode(torch.stack((keys, values), 2))
+
+    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        both = self.codecs[layer].decode(_rows(self.codes[layer], slots), _rows(self.scales[layer], slots))
+        return both[:, 0], both[:, 1]
+
+    def rotate(self, layer: int, x: Tensor) -> Tensor:
+        rotation = self.codecs[layer].rotation
+        return x if rotation is None else (x.float() @ rotation).to(x.dtype)
+
+    def unrotate(self, layer: int, x: Tensor) -> Tensor:
+        rotation = self.codecs[layer].rotation
+        return x if rotation is None else (x.float() @ rotation.T).to(x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.codes, *self.scales))
+
+
+def make_store(
+    kv_dtype: KVDtype, shapes: Sequence[tuple[int, int]], num_slots: int, dtype: torch.dtype, device: torch.device
+) -> KVStore:
+    """A store of ``num_slots`` slots for layers of ``shapes`` (kv_heads, head_dim), read in ``dtype``."""
+    if kv_dtype == "auto":
+        return DenseKVStore(shapes, num_slots, dtype, device)
+    if kv_dtype not in _CODECS:
+        raise unknown_key("kind of K/V", kv_dtype, get_args(KVDtype))
+    return QuantisedKVStore(_CODECS[kv_dtype], shapes, num_slots, dtype, device)
+
+
+def bytes_per_token(kv_dtype: KVDtype, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
+    """What one slot of :func:`make_store`'s store takes."""
+    return make_store(kv_dtype, shapes, 1, dtype, torch.device("cpu")).nbytes
+
+
+def _allocate(
+    sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], Tensor | None]:
+    """A tensor for every layer; where all have one size, views of the second result."""
+    if len(set(sizes)) > 1:
+        return [torch.zeros(size, dtype=dtype, device=device) for size in sizes], None
+    stacked = torch.zeros(len(sizes), *sizes[0], dtype=dtype, device=device)
+    return list(stacked.unbind()), stacked
+
+
+def _stacked(every: Tensor | None) -> Tensor:
+    assert every is not None, "layers of several shapes are written one by one"
+    return every
+
+
+def _rows(cache: Tensor, slots: slice | Tensor) -> Tensor:
+    return cache[slots] if isinstance(slots, slice) else cache.index_select(0, slots)

@@ -1,0 +1,223 @@
+"""Quantised pools: with speculation and without, the same tokens and the same law, whatever the scheduling (fp32).
+
+The target with a quantised pool is another function than without, so the reference is plain decoding on a pool of the
+same kind, one request at a time.
+"""
+
+import functools
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.chi_square import chi_square_p, joint_counts
+from tests.conftest import TinyPair
+from tests.tiny import Pair, greedy, make_pair, random_drafter, random_prompts, teach
+from volley import Engine, GenerationResult, SamplingParams
+from volley.decode.sampling import token_probs
+from volley.errors import ConfigError
+from volley.memory.attention import reference_attention
+from volley.memory.kv_store import KVDtype, QuantisedKVStore
+
+COUNT = 16
+BASE = random_prompts(5, longest=35, seed=1)
+PROMPTS = [*BASE, BASE[0] + [1, 2, 3], BASE[3]]
+PARAMS = SamplingParams(max_tokens=COUNT)
+QUANTISED: list[KVDtype] = ["int8", "int4"]
+
+
+@functools.cache
+def plain(kv_dtype: KVDtype) -> list[list[int]]:
+    pair = make_pair()
+    engine = Engine(pair.target, page_size=4, num_pages=40, kv_dtype=kv_dtype, prefix_caching=False)
+    return [next(engine.generate([prompt], PARAMS)).token_ids for prompt in PROMPTS]
+
+
+def taught(pair: Pair, kv_dtype: KVDtype, **options: Any) -> Engine:
+    engine = Engine(pair.target, pair.drafter, **{"page_size": 4, "num_pages": 160, "kv_dtype": kv_dtype, **options})
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(kv_dtype), strict=True)})
+    return engine
+
+
+def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[GenerationResult]:
+    results = list(engine.generate(prompts, PARAMS))
+    engine.check_integrity()
+    assert engine.pool.num_used == 0
+    return results
+
+
+def tokens(results: list[GenerationResult]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def test_the_kind_of_pool_matters() -> None:
+    """Or the tests below would prove little."""
+    dense = [greedy(make_pair().hf, prompt, COUNT) for prompt in PROMPTS]
+    assert plain("auto") == dense
+    assert plain("int4") != dense
+    assert len({tuple(answer) for answer in plain("int4")}) > 4
+
+
+@pytest.mark.parametrize(("kv_dtype", "draft_kv_dtype"), list(product(["auto", *QUANTISED], repeat=2)))
+def test_every_combination_of_pools(pair: Pair, kv_dtype: KVDtype, draft_kv_dtype: KVDtype) -> None:
+    results = run(taught(pair, kv_dtype, draft_kv_dtype=draft_kv_dtype))
+    assert tokens(results) == plain(kv_dtype)
+    assert max(length for result in results for length in result.stats.accepted_lengths) >= 5
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 1},
+        {"block_size": 3},
+        {"max_batch_tokens": 1},
+        {"max_batch_tokens": 7, "max_running": 3},
+        {"denoising_steps": 2},
+        {"draft_window": 5, "draft_kv_dtype": "int4", "max_batch_tokens": 9},
+        {"draft_window": 8, "draft_kv_dtype": "int8"},
+        {"page_size": 1, "num_pages": 300},
+    ],
+)
+def test_every_scheduling(pair: Pair, kv_dtype: KVDtype, options: dict[str, Any]) -> None:
+    assert tokens(run(taught(pair, kv_dtype, **options))) == plain(kv_dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 11, "draft_window": 6, "draft_kv_dtype": "int4"}])
+def test_forced_preemption(pair: Pair, kv_dtype: KVDtype, options: dict[str, Any]) -> None:
+    results = run(taught(pair, kv_dtype, num_pages=14, **options))
+    assert tokens(results) == plain(kv_dtype)
+    assert sum(result.stats.preemptions for result in results) > 0
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_prefix_hit_keeps_tokens_and_drafts(pair: Pair, window: int | None) -> None:
+    for index, prompt in enumerate(BASE):
+        options: dict[str, Any] = {"kv_dtype": "int4", "draft_kv_dtype": "int8", "draft_window": window}
+        engine = Engine(pair.target, random_drafter(3), page_size=4, num_pages=40, **options)
+        drafts: list[list[int]] = []
+        engine.on_verified.append(lambda request, proposal, verdict, to=drafts: to.append(proposal.token_ids))
+        (cold,) = run(engine, [prompt])
+        cold_drafts, drafts[:] = list(drafts), []
+        (warm,) = run(engine, [prompt])
+        assert warm.token_ids == cold.token_ids == plain("int4")[index]
+        assert drafts == cold_drafts
+        whole = (len(prompt) - 1) // 4 * 4
+        assert warm.stats.cached_tokens == (whole if window is None else max(0, whole - window) // 4 * 4)
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTISED)
+def test_the_slow_attention_gives_the_same_tokens(kv_dtype: KVDtype) -> None:
+    pair = make_pair()
+    pair.target.attention = reference_attention
+    assert tokens(run(taught(pair, kv_dtype, draft_kv_dtype=kv_dtype))) == plain(kv_dtype)
+
+
+class Leaky(QuantisedKVStore):
+    """A planted bias: what a pass has just written is read exactly, only later passes see it quantised."""
+
+    def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        super().write(layer, slots, keys, values)
+        index = torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+        self.fresh = {int(slot): row for row, slot in enumerate(index)}
+        self.exact = self.rotate(layer, keys), self.rotate(layer, values)
+
+    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        read = super().read(layer, slots)
+        index = torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+        found = [(i, self.fresh[slot]) for i, slot in enumerate(index.tolist()) if slot in self.fresh]
+        for mine, exact in zip(read, self.exact, strict=True):
+            mine[[i for i, _ in found]] = exact[[row for _, row in found]]
+        return read
+
+
+def leak(engine: Engine) -> None:
+    engine.runner.store.__class__ = Leaky
+
+
+def test_reading_fresh_vectors_unquantised_is_seen(pair: Pair) -> None:
+    engine = Engine(pair.target, page_size=4, num_pages=40, kv_dtype="int4", prefix_caching=False)
+    leak(engine)
+    leaking = [run(engine, [prompt])[0].token_ids for prompt in PROMPTS]
+    engine = taught(pair, "int4")
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, leaking, strict=True)})
+    leak(engine)
+    assert tokens(run(engine)) != leaking
+
+
+# -- the law -----------------------------------------------------------------------------------------------------------
+
+V, TOKENS, SEEDS = 6, 3, 2000
+PROMPT = [1, 4, 2, 2]
+HOT = SamplingParams(temperature=1.0, max_tokens=TOKENS)
+
+
+@functools.cache
+def small() -> Pair:
+    return make_pair(4, {"vocab_size": V, "block_size": 4, "mask_token_id": 5}, vocab_size=V, initializer_range=0.2)
+
+
+@functools.cache
+def exact_law(kv_dtype: KVDtype) -> Tensor:
+    """Probability of each of the V³ answers, from whole passes over every prefix."""
+    engine = Engine(small().target, num_pages=4, kv_dtype=kv_dtype)
+
+    def after(*tokens: int) -> Tensor:
+        law = token_probs(engine.next_logits([*PROMPT, *tokens])[None], HOT).double()[0]
+        return law / law.sum()
+
+    first = after()
+    second = torch.stack([after(a) for a in range(V)])
+    third = torch.stack([torch.stack([after(a, b) for b in range(V)]) for a in range(V)])
+    return (first[:, None, None] * second[:, :, None] * third).flatten()
+
+
+@functools.cache
+def sampled(kv_dtype: KVDtype) -> tuple[Tensor, float]:
+    options: dict[str, Any] = {"kv_dtype": kv_dtype, "draft_kv_dtype": "int8", "verification": "speculative"}
+    engine = Engine(small().target, small().drafter, max_running=256, num_pages=600, page_size=8, **options)
+    results = list(engine.generate([PROMPT] * SEEDS, [replace(HOT, seed=seed) for seed in range(SEEDS)]))
+    accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
+    return torch.tensor([result.token_ids for result in results]), accepted / SEEDS
+
+
+def test_the_law_of_whole_answers_is_the_quantised_targets() -> None:
+    sequences, accepted = sampled("int4")
+    assert chi_square_p(joint_counts(sequences, V), exact_law("int4")) > 1e-3
+    assert accepted > 0.2
+    assert chi_square_p(joint_counts(sequences, V), exact_law("auto")) < 1e-6, "the unquantised law is another one"
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_head_sizes_that_are_no_power_of_two() -> None:
+    pair = make_pair(head_dim=10, drafter={"head_dim": 10})
+    prompt, options = [1, 2, 3], {"kv_dtype": "int4", "draft_kv_dtype": "int4"}
+    (speculative,) = Engine(pair.target, pair.drafter, **options).generate(prompt, PARAMS)  # type: ignore[arg-type]
+    (alone,) = Engine(pair.target, kv_dtype="int4").generate(prompt, PARAMS)
+    assert speculative.token_ids == alone.token_ids
+
+
+def test_a_head_size_that_does_not_fit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.target, "kv_shapes", [(2, 7)] * 4)
+    with pytest.raises(ConfigError, match="head size 7 is odd .* use int8 or auto"):
+        Engine(pair.target, kv_dtype="int4")
+
+
+def test_unknown_kinds_are_refused(pair: Pair) -> None:
+    with pytest.raises(ConfigError, match="unknown kind of K/V 'fp8'; .*int4"):
+        Engine(pair.target, kv_dtype="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown kind of K/V 'int2'"):
+        Engine(pair.target, pair.drafter, draft_kv_dtype="int2")  # type: ignore[arg-type]
+
+
+def test_from_pretrained_in_half_precision(tiny_pair: TinyPair) -> None:
+    options: dict[str, Any] = {"kv_dtype": "int8", "draft_kv_dtype": "int4"}
+    engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.bfloat16, **options)
+    (result,) = engine.generate("def f(x):", SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(result.token_ids) == 8
