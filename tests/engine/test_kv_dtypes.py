@@ -205,12 +205,12 @@ def test_head_sizes_that_are_no_power_of_two() -> None:
 
 def test_a_head_size_that_does_not_fit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair.target, "kv_shapes", [(2, 7)] * 4)
-    with pytest.raises(ConfigError, match="head size 7 is odd .* use int8 or auto"):
+    with pytest.raises(ConfigError, match=r"head size 7 is odd .* use int8 or auto"):
         Engine(pair.target, kv_dtype="int4")
 
 
 def test_unknown_kinds_are_refused(pair: Pair) -> None:
-    with pytest.raises(ConfigError, match="unknown kind of K/V 'fp8'; .*int4"):
+    with pytest.raises(ConfigError, match=r"unknown kind of K/V 'fp8'; .*int4"):
         Engine(pair.target, kv_dtype="fp8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unknown kind of K/V 'int2'"):
         Engine(pair.target, pair.drafter, draft_kv_dtype="int2")  # type: ignore[arg-type]

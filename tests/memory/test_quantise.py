@@ -93,5 +93,5 @@ def test_a_vector_is_coded_by_itself(codec_class: type[Codec], rows: int, seed: 
 
 
 def test_an_odd_head_size_does_not_fit_four_bits() -> None:
-    with pytest.raises(ConfigError, match="head size 7 is odd .* use int8 or auto"):
+    with pytest.raises(ConfigError, match=r"head size 7 is odd .* use int8 or auto"):
         RotatedInt4Codec(7, torch.float32, CPU)

@@ -23,6 +23,7 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVDtype, make_store
 from volley.models.drafter import Drafter
 from volley.models.heads import LatticeMaker
+from volley.models.inject import Injection
 from volley.models.taps import Taps
 from volley.models.target import Target
 from volley.types import Lattice, Proposal, Verdict
@@ -106,6 +107,7 @@ class Runner:
             drafter.rotary.cover(min(target.context_length, num_slots) + config.block_size)
             slots = num_ring_slots or num_slots
             self.draft_store = make_store(draft_kv_dtype, drafter.kv_shapes, slots, target.dtype, target.device)
+            self.injection = Injection(drafter, self.draft_store)
             self.taps = Taps(target.model, config.target_layer_ids)
             weakref.finalize(self, self.taps.close)  # a target outlives the engines made on it
             if drafter.head is not None and config.head is not None:
@@ -323,8 +325,7 @@ class Runner:
         if len(kept) > 1:
             rows, where = (torch.cat([_as_indices(s) for s in parts]).to(features.device) for parts in (kept, slots))
         features, positions = features[rows], self.batch.positions[rows]
-        for layer, (keys, values) in enumerate(self.drafter.context_kv(features, positions)):
-            self.draft_store.write(layer, where, keys, values)
+        self.injection(features, positions, where)
         self.timings.draft += time.perf_counter() - started
 
 

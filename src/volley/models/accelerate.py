@@ -5,7 +5,7 @@ that oneDNN has packed beforehand, and RMS norms written out in Python become on
 are; only the instances' ``forward`` is replaced, so the packed copies go stale if the weights are trained further.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,37 @@ _LARGEST_BYTES = 2**30  # beyond it a pass is bound by memory, not by calls, and
 _ROWS = 16  # the number of rows the weights are packed for; others work as well
 
 
+def packing_pays(weights: Iterable[Tensor]) -> bool:
+    """Whether products with such weights are bound by calls, and oneDNN can pack them."""
+    weights = list(weights)
+    small = all(w.device.type == "cpu" and w.dtype == torch.bfloat16 for w in weights)
+    small = small and sum(w.nbytes for w in weights) <= _LARGEST_BYTES
+    return small and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
+def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """The bias-free linear map of a copy of ``weight [out, in]`` in oneDNN's own layout."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+
+    def project(x: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        return product
+
+    return project
+
+
 class SharedProjection:
     """Several bias-free linear layers over one input, computed together when the first of them is asked."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        self.together = pack(torch.cat([layer.weight.detach() for layer in layers]))
         self.sizes = [layer.out_features for layer in layers]
         self.input: Tensor | None = None
         self.outputs: tuple[Tensor, ...] = ()
 
     def project(self, x: Tensor, index: int) -> Tensor:
         if x is not self.input:
-            product = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+            product = self.together(x)
             self.outputs = torch.split(product, self.sizes, dim=-1) if len(self.sizes) > 1 else (product,)
             self.input = x
         output = self.outputs[index]
@@ -39,10 +57,7 @@ class SharedProjection:
 
 def accelerate(model: nn.Module) -> bool:
     """Replace forwards in place where that pays; True if anything was replaced."""
-    parameters = list(model.parameters())
-    size = sum(parameter.nbytes for parameter in parameters)
-    wanted = all(p.device.type == "cpu" and p.dtype == torch.bfloat16 for p in parameters) and size <= _LARGEST_BYTES
-    if not wanted or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not packing_pays(model.parameters()):
         return False
     done: set[nn.Module] = set()
     for module in model.modules():
