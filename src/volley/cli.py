@@ -83,7 +83,9 @@ def load_engine(models: ModelOptions, *options: EngineOptions | CacheOptions) ->
         if models.threads < 1:
             raise ConfigError(f"threads is {models.threads}; it must be at least 1")
         torch.set_num_threads(models.threads)
-    chosen: dict[str, Any] = {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
+    chosen: dict[str, Any] = (
+        {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
+    )
     dtype = getattr(torch, models.dtype)
     for given in options:
         chosen |= asdict(given)

@@ -116,6 +116,18 @@ def test_layers_may_differ_in_shape(kind: KVDtype) -> None:
         store.write_layers(slice(0, 1), keys, keys)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_moving_slots(kind: KVDtype) -> None:
+    torch.manual_seed(0)
+    store = make_store(kind, [(2, 8)] * 2, 8, torch.float32, CPU)
+    store.write_layers(slice(0, 8), *torch.randn(2, 2, 8, 2, 8))
+    before = [store.read(layer, torch.arange(8)) for layer in range(2)]
+    store.move(torch.tensor([3, 5, 2]), torch.tensor([1, 2, 3]))
+    for layer in range(2):
+        for mine, old in zip(store.read(layer, slice(0, 8)), before[layer], strict=True):
+            assert torch.equal(mine, old[[0, 3, 5, 2, 4, 5, 6, 7]])
+
+
 def test_a_dense_store_is_read_in_place() -> None:
     store = DenseKVStore([(2, 4)] * 2, 8, torch.float32, CPU)
     keys, _ = store.read(1, slice(2, 5))

@@ -1,10 +1,11 @@
 """The attention seam: a ragged batch attends to its pages, whatever the model and the phase.
 
-Two implementations of one signature, ``attend(batch, store, layer, queries, keys, values, options) -> [T, heads, d]``:
+Implementations of one signature, ``attend(batch, store, layer, queries, keys, values, options) -> [T, heads, d]``:
 ``reference_attention`` is a loop anybody can check; ``paged_attention`` groups segments of one shape into one call of
 PyTorch's fused kernel, reads a dense store in place when a request's pages are consecutive, and plans once per batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from volley.memory import kernels
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
+
+Attention = Callable[[RaggedBatch, KVStore, int, Tensor, Tensor, Tensor, "AttentionOptions"], Tensor]
 
 
 class AttentionOptions(NamedTuple):
@@ -27,6 +31,8 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     """One learnt logit per head ``[heads]`` that takes probability and gives nothing (gpt-oss)."""
+    symmetric: bool = False
+    """A token of a bidirectional segment sees ``window`` positions before it and after it."""
 
 
 def first_visible(segment: Segment, window: int | None) -> int:
@@ -36,9 +42,11 @@ def first_visible(segment: Segment, window: int | None) -> int:
     return max(0, segment.start - window + segment.causal)
 
 
-def visible_mask(segment: Segment, window: int | None, first: int) -> Tensor:
+def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bool = False) -> Tensor:
     """Which of positions ``[first, end)`` each token of the segment sees: boolean ``[length, end − first]``."""
     keys = torch.arange(first, segment.end)
+    if not segment.causal and symmetric and window is not None:
+        return (keys - torch.arange(segment.start, segment.end)[:, None]).abs() <= window
     if not segment.causal:
         return (keys >= first_visible(segment, window)).expand(segment.length, -1)
     if segment.parents is not None:
@@ -84,7 +92,8 @@ def reference_attention(
         scores = torch.einsum("qhd,khd->hqk", queries[rows].float(), k) * options.scale
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
-        scores = scores.masked_fill(~visible_mask(segment, options.window, first).to(scores.device), -torch.inf)
+        visible = visible_mask(segment, options.window, first, options.symmetric)
+        scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
         if options.sinks is not None:
             sink = options.sinks.float()[:, None, None].expand(-1, segment.length, 1)
             scores = torch.cat((scores, sink), dim=-1)
@@ -94,6 +103,15 @@ def reference_attention(
 
 
 _COPY_LIMIT = 2**17  # bytes of one layer's K/V of one request that a copy may take before a call of its own is cheaper
+
+
+def attention_for(device: torch.device) -> Attention:
+    """The fastest implementation on ``device``."""
+    if kernels.usable(device):
+        from volley.memory.kernels.attention import ragged_attention
+
+        return ragged_attention
+    return paged_attention
 
 
 @dataclass(slots=True)
@@ -116,8 +134,8 @@ def paged_attention(
     options: AttentionOptions,
 ) -> Tensor:
     """The fast path; same contract as :func:`reference_attention`."""
-    store.write(layer, _write_slots(batch), keys, values)
-    groups = _plan(batch, options.window, queries.dtype, keys[0].nbytes + values[0].nbytes)
+    store.write(layer, write_slots(batch), keys, values)
+    groups = _plan(batch, options, queries.dtype, keys[0].nbytes + values[0].nbytes)
     queries = store.rotate(layer, queries)
     if len(groups) == 1 and isinstance(groups[0].rows, slice):
         return store.unrotate(layer, _attend_group(groups[0], store, layer, queries, options))
@@ -160,7 +178,8 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, op
     return torch.matmul(weights.to(v.dtype), v)
 
 
-def _write_slots(batch: RaggedBatch) -> slice | Tensor:
+def write_slots(batch: RaggedBatch) -> slice | Tensor:
+    """Where the K/V of the batch's tokens belong."""
     slots = batch.plans.get("write")
     if slots is None:
         segments = batch.segments
@@ -174,8 +193,9 @@ def _write_slots(batch: RaggedBatch) -> slice | Tensor:
     return slots  # type: ignore[return-value]
 
 
-def _plan(batch: RaggedBatch, window: int | None, dtype: torch.dtype, token_bytes: int) -> list[_Group]:
-    key = (window, dtype, token_bytes)
+def _plan(batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, token_bytes: int) -> list[_Group]:
+    window = options.window
+    key = (window, options.symmetric, dtype, token_bytes)
     plan = batch.plans.get(key)
     if plan is None:
         alone: list[list[int]] = []
@@ -185,7 +205,7 @@ def _plan(batch: RaggedBatch, window: int | None, dtype: torch.dtype, token_byte
                 alone.append([index])
             else:
                 shapes.setdefault((segment.length, segment.causal), []).append(index)
-        plan = batch.plans[key] = [_build_group(batch, each, window, dtype) for each in (*alone, *shapes.values())]
+        plan = batch.plans[key] = [_build_group(batch, each, options, dtype) for each in (*alone, *shapes.values())]
     return plan  # type: ignore[return-value]
 
 
@@ -195,15 +215,15 @@ def _worth_a_call(segment: Segment, window: int | None, token_bytes: int, device
     return device.type == "cpu" and size >= _COPY_LIMIT and segment.table.is_consecutive
 
 
-def _build_group(batch: RaggedBatch, members: list[int], window: int | None, dtype: torch.dtype) -> _Group:
-    device = batch.token_ids.device
+def _build_group(batch: RaggedBatch, members: list[int], options: AttentionOptions, dtype: torch.dtype) -> _Group:
+    device, window = batch.token_ids.device, options.window
     segments = [batch.segments[index] for index in members]
     rows = _rows(batch, members)
     firsts = [first_visible(segment, window) for segment in segments]
     longest = max(segment.end - first for segment, first in zip(segments, firsts, strict=True))
     if len(segments) == 1:
         slots = segments[0].table.slots(firsts[0], segments[0].end)
-        masks = [visible_mask(segments[0], window, firsts[0])]
+        masks = [visible_mask(segments[0], window, firsts[0], options.symmetric)]
     else:
         padded = np.zeros((len(segments), longest), dtype=np.int64)
         masks = []
@@ -211,7 +231,7 @@ def _build_group(batch: RaggedBatch, members: list[int], window: int | None, dty
             size = segment.end - first
             padded[row, :size] = segment.table.slot_array(first, segment.end)
             mask = torch.zeros(segment.length, longest, dtype=torch.bool)
-            mask[:, :size] = visible_mask(segment, window, first)
+            mask[:, :size] = visible_mask(segment, window, first, options.symmetric)
             masks.append(mask)
         slots = torch.from_numpy(padded.ravel())
     visible = torch.stack(masks)

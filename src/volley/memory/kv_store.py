@@ -43,9 +43,18 @@ class KVStore(ABC):
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         """K and V ``[n, kv_heads, head_dim]`` in the store's basis; may be views, so read before the next write."""
 
-    @property
     @abstractmethod
-    def nbytes(self) -> int: ...
+    def _tensors(self) -> list[Tensor]:
+        """Everything that is stored, slots first."""
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy every layer's K and V, as they are stored, from slots ``source [n]`` to ``target [n]``; these may overlap."""
+        for cache in self._tensors():
+            cache.index_copy_(0, target, cache.index_select(0, source))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def rotate(self, layer: int, x: Tensor) -> Tensor:
         """Vectors ``[..., head_dim]`` taken into the basis of :meth:`read`."""
@@ -83,9 +92,8 @@ class DenseKVStore(KVStore):
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         return _rows(self.keys[layer], slots), _rows(self.values[layer], slots)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+    def _tensors(self) -> list[Tensor]:
+        return [*self.keys, *self.values]
 
 
 class QuantisedKVStore(KVStore):
@@ -125,9 +133,8 @@ class QuantisedKVStore(KVStore):
         rotation = self.codecs[layer].rotation
         return x if rotation is None else (x.float() @ rotation.T).to(x.dtype)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.codes, *self.scales))
+    def _tensors(self) -> list[Tensor]:
+        return [*self.codes, *self.scales]
 
 
 def make_store(

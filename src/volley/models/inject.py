@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
-from volley.memory.kv_store import KVStore
+from volley.memory import kernels
+from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.models.accelerate import pack, packing_pays
 from volley.models.drafter import Drafter, DraftLayer, rotate
 
@@ -35,7 +36,14 @@ class Injection:
 
     def __call__(self, features: Tensor, positions: Tensor, slots: slice | Tensor) -> None:
         """Store K and V for tapped features ``[T, taps · H]`` at ``positions [T]`` in ``slots``, of every layer."""
-        self.store.write_layers(slots, *self.keys_values(features, positions))
+        if isinstance(self.store, DenseKVStore) and kernels.usable(features.device):
+            from volley.memory.kernels.inject import inject
+
+            projected = self.project(features)
+            cos, sin = self.drafter.rotary(positions, projected.dtype)
+            inject(projected, self.norm_weights, self.drafter.config.rms_norm_eps, cos, sin, self.store, slots)
+        else:
+            self.store.write_layers(slots, *self.keys_values(features, positions))
 
     def keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """K and V ``[layers, T, kv_heads, d]``: what :meth:`Drafter.context_kv` computes."""

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.memory.attention import AttentionOptions, paged_attention
+from volley.memory.attention import AttentionOptions, attention_for
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import KVStore
 from volley.models.accelerate import accelerate
@@ -87,7 +87,7 @@ class Target:
         check_config(model.config)
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.attention = paged_attention
+        self.attention = attention_for(model.device)
         text = model.config.get_text_config()
         self.num_layers = len(decoder_layers(model))
         self.hidden_size: int = text.hidden_size
