@@ -65,7 +65,7 @@ def test_store_writes_where_it_is_told() -> None:
 @pytest.mark.parametrize(("source", "target"), [([5], [1]), ([3, 4, 6], [2, 3, 4]), ([1, 2, 3], [3, 1, 2]), ([], [])])
 def test_moved_slots_may_overlap(source: list[int], target: list[int]) -> None:
     shapes = [(2, 3), (1, 5)]
-    store = KVStore(shapes, 8, torch.float32, torch.device("cpu"))
+    store = DenseKVStore(shapes, 8, torch.float32, torch.device("cpu"))
     for layer, shape in enumerate(shapes):
         store.write(layer, slice(0, 8), torch.randn(8, *shape), torch.randn(8, *shape))
     before = [cache.clone() for cache in (*store.keys, *store.values)]
