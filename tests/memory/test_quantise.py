@@ -38,7 +38,7 @@ def test_the_rotation_makes_any_vector_as_good(head_dim: int) -> None:
     vectors[:, 3] *= 30
     vectors[:, 7] += 20
     codec = RotatedInt4Codec(head_dim, torch.float32, CPU)
-    assert mse(codec, vectors) < 0.011
+    assert mse(codec, vectors) < 0.012
     codec.rotation = torch.eye(head_dim)
     assert mse(codec, vectors) > 0.02
 

@@ -90,11 +90,10 @@ class RotatedInt4Codec(Codec):
     def encode(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         rotated = vectors.float() @ self.rotation
         scales = rotated.norm(dim=-1, keepdim=True) * vectors.shape[-1] ** -0.5
-        for _ in range(2):
-            cells = (rotated * (_CELLS_PER_UNIT / scales.clamp_min(_TINY)) + _CELLS / 2).int().clamp_(0, _CELLS - 1)
-            codes = self.nearest.index_select(0, cells.view(-1)).view(rotated.shape)
-            levels = self.levels.index_select(0, codes.view(-1).int()).view(rotated.shape)
-            scales = (rotated * levels).sum(dim=-1, keepdim=True) / levels.square().sum(dim=-1, keepdim=True)
+        cells = (rotated * (_CELLS_PER_UNIT / scales.clamp_min(_TINY)) + _CELLS / 2).int().clamp_(0, _CELLS - 1)
+        codes = self.nearest.index_select(0, cells.view(-1)).view(rotated.shape)
+        levels = self.levels.index_select(0, codes.view(-1).int()).view(rotated.shape)
+        scales = (rotated * levels).sum(dim=-1, keepdim=True) / levels.square().sum(dim=-1, keepdim=True)
         return codes[..., 0::2] | codes[..., 1::2] << 4, scales.to(SCALE_DTYPE)
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
