@@ -55,6 +55,17 @@ def test_a_run_learns_reports_and_saves_a_drafter(tiny_pair: TinyPair, tmp_path:
     assert "real τ" in printed
 
 
+def test_a_run_starts_from_another_drafter_and_adds_a_head(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    first = train(TrainConfig(**tiny_run(tiny_pair.target, tmp_path, max_steps=2)))
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=1, learning_rate=1e-9, init=str(first))
+    second = train(TrainConfig(**{**options, "out": str(tmp_path / "second"), "head": "residual", "head_rank": 4}))
+    before, after = (Drafter.from_pretrained(path).state_dict() for path in (first, second))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert set(after.keys() - before.keys()) == {f"head.{n}.weight" for n in ("previous", "context", "output")}
+    with pytest.raises(ConfigError, match=r"num_hidden_layers 1, not 2.*give its shape as options"):
+        train(TrainConfig(**{**options, "out": str(tmp_path / "third"), "num_layers": 2}))
+
+
 @pytest.mark.parametrize("changes", [{}, {"head": "markov", "head_rank": 8, "optimizer": "muon", "soft_targets": 0.5}])
 def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
     tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]

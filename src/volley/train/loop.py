@@ -27,7 +27,7 @@ from volley.train.optimizer import MuonWithAdamW
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.report import Reporter
-from volley.train.shape import choose_mask_token, drafter_config
+from volley.train.shape import choose_mask_token, drafter_config, start_from
 from volley.train.state import (
     NAME,
     Position,
@@ -124,6 +124,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.shape = drafter_config(config, self.target.model, mask)
         drafter = Drafter(self.shape).to(ranks.device)
+        if config.init is not None:
+            start_from(drafter, config.init)
         if not config.compile:
             fuse(drafter)
         self.model = BlockForward(drafter, self._attention())

@@ -55,6 +55,8 @@ class TrainConfig:
     eval_minutes: float | None = None
     """Evaluate every so many minutes."""
 
+    init: str | None = None
+    """Folder of a drafter of the same shape to start from; a sequential head may be new. By default random weights."""
     block_size: int = 16
     """Block size B, anchor included."""
     num_layers: int | None = None

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from volley.errors import ConfigError
 from volley.models.checkpoint import DrafterConfig, HeadConfig
+from volley.models.drafter import Drafter
 from volley.models.taps import decoder_layers
 from volley.train.data import Document
 from volley.train.options import TrainConfig
@@ -108,3 +110,18 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
         layer_types=("sliding_attention" if config.window else "full_attention",) * layers,
         head=None if config.head == "none" else HeadConfig(type=config.head, rank=config.head_rank),
     )
+
+
+def start_from(drafter: Drafter, path: str) -> None:
+    """Give ``drafter`` the weights of the one in ``path``; a sequential head that only ``drafter`` has stays as it is."""
+    found = Drafter.from_pretrained(path, torch.float32)
+    wanted, have = asdict(drafter.config), asdict(found.config)
+    if have["head"] is None:
+        wanted["head"] = None
+    different = [f"{name} {have[name]!r}, not {wanted[name]!r}" for name in wanted if wanted[name] != have[name]]
+    if different:
+        raise ConfigError(
+            f"the drafter in {path} has another shape than the run asks for ({'; '.join(different)}); give its shape as "
+            "options, or train without --init"
+        )
+    drafter.load_state_dict(found.state_dict(), strict=False)
