@@ -47,4 +47,4 @@ def test_a_seed_gives_the_tokens_of_plain_decoding(engine: Engine) -> None:
 
 def test_the_pair_is_small_enough_to_ship() -> None:
     assert sum(file.stat().st_size for file in REFERENCE.rglob("*.safetensors")) < 40_000_000
-    assert all((REFERENCE / name / "README.md").exists() for name in ("target", "drafter"))
+    assert all((REFERENCE / name / "README.md").exists() for name in ("target", "drafter", "drafter-dflash"))

@@ -46,7 +46,7 @@ Weights: Apache-2.0. Made by `scripts/reference/run`.
 DRAFTER_CARD = """\
 # volley's reference drafter
 
-A DFlash drafter for the reference target beside it: {layers} layers, block size {block}, target layers {taps}, z-lab's format, bf16,
+A {kind} for the reference target beside it: {layers} layers, block size {block}, target layers {taps}, bf16,
 {megabytes:.1f} MB. Trained by `volley train` on {rows} responses ({tokens:.1f} M tokens) that `volley collect` took from the target, for
 {steps} steps. τ, greedy, at the end of training, on prompts held out from the drafter (the target was trained on them): {tau:.2f}.
 It serves only this target.
@@ -87,7 +87,10 @@ def write_drafter(source: Path, out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     with safe_open(out / "model.safetensors", "pt") as weights:
         assert "fc.weight" in weights.keys(), "a drafter has its feature projection"  # noqa: SIM118
+    head = config.get("head")
+    kind = "DFlash drafter in z-lab's format"
     card = DRAFTER_CARD.format(
+        kind=f"DFlash drafter with a {head['type']} head of rank {head['rank']}" if head else kind,
         layers=config["num_hidden_layers"],
         block=config["block_size"],
         taps=config["dflash_config"]["target_layer_ids"],
@@ -102,13 +105,16 @@ def write_drafter(source: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path)
+    parser.add_argument("--target", type=Path, help="folder of the target's training")
+    parser.add_argument("--drafter", type=Path, help="folder of the training of the drafter to use")
+    parser.add_argument("--dflash", type=Path, help="folder of the training of the plain DFlash drafter")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    write_target(options.target, options.out / "target")
-    if options.drafter is not None:
-        write_drafter(options.drafter, options.out / "drafter")
+    if options.target is not None:
+        write_target(options.target, options.out / "target")
+    for source, name in ((options.drafter, "drafter"), (options.dflash, "drafter-dflash")):
+        if source is not None:
+            write_drafter(source, options.out / name)
     total = sum(file.stat().st_size for file in options.out.rglob("*.safetensors"))
     if total > LIMIT_BYTES:
         raise SystemExit(
