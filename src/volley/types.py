@@ -1,7 +1,8 @@
 """What passes between the layers: sampling parameters, proposals, verdicts and results."""
 
+import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -20,7 +21,10 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``seed`` ``None`` draws one.
     ``stop`` strings end the text before they appear in it; ``stop_token_ids`` add to the model's own end tokens, which
     ``ignore_eos`` switches off. ``logprobs`` records the log-probability of each chosen token under the target's
-    unmodified distribution. ``draft_temperature`` (``None``: the same as ``temperature``) changes speed, never the law.
+    unmodified distribution, and of the ``top_logprobs`` likeliest beside it. ``presence_penalty`` and
+    ``frequency_penalty`` (each in [-2, 2]) lower the logits of tokens the output has, ``repetition_penalty`` (1: none)
+    divides those of tokens that prompt or output have, ``logit_bias`` maps token ids to what is added to their logits.
+    ``draft_temperature`` (``None``: the same as ``temperature``) changes speed, never the law.
     """
 
     temperature: float = 0.0
@@ -33,6 +37,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and bias; a mapping will do."""
     draft_temperature: float | None = None
 
     def __post_init__(self) -> None:
@@ -40,6 +50,7 @@ class SamplingParams:
         stop = (given,) if isinstance(given, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", tuple(dict(self.logit_bias).items()))
         checks = [
             ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number ≥ 0"),
             ("top_k", self.top_k >= 0, "0 (keep all) or a positive count"),
@@ -47,12 +58,30 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("stop", all(self.stop), "non-empty strings"),
+            ("top_logprobs", self.top_logprobs >= 0, "0 or a positive count"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number > 0"),
+            ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "biases in [-100, 100]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "a non-negative 63-bit integer"),
             ("draft_temperature", self.draft_temperature is None or self.draft_temperature >= 0, "≥ 0, or None"),
         ]
         for name, good, want in checks:
             if not good:
                 raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {want}")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are processed before temperature and truncation (see ``decode/processors.py``)."""
+        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
+        return bool(penalised or self.logit_bias)
+
+    def for_choice(self, index: int) -> "SamplingParams":
+        """The parameters of one of several answers to a prompt: the same, with a seed of its own. 0 keeps the request's."""
+        if self.seed is None or index == 0:
+            return self
+        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
+        return replace(self, seed=int.from_bytes(digest) >> 1)
 
 
 @dataclass(slots=True)
@@ -135,6 +164,8 @@ class GenerationResult:
     stats: GenerationStats
     logprobs: list[float] | None = None
     """Log-probability (natural) of each output token, if asked for."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """The likeliest tokens and their log-probabilities where each output token stands, if asked for."""
 
 
 @dataclass

@@ -85,3 +85,10 @@ def chosen_logprobs(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
     chosen = torch.tensor(token_ids, device=logits.device)[:, None]
     logprobs: list[float] = logits.float().log_softmax(dim=-1).gather(1, chosen)[:, 0].tolist()
     return logprobs
+
+
+def top_logprobs(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The ``count`` likeliest tokens of each row of ``logits [R, V]`` with their log-probabilities, likeliest first."""
+    best = logits.float().log_softmax(dim=-1).topk(min(count, logits.shape[-1]), dim=-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]

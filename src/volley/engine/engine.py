@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from volley.decode.processors import TokenCounts
 from volley.decode.sampling import PositionNoise
 from volley.engine.request import Detokenizer, Request
 from volley.engine.runner import DraftingOptions, Runner
@@ -172,7 +173,7 @@ class Engine:
             if is_cycle:
                 stats.accepted_lengths.append(taken)
                 stats.block_sizes.append(1 + len(proposal.token_ids))
-            del request.logprobs[request.num_output :]
+            request.trim_logprobs()
             now = time.perf_counter() - request.arrived
             stats.time_to_first_token = stats.time_to_first_token or now
             stats.total_seconds = now
@@ -206,6 +207,14 @@ class Engine:
             raise InputError(
                 f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
             )
+        outside = [token for token, _ in params.logit_bias if not 0 <= token < self.target.vocab_size]
+        if outside:
+            raise InputError(
+                f"logit_bias names token {outside[0]}; the vocabulary is 0 to {self.target.vocab_size - 1}"
+            )
+        counts = None
+        if params.changes_logits:
+            counts = TokenCounts(token_ids, self.target.vocab_size, self.target.device)
         max_length = min(len(token_ids) + params.max_tokens, limit)
         self.pool.check_fits(max_length)
         table = BlockTable(self.pool.page_size)
@@ -219,6 +228,7 @@ class Engine:
             detokenizer=Detokenizer(self.target.tokenizer),
             table=table,
             draft_table=table,
+            counts=counts,
         )
         self._next_id += 1
         return request

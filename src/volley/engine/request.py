@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from volley.decode.processors import TokenCounts
 from volley.decode.sampling import PositionNoise
 from volley.memory.kv_cache import BlockTable
 from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams, TextChunk
@@ -58,12 +59,15 @@ class Request:
     table: BlockTable
     draft_table: BlockTable
     """The drafter's pages: the same table, or a ring of its own under a draft window."""
+    counts: TokenCounts | None = None
+    """Kept only where penalties or biases ask for it."""
     num_prompt: int = 0
     computed: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     text: str = ""
     emitted_text: int = 0
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
     chunks: list[TextChunk] = field(default_factory=list)
@@ -94,6 +98,8 @@ class Request:
         """Take the tokens of one cycle until the request ends; returns how many were taken."""
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
+            if self.counts is not None:
+                self.counts.add(token)
             if token in self.stop_token_ids:
                 self.finish_reason = "stop"
             elif self.remaining == 0:
@@ -125,6 +131,11 @@ class Request:
         self.emitted_text = max(self.emitted_text, ready)
         self.chunks.append(TextChunk(piece, [token], from_draft))
 
+    def trim_logprobs(self) -> None:
+        """Forget those of tokens after the end."""
+        del self.logprobs[self.num_output :]
+        del self.top_logprobs[self.num_output :]
+
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None
         return GenerationResult(
@@ -133,4 +144,5 @@ class Request:
             finish_reason=self.finish_reason,
             stats=self.stats,
             logprobs=self.logprobs if self.params.logprobs else None,
+            top_logprobs=self.top_logprobs if self.params.logprobs and self.params.top_logprobs else None,
         )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from volley.decode.denoise import reveal, reveal_counts
+from volley.decode.processors import preceding, process
 from volley.decode.propose import draft_temperature, propose_coupled, propose_greedy, propose_sampled
-from volley.decode.sampling import Purpose, best_tokens, chosen_logprobs, race, token_probs
+from volley.decode.sampling import Purpose, best_tokens, chosen_logprobs, race, token_probs, top_logprobs
 from volley.decode.tree import coupled_logits, expand, slot_lattice
 from volley.decode.verify import verify_choices, verify_speculative, verify_tree
 from volley.decode.walk import walk_coupled, walk_greedy, walk_sampled
@@ -134,6 +135,7 @@ class Runner:
         tokens = [[s.request.token_ids[-1]] + [mask] * s.max_draft for s in plan]
         if self.options.denoising_steps == 1:
             logits, hidden = self._slot_logits(plan, torch.tensor([t for block in tokens for t in block]))
+            logits = _processed(plan, logits)
             if any(scheduled.max_nodes for scheduled in plan):
                 logits = self._with_noise(plan, torch.split(logits, sizes))
             if self.lattices is None:
@@ -145,7 +147,7 @@ class Runner:
         hidden_slots = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
         blocks = [torch.tensor(block) for block in tokens]
         for step in range(steps):
-            logits, _ = self._slot_logits(plan, torch.cat(blocks))
+            logits = _processed(plan, self._slot_logits(plan, torch.cat(blocks))[0])
             for i, (scheduled, rows) in enumerate(zip(plan, torch.split(logits, sizes), strict=True)):
                 drawn = self._draw(scheduled.request, rows).cpu()
                 confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()[None]
@@ -260,10 +262,13 @@ class Runner:
                 verdicts.append(Verdict(0, []))
                 continue
             end = row + 1 + len(proposal.token_ids)
-            verdict = self._judge_one(scheduled.request, proposal, logits[row:end], best[row:end])
-            if scheduled.request.params.logprobs:
-                kept = logits[row:end][_kept_rows(1, verdict)]
-                scheduled.request.logprobs += chosen_logprobs(kept, verdict.token_ids)
+            request, rows, choices = scheduled.request, logits[row:end], best[row:end]
+            if request.counts is not None:
+                rows = process(rows, request.params, request.counts, preceding(proposal))
+                choices = best_tokens(rows)
+            verdict = self._judge_one(request, proposal, rows, choices)
+            if request.params.logprobs:
+                _note_logprobs(request, logits[row:end][_kept_rows(1, verdict)], verdict)
             verdicts.append(verdict)
             row = end
         self.timings.verify += time.perf_counter() - started
@@ -364,6 +369,24 @@ def check_pair(drafter: Drafter, target: Target) -> None:
                 f"the drafter was trained for a target whose {what} is {drafted}, this target's is {have}; "
                 "use the drafter of this target or train one with `volley train`"
             )
+
+
+def _processed(plan: Sequence[Scheduled], logits: Tensor) -> Tensor:
+    """Slot logits ``[Σ k, V]`` under the penalties of what is accepted so far: the draft's own tokens are not known yet."""
+    if all(scheduled.request.counts is None for scheduled in plan):
+        return logits
+    parts = []
+    for scheduled, rows in zip(plan, torch.split(logits, [s.max_draft for s in plan]), strict=True):
+        request = scheduled.request
+        parts.append(rows if request.counts is None else process(rows, request.params, request.counts))
+    return torch.cat(parts)
+
+
+def _note_logprobs(request: Request, logits: Tensor, verdict: Verdict) -> None:
+    """``logits`` are those of the rows that chose the verdict's tokens."""
+    request.logprobs += chosen_logprobs(logits, verdict.token_ids)
+    if request.params.top_logprobs:
+        request.top_logprobs += top_logprobs(logits, request.params.top_logprobs)
 
 
 def _narrower(first: int | None, second: int | None) -> int | None:
