@@ -13,6 +13,7 @@ from volley.bench.tasks import BenchConfig
 from volley.errors import ConfigError, VolleyError
 from volley.options import expand
 from volley.prompts import Conversation, load_prompts
+from volley.serve.config import ServeConfig
 from volley.train.collect import CollectConfig, Progress
 from volley.train.options import TrainConfig
 
@@ -230,6 +231,44 @@ def bench(
     errors.print(f"{'Interrupted; what was measured is' if report.measurements.partial else 'Written'} in {out}/")
     if report.measurements.partial:
         raise typer.Exit(130)
+
+
+@app.command()
+@expand
+def serve(
+    config: ServeConfig,
+    target: Target = None,
+    drafter: DrafterPath = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    threads: Threads = None,
+    block_size: BlockSize = None,
+    denoising_steps: Steps = 1,
+    max_running: Annotated[int, typer.Option(help="Requests decoded at once.")] = 64,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens of one target pass; prompts are cut to fit.")] = 512,
+    num_pages: Annotated[int | None, typer.Option(help="Pages of 16 tokens that hold all K/V.")] = None,
+    draft_window: Annotated[
+        int | None, typer.Option(help="Tokens of context the drafter sees; all by default.")
+    ] = None,
+) -> None:
+    """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
+    engine = load_engine(
+        target,
+        drafter,
+        dtype,
+        device,
+        threads,
+        block_size=block_size,
+        denoising_steps=denoising_steps,
+        max_running=max_running,
+        max_batch_tokens=max_batch_tokens,
+        num_pages=num_pages,
+        draft_window=draft_window,
+    )
+    from volley.serve.server import serve as run
+
+    name = "volley-reference" if target is None else Path(target).name
+    run(engine, config, config.served_model_name or name)
 
 
 @app.command()

@@ -1,0 +1,135 @@
+"""Sends one job's answer, whole or as a stream, and gives the job up when the client goes or time is out."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from volley.serve.errors import JSON, ApiError, as_api_error
+from volley.serve.replies import Choice, Dialect, Usage
+from volley.serve.worker import End, Failure, Job, Piece, Worker
+
+log = logging.getLogger("volley.serve")
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer(Response):
+    """An ASGI response. Headers go out with the first event, so that whatever fails before has its own status."""
+
+    def __init__(self, worker: Worker, job: Job, dialect: Dialect, *, stream: bool, timeout: float) -> None:
+        self.worker = worker
+        self.job = job
+        self.dialect = dialect
+        self.stream = stream
+        self.timeout = timeout
+        self.background = None
+        prompts = {id(prompt): (choice, prompt) for choice, prompt in reversed(list(enumerate(job.prompts)))}
+        self._first_choices = {choice for choice, _ in prompts.values()}  # of each prompt
+        self.usage = Usage(prompt=sum(len(prompt) for _, prompt in prompts.values()))
+        self.choices = [Choice() for _ in job.prompts]
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell(message: Message) -> None:
+            self._begun = True
+            await send(message)
+
+        work = asyncio.create_task(self._stream(tell) if self.stream else self._whole(scope, receive, tell))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            done, _ = await asyncio.wait((work, gone), timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
+            error = work.exception() if work in done else None
+            if not done:
+                await _cancel(work)
+                message = f"the request took longer than the {self.timeout:g} s this server allows"
+                error = ApiError(504, message, kind="server_error", code="timeout")
+            if isinstance(error, Exception) and gone not in done:
+                await self._complain(error, scope, receive, send)
+        finally:
+            await _cancel(work, gone)
+            self.worker.abort(self.job)
+            self._note(scope)
+
+    async def _events(self) -> AsyncIterator[Piece | End]:
+        """Until every choice has ended; raises what made the job fail."""
+        unfinished = len(self.choices)
+        while unfinished:
+            event = await self.job.events.get()
+            if isinstance(event, Failure):
+                raise event.error
+            if isinstance(event, End):
+                unfinished -= 1
+                self.usage.add(event.stats, is_first=event.choice in self._first_choices)
+                self.choices[event.choice].finish_reason = event.finish_reason
+            else:
+                self.usage.add_piece(event)
+            yield event
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async for event in self._events():
+            if isinstance(event, Piece):
+                self.choices[event.choice].add(event)
+        await JSON(self.dialect.whole(self.choices, self.usage))(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        dialect = self.dialect
+        opened: set[int] = set()
+        async for event in self._events():
+            if not self._begun:
+                await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            parts = []
+            opening = dialect.opening(event.choice)
+            if event.choice not in opened and opening is not None:
+                parts.append(opening)
+            opened.add(event.choice)
+            choice = self.choices[event.choice]
+            parts += [dialect.ending(event, choice)] if isinstance(event, End) else dialect.piece(event, choice)
+            if parts:
+                await _send_events(send, [dialect.chunk([part]) for part in parts])
+        last: list[Any] = [dialect.chunk([], self.usage)] if dialect.include_usage else []
+        await _send_events(send, [*last, "[DONE]"], more=False)
+
+    async def _complain(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        known = as_api_error(error)
+        if known.status == 500:
+            log.error("an answer failed", exc_info=error)
+        if not self._begun:
+            await known.response()(scope, receive, send)
+        elif self.stream:
+            await _send_events(send, [known.body, "[DONE]"], more=False)
+
+    def _note(self, scope: Scope) -> None:
+        """For the line about this request in the log."""
+        usage = self.usage.to_json()
+        scope.setdefault("state", {})["fields"] = {
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "acceptance_length": usage["completion_tokens_details"]["acceptance_length"],
+            "finish_reason": [choice.finish_reason for choice in self.choices],
+        }
+
+
+async def _send_events(send: Send, objects: list[Any], *, more: bool = True) -> None:
+    lines = [item if isinstance(item, str) else json.dumps(item, separators=(",", ":")) for item in objects]
+    body = "".join(f"data: {line}\n\n" for line in lines).encode("ascii")
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: "asyncio.Task[None]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,170 @@
+"""The HTTP application: routes in OpenAI's shape around one :class:`Service`."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import RedirectResponse, Response
+from starlette.staticfiles import StaticFiles
+
+import volley
+from volley.engine.engine import Engine
+from volley.serve.answer import Answer
+from volley.serve.config import ApiKeys, ServeConfig
+from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error
+from volley.serve.gate import Gate, Refused
+from volley.serve.protocol import ChatRequest, CompletionRequest, first_problem
+from volley.serve.service import Service
+
+log = logging.getLogger("volley.serve")
+
+_ERROR: dict[str, Any] = {
+    "description": "An error in OpenAI's form",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 429, 500, 503, 504), _ERROR)
+
+
+def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
+    """The application; ``app.state.service`` is its :class:`Service`. The worker starts and stops with its lifespan."""
+    service = Service(engine, config, model)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.worker.start(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.worker.stop)
+
+    middleware = [Middleware(Gate, config, ApiKeys.load(config.api_key_file), service.metrics)]
+    if config.cors_origins:
+        cors = Middleware(CORSMiddleware, config.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        middleware.insert(0, cors)
+    app = FastAPI(
+        title="volley",
+        version=volley.__version__,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        middleware=middleware,
+        responses=_ERRORS,
+    )
+    app.state.service = service
+    _handle_errors(app)
+    _add_routes(app, service)
+    _add_status_routes(app, service)
+    static = StaticFiles(directory=Path(__file__).parent / "static", html=True)
+    app.mount("/dashboard", static)
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service) -> None:
+    started = int(time.time())
+    timeout = service.config.request_timeout
+
+    @app.post("/v1/chat/completions", response_class=Response)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation, whole or as a stream of server-sent events."""
+        _log_prompt(service, request, body)
+        job, dialect = await service.chat(body)
+        return Answer(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+
+    @app.post("/v1/completions", response_class=Response)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts, whole or as a stream of server-sent events."""
+        _log_prompt(service, request, body)
+        job, dialect = await service.complete(body)
+        return Answer(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [service.card(started)]}
+
+    @app.get("/v1/models/{model:path}", response_class=Response)
+    async def one_model(model: str) -> Response:
+        """The model of this name."""
+        if model != service.model:
+            message = f"the model {model!r} does not exist; this server has {service.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return JSON(service.card(started))
+
+
+def _add_status_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health", response_class=Response)
+    async def health() -> Response:
+        """Liveness: 200 while the engine's thread lives; anything else means that only a restart helps."""
+        alive = service.worker.is_alive
+        return JSON({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
+
+    @app.get("/ready", response_class=Response)
+    async def ready() -> Response:
+        """Readiness: 200 while new requests are taken."""
+        return JSON({"ready": service.is_ready}, 200 if service.is_ready else 503)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": volley.__version__}
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def dashboard() -> Response:
+        return RedirectResponse("dashboard/")
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        message, param = first_problem(error.errors())
+        return ApiError(400, message, param=param).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        if isinstance(error, Refused):
+            return error.error.response()
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+    @app.exception_handler(Exception)
+    async def other(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    for kind in EXPECTED:
+        app.add_exception_handler(kind, other)
+
+
+def _log_prompt(service: Service, request: Request, body: ChatRequest | CompletionRequest) -> None:
+    if service.config.log_prompts:
+        request.state.fields["body"] = body.model_dump(exclude_unset=True)

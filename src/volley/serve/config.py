@@ -1,0 +1,80 @@
+"""How the server is set up, and the keys it accepts."""
+
+import hashlib
+import hmac
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from volley.errors import ConfigError
+
+KEY_VARIABLE = "VOLLEY_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """The server around an engine. Sizes and times are limits on what one client can cost the others."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every one of this machine's."""
+    port: int = 8000
+    """Port to listen on; 0 lets the system choose."""
+    served_model_name: str | None = None
+    """Name clients give as model; by default the target folder's."""
+    api_key_file: Path | None = None
+    """File of accepted API keys, one a line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is asked."""
+    max_waiting: int = 256
+    """Requests that may queue beside the running ones; more are answered with 429."""
+    request_timeout: float = 600.0
+    """Seconds that one request may take, queue included."""
+    receive_timeout: float = 20.0
+    """Seconds in which a client must have sent its headers, and again its body."""
+    max_body_bytes: int = 1_048_576
+    """Largest request body."""
+    shutdown_timeout: float = 60.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    cors_origins: tuple[str, ...] = ()
+    """Web origins whose pages may call the server, * for all; by default none."""
+    log_prompts: bool = False
+    """Write prompts and answers to the log."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
+        if self.max_waiting < 0:
+            raise ConfigError(f"max_waiting is {self.max_waiting}; it must be 0 or more")
+        for name in ("request_timeout", "receive_timeout", "max_body_bytes", "shutdown_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
+
+
+class ApiKeys:
+    """The accepted keys, kept as digests. Checking takes the same time whatever is presented."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def load(cls, file: Path | None) -> "ApiKeys":
+        """Keys of a file (blank lines and lines that begin with # are skipped), or the one in the environment."""
+        if file is None:
+            key = os.environ.get(KEY_VARIABLE, "").strip()
+            return cls([key] if key else [])
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"the API keys in {file} cannot be read ({error}); give a text file, one key a line"
+            ) from error
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ConfigError(f"{file} holds no API key; write one a line, or leave --api-key-file out to ask for none")
+        return cls(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accepts(self, key: str) -> bool:
+        digest = hashlib.sha256(key.encode(errors="replace")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)

@@ -1,0 +1,115 @@
+"""What every HTTP request passes before the application: keys, body limits, a request id, a line in the log."""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from volley.serve.config import ApiKeys, ServeConfig
+from volley.serve.errors import ApiError
+from volley.serve.metrics import Metrics
+
+log = logging.getLogger("volley.serve")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Gate:
+    """ASGI middleware around the application."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, keys: ApiKeys, metrics: Metrics) -> None:
+        self.app = app
+        self.config = config
+        self.keys = keys
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, started = Headers(scope=scope), time.monotonic()
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["fields"] = {}
+        status = 499  # what is noted when the client went before it had an answer
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            try:
+                self._check(scope, headers)
+                await self.app(scope, self._limited(receive), tell)
+            except ApiError as error:
+                await error.response()(scope, receive, tell)
+        finally:
+            route = scope.get("route")
+            path = getattr(route, "path", None) or ("/dashboard" if scope["path"].startswith("/dashboard") else "other")
+            self.metrics.http_requests.labels(path, status).inc()
+            fields = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
+            fields["seconds"] = round(time.monotonic() - started, 4)
+            if path not in ("/health", "/ready", "/metrics"):
+                log.info("request", extra={"fields": fields | scope["state"]["fields"]})
+
+    def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        if self.keys and scope["path"].startswith("/v1/") and scope["method"] != "OPTIONS":
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not self.keys.accepts(key.strip()):
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.config.max_body_bytes:
+            raise too_large(self.config.max_body_bytes)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """The body in parts, within its size and its time; afterwards whatever comes."""
+        received, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self.config.receive_timeout
+
+        async def limited() -> Message:
+            nonlocal received, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise Refused(
+                    ApiError(408, "the body did not arrive in time", code="timeout", headers={"Connection": "close"})
+                ) from None
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
+                if received > self.config.max_body_bytes:
+                    raise Refused(too_large(self.config.max_body_bytes))
+            return message
+
+        return limited
+
+
+class Refused(HTTPException):
+    """An API error on its way through FastAPI, which lets only this kind pass while it reads a body."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status)
+        self.error = error
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(
+        413, f"the body is larger than the {limit} bytes this server takes", headers={"Connection": "close"}
+    )

@@ -1,0 +1,118 @@
+"""What the server counts, in Prometheus' terms. Names follow vLLM's, with ``volley:`` in front."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+from volley.engine.engine import Engine
+from volley.engine.request import Request
+from volley.types import Proposal, Verdict
+
+disable_created_metrics()  # or every counter would come with a time stamp of its own
+
+_LATENCIES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)
+_BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+
+
+class Metrics:
+    """One registry. The worker's thread writes engine figures; the HTTP side writes ``http_requests``."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"volley:{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"volley:{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"volley:{name}", text, buckets=buckets, registry=registry)
+
+        self.running = gauge("num_requests_running", "Requests being decoded or prefilled.")
+        self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        self.pages_used = gauge("kv_pages_used", "Pages of K/V held by requests.")
+        gauge("kv_pages", "Pages of K/V in the pool.").set(num_pages)
+        self.usage = gauge("kv_cache_usage_perc", "Share of the pages held by requests; 1 is all.")
+        self.preemptions = counter("num_preemptions", "Requests that lost their pages to others.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self.cached_tokens = counter(
+            "prefix_cache_hits", "Prompt tokens of finished requests found in the prefix cache."
+        )
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.success = counter("request_success", "Requests that are over, by how they ended.", "finished_reason")
+        self.errors = counter("request_errors", "Requests that raised inside the engine.")
+        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCIES)
+        self.inter_token = histogram("inter_token_latency_seconds", "Mean time per token after the first.", _BETWEEN)
+        self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCIES)
+        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.output_length = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
+        self.steps = counter("iterations", "Steps of the engine.")
+        self.step_seconds = counter("iteration_seconds", "Wall time of all steps.")
+        self.draft_seconds = counter("draft_seconds", "Wall time of drafting and injection.")
+        self.verify_seconds = counter("verify_seconds", "Wall time of the target's passes and of judging.")
+        self.cycles = counter("decoding_cycles", "Decoding cycles; generated tokens per cycle is tau.")
+        self.cycle_tokens = counter("decoding_cycle_tokens", "Tokens gained by decoding cycles, bonus token included.")
+        self.drafts = counter("spec_decode_num_drafts", "Blocks drafted.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self.accepted_at = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by place in the block.", "position"
+        )
+        self.drafted_at = counter(
+            "spec_decode_num_draft_tokens_per_pos", "Draft tokens verified, by place in the block.", "position"
+        )
+        self.block_sizes = counter("spec_decode_block_size", "Decoding cycles, by tokens verified.", "size")
+        self.http_requests = counter("http_requests", "HTTP requests answered.", "path", "status")
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    # -- called by the worker ------------------------------------------------------------------------------------------
+    def verified(self, request: Request, proposal: Proposal, verdict: Verdict) -> None:
+        """One request's share of a step, after it was made final."""
+        lengths = request.stats.accepted_lengths
+        if not lengths:  # the prompt's last chunk: its token is no cycle's
+            self.generation_tokens.inc()
+            return
+        gained, drafted = lengths[-1], len(proposal.token_ids)
+        accepted = min(verdict.accepted, gained)
+        self.generation_tokens.inc(gained)
+        self.cycles.inc()
+        self.cycle_tokens.inc(gained)
+        self.block_sizes.labels(1 + drafted).inc()
+        if drafted:
+            self.drafts.inc()
+            self.draft_tokens.inc(drafted)
+            self.accepted_tokens.inc(accepted)
+            for position in range(drafted):
+                self.drafted_at.labels(position).inc()
+                if position < accepted:
+                    self.accepted_at.labels(position).inc()
+
+    def stepped(self, engine: Engine, seconds: float) -> None:
+        self.steps.inc()
+        self.step_seconds.inc(seconds)
+        self.draft_seconds.inc(engine.runner.timings.draft)
+        self.verify_seconds.inc(engine.runner.timings.verify)
+
+    def state(self, engine: Engine) -> None:
+        self.running.set(len(engine.scheduler.running))
+        self.waiting.set(len(engine.scheduler.waiting))
+        self.pages_used.set(engine.pool.num_used)
+        self.usage.set(engine.pool.num_used / engine.pool.num_pages)
+
+    def finished(self, request: Request, reason: str) -> None:
+        stats = request.stats
+        self.success.labels(reason).inc()
+        self.preemptions.inc(stats.preemptions)
+        self.prompt_tokens.inc(stats.prompt_tokens)
+        self.cached_tokens.inc(stats.cached_tokens)
+        if reason == "abort":
+            return
+        self.prompt_length.observe(stats.prompt_tokens)
+        self.output_length.observe(stats.output_tokens)
+        self.first_token.observe(stats.time_to_first_token)
+        self.latency.observe(stats.total_seconds)
+        if stats.output_tokens > 1:
+            between = (stats.total_seconds - stats.time_to_first_token) / (stats.output_tokens - 1)
+            self.inter_token.observe(between)

@@ -1,0 +1,210 @@
+"""What clients may send: OpenAI's request fields, the few that vLLM added, and one of volley's own.
+
+Unknown fields are refused by name. Fields of OpenAI's that volley cannot honour are refused unless they say what would have
+happened anyway; fields without any effect on the answer are accepted.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from volley.errors import unknown_key
+from volley.types import SamplingParams
+
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+_WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Request(_Strict):
+    """What both endpoints take."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields of OpenAI's, each with the values that ask for nothing."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=128)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, description="Keep so many of the likeliest tokens; 0 or -1 keeps all.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
+    stop_token_ids: list[TokenId] = Field([], max_length=128)
+    ignore_eos: bool = False
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=1024
+    )
+    mark_draft: bool = Field(
+        False, description="Streamed chunks say with from_draft whether the drafter had proposed them."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Drop what asks for nothing (nulls too, as OpenAI does); refuse unknown and unsupported fields by name."""
+        if not isinstance(data, Mapping):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if value is None or name in _WITHOUT_EFFECT:
+                continue
+            if name in cls.unsupported:
+                if value not in cls.unsupported[name]:
+                    raise _refusal(name, f"{name} is not supported by this server; leave it out")
+            elif name not in cls.model_fields:
+                message = str(unknown_key("field", name, cls.model_fields.keys() | cls.unsupported))
+                raise _refusal(name, message)
+            else:
+                kept[name] = value
+        return kept
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise _refusal("stream_options", "stream_options is only allowed when stream is true")
+        return self
+
+    def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:
+        """The engine's parameters; ``top_logprobs`` ``None`` records no log-probabilities."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=None if self.seed is None else self.seed % 2**63,
+            max_tokens=max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=top_logprobs is not None,
+            top_logprobs=top_logprobs or 0,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
+        )
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """So that an answer's own message, nulls and all, can be sent back."""
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates know it: ``developer`` is what newer clients call ``system``."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatRequest(_Request):
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "audio": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "parallel_tool_calls": (True, False),
+        "prediction": (),
+        "reasoning_effort": (),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise _refusal("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        return self
+
+
+class CompletionRequest(_Request):
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=128)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=128)]
+    )
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One prompt or many, as many."""
+        many = isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list)
+        return self.prompt if many else [self.prompt]  # type: ignore[return-value]
+
+
+def _refusal(field: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{message}", {"field": field, "message": message})
+
+
+_FORMS = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists, none of them empty",
+    "stop": "a string or up to 16 strings, none of them empty or longer than 1000 characters",
+    "content": "a string or a list of text parts",
+}
+"""Fields that take several forms, of which pydantic would complain one by one."""
+
+
+def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """Message and field of the first thing wrong with a body, from pydantic's list."""
+    error = errors[0]
+    path = [str(part) for part in error["loc"] if part != "body"]
+    for place, part in enumerate(path):
+        if part in _FORMS:
+            field = ".".join(path[: place + 1])
+            return f"{field} must be {_FORMS[part]}", field
+    named = error.get("ctx", {}).get("field") or ".".join(path) or None
+    match error["type"]:
+        case "refused":
+            return error["msg"], named
+        case "extra_forbidden":
+            return f"unknown field {named!r}", named
+        case "json_invalid":
+            return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}", None
+    if named is None:
+        return "the body must be a JSON object, sent as application/json", None
+    return f"{named}: {error['msg']}", named

@@ -1,0 +1,114 @@
+"""Runs the application under uvicorn: slow clients are cut off, SIGTERM lets running requests finish."""
+
+import asyncio
+import logging
+import socket
+import time
+from types import FrameType
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from volley.engine.engine import Engine
+from volley.serve import logs
+from volley.serve.app import create_app
+from volley.serve.config import ServeConfig
+from volley.serve.service import Service
+
+log = logging.getLogger("volley.serve")
+
+_KEEP_ALIVE_SECONDS = 30
+_SEND_OFF_SECONDS = 5  # for answers to leave once all are complete or given up
+
+
+class PatientProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which by itself would wait for a request's headers for ever."""
+
+    receive_timeout: float
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(self.receive_timeout, self._give_up)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.receive_timeout, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """On the first signal new requests are refused and running ones finish; on the second everything stops."""
+
+    def __init__(self, engine: Engine, config: ServeConfig, model: str) -> None:
+        app = create_app(engine, config, model)
+        self.service: Service = app.state.service
+        self.address = (config.host, config.port)
+        """Where it listens, once it has started."""
+        self._drain_until = 0.0
+        protocol = type("Protocol", (PatientProtocol,), {"receive_timeout": config.receive_timeout})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                http=protocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_SEND_OFF_SECONDS,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.address = self.servers[0].sockets[0].getsockname()[:2]
+            url = "http://{}:{}".format(*self.address)
+            log.info("listening", extra={"fields": {"url": url, "model": self.service.model}})
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.service.draining:
+            self.should_exit = self.force_exit = True
+        self.drain()
+
+    def drain(self) -> None:
+        """Take nothing new; stop when what runs is done, or the time for that is over."""
+        self.service.draining = True
+        self._drain_until = self._drain_until or time.monotonic() + self.service.config.shutdown_timeout
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.service.draining:
+            late = time.monotonic() > self._drain_until
+            if late:
+                self.service.worker.stop_soon()
+            if late or self.service.worker.held == 0:
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def serve(engine: Engine, config: ServeConfig, model: str) -> None:
+    """Serve until a signal ends it."""
+    logs.configure()
+    Server(engine, config, model).run()

@@ -1,0 +1,237 @@
+"""The thread that owns the engine, and the jobs through which an event loop talks to it.
+
+Nothing else touches the engine once the worker runs. The loop hands in jobs and aborts through a queue; after every step the
+worker hands all new events to the loop in one call.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from volley.engine.engine import Engine
+from volley.engine.recovery import recover
+from volley.engine.request import Request
+from volley.errors import VolleyError
+from volley.serve.metrics import Metrics
+from volley.types import FinishReason, GenerationStats, SamplingParams, TextChunk
+
+log = logging.getLogger("volley.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one choice: a chunk for each token."""
+
+    choice: int
+    chunks: list[TextChunk]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A choice is complete."""
+
+    choice: int
+    finish_reason: FinishReason
+    stats: GenerationStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The job ends here: a refused request (``VolleyError``), or an error inside the engine."""
+
+    error: Exception
+
+
+Event = Piece | End | Failure
+
+
+class QueueFull(Exception):
+    """More requests than the server holds; ``retry_after`` is a guess in seconds."""
+
+    def __init__(self, held: int, retry_after: int) -> None:
+        super().__init__(f"the server already holds {held} requests; try again in about {retry_after} s")
+        self.retry_after = retry_after
+
+
+class Stopped(Exception):
+    """The worker ended before the job did."""
+
+
+class Job:
+    """What one HTTP request asks for: one choice for each prompt of token ids. Made and read by the event loop."""
+
+    def __init__(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+        self.prompts = prompts
+        self.params = params
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.requests: list[Request] = []
+        """Owned by the worker."""
+
+
+_Command = tuple[str, Job | None]
+
+
+class Worker:
+    """Steps an engine in a thread of its own for jobs that come from one event loop."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, max_waiting: int) -> None:
+        """``max_waiting`` requests may queue beside those that the engine runs at once."""
+        self.engine = engine
+        self.metrics = metrics
+        self.capacity = engine.scheduler.config.max_running + max_waiting
+        self.held = 0
+        """Requests handed in and not yet over, as the event loop knows; it alone writes this."""
+        self.fatal: BaseException | None = None
+        """Why the worker died, if it did."""
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._owner: dict[Request, tuple[Job, int]] = {}
+        self._outbox: list[tuple[Job, Event]] = []
+        self._left = 0
+        self._seconds = 1.0  # a request's usual time, for Retry-After
+        self._thread = threading.Thread(target=self._run, name="volley-engine", daemon=True)
+        engine.on_verified.append(metrics.verified)
+
+    # -- the event loop's side -----------------------------------------------------------------------------------------
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    def stop_soon(self) -> None:
+        """End every job with :class:`Stopped`, then the thread."""
+        self._inbox.put(("stop", None))
+
+    def stop(self) -> None:
+        """The same, and return when the thread has ended."""
+        self.stop_soon()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and self.fatal is None
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its events come to ``job.events``. Raises :class:`QueueFull`."""
+        if self.held + len(job.prompts) > self.capacity:
+            rounds = self.held / self.engine.scheduler.config.max_running
+            raise QueueFull(self.held, min(60, max(1, math.ceil(rounds * self._seconds))))
+        self.held += len(job.prompts)
+        self._inbox.put(("submit", job))
+
+    def abort(self, job: Job) -> None:
+        """Give up what is left of a job; harmless when nothing is."""
+        self._inbox.put(("abort", job))
+
+    def _deliver(self, events: list[tuple[Job, Event]], left: int) -> None:
+        self.held -= left
+        for job, event in events:
+            if isinstance(event, End):
+                self._seconds += 0.1 * (event.stats.total_seconds - self._seconds)
+            job.events.put_nowait(event)
+
+    # -- the thread's side ---------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self.engine.scheduler.has_work:
+                    self._step()
+                self._publish()
+        except BaseException as error:
+            log.critical("the engine's worker died", exc_info=error)
+            self.fatal = error
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing runs any more: say so to every job, including those that have only just come in."""
+        jobs = {id(job): job for job, _ in self._owner.values()}
+        for request in self._owner:
+            if self.fatal is None:
+                self.engine.abort(request)
+        self._left += len(self._owner)
+        self._owner.clear()
+        while not self._inbox.empty():
+            command, job = self._inbox.get()
+            if command == "submit" and job is not None:
+                jobs[id(job)] = job
+                self._left += len(job.prompts)
+        self._outbox += [(job, Failure(Stopped())) for job in jobs.values()]
+        self._hand_over()
+
+    def _obey(self) -> bool:
+        """Carry out what has come in, waiting for something when there is nothing else to do. False: stop."""
+        idle = not self.engine.scheduler.has_work
+        while idle or not self._inbox.empty():
+            command, job = self._inbox.get()
+            idle = False
+            if job is None:
+                return False
+            if command == "submit":
+                self._open(job)
+            else:
+                self._close(job)
+        return True
+
+    def _open(self, job: Job) -> None:
+        try:
+            for choice, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
+                request = self.engine.add_request(prompt, params)
+                job.requests.append(request)
+                self._owner[request] = (job, choice)
+        except Exception as error:
+            self._left += len(job.prompts) - len(job.requests)
+            self._fail(job, error)
+
+    def _close(self, job: Job) -> None:
+        """Free what the job still holds."""
+        for request in job.requests:
+            if self._owner.pop(request, None) is not None:
+                self.engine.abort(request)
+                self._left += 1
+                self.metrics.finished(request, "abort")
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        if not isinstance(error, VolleyError):
+            log.error("a request failed", exc_info=error)
+        self._close(job)
+        self._outbox.append((job, Failure(error)))
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        try:
+            self.engine.step()
+        except Exception as error:
+            log.error("a step failed; looking for the request at fault", exc_info=error)
+            for request, own in recover(self.engine, error):
+                if request in self._owner:
+                    self.metrics.errors.inc()
+                    self._fail(self._owner[request][0], own)
+        self.metrics.stepped(self.engine, time.perf_counter() - started)
+
+    def _publish(self) -> None:
+        """Tell the loop what the step brought."""
+        for request, (job, choice) in list(self._owner.items()):
+            if request.chunks:
+                done, now = request.num_output - len(request.chunks), request.num_output
+                piece = Piece(choice, request.chunks, request.logprobs[done:now], request.top_logprobs[done:now])
+                self._outbox.append((job, piece))
+                request.chunks = []
+            if request.finish_reason is not None:
+                del self._owner[request]
+                self._left += 1
+                self._outbox.append((job, End(choice, request.finish_reason, request.stats)))
+                self.metrics.finished(request, request.finish_reason)
+        self._hand_over()
+        self.metrics.state(self.engine)
+
+    def _hand_over(self) -> None:
+        if self._outbox or self._left:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is listening
+                self._loop.call_soon_threadsafe(self._deliver, self._outbox, self._left)
+            self._outbox, self._left = [], 0

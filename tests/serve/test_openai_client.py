@@ -1,0 +1,218 @@
+"""The ``openai`` package works against the server as it does against its own."""
+
+import math
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.serve.running import MODEL, Running, Tiny, running
+from volley import SamplingParams
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30) as client:
+        yield client
+
+
+def test_models(client: OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL) == model
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("gpt-9")
+
+
+def test_chat(client: OpenAI, tiny: Tiny) -> None:
+    want = tiny.answer(CHAT, max_tokens=24)
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, max_tokens=24)
+    (choice,) = answer.choices
+    assert choice.message.content == want
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason in ("stop", "length")
+    assert choice.logprobs is None
+    assert answer.object == "chat.completion"
+    assert answer.model == MODEL
+    usage = answer.usage
+    assert usage is not None
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    details = usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens > 8, "the drafter was taught this answer"
+    assert details.acceptance_length > 1.5
+    again = client.chat.completions.create(
+        model=MODEL, messages=[*CHAT, choice.message, *CHAT], temperature=0, max_completion_tokens=1
+    )
+    assert again.usage is not None
+    assert again.usage.completion_tokens == 1
+
+
+def test_chat_stream(client: OpenAI, tiny: Tiny) -> None:
+    want = tiny.answer(CHAT, max_tokens=24)
+    stream = client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=0, max_tokens=24, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == want
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len(chunks) < 20, "a block of tokens is one chunk"
+
+
+def test_completion_of_text_and_of_tokens(client: OpenAI, tiny: Tiny) -> None:
+    want = tiny.answer("Hello", max_tokens=16)
+    ids = tiny.plain.encode("Hello")
+    for prompt in ("Hello", ids):
+        answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0)
+        assert answer.choices[0].text == want, "16 tokens are the default"
+    answer = client.completions.create(model=MODEL, prompt=["Hello", "Bye", "Hello"], temperature=0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [choice.text for choice in answer.choices] == [want, tiny.answer("Bye", max_tokens=16), want]
+    answer = client.completions.create(model=MODEL, prompt=[ids, ids], temperature=0, max_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 2 * len(ids)
+    stream = client.completions.create(model=MODEL, prompt=["Hello", "Bye"], temperature=0, stream=True)
+    texts = ["", ""]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [want, tiny.answer("Bye", max_tokens=16)]
+
+
+def test_stop(client: OpenAI, tiny: Tiny) -> None:
+    whole = tiny.answer(CHAT, max_tokens=40)
+    stop = next(whole[i : i + 2] for i in range(8, 40) if whole.index(whole[i : i + 2]) == i)
+    for given in (stop, [stop, "never"]):
+        answer = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, max_tokens=40, stop=given)
+        assert answer.choices[0].message.content == whole[: whole.index(stop)]
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities(client: OpenAI, tiny: Tiny) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    (plain,) = tiny.plain.generate([CHAT], SamplingParams(max_tokens=12, logprobs=True))
+    assert [token.logprob for token in logprobs.content] == pytest.approx(plain.logprobs, abs=1e-3)
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].token == token.token
+        assert token.bytes is None or bytes(token.bytes).decode() == token.token
+    stream = client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3, stream=True
+    )
+    streamed = [t for c in stream if c.choices[0].logprobs for t in c.choices[0].logprobs.content or []]
+    assert [(t.token, round(t.logprob, 3)) for t in streamed] == [
+        (t.token, round(t.logprob, 3)) for t in logprobs.content
+    ]
+    old = client.completions.create(model=MODEL, prompt="Hello", temperature=0, logprobs=2).choices[0].logprobs
+    assert old is not None
+    assert old.tokens is not None
+    assert old.top_logprobs is not None
+    assert len(old.tokens) == len(old.top_logprobs) == 16
+    assert all(max(top, key=top.__getitem__) == token for top, token in zip(old.top_logprobs, old.tokens, strict=True))
+    assert old.text_offset is not None
+    assert old.text_offset[:2] == [0, len(old.tokens[0])]
+
+
+def test_n_answers_are_distinct_and_repeatable(client: OpenAI) -> None:
+    def ask(seed: int) -> list[str | None]:
+        answer = client.chat.completions.create(model=MODEL, messages=CHAT, n=4, seed=seed, max_tokens=12)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 48
+        assert answer.usage.prompt_tokens < 100, "the prompt counts once"
+        return [choice.message.content for choice in answer.choices]
+
+    first = ask(7)
+    assert len(set(first)) == 4
+    assert ask(7) == first
+    assert ask(-7) != first
+    stream = client.chat.completions.create(model=MODEL, messages=CHAT, n=4, seed=7, max_tokens=12, stream=True)
+    texts = [""] * 4
+    roles = [0] * 4
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] += choice.delta.role == "assistant"
+    assert texts == first
+    assert roles == [1] * 4
+
+
+def test_penalties_and_bias(client: OpenAI, tiny: Tiny) -> None:
+    params = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    want = tiny.answer(CHAT, max_tokens=24, **params)
+    assert want != tiny.answer(CHAT, max_tokens=24)
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, max_tokens=24, **params)
+    assert answer.choices[0].message.content == want
+    answer = client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=0, max_tokens=5, logit_bias={"40": 100}
+    )
+    assert answer.choices[0].message.content == tiny.plain.tokenizer.decode([40]) * 5
+    extra = {"repetition_penalty": 1.3, "top_k": 20, "min_p": 0.01, "ignore_eos": True}
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=24, seed=3, extra_body=extra)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+
+
+def test_errors_have_openais_classes(client: OpenAI, server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="tools is not supported") as error:
+        client.chat.completions.create(
+            model=MODEL, messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    assert error.value.param == "tools"
+    assert error.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-9", messages=CHAT)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL, prompt="x" * 2000)
+    assert long.value.code == "context_length_exceeded"
+    assert "1024" in long.value.message
+    assert long.value.request_id
+
+
+def test_keys(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOLLEY_API_KEY", "secret")
+    with running(tiny.engine()) as server:
+        good, bad = (OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("secret", "Secret"))
+        with good, bad:
+            assert good.models.list().data
+            with pytest.raises(openai.AuthenticationError) as error:
+                bad.chat.completions.create(model=MODEL, messages=CHAT)
+        assert error.value.code == "invalid_api_key"
+        assert server.client.get("/v1/models").status_code == 401
+        assert server.client.get("/health").status_code == 200
+
+
+def test_a_full_queue_says_when_to_come_back(tiny: Tiny) -> None:
+    with running(tiny.engine(max_running=1), max_waiting=1) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        with client:
+            long = {"model": MODEL, "messages": CHAT, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+            stream = client.chat.completions.create(**long, stream=True)
+            with pytest.raises(openai.RateLimitError) as error:
+                client.chat.completions.create(model=MODEL, messages=CHAT, n=2)
+            assert int(error.value.response.headers["retry-after"]) >= 1
+            stream.close()
+        server.settle()
+        with pytest.raises(openai.BadRequestError, match="this server holds 2 at once"):
+            OpenAI(base_url=f"{server.url}/v1", api_key="any").chat.completions.create(model=MODEL, messages=CHAT, n=3)
+
+
+def test_infinitely_unlikely_tokens_are_still_json(client: OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="a", temperature=0, logprobs=20, logit_bias={"9": 100})
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert all(math.isfinite(value) for value in logprobs.token_logprobs or [])
