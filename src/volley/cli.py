@@ -72,7 +72,37 @@ class CacheOptions:
     """How the drafter's K/V are kept."""
 
 
-def load_engine(models: ModelOptions, *options: EngineOptions | CacheOptions) -> "Engine":
+@dataclass(frozen=True, kw_only=True)
+class CapacityOptions:
+    """How much the engine does at once; each is an argument of ``Engine``."""
+
+    max_running: int = 64
+    """Requests decoded at once."""
+    max_batch_tokens: int = 512
+    """Tokens of one target pass; prompts are cut to fit."""
+    num_pages: int | None = None
+    """Pages of 16 tokens that hold all K/V; by default up to 1 GiB."""
+    draft_window: int | None = None
+    """Tokens of context that the drafter sees; by default all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """A server to measure instead of decoding here."""
+
+    server: str | None = None
+    """Measure this OpenAI-compatible server under load instead of decoding here."""
+    rates: tuple[float, ...] = ()
+    """With --server: requests a second, arriving at random, instead of --concurrency at once."""
+    requests: int = 64
+    """With --server: requests at each level of load."""
+    model: str | None = None
+    """With --server: model to ask; by default the one it has."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """With --server: environment variable that holds the key."""
+
+
+def load_engine(models: ModelOptions, *options: EngineOptions | CacheOptions | CapacityOptions) -> "Engine":
     """The engine that the options describe."""
     import torch
     from transformers.utils import logging
@@ -200,9 +230,18 @@ def bench(
     config: BenchConfig,
     models: ModelOptions,
     caches: CacheOptions,
+    load: LoadOptions,
     out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
 ) -> None:
-    """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps what was measured."""
+    """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps what was measured.
+
+    With --server: load on a server, its times to the first token and between tokens, and its throughput.
+    """
+    if load.server is not None:
+        if models.target is not None or models.drafter is not None:
+            raise ConfigError("--server decodes by itself; leave --target and --drafter out (--model names its model)")
+        _bench_server(config, load, out)
+        return
     engine = load_engine(models, caches)
     from volley import console
     from volley.bench.report import to_tables
@@ -233,41 +272,52 @@ def bench(
         raise typer.Exit(130)
 
 
+def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
+    """Load on a server at each rate, or at the concurrency when no rate was given."""
+    from volley import console
+    from volley.bench.load import LoadConfig, run_load, to_markdown
+    from volley.models.checkpoint import write_atomically
+
+    load = LoadConfig(
+        url=options.server or "",
+        model=options.model,
+        api_key=os.environ.get(options.api_key_env),
+        concurrencies=() if options.rates else (config.concurrency,),
+        rates=options.rates,
+        requests=options.requests,
+        max_tokens=config.max_tokens,
+        temperature=config.temperatures[0],
+        seed=config.seed,
+        raw=config.raw,
+    )
+    conversations = [conversation for many in config.load().values() for conversation in many]
+    errors = console.stderr()
+    levels = run_load(
+        load,
+        conversations,
+        lambda label, done: errors.print(f"{label}: {done}/{load.requests}", end="\r" if errors.is_terminal else "\n"),
+    )
+    report = {"config": {**asdict(load), "api_key": None}, "levels": [level.to_json() for level in levels]}
+    write_atomically(out / "load.json", json.dumps(report, indent=1) + "\n")
+    write_atomically(out / "load.md", to_markdown(levels))
+    console.stdout().print(to_markdown(levels), soft_wrap=True)
+    errors.print(f"Written in {out}/")
+
+
 @app.command()
 @expand
 def serve(
     config: ServeConfig,
-    target: Target = None,
-    drafter: DrafterPath = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cpu",
-    threads: Threads = None,
-    block_size: BlockSize = None,
-    denoising_steps: Steps = 1,
-    max_running: Annotated[int, typer.Option(help="Requests decoded at once.")] = 64,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens of one target pass; prompts are cut to fit.")] = 512,
-    num_pages: Annotated[int | None, typer.Option(help="Pages of 16 tokens that hold all K/V.")] = None,
-    draft_window: Annotated[
-        int | None, typer.Option(help="Tokens of context the drafter sees; all by default.")
-    ] = None,
+    models: ModelOptions,
+    options: EngineOptions,
+    caches: CacheOptions,
+    capacity: CapacityOptions,
 ) -> None:
     """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
-    engine = load_engine(
-        target,
-        drafter,
-        dtype,
-        device,
-        threads,
-        block_size=block_size,
-        denoising_steps=denoising_steps,
-        max_running=max_running,
-        max_batch_tokens=max_batch_tokens,
-        num_pages=num_pages,
-        draft_window=draft_window,
-    )
+    engine = load_engine(models, options, caches, capacity)
     from volley.serve.server import serve as run
 
-    name = "volley-reference" if target is None else Path(target).name
+    name = "volley-reference" if models.target is None else Path(models.target).resolve().name
     run(engine, config, config.served_model_name or name)
 
 

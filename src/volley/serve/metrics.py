@@ -6,7 +6,7 @@ from volley.engine.engine import Engine
 from volley.engine.request import Request
 from volley.types import Proposal, Verdict
 
-disable_created_metrics()  # or every counter would come with a time stamp of its own
+disable_created_metrics()  # type: ignore[no-untyped-call]  # or every counter would bring a time stamp of its own
 
 _LATENCIES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2)

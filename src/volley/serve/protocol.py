@@ -7,13 +7,24 @@ happened anyway; fields without any effect on the answer are accepted.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from volley.errors import unknown_key
 from volley.types import SamplingParams
 
-StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+
+def _encodable(text: str) -> str:
+    """JSON can spell halves of characters, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("unicode", "the text is not valid Unicode: it has a lone surrogate") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
@@ -106,12 +117,12 @@ class _Request(_Strict):
 
 class TextPart(_Strict):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
     name: str | None = None
 
     @model_validator(mode="before")
@@ -162,8 +173,8 @@ class CompletionRequest(_Request):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 
     prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=128)]
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=128)]
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=128)]
     )
@@ -178,6 +189,7 @@ class CompletionRequest(_Request):
 
 
 def _refusal(field: str, message: str) -> PydanticCustomError:
+    field, message = (text.encode("utf-8", "backslashreplace").decode() for text in (field, message))
     return PydanticCustomError("refused", "{message}", {"field": field, "message": message})
 
 
@@ -191,10 +203,10 @@ _FORMS = {
 
 def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
     """Message and field of the first thing wrong with a body, from pydantic's list."""
-    error = errors[0]
+    error = next((error for error in errors if error["type"] == "unicode"), errors[0])
     path = [str(part) for part in error["loc"] if part != "body"]
     for place, part in enumerate(path):
-        if part in _FORMS:
+        if part in _FORMS and error["type"] != "unicode":
             field = ".".join(path[: place + 1])
             return f"{field} must be {_FORMS[part]}", field
     named = error.get("ctx", {}).get("field") or ".".join(path) or None

@@ -35,7 +35,7 @@ class Service:
     # -- from bodies to jobs -------------------------------------------------------------------------------------------
     async def chat(self, body: ChatRequest) -> tuple[Job, Dialect]:
         self._check(body.model)
-        (prompt,) = await self._encode([[message.for_template() for message in body.messages]], "messages")
+        (prompt,) = await self._encode([[message.for_template() for message in body.messages]])
         asked = body.max_completion_tokens or body.max_tokens
         max_tokens = self._check_length(prompt, asked, "messages")
         params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
@@ -51,7 +51,7 @@ class Service:
 
     async def complete(self, body: CompletionRequest) -> tuple[Job, Dialect]:
         self._check(body.model)
-        prompts = await self._encode(body.prompts, "prompt")
+        prompts = await self._encode(body.prompts)
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
         params = body.sampling(body.max_tokens, body.logprobs)
@@ -97,15 +97,12 @@ class Service:
         return job
 
     # -- text and tokens -----------------------------------------------------------------------------------------------
-    async def _encode(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
+    async def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         def encode() -> list[list[int]]:
             with self._tokenizer_in_use:
                 return [self._engine.encode(prompt) for prompt in prompts]
 
-        try:
-            return await asyncio.to_thread(encode)
-        except UnicodeError:
-            raise ApiError(400, f"{field} is not valid Unicode text", param=field) from None
+        return await asyncio.to_thread(encode)
 
     def spell(self, token_id: int) -> str:
         """The text of one token alone."""

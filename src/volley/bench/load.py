@@ -1,0 +1,269 @@
+"""Load on any OpenAI-compatible server: so many requests at once (closed loop), or so many a second (open loop, Poisson)."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from volley.errors import ConfigError, EndpointError
+from volley.prompts import Conversation
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """What is asked of a server, and how often. Requests take turns through the prompts."""
+
+    url: str
+    model: str | None = None
+    """By default the only one the server has."""
+    api_key: str | None = None
+    concurrencies: tuple[int, ...] = ()
+    rates: tuple[float, ...] = ()
+    """Requests a second; those of a rate start whether or not earlier ones are done."""
+    requests: int = 64
+    """At each level of load."""
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    raw: bool = False
+    """Send prompts as texts to be continued, not as chats."""
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"server {self.url!r} is not a URL; write it like http://127.0.0.1:8000")
+        if any(number < 1 for number in self.concurrencies):
+            raise ConfigError(f"concurrencies are {self.concurrencies}; each must be at least 1")
+        if not all(rate > 0 for rate in self.rates):
+            raise ConfigError(f"rates are {self.rates}; each must be more than 0 requests a second")
+        if self.requests < 1:
+            raise ConfigError(f"requests is {self.requests}; it must be at least 1")
+
+    @property
+    def base_url(self) -> str:
+        url = self.url.rstrip("/")
+        return url if url.endswith("/v1") else f"{url}/v1"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request as its client saw it; seconds from when it was sent."""
+
+    started: float
+    """Since the level began."""
+    first: float
+    """To the first text."""
+    total: float
+    gaps: list[float]
+    """Between the arrivals of chunks of text. One chunk may hold a whole accepted block."""
+    tokens: int
+    acceptance_length: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of load, finished or interrupted."""
+
+    label: str
+    seconds: float
+    samples: list[Sample]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "label": self.label,
+            "seconds": self.seconds,
+            "summary": self.summary(),
+            "samples": [asdict(sample) for sample in self.samples],
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Rates of the whole level; percentiles in seconds over the requests that succeeded."""
+        good = [sample for sample in self.samples if sample.error is None]
+        taus = [sample.acceptance_length for sample in good if sample.acceptance_length is not None]
+        per_token = [(s.total - s.first) / (s.tokens - 1) for s in good if s.tokens > 1]
+        return {
+            "requests": len(self.samples),
+            "errors": len(self.samples) - len(good),
+            "requests_per_second": len(good) / self.seconds,
+            "output_tokens_per_second": sum(sample.tokens for sample in good) / self.seconds,
+            "time_to_first_token": percentiles([sample.first for sample in good]),
+            "inter_token_latency": percentiles(per_token),
+            "gap_between_chunks": percentiles([gap for sample in good for gap in sample.gaps]),
+            "latency": percentiles([sample.total for sample in good]),
+            "acceptance_length": sum(taus) / len(taus) if taus else None,
+        }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, 90th and 99th percentile; zeros of nothing."""
+    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist() if values else (0.0, 0.0, 0.0)
+    return {"p50": p50, "p90": p90, "p99": p99}
+
+
+def run_load(
+    config: LoadConfig, conversations: Sequence[Conversation], progress: Callable[[str, int], None] | None = None
+) -> list[Level]:
+    """Every level in turn, after one request to warm up. Ctrl-C ends the run and keeps what was measured."""
+    levels: list[Level] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(config, conversations, progress or (lambda label, done: None), levels))
+    return levels
+
+
+async def _run(
+    config: LoadConfig,
+    conversations: Sequence[Conversation],
+    progress: Callable[[str, int], None],
+    levels: list[Level],
+) -> None:
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(headers=headers, timeout=config.timeout, limits=limits) as client:
+        bodies = [_body(config, await _model(config, client), conversation) for conversation in conversations]
+        warm = await _ask(config, client, bodies[0], time.perf_counter())
+        if warm.error is not None:
+            raise EndpointError(f"{config.url} did not answer: {warm.error}; check the URL, the model and the key")
+        for kind, loads in (("closed", config.concurrencies), ("open", config.rates)):
+            for load in loads:
+                await _level(config, client, bodies, kind, load, progress, levels)
+
+
+async def _level(
+    config: LoadConfig,
+    client: httpx.AsyncClient,
+    bodies: list[dict[str, Any]],
+    kind: str,
+    load: float,
+    progress: Callable[[str, int], None],
+    levels: list[Level],
+) -> None:
+    label = f"{load:g} at once" if kind == "closed" else f"{load:g} a second"
+    began = time.perf_counter()
+    samples: list[Sample] = []
+
+    async def ask(number: int) -> None:
+        samples.append(await _ask(config, client, bodies[number % len(bodies)], began))
+        progress(label, len(samples))
+
+    try:
+        if kind == "closed":
+            await _closed(ask, config.requests, int(load))
+        else:
+            await _open(ask, config.requests, load, random.Random(config.seed))
+    finally:
+        levels.append(Level(label, time.perf_counter() - began, samples))
+
+
+async def _closed(ask: Callable[[int], Any], requests: int, concurrency: int) -> None:
+    numbers = iter(range(requests))
+
+    async def client() -> None:
+        for number in numbers:  # one iterator for all: each takes the next request
+            await ask(number)
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+
+
+async def _open(ask: Callable[[int], Any], requests: int, rate: float, chance: random.Random) -> None:
+    async with asyncio.TaskGroup() as group:
+        for number in range(requests):
+            group.create_task(ask(number))
+            await asyncio.sleep(chance.expovariate(rate))
+
+
+async def _model(config: LoadConfig, client: httpx.AsyncClient) -> str:
+    if config.model is not None:
+        return config.model
+    try:
+        listed = (await client.get(f"{config.base_url}/models")).raise_for_status().json()["data"]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        raise EndpointError(f"{config.url} does not list its models ({error}); check the URL and the key") from error
+    names = [str(model["id"]) for model in listed]
+    if len(names) != 1:
+        raise ConfigError(f"{config.url} serves {', '.join(names) or 'no model'}; say which with --model")
+    return names[0]
+
+
+def _body(config: LoadConfig, model: str, conversation: Conversation) -> dict[str, Any]:
+    asked = {"prompt": conversation.raw} if config.raw else {"messages": list(conversation.messages)}
+    return {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": config.temperature,
+        "max_tokens": config.max_tokens,
+        **({"seed": config.seed} if config.temperature else {}),
+        **asked,
+    }
+
+
+async def _ask(config: LoadConfig, client: httpx.AsyncClient, body: dict[str, Any], began: float) -> Sample:
+    path = "completions" if config.raw else "chat/completions"
+    sent = time.perf_counter()
+    arrivals: list[float] = []
+    usage: dict[str, Any] = {}
+    error = None
+    try:
+        async with client.stream("POST", f"{config.base_url}/{path}", json=body) as response:
+            if response.is_error:
+                error = f"HTTP {response.status_code} {(await response.aread())[:200].decode(errors='replace')}"
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data:").strip()
+                if line.startswith("data:") and data != "[DONE]":
+                    chunk = json.loads(data)
+                    error = error or (json.dumps(chunk["error"]) if chunk.get("error") else None)
+                    usage = chunk.get("usage") or usage
+                    if any(_text(choice) for choice in chunk.get("choices", ())):
+                        arrivals.append(time.perf_counter())
+    except (httpx.HTTPError, ValueError) as problem:
+        error = f"{type(problem).__name__} {problem}".rstrip()
+    end = time.perf_counter()
+    details = usage.get("completion_tokens_details") or {}
+    return Sample(
+        started=sent - began,
+        first=(arrivals[0] if arrivals else end) - sent,
+        total=end - sent,
+        gaps=[later - earlier for earlier, later in itertools.pairwise(arrivals)],
+        tokens=int(usage.get("completion_tokens", len(arrivals))),
+        acceptance_length=details.get("acceptance_length"),
+        error=error,
+    )
+
+
+def _text(choice: dict[str, Any]) -> str | None:
+    return choice.get("text") or (choice.get("delta") or {}).get("content")
+
+
+_MS = 1000
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "requests": lambda s: str(s["requests"]),
+    "errors": lambda s: str(s["errors"]),
+    "requests/s": lambda s: f"{s['requests_per_second']:.2f}",
+    "tokens/s": lambda s: f"{s['output_tokens_per_second']:.1f}",
+    "TTFT ms p50 / p90 / p99": lambda s: _spread(s["time_to_first_token"]),
+    "ms per token p50 / p90 / p99": lambda s: _spread(s["inter_token_latency"]),
+    "gap ms p50 / p90 / p99": lambda s: _spread(s["gap_between_chunks"]),
+    "latency ms p50 / p90 / p99": lambda s: _spread(s["latency"]),
+    "τ": lambda s: "" if s["acceptance_length"] is None else f"{s['acceptance_length']:.2f}",
+}
+
+
+def _spread(values: dict[str, float]) -> str:
+    return " / ".join(f"{_MS * values[name]:.3g}" for name in ("p50", "p90", "p99"))
+
+
+def to_markdown(levels: Sequence[Level]) -> str:
+    lines = ["| load | " + " | ".join(COLUMNS) + " |", "|" + "---|" * (len(COLUMNS) + 1)]
+    for level in levels:
+        summary = level.summary()
+        lines.append(f"| {level.label} | " + " | ".join(cell(summary) for cell in COLUMNS.values()) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,106 @@
+"""Load on a server: what is counted, in both loops, and what a server that fails looks like."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyPair
+from tests.serve.running import Running, Tiny, running
+from tests.test_cli import run
+from volley.bench.load import LoadConfig, percentiles, run_load, to_markdown
+from volley.errors import ConfigError, EndpointError
+from volley.prompts import Conversation
+
+PROMPTS = [Conversation(f"p/{i}", ({"role": "user", "content": text},)) for i, text in enumerate(("Hello", "Bye"))]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_pair: TinyPair) -> Iterator[Running]:
+    tiny = Tiny(tiny_pair)
+    for prompt in PROMPTS:
+        tiny.answer(list(prompt.messages), max_tokens=20)
+    with running(tiny.engine(max_running=8), max_waiting=0) as server:
+        yield server
+
+
+def test_closed_and_open_loops(server: Running) -> None:
+    seen: list[tuple[str, int]] = []
+    config = LoadConfig(url=server.url, concurrencies=(1, 3), rates=(200.0,), requests=7, max_tokens=20)
+    levels = run_load(config, PROMPTS, lambda *progress: seen.append(progress))
+    assert [level.label for level in levels] == ["1 at once", "3 at once", "200 a second"]
+    assert seen[:7] == [("1 at once", done) for done in range(1, 8)]
+    for level in levels:
+        summary = level.summary()
+        assert summary["requests"] == 7
+        assert summary["errors"] == 0
+        assert summary["output_tokens_per_second"] == pytest.approx(140 / level.seconds)
+        assert summary["acceptance_length"] > 1.5
+        for sample in level.samples:
+            assert 0 < sample.first <= sample.total
+            assert sample.tokens == 20
+            assert sum(sample.gaps) <= sample.total
+    one_after_another = levels[0].samples
+    assert all(a.started + a.total <= b.started for a, b in itertools.pairwise(one_after_another))
+    assert to_markdown(levels).count("\n") == 5
+
+
+def test_open_loop_arrivals_are_exponential(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[float] = []
+    inner = random.Random.expovariate
+    monkeypatch.setattr(random.Random, "expovariate", lambda self, rate: drawn.append(inner(self, rate)) or drawn[-1])
+    (level,) = run_load(LoadConfig(url=server.url, rates=(50.0,), requests=20, max_tokens=1), PROMPTS)
+    starts = sorted(sample.started for sample in level.samples)
+    assert starts[-1] >= sum(drawn[:-1]) * 0.9
+    assert 0.2 < sum(drawn) < 0.9
+
+
+def test_errors_are_counted_and_left_out_of_the_times(server: Running) -> None:
+    config = LoadConfig(url=server.url + "/v1/", rates=(5000.0,), requests=30, max_tokens=200, raw=True)
+    (level,) = run_load(config, PROMPTS)
+    summary = level.summary()
+    assert 0 < summary["errors"] < 30, "8 fit, the rest is refused"
+    assert all("HTTP 429" in sample.error for sample in level.samples if sample.error)
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(EndpointError, match="does not list its models"):
+        run_load(LoadConfig(url="http://127.0.0.1:9", concurrencies=(1,)), PROMPTS)
+    with pytest.raises(EndpointError, match="did not answer"):
+        run_load(LoadConfig(url="http://127.0.0.1:9", concurrencies=(1,), model="m"), PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"url": "localhost:80"}, "is not a URL"),
+        ({"url": "http://h", "rates": (0.0,)}, "more than 0 requests a second"),
+        ({"url": "http://h", "concurrencies": (0,)}, "at least 1"),
+        ({"url": "http://h", "requests": 0}, "at least 1"),
+    ],
+)
+def test_bad_options_are_named(bad: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LoadConfig(**bad)  # type: ignore[arg-type]
+
+
+def test_percentiles() -> None:
+    assert percentiles([float(i) for i in range(101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+    assert percentiles([]) == {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+
+
+def test_the_command(server: Running, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "Hello"}\n')
+    table, errors = run(
+        "bench", "--server", server.url, "--datasets", file, "--concurrency", 2, "--requests", 4, "--max-tokens", 8,
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert "| 2 at once | 4 | 0 |" in table
+    assert "2 at once: 4/4" in errors
+    saved = json.loads((tmp_path / "out" / "load.json").read_text())
+    assert len(saved["levels"][0]["samples"]) == 4
+    assert (tmp_path / "out" / "load.md").exists()

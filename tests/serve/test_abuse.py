@@ -1,0 +1,259 @@
+"""Bodies, headers and clients that are wrong or hostile: a clear 4xx each, and everybody else is served."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.serve.running import MODEL, Running, Tiny, running
+from volley.serve.protocol import CompletionRequest
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+TEXT = {"prompt": "Hello", "max_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def _unharmed(server: Running) -> Iterator[None]:
+    yield
+    assert server.chat("Hello", max_tokens=2).status_code == 200
+    server.settle()
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    assert response.headers["content-type"] == "application/json"
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("chat", {**CHAT, "temprature": 1}, "temprature", "unknown field 'temprature'; did you mean 'temperature'?"),
+        ("chat", {**CHAT, "qqq": 1}, "qqq", "unknown field 'qqq'; known: audio, "),
+        ("chat", {**CHAT, "temperature": 2.5}, "temperature", "less than or equal to 2"),
+        ("chat", {**CHAT, "temperature": "1"}, "temperature", "valid number"),
+        ("chat", {**CHAT, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ("chat", {**CHAT, "max_tokens": 1e99}, "max_tokens", "valid integer"),
+        ("chat", {**CHAT, "max_tokens": 10**6}, "messages", "maximum context length is 1024"),
+        ("chat", {**CHAT, "n": 0}, "n", "greater than or equal to 1"),
+        ("chat", {**CHAT, "n": 10**9}, "n", "less than or equal to 128"),
+        ("chat", {**CHAT, "top_logprobs": 3}, "top_logprobs", "only allowed when logprobs is true"),
+        ("chat", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ("chat", {**CHAT, "stream_options": {}}, "stream_options", "only allowed when stream is true"),
+        ("chat", {**CHAT, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ("chat", {**CHAT, "tools": [{}]}, "tools", "not supported"),
+        ("chat", {**CHAT, "stop": ["a", ""]}, "stop", "a string or up to 16 strings"),
+        ("chat", {**CHAT, "logit_bias": {"x": 1}}, "logit_bias.x.[key]", "match pattern"),
+        ("chat", {**CHAT, "logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ("chat", {**CHAT, "logit_bias": {"99999": 1}}, None, "logit_bias names token 99999"),
+        ("chat", {**CHAT, "messages": []}, "messages", "at least 1 item"),
+        ("chat", {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "'user'"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content",
+            "a string or a list of text parts",
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content",
+            "text parts",
+        ),
+        ("chat", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages.0.mood", "unknown field"),
+        ("chat", {}, "messages", "Field required"),
+        ("text", {"prompt": ""}, None, "the prompt is empty"),
+        ("text", {"prompt": []}, "prompt", "none of them empty"),
+        ("text", {"prompt": [["a"]]}, "prompt", "a list of token ids"),
+        ("text", {"prompt": [1, "a"]}, "prompt", "a list of token ids"),
+        ("text", {"prompt": [99999]}, None, "token id 99999 is outside the target's vocabulary"),
+        ("text", {"prompt": ["a"] * 128, "n": 128}, "n", "this server holds"),
+        ("text", {"prompt": "x" * 5000}, "prompt", "5000 in the prompt"),
+        ("text", {**TEXT, "echo": True}, "echo", "not supported"),
+        ("text", {**TEXT, "seed": 2**70}, "seed", ""),
+        ("text", {**TEXT, "user": "me", "metadata": {"a": "b"}, "top_p": 0}, "top_p", "greater than 0"),
+    ],
+)
+def test_bad_fields_are_named(server: Running, path: str, body: Any, param: str | None, message: str) -> None:
+    response = server.post({"chat": "chat/completions", "text": "completions"}[path], body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
+    idle = {"tools": None, "tool_choice": "auto", "response_format": {"type": "text"}, "store": False, "user": "me"}
+    assert server.post("chat/completions", {**CHAT, **idle, "metadata": {"a": "b"}, "seed": None}).status_code == 200
+    assert server.post("completions", {**TEXT, "echo": False, "best_of": 1, "suffix": None}).status_code == 200
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"", JSON, 400),
+        (b"{", JSON, 400),
+        (b"null", JSON, 400),
+        (b"[]", JSON, 400),
+        (b'{"prompt": "\xff\xfe"}', JSON, 400),
+        (b'{"prompt": "\\ud800"}', JSON, 400),
+        (b'{"\\ud800": 1, "prompt": "a"}', JSON, 400),
+        (b'{"prompt": "a", "model": "\\udfff"}', JSON, 404),
+        (b'{"prompt": "a", "temperature": NaN}', JSON, 400),
+        (b'{"prompt": "a", "temperature": 1e999}', JSON, 400),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", JSON, 400),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", JSON, 400),
+        (b'{"prompt": "a", "max_tokens": 1}', {"content-type": "text/plain"}, 400),
+        (b"x" * 1_100_000, JSON, 413),
+    ],
+    ids=range(14),
+)
+def test_bodies_that_are_not_what_they_should_be(
+    server: Running, content: bytes, headers: dict[str, str], status: int
+) -> None:
+    response = server.client.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == status
+    error_of(response)
+
+
+def test_a_body_without_a_length_is_cut_off_at_the_limit(server: Running) -> None:
+    sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent
+        while sent < 50_000_000:
+            sent += 65536
+            yield b" " * 65536
+
+    try:
+        response = server.client.post("/v1/completions", content=endless(), headers=JSON)
+        assert response.status_code == 413
+    except httpx.WriteError:  # the server had closed before all was sent
+        pass
+    assert sent < 10_000_000
+
+
+@given(content=st.binary(max_size=200))
+@settings(max_examples=60)
+def test_random_bytes(server: Running, content: bytes) -> None:
+    assert 400 <= server.client.post("/v1/completions", content=content, headers=JSON).status_code < 500
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = st.sampled_from(sorted(CompletionRequest.model_fields) + sorted(CompletionRequest.unsupported))
+
+
+@given(extra=st.dictionaries(FIELDS | st.text(max_size=6), VALUES, max_size=4))
+@settings(max_examples=120)
+def test_random_fields(server: Running, extra: dict[str, Any]) -> None:
+    response = server.post("completions", {**TEXT, **extra})
+    assert response.status_code < 500
+    if response.status_code != 200:
+        error_of(response)
+
+
+@pytest.mark.parametrize("key", ["", "Bearer", "Bearer wrong", "Basic right", "Bearer right2", "Bearer " + "x" * 5000])
+def test_wrong_keys(key_server: Running, key: str) -> None:
+    response = key_server.client.get("/v1/models", headers={"authorization": key} if key else {})
+    assert response.status_code == 401
+    assert error_of(response)["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_right_key(key_server: Running) -> None:
+    assert key_server.client.get("/v1/models", headers={"authorization": "bearer right"}).status_code == 200
+    assert key_server.client.get("/metrics").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def key_server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("other\nright\n")
+    with running(tiny.engine(), api_key_file=keys) as server:
+        yield server
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
+def test_wrong_methods_and_paths(server: Running, method: str) -> None:
+    response = server.client.request(method, "/v1/completions")
+    assert response.status_code == 405
+    error_of(response)
+    response = server.client.request(method, "/v1/../etc/passwd")
+    assert response.status_code in (404, 405)
+    assert server.client.get("/dashboard/../../../app.py").status_code == 404
+
+
+def test_raw_nonsense_instead_of_http(server: Running) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\n"
+    for data in (
+        b"\x16\x03\x01\x02\x00",
+        b"GET / HTTP/x\r\n\r\n",
+        b"A" * 100_000,
+        head + b"content-length: -1\r\n\r\n",
+        head + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    ):
+        with socket.create_connection(server.server.address, timeout=5) as raw:
+            raw.sendall(data)
+            assert raw.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_slow_clients_are_cut_off_while_others_are_served(tiny: Tiny) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {MODEL}\r\ncontent-type: application/json\r\n"
+    with running(tiny.engine(), receive_timeout=0.4) as server:
+        silent, slow_head, slow_body = (socket.create_connection(server.server.address, timeout=5) for _ in range(3))
+        with silent, slow_head, slow_body:
+            slow_head.sendall(head.encode())
+            slow_body.sendall((head + 'content-length: 100\r\n\r\n{"prompt"').encode())
+            drip = threading.Thread(target=_drip, args=(slow_head,))
+            drip.start()
+            for _ in range(4):
+                assert server.chat("Hello", max_tokens=2).status_code == 200
+            for connection in (silent, slow_head, slow_body):
+                assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+            drip.join()
+        server.settle()
+
+
+def _drip(connection: socket.socket) -> None:
+    """A header byte now and then does not buy more time."""
+    try:
+        for _ in range(10):
+            connection.sendall(b"x")
+            time.sleep(0.1)
+    except OSError:
+        pass
+
+
+def test_a_client_that_never_reads(tiny: Tiny) -> None:
+    """What it is sent waits in its own connection; its request ends when its time is over."""
+    body = b'{"prompt": "Hello", "max_tokens": 900, "ignore_eos": true, "stream": true, "logprobs": 20, "n": 8}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    with running(tiny.engine(), request_timeout=1.5) as server, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(server.server.address)
+        deaf.sendall(head.encode() + b"\r\n\r\n" + body)
+        assert server.chat("Hello", max_tokens=2).status_code == 200
+        server.settle()
+
+
+def test_cors_is_off_unless_asked_for(server: Running, tiny: Tiny) -> None:
+    asked = {"origin": "http://elsewhere.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in server.client.get("/v1/models", headers=asked).headers
+    with running(tiny.engine(), cors_origins=("http://elsewhere.example",)) as open_server:
+        answer = open_server.client.options("/v1/completions", headers=asked)
+        assert answer.headers["access-control-allow-origin"] == "http://elsewhere.example"
