@@ -51,8 +51,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return write_tiny_pair(TinyPair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("drafter")))
+
+
+def write_tiny_pair(pair: TinyPair) -> TinyPair:
     """Random weights large enough that greedy answers wander; nothing is learnt, so τ is close to 1."""
-    pair = TinyPair(tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("drafter"))
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,

@@ -38,7 +38,7 @@ def test_no_operation_fails(server: Running, mode: GenerationMode) -> None:
         with contextlib.suppress(Unsatisfiable):  # nothing is wrong with what takes no input
             check()
     if mode == GenerationMode.POSITIVE:
-        assert statuses.count(200) > EXAMPLES
+        assert statuses.count(200) > 5
     else:
         assert statuses.count(400) > EXAMPLES
 
