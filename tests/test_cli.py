@@ -38,7 +38,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert output.endswith("False\n")
-    for command in ("generate", "demo", "bench", "collect", "train"):
+    for command in ("generate", "demo", "bench", "serve", "collect", "train"):
         assert f"\n  {command} " in output
 
 
@@ -55,6 +55,10 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("generate", "hi", "--tree-nodes", "8", "--drafter", "none"), "there is no drafter to grow a tree"),
         (("bench", "--block-sizes", "4,x"), "--block-sizes is '4,x'; give int values separated by commas"),
         (("bench", "--against", "vllm"), "unknown peer 'vllm'"),
+        (("bench", "--server", "localhost:8000"), "'localhost:8000' is not a URL"),
+        (("bench", "--server", "http://h", "--target", "t"), "--server decodes by itself"),
+        (("serve", "--port", "70000"), "port is 70000"),
+        (("serve", "--max-body-bytes", "0"), "max_body_bytes is 0"),
         (("collect", "--prompts", "gsm8k", "--out", "o"), "gsm8k is kept for evaluation"),
         (("collect", "--prompts", "p", "--out", "o", "--endpoint", "http://x", "--target", "t"), "leave --target"),
         (("collect", "--prompts", "p", "--out", "o", "--endpoint", "x"), "'x' is not a URL"),

@@ -1,5 +1,7 @@
 """What the server counts, in Prometheus' terms. Names follow vLLM's, with ``volley:`` in front."""
 
+from collections import Counter as Counts
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from volley.engine.engine import Engine
@@ -62,6 +64,9 @@ class Metrics:
             "spec_decode_num_draft_tokens_per_pos", "Draft tokens verified, by place in the block.", "position"
         )
         self.block_sizes = counter("spec_decode_block_size", "Decoding cycles, by tokens verified.", "size")
+        self._first_tokens = 0
+        self._cycles: Counts[tuple[int, int, int]] = Counts()
+        """Cycles of this step by tokens drafted, accepted and gained."""
         self.http_requests = counter("http_requests", "HTTP requests answered.", "path", "status")
 
     def render(self) -> bytes:
@@ -69,31 +74,40 @@ class Metrics:
 
     # -- called by the worker ------------------------------------------------------------------------------------------
     def verified(self, request: Request, proposal: Proposal, verdict: Verdict) -> None:
-        """One request's share of a step, after it was made final."""
+        """One request's share of a step, after it was made final. Counted in :meth:`stepped`: a counter costs microseconds."""
         lengths = request.stats.accepted_lengths
         if not lengths:  # the prompt's last chunk: its token is no cycle's
-            self.generation_tokens.inc()
-            return
-        gained, drafted = lengths[-1], len(proposal.token_ids)
-        accepted = min(verdict.accepted, gained)
-        self.generation_tokens.inc(gained)
-        self.cycles.inc()
-        self.cycle_tokens.inc(gained)
-        self.block_sizes.labels(1 + drafted).inc()
-        if drafted:
-            self.drafts.inc()
-            self.draft_tokens.inc(drafted)
-            self.accepted_tokens.inc(accepted)
-            for position in range(drafted):
-                self.drafted_at.labels(position).inc()
-                if position < accepted:
-                    self.accepted_at.labels(position).inc()
+            self._first_tokens += 1
+        else:
+            accepted = min(verdict.accepted, lengths[-1])
+            self._cycles[len(proposal.token_ids), accepted, lengths[-1]] += 1
 
     def stepped(self, engine: Engine, seconds: float) -> None:
         self.steps.inc()
         self.step_seconds.inc(seconds)
         self.draft_seconds.inc(engine.runner.timings.draft)
         self.verify_seconds.inc(engine.runner.timings.verify)
+        self._count_cycles()
+
+    def _count_cycles(self) -> None:
+        drafted_at: Counts[int] = Counts()
+        accepted_at: Counts[int] = Counts()
+        for (drafted, accepted, gained), times in self._cycles.items():
+            self.cycles.inc(times)
+            self.cycle_tokens.inc(gained * times)
+            self.block_sizes.labels(1 + drafted).inc(times)
+            self.drafts.inc(times if drafted else 0)
+            self.draft_tokens.inc(drafted * times)
+            self.accepted_tokens.inc(accepted * times)
+            drafted_at.update(dict.fromkeys(range(drafted), times))
+            accepted_at.update(dict.fromkeys(range(accepted), times))
+        for counter, counts in ((self.drafted_at, drafted_at), (self.accepted_at, accepted_at)):
+            for position, times in counts.items():
+                counter.labels(position).inc(times)
+        gained = sum(gained * times for (_, _, gained), times in self._cycles.items())
+        self.generation_tokens.inc(self._first_tokens + gained)
+        self._cycles.clear()
+        self._first_tokens = 0
 
     def state(self, engine: Engine) -> None:
         self.running.set(len(engine.scheduler.running))
