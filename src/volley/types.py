@@ -18,7 +18,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """How one request is sampled. Names are OpenAI's where OpenAI has one.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``seed`` ``None`` draws one.
+    ``temperature`` 0 is greedy, and so is anything below 1e-5, which logits could not be divided by. ``top_k`` 0, ``top_p`` 1
+    and ``min_p`` 0 keep every token. ``seed`` ``None`` draws one.
     ``stop`` strings end the text before they appear in it; ``stop_token_ids`` add to the model's own end tokens, which
     ``ignore_eos`` switches off. ``logprobs`` records the log-probability of each chosen token under the target's
     unmodified distribution, and of the ``top_logprobs`` likeliest beside it. ``presence_penalty`` and
@@ -51,6 +52,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", tuple(dict(self.logit_bias).items()))
+        if 0 < self.temperature < 1e-5:
+            object.__setattr__(self, "temperature", 0.0)
         checks = [
             ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number ≥ 0"),
             ("top_k", self.top_k >= 0, "0 (keep all) or a positive count"),

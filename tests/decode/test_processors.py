@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from volley.decode.processors import TokenCounts, process
-from volley.decode.sampling import top_logprobs
+from volley.decode.sampling import token_probs, top_logprobs
 from volley.errors import ConfigError
 from volley.types import SamplingParams
 
@@ -103,6 +103,12 @@ def test_nothing_asked_is_nothing_changed() -> None:
 def test_values_out_of_range_are_named(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"SamplingParams.{next(iter(bad))} is "):
         SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tiny", [{"temperature": 1e-40}, {"temperature": 1e-6}, {"temperature": 1.0, "top_p": 1e-46}])
+def test_values_too_small_for_single_precision_still_give_a_law(tiny: dict[str, float]) -> None:
+    law = token_probs(torch.tensor([[0.5, 2.0, 1.0]]), SamplingParams(**tiny))  # type: ignore[arg-type]
+    assert law.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_choices_have_seeds_of_their_own() -> None:

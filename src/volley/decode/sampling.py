@@ -74,7 +74,8 @@ def token_probs(logits: Tensor, params: SamplingParams, temperature: float | Non
     if params.top_p < 1:
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
-        probs = probs.masked_fill((before >= params.top_p).gather(-1, order.argsort(dim=-1)), 0.0)
+        cut = (before >= params.top_p) & (before > 0)  # a top_p that fp32 takes for 0 still keeps the likeliest
+        probs = probs.masked_fill(cut.gather(-1, order.argsort(dim=-1)), 0.0)
     if params.min_p > 0:
         probs = probs.masked_fill(probs < params.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     return probs / probs.sum(dim=-1, keepdim=True)

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from volley.engine.engine import Engine
 from volley.serve import logs
 from volley.serve.app import create_app
-from volley.serve.config import ServeConfig
+from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.service import Service
 
 log = logging.getLogger("volley.serve")
@@ -111,4 +111,6 @@ class Server(uvicorn.Server):
 def serve(engine: Engine, config: ServeConfig, model: str) -> None:
     """Serve until a signal ends it."""
     logs.configure()
+    if config.host not in ("127.0.0.1", "::1", "localhost") and not ApiKeys.load(config.api_key_file):
+        log.warning("anybody who reaches this address can use the server: no API keys are set")
     Server(engine, config, model).run()

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from volley.engine.engine import Engine, Prompt
@@ -26,6 +26,7 @@ class Service:
         self.draining = False
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
+        self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
 
     @property
@@ -35,7 +36,7 @@ class Service:
     # -- from bodies to jobs -------------------------------------------------------------------------------------------
     async def chat(self, body: ChatRequest) -> tuple[Job, Dialect]:
         self._check(body.model)
-        (prompt,) = await self._encode([[message.for_template() for message in body.messages]])
+        (prompt,) = await self._encode([[message.for_template() for message in body.messages]], "messages")
         asked = body.max_completion_tokens or body.max_tokens
         max_tokens = self._check_length(prompt, asked, "messages")
         params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
@@ -51,7 +52,7 @@ class Service:
 
     async def complete(self, body: CompletionRequest) -> tuple[Job, Dialect]:
         self._check(body.model)
-        prompts = await self._encode(body.prompts)
+        prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
         params = body.sampling(body.max_tokens, body.logprobs)
@@ -79,13 +80,12 @@ class Service:
         room = self.max_model_len - len(prompt)
         if room < (asked or 1):
             wanted = f"{len(prompt)} in the {field}" + (f", {asked} in the completion" if asked else "")
-            raise ApiError(
-                400,
-                f"this model's maximum context length is {self.max_model_len} tokens; you asked for {wanted}",
-                param=field,
-                code="context_length_exceeded",
-            )
+            raise self._too_long(wanted, field)
         return asked or room
+
+    def _too_long(self, wanted: str, field: str) -> ApiError:
+        message = f"this model's maximum context length is {self.max_model_len} tokens; you asked for {wanted}"
+        return ApiError(400, message, param=field, code="context_length_exceeded")
 
     def _submit(self, job: Job) -> Job:
         if len(job.prompts) > self.worker.capacity:
@@ -97,7 +97,11 @@ class Service:
         return job
 
     # -- text and tokens -----------------------------------------------------------------------------------------------
-    async def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    async def _encode(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
+        fewest = max(map(_characters, prompts)) // self._longest_token
+        if fewest > self.max_model_len:  # no need to spend seconds on finding out how many tokens exactly
+            raise self._too_long(f"at least {fewest} in the {field}", field)
+
         def encode() -> list[list[int]]:
             with self._tokenizer_in_use:
                 return [self._engine.encode(prompt) for prompt in prompts]
@@ -117,3 +121,9 @@ class Service:
             "owned_by": "volley",
             "max_model_len": self.max_model_len,
         }
+
+
+def _characters(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(part["content"]) if isinstance(part, Mapping) else 1 for part in prompt)
