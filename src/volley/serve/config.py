@@ -36,7 +36,7 @@ class ServeConfig:
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the server, * for all; by default none."""
     log_prompts: bool = False
-    """Write prompts and answers to the log."""
+    """Write request bodies, prompts included, to the log."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
