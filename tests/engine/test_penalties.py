@@ -58,6 +58,7 @@ def greedy_answers(engine: Engine, index: int) -> list[list[int]]:
 OPTIONS: list[dict[str, Any]] = [
     {"block_size": 1},
     {"denoising_steps": 2},
+    {"tree_nodes": 16},
     {"page_size": 4, "num_pages": 14, "max_batch_tokens": 9},
 ]
 
@@ -152,7 +153,7 @@ def sampled(**options: Any) -> float:
     return chi_square_p(joint_counts(torch.tensor([result.token_ids for result in results]), V), exact_law())
 
 
-@pytest.mark.parametrize("options", [{"verification": "speculative"}, {"verification": "match"}])
+@pytest.mark.parametrize("options", [{"verification": "speculative"}, {"verification": "match"}, {"tree_nodes": 8}])
 def test_the_law_of_whole_answers_is_the_targets(options: dict[str, Any]) -> None:
     assert sampled(**options) > 1e-3
 

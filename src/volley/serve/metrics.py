@@ -61,12 +61,12 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by place in the block.", "position"
         )
         self.drafted_at = counter(
-            "spec_decode_num_draft_tokens_per_pos", "Draft tokens verified, by place in the block.", "position"
+            "spec_decode_num_draft_tokens_per_pos", "Drafts that reached so far, by place in the block.", "position"
         )
         self.block_sizes = counter("spec_decode_block_size", "Decoding cycles, by tokens verified.", "size")
         self._first_tokens = 0
-        self._cycles: Counts[tuple[int, int, int]] = Counts()
-        """Cycles of this step by tokens drafted, accepted and gained."""
+        self._cycles: Counts[tuple[int, int, int, int]] = Counts()
+        """Cycles of this step by tokens drafted, depth of the draft, tokens accepted and gained."""
         self.http_requests = counter("http_requests", "HTTP requests answered.", "path", "status")
 
     def render(self) -> bytes:
@@ -80,7 +80,7 @@ class Metrics:
             self._first_tokens += 1
         else:
             accepted = min(verdict.accepted, lengths[-1])
-            self._cycles[len(proposal.token_ids), accepted, lengths[-1]] += 1
+            self._cycles[len(proposal.token_ids), _depth(proposal), accepted, lengths[-1]] += 1
 
     def stepped(self, engine: Engine, seconds: float) -> None:
         self.steps.inc()
@@ -92,20 +92,20 @@ class Metrics:
     def _count_cycles(self) -> None:
         drafted_at: Counts[int] = Counts()
         accepted_at: Counts[int] = Counts()
-        for (drafted, accepted, gained), times in self._cycles.items():
+        for (drafted, depth, accepted, gained), times in self._cycles.items():
             self.cycles.inc(times)
             self.cycle_tokens.inc(gained * times)
+            self.generation_tokens.inc(gained * times)
             self.block_sizes.labels(1 + drafted).inc(times)
             self.drafts.inc(times if drafted else 0)
             self.draft_tokens.inc(drafted * times)
             self.accepted_tokens.inc(accepted * times)
-            drafted_at.update(dict.fromkeys(range(drafted), times))
+            drafted_at.update(dict.fromkeys(range(depth), times))
             accepted_at.update(dict.fromkeys(range(accepted), times))
         for counter, counts in ((self.drafted_at, drafted_at), (self.accepted_at, accepted_at)):
             for position, times in counts.items():
                 counter.labels(position).inc(times)
-        gained = sum(gained * times for (_, _, gained), times in self._cycles.items())
-        self.generation_tokens.inc(self._first_tokens + gained)
+        self.generation_tokens.inc(self._first_tokens)
         self._cycles.clear()
         self._first_tokens = 0
 
@@ -130,3 +130,13 @@ class Metrics:
         if stats.output_tokens > 1:
             between = (stats.total_seconds - stats.time_to_first_token) / (stats.output_tokens - 1)
             self.inter_token.observe(between)
+
+
+def _depth(proposal: Proposal) -> int:
+    """Tokens on the longest path from the anchor."""
+    if proposal.parents is None:
+        return len(proposal.token_ids)
+    depths = [0]
+    for parent in proposal.parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
