@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +17,10 @@ import pytest
 
 from tests.conftest import TinyPair
 from tests.serve.running import Running, Tiny, running, wait_until
+from volley.serve import answer
+from volley.serve.replies import ChatDialect
+from volley.serve.worker import End, Job, Piece
+from volley.types import GenerationStats, SamplingParams, TextChunk
 
 LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
@@ -57,6 +62,29 @@ def test_a_request_that_takes_too_long(tiny: Tiny) -> None:
         assert lines[-2] == "data: [DONE]"
         server.settle()
         assert server.chat("Hello", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_stops_reading_holds_nothing(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """Nothing can be sent any more, not even that time is over: the job is given up all the same."""
+    monkeypatch.setattr(answer, "_LAST_WORDS_SECONDS", 0.1)
+    given_up: list[Job] = []
+
+    async def never(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def answer_it() -> Job:
+        job = Job([[1, 2]], [SamplingParams()])
+        job.events.put_nowait(Piece(0, [TextChunk("a", [1], from_draft=False)], [], []))
+        job.events.put_nowait(End(0, "stop", GenerationStats()))
+        dialect = ChatDialect("m", str, logprobs=False, mark_draft=False, include_usage=False)
+        worker = SimpleNamespace(abort=given_up.append)
+        response = answer.Answer(worker, job, dialect, stream=stream, timeout=0.1)  # type: ignore[arg-type]
+        await asyncio.wait_for(response({}, never, never), 5)
+        return job
+
+    job = asyncio.run(answer_it())
+    assert given_up[0] is job
 
 
 def test_one_broken_request_does_not_touch_the_others(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Sends one job's answer, whole or as a stream, and gives the job up when the client goes or time is out."""
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from volley.serve.worker import End, Failure, Job, Piece, Worker
 
 log = logging.getLogger("volley.serve")
 
+_LAST_WORDS_SECONDS = 5.0
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -50,10 +52,13 @@ class Answer(Response):
             error = work.exception() if work in done else None
             if not done:
                 await _cancel(work)
+                self.worker.abort(self.job)
                 message = f"the request took longer than the {self.timeout:g} s this server allows"
                 error = ApiError(504, message, kind="server_error", code="timeout")
             if isinstance(error, Exception) and gone not in done:
-                await self._complain(error, scope, receive, send)
+                with contextlib.suppress(TimeoutError):  # the client may have stopped reading
+                    async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                        await self._complain(error, scope, receive, send)
         finally:
             await _cancel(work, gone)
             self.worker.abort(self.job)

@@ -84,6 +84,9 @@ def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
     _add_status_routes(app, service)
     static = StaticFiles(directory=Path(__file__).parent / "static", html=True)
     app.mount("/dashboard", static)
+    for operations in app.openapi()["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own; what it would say is a 400 here
     return app
 
 
