@@ -80,7 +80,7 @@ def test_a_client_that_stops_reading_holds_nothing(monkeypatch: pytest.MonkeyPat
         dialect = ChatDialect("m", str, logprobs=False, mark_draft=False, include_usage=False)
         worker = SimpleNamespace(abort=given_up.append)
         response = answer.Answer(worker, job, dialect, stream=stream, timeout=0.1)  # type: ignore[arg-type]
-        await asyncio.wait_for(response({}, never, never), 5)
+        await asyncio.wait_for(response({"type": "http"}, never, never), 5)
         return job
 
     job = asyncio.run(answer_it())
