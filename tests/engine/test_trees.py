@@ -136,6 +136,18 @@ def test_every_architecture(name: str) -> None:
     assert moved(seen) > 5
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_quantised_pools(pair: Pair, kv_dtype: str) -> None:
+    """Moved K/V keep their codes, so the tokens are those of plain decoding on the same pool."""
+    plain = run(Engine(pair.target, page_size=4, kv_dtype=kv_dtype))
+    engine = Engine(pair.target, pair.drafter, page_size=4, tree_nodes=14, kv_dtype=kv_dtype)
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)})
+    tempt(engine)
+    seen = watch(engine)
+    assert run(engine) == plain
+    assert moved(seen) > 5
+
+
 def test_trees_chains_and_prompts_share_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget belongs to a request and a step: here every other decoding request drafts a chain."""
     engine = taught(pair, max_batch_tokens=40)
