@@ -77,6 +77,8 @@ def test_every_combination_of_pools(pair: Pair, kv_dtype: KVDtype, draft_kv_dtyp
         {"max_batch_tokens": 1},
         {"max_batch_tokens": 7, "max_running": 3},
         {"denoising_steps": 2},
+        {"tree_nodes": 9},
+        {"tree_nodes": 7, "draft_window": 5, "draft_kv_dtype": "int4"},
         {"draft_window": 5, "draft_kv_dtype": "int4", "max_batch_tokens": 9},
         {"draft_window": 8, "draft_kv_dtype": "int8"},
         {"page_size": 1, "num_pages": 300},

@@ -7,10 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.memory.kernels import DEVICE
-from volley.memory import attention
 from volley.memory.attention import AttentionOptions, attention_for, paged_attention, reference_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kernels import attention as kernel
@@ -104,26 +102,13 @@ def test_half_precision() -> None:
     check(segments, AttentionOptions(0.3), (2, 2), 16, 4, dtype, 2e-2)
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 1, 3, 13])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_a_mask_inside_the_segment(monkeypatch: pytest.MonkeyPatch, window: int | None, splits: int) -> None:
-    """The tokens of a tree see their ancestors and all before it; segments without a mask stay as they are."""
+def test_trees_beside_chains(window: int | None, splits: int) -> None:
     torch.manual_seed(0)
-    mask = torch.eye(7, dtype=torch.bool)
-    for token, parent in enumerate([0, 0, 1, 1, 4, 2], start=1):
-        mask[token] |= mask[parent]
-    segments = make_segments([(11, 7, True), (5, 7, True), (11, 7, True)], 4, None, False)
-    trees = segments[::2]
-    visible_mask = attention.visible_mask
-
-    def visible(segment: Segment, window: int | None, first: int, symmetric: bool = False) -> Tensor:
-        visible = visible_mask(segment, window, first, symmetric).clone()
-        if segment in trees:
-            visible[:, segment.start - first :] &= mask
-        return visible
-
-    monkeypatch.setattr(attention, "visible_mask", visible)
-    monkeypatch.setattr(kernel, "segment_mask", lambda segment: mask if segment in trees else None)
+    segments = make_segments([(11, 7, True), (5, 7, True), (8, 9, True), (3, 2, False)], 4, None, False)
+    segments[0].parents = (0, 0, 1, 1, 4, 2)
+    segments[2].parents = (0, 1, 1, 3, 3, 2, 6, 0)
     check(segments, AttentionOptions(0.3, window), (2, 2), 8, splits)
 
 

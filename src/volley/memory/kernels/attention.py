@@ -1,4 +1,4 @@
-"""Ragged paged attention in Triton: every segment through its own pages, causal, bidirectional or by a mask of its own.
+"""Ragged paged attention in Triton: every segment through its own pages, be it causal, bidirectional or a tree.
 
 Reference: ``memory.attention.reference_attention``. One program attends a tile of tokens of one segment, for all heads
 that share keys, to a part of the keys they see; where the parts of a tile are several, a second kernel joins them.
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from volley.memory.attention import AttentionOptions, first_visible, paged_attention, write_slots
+from volley.memory.attention import AttentionOptions, first_visible, paged_attention, visible_mask, write_slots
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import DenseKVStore, KVStore
 
-_BIDIRECTIONAL, _CAUSAL, _MASKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_BIDIRECTIONAL, _CAUSAL, _TREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _KEYS = 64  # keys a program reads at once
 _MOST_SPLITS = 32
 
@@ -103,7 +103,7 @@ def _attention_kernel(
         visible = real[:, None] & exists[None, :]
         if kind == _CAUSAL:
             visible &= index[None, :] <= start + token[:, None]
-        if kind == _MASKED:
+        if kind == _TREE:
             cell = mask_start + token[:, None] * length + (index - start)[None, :]
             visible &= tl.load(masks + cell, mask=visible & own[None, :], other=1) != 0
         if WINDOWED:
@@ -162,11 +162,11 @@ class _Plan:
     tiles: Tensor
     """``[n, 4]`` int32: segment, its first token, and the keys ``[low, high)`` that any of the tile's tokens sees."""
     segments: Tensor
-    """``[n, 7]`` int32: first row, start, length, kind, first page, number of pages, first cell of the mask."""
+    """``[n, 7]`` int32: first row, start, length, kind, first page, number of pages, first cell of its mask."""
     pages: Tensor
     """Page ids of all segments, end to end."""
     masks: Tensor
-    """Masks ``[length, length]`` of the segments that have one, end to end, int32."""
+    """What tokens see of each other ``[length, length]``, of all trees end to end; int32."""
     positions: Tensor
     longest: int
     """Keys that the tile with most of them sees."""
@@ -191,9 +191,9 @@ def ragged_attention(
     return launch(plan, batch.segments[0].table.page_size, store, layer, queries, options, splits)
 
 
-def segment_mask(segment: Segment) -> Tensor | None:
-    """What the tokens of a segment see of each other ``[length, length]``, where causality does not say it."""
-    return None
+def _ancestors(segment: Segment) -> Tensor | None:
+    """What the tokens of a tree see of each other ``[length, length]``; ``None`` for a chain."""
+    return None if segment.parents is None else visible_mask(segment, None, segment.start)
 
 
 def launch(
@@ -279,8 +279,8 @@ def _build_plan(batch: RaggedBatch, options: AttentionOptions, groups: int) -> _
     masks: list[Tensor] = []
     mask_size = 0
     for number, (segment, offset) in enumerate(zip(batch.segments, batch.offsets, strict=False)):
-        mask, table = segment_mask(segment), segment.table.pages
-        kind = _MASKED if mask is not None else _CAUSAL if segment.causal else _BIDIRECTIONAL
+        mask, table = _ancestors(segment), segment.table.pages
+        kind = _TREE if mask is not None else _CAUSAL if segment.causal else _BIDIRECTIONAL
         row = (offset, segment.start, segment.length, kind.value, len(pages), len(table), mask_size)
         segments.append(row)
         pages += table
@@ -288,7 +288,7 @@ def _build_plan(batch: RaggedBatch, options: AttentionOptions, groups: int) -> _
             masks.append(mask.flatten())
             mask_size += mask.numel()
         for first in range(0, segment.length, step):
-            tiles.append((number, first, *_seen(segment, mask is None, first, step, options)))
+            tiles.append((number, first, *_seen(segment, first, step, options)))
 
     def tensor(rows_of: Sequence[object]) -> Tensor:
         return torch.from_numpy(np.array(rows_of, dtype=np.int32)).to(batch.token_ids.device)
@@ -304,11 +304,11 @@ def _build_plan(batch: RaggedBatch, options: AttentionOptions, groups: int) -> _
     )
 
 
-def _seen(segment: Segment, is_chain: bool, first: int, count: int, options: AttentionOptions) -> tuple[int, int]:
+def _seen(segment: Segment, first: int, count: int, options: AttentionOptions) -> tuple[int, int]:
     """Bounds ``[low, high)`` of the keys that any of ``count`` tokens of the segment sees, the first being ``first``."""
     low, high = first_visible(segment, options.window), segment.end
     start, end = segment.start + first, min(segment.start + first + count, high)
-    if segment.causal and is_chain:
+    if segment.causal and segment.parents is None:
         return low if options.window is None else max(low, start - options.window + 1), end
     if not segment.causal and options.symmetric and options.window is not None:
         return max(low, start - options.window), min(high, end + options.window)
