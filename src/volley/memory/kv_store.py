@@ -44,17 +44,17 @@ class KVStore(ABC):
         """K and V ``[n, kv_heads, head_dim]`` in the store's basis; may be views, so read before the next write."""
 
     @abstractmethod
-    def _tensors(self) -> list[Tensor]:
-        """Everything that is stored, slots first."""
+    def _tensors(self) -> list[tuple[Tensor, int]]:
+        """Everything that is stored, each with its dimension of slots."""
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy every layer's K and V, as they are stored, from slots ``source [n]`` to ``target [n]``; these may overlap."""
-        for cache in self._tensors():
-            cache.index_copy_(0, target, cache.index_select(0, source))
+        for cache, slots in self._tensors():
+            cache.index_copy_(slots, target, cache.index_select(slots, source))
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(tensor.nbytes for tensor, _ in self._tensors())
 
     def rotate(self, layer: int, x: Tensor) -> Tensor:
         """Vectors ``[..., head_dim]`` taken into the basis of :meth:`read`."""
@@ -92,8 +92,8 @@ class DenseKVStore(KVStore):
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         return _rows(self.keys[layer], slots), _rows(self.values[layer], slots)
 
-    def _tensors(self) -> list[Tensor]:
-        return [*self.keys, *self.values]
+    def _tensors(self) -> list[tuple[Tensor, int]]:
+        return _whole(self.keys, self.all_keys) + _whole(self.values, self.all_values)
 
 
 class QuantisedKVStore(KVStore):
@@ -133,8 +133,8 @@ class QuantisedKVStore(KVStore):
         rotation = self.codecs[layer].rotation
         return x if rotation is None else (x.float() @ rotation.T).to(x.dtype)
 
-    def _tensors(self) -> list[Tensor]:
-        return [*self.codes, *self.scales]
+    def _tensors(self) -> list[tuple[Tensor, int]]:
+        return _whole(self.codes, self.all_codes) + _whole(self.scales, self.all_scales)
 
 
 def make_store(
@@ -161,6 +161,11 @@ def _allocate(
         return [torch.zeros(size, dtype=dtype, device=device) for size in sizes], None
     stacked = torch.zeros(len(sizes), *sizes[0], dtype=dtype, device=device)
     return list(stacked.unbind()), stacked
+
+
+def _whole(layers: list[Tensor], stacked: Tensor | None) -> list[tuple[Tensor, int]]:
+    """All layers in one tensor where there is one, with its dimension of slots."""
+    return [(layer, 0) for layer in layers] if stacked is None else [(stacked, 1)]
 
 
 def _stacked(every: Tensor | None) -> Tensor:
