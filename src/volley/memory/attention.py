@@ -6,8 +6,8 @@ PyTorch's fused kernel, reads a dense store in place when a request's pages are 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -114,14 +114,23 @@ def attention_for(device: torch.device) -> Attention:
     return paged_attention
 
 
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+_SHORT = 16  # segments up to this length share a call: padding them costs less than a call for each length
+_PADDING_LIMIT = 512  # keys that a call may read in vain before another call is cheaper
+
+
 @dataclass(slots=True)
 class _Group:
-    """Segments of one length and causality, attended in one call."""
+    """Segments of one causality and about one length, attended in one call as if all were as long as the longest."""
 
     rows: slice | Tensor  # their tokens in the batch
+    padded: Tensor | None  # [count · length] tokens in the batch, of shorter segments the first again; None: rows
+    real: Tensor | None  # which of ``padded`` are ``rows``
     count: int
     slots: slice | Tensor  # where their keys live: a slice or [S] for one segment, [count · S] padded for several
     mask: Tensor | None  # additive [count, 1, length, S]; None when every token sees every key
+    repeated: dict[int, Tensor] = field(default_factory=dict)  # the mask once for each of so many heads that share keys
 
 
 def paged_attention(
@@ -137,11 +146,13 @@ def paged_attention(
     store.write(layer, write_slots(batch), keys, values)
     groups = _plan(batch, options, queries.dtype, keys[0].nbytes + values[0].nbytes)
     queries = store.rotate(layer, queries)
-    if len(groups) == 1 and isinstance(groups[0].rows, slice):
+    if len(groups) == 1 and isinstance(groups[0].rows, slice) and groups[0].padded is None:
         return store.unrotate(layer, _attend_group(groups[0], store, layer, queries, options))
     output = torch.empty_like(queries)
     for group in groups:
-        output[group.rows] = _attend_group(group, store, layer, queries[group.rows], options)
+        rows = group.rows if group.padded is None else group.padded
+        mixed = _attend_group(group, store, layer, queries[rows], options)
+        output[group.rows] = mixed if group.real is None else mixed[group.real]
     return store.unrotate(layer, output)
 
 
@@ -150,16 +161,21 @@ def _attend_group(group: _Group, store: KVStore, layer: int, queries: Tensor, op
     q = queries.view(group.count, -1, heads, dim).transpose(1, 2)
     k, v = (x.view(group.count, -1, *x.shape[1:]).transpose(1, 2) for x in store.read(layer, group.slots))
     if options.sinks is None and options.softcap is None:
-        if (
-            q.shape[2] == 1
-        ):  # heads that share keys become rows: the CPU's kernel is up to seven times slower for one row
-            q = q.view(group.count, k.shape[1], -1, dim)
+        sharing, mask = heads // k.shape[1], group.mask
+        if sharing > 1 and q.shape[2] <= _SHORT:  # heads that share keys become rows: up to seven times faster on a CPU
+            q, mask = q.reshape(group.count, k.shape[1], -1, dim), _repeated_mask(group, sharing)
         mixed = scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
         ).view(group.count, heads, -1, v.shape[-1])
     else:
         mixed = _explicit_attention(q, k, v, group.mask, options)
     return mixed.transpose(1, 2).reshape(-1, heads, v.shape[-1])
+
+
+def _repeated_mask(group: _Group, times: int) -> Tensor | None:
+    if group.mask is not None and times not in group.repeated:
+        group.repeated[times] = group.mask.repeat(1, 1, times, 1)
+    return group.repeated.get(times)
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
@@ -204,9 +220,24 @@ def _plan(batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, tok
             if _worth_a_call(segment, window, token_bytes, batch.token_ids.device):
                 alone.append([index])
             else:
-                shapes.setdefault((segment.length, segment.causal), []).append(index)
-        plan = batch.plans[key] = [_build_group(batch, each, options, dtype) for each in (*alone, *shapes.values())]
+                shapes.setdefault((max(segment.length, _SHORT), segment.causal), []).append(index)
+        groups = [group for members in shapes.values() for group in _split_by_context(batch, members, window)]
+        plan = batch.plans[key] = [_build_group(batch, each, options, dtype) for each in (*alone, *groups)]
     return plan  # type: ignore[return-value]
+
+
+def _split_by_context(batch: RaggedBatch, members: list[int], window: int | None) -> list[list[int]]:
+    """Calls for segments that see very different numbers of keys, since all of a call are padded to the most."""
+    sizes = {index: batch.segments[index].end - first_visible(batch.segments[index], window) for index in members}
+    if len(members) * (max(sizes.values()) - min(sizes.values())) < _PADDING_LIMIT:
+        return [members]
+    ordered = sorted(members, key=lambda index: -sizes[index])
+    groups: list[list[int]] = [[]]
+    for place, index in enumerate(ordered):
+        if groups[-1] and (sizes[groups[-1][0]] - sizes[index]) * (len(ordered) - place) >= _PADDING_LIMIT:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
 
 
 def _worth_a_call(segment: Segment, window: int | None, token_bytes: int, device: torch.device) -> bool:
@@ -218,27 +249,57 @@ def _worth_a_call(segment: Segment, window: int | None, token_bytes: int, device
 def _build_group(batch: RaggedBatch, members: list[int], options: AttentionOptions, dtype: torch.dtype) -> _Group:
     device, window = batch.token_ids.device, options.window
     segments = [batch.segments[index] for index in members]
-    rows = _rows(batch, members)
     firsts = [first_visible(segment, window) for segment in segments]
-    longest = max(segment.end - first for segment, first in zip(segments, firsts, strict=True))
+    slots: slice | Tensor
     if len(segments) == 1:
         slots = segments[0].table.slots(firsts[0], segments[0].end)
-        masks = [visible_mask(segments[0], window, firsts[0], options.symmetric)]
+        visible = visible_mask(segments[0], window, firsts[0], options.symmetric)[None]
     else:
-        padded = np.zeros((len(segments), longest), dtype=np.int64)
-        masks = []
-        for row, (segment, first) in enumerate(zip(segments, firsts, strict=True)):
-            size = segment.end - first
-            padded[row, :size] = segment.table.slot_array(first, segment.end)
-            mask = torch.zeros(segment.length, longest, dtype=torch.bool)
-            mask[:, :size] = visible_mask(segment, window, first, options.symmetric)
-            masks.append(mask)
-        slots = torch.from_numpy(padded.ravel())
-    visible = torch.stack(masks)
+        longest = max(segment.end - first for segment, first in zip(segments, firsts, strict=True))
+        every = np.zeros((len(segments), longest), dtype=np.int64)
+        for row, segment, first in zip(every, segments, firsts, strict=True):
+            row[: segment.end - first] = segment.table.slot_array(first, segment.end)
+        slots = torch.from_numpy(every.ravel())
+        visible = torch.from_numpy(_visible(segments, np.array(firsts), longest, options))
     bias = None
     if not bool(visible.all()):
         bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None].to(device)
-    return _Group(rows, len(segments), slots.to(device) if isinstance(slots, Tensor) else slots, bias)
+    slots = slots.to(device) if isinstance(slots, Tensor) else slots
+    return _Group(_rows(batch, members), *_padding(batch, members), len(segments), slots, bias)
+
+
+def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: AttentionOptions) -> BoolArray:
+    """:func:`visible_mask` of several segments of one causality: ``[count, length, longest]``, padding included.
+
+    Tokens that only fill up see what the segment's last token sees, because a token that sees nothing is not a number.
+    """
+    starts, lengths = np.array([(segment.start, segment.length) for segment in segments]).T
+    keys, window = firsts[:, None, None] + np.arange(longest), options.window
+    queries = (np.minimum(np.arange(lengths.max()), lengths[:, None] - 1) + starts[:, None])[:, :, None]
+    visible: BoolArray
+    if not segments[0].causal:
+        inside = keys < (starts + lengths)[:, None, None]
+        near = np.abs(keys - queries) <= window if options.symmetric and window is not None else queries >= 0
+        return inside & near
+    visible = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+    for row, segment in enumerate(segments):
+        if segment.parents is not None:
+            tree = visible_mask(segment, window, int(firsts[row]), options.symmetric).numpy()
+            visible[row] = False
+            visible[row, :, : tree.shape[1]] = tree[np.minimum(np.arange(lengths.max()), segment.length - 1)]
+    return visible
+
+
+def _padding(batch: RaggedBatch, members: list[int]) -> tuple[Tensor | None, Tensor | None]:
+    """``padded`` and ``real`` of a group (see there)."""
+    lengths = np.array([batch.segments[index].length for index in members])
+    inside = np.arange(lengths.max()) < lengths[:, None]
+    if inside.all():
+        return None, None
+    starts = np.array([batch.offsets[index] for index in members])[:, None]
+    padded = np.where(inside, starts + np.arange(lengths.max()), starts).ravel()
+    device = batch.token_ids.device
+    return torch.from_numpy(padded).to(device), torch.from_numpy(np.flatnonzero(inside)).to(device)
 
 
 def _rows(batch: RaggedBatch, members: list[int]) -> slice | Tensor:
