@@ -54,8 +54,10 @@ class ModelOptions:
 class EngineOptions:
     """How the engine decodes; each is an argument of ``Engine``."""
 
+    policy: str | None = None
+    """What decides how much is drafted and verified: goodput (the default), feedback or fixed:8."""
     block_size: int | None = None
-    """Tokens verified a cycle, anchor included; 1 is plain decoding."""
+    """Tokens verified every cycle, anchor included; 1 is plain decoding. Short for a fixed policy."""
     denoising_steps: int = 1
     """Denoising passes of the drafter for each block."""
     tree_nodes: int | None = None

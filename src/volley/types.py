@@ -100,6 +100,8 @@ class Proposal:
     token_ids: list[int]
     draft_probs: Tensor | None = None
     parents: tuple[int, ...] | None = None
+    confidence: list[float] = field(default_factory=list)
+    """The drafter's largest probability in each slot, in its first pass, before anything was drawn; if it was asked for."""
 
 
 @dataclass(slots=True)

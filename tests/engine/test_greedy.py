@@ -25,7 +25,10 @@ def expected() -> list[list[int]]:
 
 
 def taught(pair: Pair, **options: Any) -> Engine:
-    engine = Engine(pair.target, pair.drafter, **{"page_size": 4, "num_pages": 160, **options})
+    options = {"page_size": 4, "num_pages": 160, **options}
+    if "block_size" not in options:
+        options.setdefault("policy", "fixed")
+    engine = Engine(pair.target, pair.drafter, **options)
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected(), strict=True)})
     return engine
 
@@ -134,7 +137,7 @@ def test_a_prefix_hit_keeps_tokens_and_acceptance(pair: Pair, window: int | None
     """The drafter's K/V come back with the target's, so a warm run drafts as well as a cold one."""
     prompts = [prompt for prompt in BASE if len(prompt) > 16]
     for prompt in prompts:
-        engine = Engine(pair.target, random_drafter(3), page_size=4, num_pages=40, draft_window=window)
+        engine = Engine(pair.target, random_drafter(3), policy="fixed", page_size=4, num_pages=40, draft_window=window)
         drafts: list[list[int]] = []
         engine.on_verified.append(lambda request, proposal, verdict, to=drafts: to.append(proposal.token_ids))
         (cold,) = run(engine, [prompt])

@@ -55,8 +55,8 @@ VARIANTS: list[dict[str, Any]] = [
 def test_a_seed_gives_the_same_tokens_under_any_scheduling(
     pair: Pair, verification: str, options: dict[str, Any]
 ) -> None:
-    reference = answers(Engine(pair.target, pair.drafter, verification=verification))
-    engine = Engine(pair.target, pair.drafter, verification=verification, **options)
+    reference = answers(Engine(pair.target, pair.drafter, policy="fixed", verification=verification))
+    engine = Engine(pair.target, pair.drafter, policy="fixed", verification=verification, **options)
     assert answers(engine) == reference
     assert answers(engine) == reference, "the second time with cached prefixes"
 
@@ -86,18 +86,18 @@ def test_seeds_matter_and_no_seed_means_a_fresh_one(pair: Pair) -> None:
     assert len(set(drawn)) == 6
 
 
-def test_auto_verifies_speculatively_where_the_law_is_known(pair: Pair) -> None:
+def test_auto_verifies_speculatively_where_the_law_is_known_and_no_seed_asks_for_repetition(pair: Pair) -> None:
     seen: list[bool] = []
-    for steps in (1, 2):
-        engine = Engine(pair.target, pair.drafter, denoising_steps=steps)
+    for steps, seed in ((1, None), (2, None), (1, 0)):
+        engine = Engine(pair.target, pair.drafter, policy="fixed", denoising_steps=steps)
         engine.on_verified.append(
             lambda request, proposal, verdict: (
                 seen.append(proposal.draft_probs is not None) if proposal.token_ids else None
             )
         )
-        list(engine.generate(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=4, seed=0)))
+        list(engine.generate(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=4, seed=seed)))
         assert seen
-        assert all(known is (steps == 1) for known in seen)
+        assert all(known is (steps == 1 and seed is None) for known in seen)
         seen.clear()
 
 
@@ -130,7 +130,8 @@ def exact_law(params: SamplingParams, pair: Pair | None = None) -> Tensor:
 
 def sampled(params: SamplingParams, pair: Pair | None = None, **options: Any) -> tuple[Tensor, float]:
     pair = pair or tiny()
-    engine = Engine(pair.target, pair.drafter, max_running=256, num_pages=600, page_size=8, **options)
+    options = {"policy": "fixed", "max_running": 256, "num_pages": 600, "page_size": 8, **options}
+    engine = Engine(pair.target, pair.drafter, **options)
     results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=seed) for seed in range(SEEDS)]))
     accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
     return torch.tensor([result.token_ids for result in results]), accepted / SEEDS

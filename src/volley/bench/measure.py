@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.bench.ties import first_difference
+from volley.engine.pacing import make_policy
 from volley.prompts import Conversation, Message
 from volley.types import GenerationResult, SamplingParams
 
@@ -75,6 +76,7 @@ class BenchEngine(Protocol):
     """The part of ``Engine`` that measuring needs."""
 
     block_size: int
+    policy: Any
     denoising_steps: int
     tree_nodes: int | None
 
@@ -91,10 +93,16 @@ def configure(engine: BenchEngine, case: Case) -> None:
 
 
 def engine_runner(engine: BenchEngine, case: Case) -> Runner:
-    """Decode with volley as ``case`` says, with nothing left in the prefix cache from another run."""
+    """Decode with volley as ``case`` says, with nothing left in the prefix cache from another run.
+
+    What a policy has learnt it keeps from run to run, as in an engine that serves.
+    """
+    policy = make_policy(case.policy) if case.policy else None
 
     def run(prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
         configure(engine, case)
+        if policy is not None:
+            engine.policy = policy
         engine.reset_prefix_cache()
         started = time.perf_counter()
         results = list(engine.generate(list(prompts), params))

@@ -35,6 +35,7 @@ def run_bench(
     """
     workload = config.load()
     before = Case("volley", engine.block_size, engine.denoising_steps, engine.tree_nodes or 0)
+    policy = engine.policy
     drafter = engine.drafter
     cases = config.cases(drafter.config.block_size if drafter is not None else None)
     plain = without_drafter(engine)
@@ -59,6 +60,7 @@ def run_bench(
         measured = measure(config, workload, encode, runners, is_tie, progress)
     finally:
         configure(engine, before)
+        engine.policy = policy
     measured.notes += notes
     facts = {name: value for name, value in models.items() if name != "path"}
     facts |= {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}

@@ -23,13 +23,16 @@ class Case:
     denoising_steps: int = 1
     tree_nodes: int = 0
     """0 is a chain."""
+    policy: str = ""
+    """What decides the block, ``block_size`` at most; empty: it is fixed."""
 
     @property
     def label(self) -> str:
         if self.name != "volley":
             return self.name
         steps = f" S={self.denoising_steps}" if self.denoising_steps > 1 else ""
-        return f"B={self.block_size}" + steps + (f" N={self.tree_nodes}" if self.tree_nodes else "")
+        size = self.policy or f"B={self.block_size}"
+        return size + steps + (f" N={self.tree_nodes}" if self.tree_nodes else "")
 
 
 PLAIN = Case("plain")
@@ -49,6 +52,8 @@ class BenchConfig:
     """0 is greedy."""
     block_sizes: tuple[int, ...] = ()
     """Block sizes to try; empty: the drafter's own."""
+    policies: tuple[str, ...] = ()
+    """Block-size policies to try beside the fixed sizes: goodput, feedback."""
     denoising_steps: tuple[int, ...] = (1,)
     """Denoising steps to try with each block size."""
     tree_nodes: tuple[int, ...] = (0,)
@@ -104,13 +109,16 @@ class BenchConfig:
         return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed + repeat)
 
     def cases(self, drafter_block_size: int | None) -> list[Case]:
-        """Plain decoding, then every block size with every step count or tree; plain alone when there is no drafter."""
+        """Plain decoding, then every policy, and every block size with every step count or tree; plain alone without a
+        drafter.
+        """
         if drafter_block_size is None:
-            if self.block_sizes or any(self.tree_nodes):
+            if self.block_sizes or self.policies or any(self.tree_nodes):
                 raise ConfigError(
-                    "block sizes or tree nodes were given but there is no drafter; name one, or leave them out"
+                    "block sizes, policies or tree nodes were given but there is no drafter; name one, or leave them out"
                 )
             return [PLAIN]
         sizes = self.block_sizes or (drafter_block_size,)
         ways = product(sizes, self.denoising_steps, self.tree_nodes)
-        return [PLAIN, *(Case("volley", *way) for way in ways)]
+        decided = [Case("volley", drafter_block_size, policy=policy) for policy in self.policies]
+        return [PLAIN, *decided, *(Case("volley", *way) for way in ways)]

@@ -4,6 +4,7 @@ Every random number is a function of (seed, purpose, position). Preempting a req
 with others therefore cannot change what it samples, and sample-and-match gives the very tokens plain decoding gives.
 """
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -46,6 +47,20 @@ def best_tokens(logits: Tensor) -> list[int]:
     on_cpu = logits.device.type == "cpu"  # where NumPy's search is several times faster than PyTorch's
     best: list[int] = (logits.float().numpy().argmax(axis=-1) if on_cpu else logits.argmax(dim=-1)).tolist()
     return best
+
+
+def confidences(logits: Tensor, best: Sequence[int]) -> list[float]:
+    """The probability of the most likely token, ``best [R]``, in each row of ``logits [R, V]``.
+
+    Logarithms keep their precision near probability 1 even in bf16, which is twice as fast as fp32 on a CPU; rows in small
+    groups stay in its cache.
+    """
+    chosen = torch.tensor(best, device=logits.device)[:, None]
+    found: list[float] = []
+    for start in range(0, len(best), 8):
+        rows = slice(start, start + 8)
+        found += logits[rows].log_softmax(dim=-1).gather(1, chosen[rows])[:, 0].tolist()
+    return [math.exp(log) for log in found]
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from volley.decode.block_size import BlockSizePolicy, Fixed
 from volley.decode.processors import TokenCounts
 from volley.decode.sampling import PositionNoise
+from volley.engine.pacing import Pacer, make_policy
 from volley.engine.request import Detokenizer, Request
 from volley.engine.runner import DraftingOptions, Runner
 from volley.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
@@ -48,6 +50,7 @@ class Engine:
         target: Target,
         drafter: Drafter | None = None,
         *,
+        policy: str | BlockSizePolicy | None = None,
         block_size: int | None = None,
         denoising_steps: int = 1,
         denoising_schedule: str = "cosine",
@@ -62,8 +65,10 @@ class Engine:
         kv_dtype: KVDtype = "auto",
         draft_kv_dtype: KVDtype = "auto",
     ) -> None:
-        """``block_size`` counts the anchor (default: the drafter's own; 1 is plain decoding). ``tree_nodes`` verifies the
-        best tree of so many tokens, anchor included, instead of a chain. ``num_pages`` pages of
+        """``policy`` decides how much is drafted and verified: ``goodput`` (the default), ``feedback``, ``fixed``,
+        ``fixed:8`` or a :class:`BlockSizePolicy`; ``block_size=8``, anchor included, is short for ``fixed:8``, and 1 is
+        plain decoding. ``tree_nodes`` verifies the best tree of so many tokens, anchor included, instead of a chain; its
+        levels are fixed unless a policy is named. ``num_pages`` pages of
         ``page_size`` tokens hold all K/V. ``draft_window`` bounds the drafter's context, and its cache, to that many
         tokens before the block. ``max_batch_tokens`` bounds the prompt tokens that share one target pass.
         ``kv_dtype`` and ``draft_kv_dtype`` say how the K/V of target and drafter are kept: "auto" (the model's dtype),
@@ -73,8 +78,9 @@ class Engine:
         self.drafter = drafter
         self.on_verified: list[OnVerified] = []
         self._next_id = 0
-        self._largest_block = drafter.config.block_size if drafter else 1
-        self.block_size = self._largest_block if block_size is None else block_size
+        largest_block = drafter.config.block_size if drafter else 1
+        if policy is not None and block_size is not None:
+            raise ConfigError("block_size fixes the block and policy decides it; give one of them")
         if max_batch_tokens < 1 or max_running < 1:
             raise ConfigError("max_batch_tokens and max_running must be at least 1")
         if draft_window is not None and draft_window < 1:
@@ -87,7 +93,7 @@ class Engine:
         self.pool = PagePool(num_pages, page_size)
         ring_pages, ring_pool = 0, None
         if drafter is not None and draft_window is not None:
-            ring_pages = self.pool.pages_for(draft_window + self._largest_block) + 1
+            ring_pages = self.pool.pages_for(draft_window + largest_block) + 1
             ring_pool = PagePool(ring_pages * max_running, page_size)
         config = SchedulerConfig(
             max_running=max_running, max_batch_tokens=max_batch_tokens, prefix_caching=prefix_caching
@@ -106,6 +112,11 @@ class Engine:
             draft_kv_dtype=draft_kv_dtype,
         )
         self.tree_nodes = tree_nodes
+        self.pacer = Pacer(self.runner, largest_block)
+        if block_size is not None:
+            self.block_size = block_size
+        else:
+            self.policy = policy or ("goodput" if drafter and not tree_nodes else "fixed")
 
     @classmethod
     def from_pretrained(
@@ -140,10 +151,11 @@ class Engine:
     def step(self) -> list[Request]:
         """One cycle for every scheduled request; returns those that finished."""
         started = time.perf_counter()
+        self.pacer.before_drafting(self.scheduler.running)
         plan = self.scheduler.schedule(self.block_size, self.tree_nodes or 0)
         if not plan:
             return []
-        proposals = self.runner.draft(plan)
+        proposals = self.pacer.after_drafting(plan, self.runner.draft(plan))
         logits = self.runner.verify(plan, proposals)
         verdicts = self.runner.judge(plan, proposals, logits)
         self.runner.compact(plan, verdicts)
@@ -153,9 +165,14 @@ class Engine:
             for scheduled, proposal, verdict in zip(plan, proposals, verdicts, strict=True)
             if self._commit(scheduled, proposal, verdict, time.perf_counter() - started)
         ]
+        self.pacer.after_judging(plan, verdicts)
         for request in finished:
-            self.scheduler.finish(request)
+            self._end(request)
         return finished
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        self.policy.end(request.request_id)
 
     def _commit(self, scheduled: Scheduled, proposal: Proposal, verdict: Verdict, seconds: float) -> bool:
         """Make one verdict final: K/V length, tokens, pages, statistics. True when the request ended."""
@@ -237,7 +254,7 @@ class Engine:
         """End a request now; its pages are free at once."""
         if request.finish_reason is None:
             request.finish_reason = "abort"
-            self.scheduler.finish(request)
+            self._end(request)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -296,16 +313,23 @@ class Engine:
     # -- settings ------------------------------------------------------------------------------------------------------
     @property
     def block_size(self) -> int:
-        """Tokens verified per cycle, anchor included; 1 is plain decoding. May be set between steps."""
-        return self._block_size
+        """Most tokens a request verifies per cycle, anchor included. Setting it fixes the block: 1 is plain decoding."""
+        return self.policy.block_size
 
     @block_size.setter
     def block_size(self, value: int) -> None:
-        if value < 1 or (self.drafter is None and value != 1):
+        if value < 1:
             raise ConfigError(f"block_size {value} cannot be used; it is 1 (plain decoding) or more, with a drafter")
-        if value > self._largest_block:
-            raise ConfigError(f"block_size {value} is beyond the {self._largest_block} the drafter was trained for")
-        self._block_size = value
+        self.policy = Fixed(value)
+
+    @property
+    def policy(self) -> BlockSizePolicy:
+        """What decides how much is drafted and verified. May be set between steps, by name or to an object."""
+        return self.pacer.policy
+
+    @policy.setter
+    def policy(self, value: str | BlockSizePolicy) -> None:
+        self.pacer.policy = make_policy(value)
 
     @property
     def denoising_steps(self) -> int:

@@ -63,6 +63,8 @@ class Request:
     """Kept only where penalties or biases ask for it."""
     num_prompt: int = 0
     computed: int = 0
+    draft_slots: int = 0
+    """Slots the block-size policy wants drafted in the next step."""
     page_hashes: list[bytes] = field(default_factory=list)
     text: str = ""
     emitted_text: int = 0

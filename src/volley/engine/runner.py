@@ -12,7 +12,15 @@ from torch import Tensor
 from volley.decode.denoise import reveal, reveal_counts
 from volley.decode.processors import preceding, process
 from volley.decode.propose import draft_temperature, propose_coupled, propose_greedy, propose_sampled
-from volley.decode.sampling import Purpose, best_tokens, chosen_logprobs, race, token_probs, top_logprobs
+from volley.decode.sampling import (
+    Purpose,
+    best_tokens,
+    chosen_logprobs,
+    confidences,
+    race,
+    token_probs,
+    top_logprobs,
+)
 from volley.decode.tree import coupled_logits, expand, slot_lattice
 from volley.decode.verify import verify_choices, verify_speculative, verify_tree
 from volley.decode.walk import walk_coupled, walk_greedy, walk_sampled
@@ -27,7 +35,7 @@ from volley.models.heads import LatticeMaker
 from volley.models.inject import Injection
 from volley.models.taps import Taps
 from volley.models.target import Target
-from volley.types import Lattice, Proposal, Verdict
+from volley.types import Lattice, Proposal, SamplingParams, Verdict
 
 _NOTHING = Proposal([])
 
@@ -49,8 +57,8 @@ class DraftingOptions:
     tree_nodes: int | None = None
     """Verify the best tree of so many tokens, anchor included, that ``block_size`` levels can hold; ``None``: a chain."""
     verification: str = "auto"
-    """For sampled requests: ``speculative``, ``match``, or ``auto``: speculative sampling whenever the draft's law is known
-    (a chain from one denoising step), sample-and-match otherwise."""
+    """For sampled requests: ``speculative``, ``match``, or ``auto``: speculative sampling where the draft's law is known (a
+    chain from one denoising step) and no seed asks for the same answer again, sample-and-match otherwise."""
 
     def __post_init__(self) -> None:
         if self.verification not in ("auto", "speculative", "match"):
@@ -78,9 +86,10 @@ class DraftingOptions:
                 "verification='match' or 'auto', or tree_nodes=None"
             )
 
-    @property
-    def matches(self) -> bool:
-        return self.verification == "match" or self.denoising_steps > 1
+    def matches(self, params: SamplingParams) -> bool:
+        """Whether a sampled request is verified by sample-and-match."""
+        wants_repetition = self.verification == "auto" and params.seed is not None
+        return self.verification == "match" or self.denoising_steps > 1 or wants_repetition
 
 
 class Runner:
@@ -102,6 +111,7 @@ class Runner:
         self.timings = Timings()
         self.draft_window = draft_window
         self.lattices: LatticeMaker | None = None
+        self.measures_confidence = False
         if drafter is not None:
             check_pair(drafter, target)
             config = drafter.config
@@ -136,25 +146,33 @@ class Runner:
         if self.options.denoising_steps == 1:
             logits, hidden = self._slot_logits(plan, torch.tensor([t for block in tokens for t in block]))
             logits = _processed(plan, logits)
+            best = best_tokens(logits)
+            sure = self._confidence(logits, best)
             if any(scheduled.max_nodes for scheduled in plan):
                 logits = self._with_noise(plan, torch.split(logits, sizes))
             if self.lattices is None:
-                return self._propose(plan, logits)
+                return _attach(sure, sizes, self._propose(plan, logits, best))
             anchors = [block[0] for block in tokens]
-            return self._walk(plan, self.lattices(hidden, logits, anchors, sizes))
+            return _attach(sure, sizes, self._walk(plan, self.lattices(hidden, logits, anchors, sizes)))
+        sure = []
         steps = self.options.denoising_steps
         counts = [reveal_counts(size, steps, self.options.denoising_schedule) for size in sizes]
         hidden_slots = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
         blocks = [torch.tensor(block) for block in tokens]
         for step in range(steps):
             logits = _processed(plan, self._slot_logits(plan, torch.cat(blocks))[0])
+            sure = sure or self._confidence(logits, best_tokens(logits))
             for i, (scheduled, rows) in enumerate(zip(plan, torch.split(logits, sizes), strict=True)):
                 drawn = self._draw(scheduled.request, rows).cpu()
                 confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()[None]
                 chosen = reveal(hidden_slots[i], confidence, counts[i][step])
                 blocks[i][1:][chosen[0]] = drawn[chosen[0]]
                 hidden_slots[i] &= ~chosen
-        return [Proposal(block[1:].tolist()) for block in blocks]
+        return _attach(sure, sizes, [Proposal(block[1:].tolist()) for block in blocks])
+
+    def _confidence(self, logits: Tensor, best: list[int]) -> list[float]:
+        """How sure the drafter is of each slot, before any token is drawn or any noise is mixed in."""
+        return confidences(logits, best) if self.measures_confidence else []
 
     def _slot_logits(self, plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Target-head logits ``[Σ k, V]`` of every slot after the anchors, and the hidden states ``[Σ k, H]`` they are of.
@@ -179,9 +197,8 @@ class Runner:
             slots = hidden[keep.to(hidden.device)]
         return self.target.head(slots), slots
 
-    def _propose(self, plan: list[Scheduled], logits: Tensor) -> list[Proposal]:
+    def _propose(self, plan: list[Scheduled], logits: Tensor, best: list[int]) -> list[Proposal]:
         proposals = []
-        best = best_tokens(logits)
         row = 0
         for scheduled in plan:
             request, size = scheduled.request, scheduled.max_draft
@@ -190,7 +207,7 @@ class Runner:
                 proposals.append(expand(slot_lattice(rows), scheduled.max_nodes, draft_temperature(request.params)))
             elif request.params.temperature == 0:
                 proposals.append(propose_greedy(best[row : row + size]))
-            elif self.options.matches:
+            elif self.options.matches(request.params):
                 proposals.append(Proposal(self._draw(request, rows).tolist()))
             else:
                 proposals.append(propose_sampled(rows, request.params, request.noise, len(request.token_ids)))
@@ -217,7 +234,7 @@ class Runner:
             if request.params.temperature == 0:
                 proposals.append(walk_greedy(lattice))
                 continue
-            walk = walk_coupled if self.options.matches else walk_sampled
+            walk = walk_coupled if self.options.matches(request.params) else walk_sampled
             first, vocab_size = len(request.token_ids), self.target.vocab_size
             proposals.append(walk(lattice, request.params, request.noise, first, vocab_size))
         return proposals
@@ -353,6 +370,14 @@ def _kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) 
         return slice(start + skip, start + num_known + verdict.accepted)
     assert num_known == 1, "a tree's root is the anchor"
     return torch.tensor([start, *(start + node for node in verdict.path)][skip:])
+
+
+def _attach(confidence: list[float], sizes: list[int], proposals: list[Proposal]) -> list[Proposal]:
+    row = 0
+    for size, proposal in zip(sizes, proposals, strict=True):
+        proposal.confidence = confidence[row : row + size]
+        row += size
+    return proposals
 
 
 def check_pair(drafter: Drafter, target: Target) -> None:

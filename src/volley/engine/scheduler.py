@@ -92,7 +92,7 @@ class Scheduler:
         return plan
 
     def _schedule_decoding(self, request: Request, block_size: int, tree_nodes: int, plan: list[Scheduled]) -> int:
-        max_draft = max(0, min(block_size, request.remaining) - 1)
+        max_draft = max(0, min(block_size - 1, request.draft_slots, request.remaining - 1))
         if not self._grow(request, len(request.token_ids) + max_draft, plan):
             return 0
         scheduled = Scheduled(request, 1, max_draft, max(0, tree_nodes - 1) if max_draft else 0)

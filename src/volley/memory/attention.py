@@ -276,12 +276,11 @@ def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: A
     starts, lengths = np.array([(segment.start, segment.length) for segment in segments]).T
     keys, window = firsts[:, None, None] + np.arange(longest), options.window
     queries = (np.minimum(np.arange(lengths.max()), lengths[:, None] - 1) + starts[:, None])[:, :, None]
-    visible: BoolArray
     if not segments[0].causal:
-        inside = keys < (starts + lengths)[:, None, None]
-        near = np.abs(keys - queries) <= window if options.symmetric and window is not None else queries >= 0
+        inside: BoolArray = keys < (starts + lengths)[:, None, None]
+        near: BoolArray = np.abs(keys - queries) <= window if options.symmetric and window is not None else queries >= 0
         return inside & near
-    visible = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+    visible: BoolArray = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
     for row, segment in enumerate(segments):
         if segment.parents is not None:
             tree = visible_mask(segment, window, int(firsts[row]), options.symmetric).numpy()

@@ -19,7 +19,7 @@ def evaluate_tau(
     """
     copy = Drafter(drafter.config)
     copy.load_state_dict(drafter.state_dict())
-    engine = Engine.from_pretrained(target, drafter=copy, dtype=dtype, device=device)
+    engine = Engine.from_pretrained(target, drafter=copy, dtype=dtype, device=device, policy="fixed")
     accepted: list[int] = []
     for result in engine.generate(list(prompts), SamplingParams(max_tokens=max_tokens)):
         accepted += result.stats.accepted_lengths

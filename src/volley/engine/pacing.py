@@ -1,0 +1,130 @@
+"""Between the engine and its block-size policy: asks it before and after drafting, carries out what it says, reports back."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding, Feedback, Fixed
+from volley.decode.cost import Costs
+from volley.decode.goodput import Goodput
+from volley.engine.rehearsal import Rehearsal
+from volley.engine.request import Request
+from volley.engine.runner import Runner
+from volley.engine.scheduler import Scheduled
+from volley.errors import ConfigError, unknown_key
+from volley.types import Proposal, Verdict
+
+POLICIES: dict[str, Callable[[], BlockSizePolicy]] = {"feedback": Feedback, "fixed": Fixed, "goodput": Goodput}
+
+
+def make_policy(spec: str | BlockSizePolicy) -> BlockSizePolicy:
+    """A policy from its name: ``goodput``, ``feedback``, ``fixed`` (the drafter's block) or ``fixed:8``."""
+    if isinstance(spec, BlockSizePolicy):
+        return spec
+    name, colon, argument = spec.partition(":")
+    if name == "fixed" and colon:
+        if not argument.isdecimal() or int(argument) < 1:
+            raise ConfigError(f"policy {spec!r} has no usable block size; give one such as fixed:8")
+        return Fixed(int(argument))
+    if name not in POLICIES:
+        raise unknown_key("policy", name, POLICIES)
+    if colon:
+        raise ConfigError(f"policy {name!r} takes nothing after a colon; {argument!r} was given")
+    return POLICIES[name]()
+
+
+class Pacer:
+    """Decides nothing itself: it turns requests into arrays and the policy's answers into block sizes."""
+
+    def __init__(self, runner: Runner, largest: int) -> None:
+        self._runner = runner
+        self._largest = largest
+        rehearsal = Rehearsal(runner)
+        self._costs = Costs(rehearsal.draft, rehearsal.target)
+        self._asked: tuple[list[Request], Decoding] | None = None
+        self._members: list[int] = []  # places in the plan of those that decode
+        self._cycle: Cycle | None = None
+        self._drafted_at = 0.0
+        self._policy: BlockSizePolicy = Fixed(1)
+
+    @property
+    def policy(self) -> BlockSizePolicy:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: BlockSizePolicy) -> None:
+        policy.attach(self._largest, self._costs)
+        self._policy = policy
+        self._runner.measures_confidence = policy.uses_confidence
+
+    def _decoding(self, requests: list[Request]) -> Decoding:
+        if self._asked is not None and self._asked[0] == requests:
+            return self._asked[1]
+        most = self._policy.block_size - 1
+        return Decoding(
+            [request.request_id for request in requests],
+            [min(most, request.remaining - 1) for request in requests],
+            [request.params.temperature > 0 for request in requests],
+        )
+
+    def before_drafting(self, running: Sequence[Request]) -> None:
+        """Set how many slots each decoding request drafts in this step."""
+        self._asked = None
+        decoding = [request for request in running if request.is_decoding]
+        if not decoding or self._largest == 1:
+            return
+        requests = self._decoding(decoding)
+        self._asked = (decoding, requests)
+        slots = self._policy.draft(requests)
+        for request, size, limit in zip(decoding, slots, requests.limits, strict=True):
+            assert 0 <= size <= limit, "a policy drafts within the limits it was given"
+            request.draft_slots = size
+
+    def after_drafting(self, plan: list[Scheduled], proposals: list[Proposal]) -> list[Proposal]:
+        """Cut the proposals to what the policy wants verified."""
+        self._members = [place for place, scheduled in enumerate(plan) if scheduled.request.is_decoding]
+        requests = self._decoding([plan[place].request for place in self._members])
+        drafted = verified = [plan[place].max_draft for place in self._members]
+        is_tree = any(proposals[place].parents is not None for place in self._members)  # its size is its own affair
+        if any(drafted) and not is_tree:
+            confidence = [proposals[place].confidence for place in self._members]
+            verified = self._policy.verify(requests, drafted, confidence)
+            for place, size, most in zip(self._members, verified, drafted, strict=True):
+                assert 0 <= size <= most, "a policy verifies no more than was drafted"
+                _cut(proposals[place], size)
+        self._cycle = Cycle(requests, drafted, verified, [])
+        self._drafted_at = time.perf_counter()
+        return proposals
+
+    def after_judging(self, plan: Sequence[Scheduled], verdicts: Sequence[Verdict]) -> None:
+        """Tell the policy how it went, and the cost tables what it took."""
+        cycle = self._cycle
+        if cycle is None or not self._members or self._largest == 1:
+            return
+        cycle.accepted = [verdicts[place].accepted for place in self._members]
+        if len(self._members) == len(plan):  # prompts in the pass would be counted as slow verification
+            seconds = time.perf_counter() - self._drafted_at
+            self._costs.target.observe(len(self._runner.batch), len(plan), seconds)
+            if drafting := sum(size > 0 for size in cycle.drafted):
+                self._costs.draft.observe(drafting + sum(cycle.drafted), drafting, self._runner.timings.draft)
+        self._policy.observe(cycle)
+
+    def begin(self, plan: Sequence[Scheduled], logits: Tensor, features: Tensor) -> None:
+        """Show the policy what the target made of prompts that are now read whole."""
+        row = 0
+        for place, scheduled in enumerate(plan):
+            if not scheduled.emits:
+                continue
+            if scheduled.request.num_output == 0:
+                last = self._runner.batch.offsets[place + 1] - 1
+                shown = (logits[row].double().cpu().numpy(), features[last].double().cpu().numpy())
+                self._policy.begin(scheduled.request.request_id, *shown)
+            row += self._runner.batch.segments[place].length - scheduled.num_known + 1
+
+
+def _cut(proposal: Proposal, size: int) -> None:
+    if size < len(proposal.token_ids):
+        proposal.token_ids = proposal.token_ids[:size]
+        if proposal.draft_probs is not None:
+            proposal.draft_probs = proposal.draft_probs[:size]

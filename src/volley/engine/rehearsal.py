@@ -1,0 +1,76 @@
+"""Times passes of both models on made-up text, for cost tables; apart from all requests, in K/V of its own."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from volley.decode.sampling import best_tokens
+from volley.engine.runner import Runner
+from volley.memory.attention import AttentionOptions
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_cache import BlockTable
+from volley.memory.kv_store import KVStore, make_store
+
+_CONTEXT = 128  # tokens before each made-up segment
+_RUNS = 2  # the first one warms up
+
+
+class Rehearsal:
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def target(self, tokens: int, requests: int) -> float:
+        """Seconds of one target pass over ``tokens``, spread over ``requests``, all of them verified."""
+        target = self._runner.target
+        batch = self._batch(tokens, requests, causal=True)
+        store = self._store(target.kv_shapes, batch)
+        rows = torch.arange(len(batch), device=target.device)
+        return _timed(lambda: best_tokens(target.forward(batch, store, rows)))
+
+    def draft(self, tokens: int, requests: int) -> float:
+        """Seconds to draft ``tokens``, anchors included, and to inject a token for each of ``requests``."""
+        drafter, target, lattices = self._runner.drafter, self._runner.target, self._runner.lattices
+        assert drafter is not None
+        config = drafter.config
+        batch = self._batch(tokens, requests, causal=False)
+        store = self._store([(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers, batch)
+        options = AttentionOptions(config.head_dim**-0.5)
+        size = len(config.target_layer_ids) * config.hidden_size
+        features = torch.zeros(requests, size, dtype=target.dtype, device=target.device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return target.attention(batch, store, layer, q, k, v, options)
+
+        def run() -> None:
+            hidden = drafter(target.embed(batch.token_ids), batch.positions, attend)
+            logits = target.head(hidden)
+            best_tokens(logits)
+            if lattices is not None:
+                lattices(hidden, logits, [0] * requests, [len(batch) // requests] * requests)
+            drafter.context_kv(features, batch.positions[:requests])
+
+        return _timed(run)
+
+    def _batch(self, tokens: int, requests: int, *, causal: bool) -> RaggedBatch:
+        length = -(-tokens // requests)
+        context = min(_CONTEXT, max(0, self._runner.target.context_length - length))
+        tables = [BlockTable(context + length, [index]) for index in range(requests)]
+        segments = [Segment(table, context, length, causal) for table in tables]
+        token_ids = torch.zeros(requests * length, dtype=torch.long, device=self._runner.target.device)
+        return RaggedBatch(segments, token_ids)
+
+    def _store(self, shapes: list[tuple[int, int]], batch: RaggedBatch) -> KVStore:
+        target = self._runner.target
+        slots = sum(segment.table.capacity for segment in batch.segments)
+        return make_store("auto", shapes, slots, target.dtype, target.device)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_RUNS):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return min(times)

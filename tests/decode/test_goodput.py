@@ -1,0 +1,153 @@
+"""Costs, acceptance estimates and what goodput makes of them."""
+
+import numpy as np
+import pytest
+
+from volley.decode.block_size import Cycle, Decoding
+from volley.decode.cost import Costs, PassCost
+from volley.decode.goodput import Acceptance, Goodput
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+def truth(tokens: int, requests: int, speed: float = 1.0) -> float:
+    return speed * (0.01 + 1e-4 * max(tokens, 12)) + 3e-4 * requests
+
+
+def test_costs_are_measured_once_and_interpolated() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def measure(tokens: int, requests: int) -> float:
+        calls.append((tokens, requests))
+        return truth(tokens, requests)
+
+    cost = PassCost(measure)
+    assert cost(20, 1) == pytest.approx(truth(20, 0) + 3e-4, rel=1e-6)
+    assert len(calls) == len(set(calls))
+    assert max(tokens for tokens, _ in calls) == 24, "no more than was asked for"
+    before = len(calls)
+    assert np.diff(cost.upto(1, 22, 1)).min() >= 0
+    assert len(calls) == before
+    assert cost(30, 8) == pytest.approx(truth(30, 8), rel=0.05)
+    assert cost(2000, 1) == pytest.approx(truth(2000, 1), rel=0.05), "beyond the table"
+
+
+def test_costs_follow_what_steps_really_take() -> None:
+    cost = PassCost(truth)
+    cost(64, 32)
+    for tokens in [32, 64, 48, 60] * 20:
+        cost.observe(tokens, 32, truth(tokens, 32, speed=1.7))
+    assert cost(40, 32) == pytest.approx(truth(40, 32, speed=1.7), rel=0.05)
+    assert cost(4, 4) == pytest.approx(truth(4, 4, speed=1.7), rel=0.3), "never seen with so few"
+    cost.observe(64, 32, 50.0)
+    assert cost(40, 32) < 2 * truth(40, 32, speed=1.7), "one interrupted step does not upset it"
+
+
+# -- acceptance --------------------------------------------------------------------------------------------------------
+
+
+def blocks(count: int, seed: int) -> list[tuple[int, bool, list[float], int]]:
+    """Request, sampled or not, confidences, accepted: greedy slots are right with the probability they claim, sampled ones
+    half as often, and request 3 is always right."""
+    random = np.random.default_rng(seed)
+    made = []
+    for index in range(count):
+        sampled, request = index % 2 == 1, index % 4
+        sure = random.uniform(0.05, 0.98, 5)
+        right = random.random(5) < (sure / 2 if sampled else sure)
+        accepted = 5 if request == 3 or right.all() else int(right.argmin())
+        made.append((request, sampled, sure.tolist(), accepted))
+    return made
+
+
+def test_acceptance_is_calibrated_by_kind_and_by_request() -> None:
+    acceptance = Acceptance()
+    gaps = []
+    for number, (request, sampled, sure, accepted) in enumerate(blocks(4000, 0)):
+        if number > 1000:
+            gains = acceptance.gains(request, sampled, sure)
+            gaps.append((request, *(np.array(gains) - (np.arange(5) < accepted))))
+        acceptance.observe(request, sampled, sure, 5, accepted)
+        acceptance.learn()
+    by_request = {r: np.mean([gap[1:] for gap in gaps if gap[0] == r], axis=0) for r in range(4)}
+    for request in (0, 1, 2):
+        assert np.abs(by_request[request]).max() < 0.12
+    assert acceptance.gains(3, True, [0.5])[0] > acceptance.gains(1, True, [0.5])[0] + 0.2, "a lucky request"
+    acceptance.end(3)
+    assert acceptance.gains(3, True, [0.5]) == acceptance.gains(99, True, [0.5]), "forgotten"
+
+
+def test_gains_are_products_and_end_at_the_price() -> None:
+    acceptance = Acceptance()
+    whole = acceptance.gains(0, False, [0.9, 0.8, 0.3, 0.9])
+    features = np.array([[1.0, np.log(p / (1 - p)), slot / 8, 0] for slot, p in enumerate([0.9, 0.8, 0.3, 0.9])])
+    assert whole == pytest.approx(np.cumprod(1 / (1 + np.exp(-features @ acceptance.weights[0]))))
+    for price in (0.01, 0.2, 0.5, 0.99):
+        assert acceptance.gains(0, False, [0.9, 0.8, 0.3, 0.9], price) == [gain for gain in whole if gain >= price]
+    assert acceptance.gains(0, True, [0.0, 1.0])[0] < 0.02
+
+
+def test_only_judged_slots_teach() -> None:
+    """What lies behind the first error was never judged, and must not be learnt from."""
+    one, two = Acceptance(), Acceptance()
+    for _ in range(16):
+        one.observe(0, False, [0.9, 0.5, 0.5], 3, 0)
+        two.observe(0, False, [0.9, 0.01, 0.99], 3, 0)
+        one.learn()
+        two.learn()
+    assert np.allclose(one.weights, two.weights)
+
+
+# -- the policy --------------------------------------------------------------------------------------------------------
+
+
+def simulate(policy: Goodput, count: int, cycles: int, sure: float, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Run ``count`` greedy requests whose slots are right as often as they claim, about ``sure``; what was drafted and
+    verified per cycle."""
+    random = np.random.default_rng(seed)
+    requests = Decoding(list(range(count)), [7] * count, [False] * count)
+    drafted_sums, verified_sums = [], []
+    for _ in range(cycles):
+        drafted = policy.draft(requests)
+        confidence = [np.clip(random.normal(sure, 0.15, size), 0.02, 0.98).tolist() for size in drafted]
+        verified = policy.verify(requests, drafted, confidence) if any(drafted) else drafted
+        accepted = [
+            int(np.cumprod(random.random(size) < np.array(row[:size])).sum())
+            for row, size in zip(confidence, verified, strict=True)
+        ]
+        policy.observe(Cycle(requests, drafted, verified, accepted))
+        drafted_sums.append(sum(drafted))
+        verified_sums.append(sum(verified))
+    return drafted_sums, verified_sums
+
+
+def goodput(token: float, draft: float = 0.1) -> Goodput:
+    policy = Goodput()
+    policy.attach(8, Costs(lambda tokens, requests: draft, lambda tokens, requests: 1 + token * tokens))
+    return policy
+
+
+def test_free_slots_are_all_verified_and_dear_ones_are_not() -> None:
+    for token, least, most in ((0.0, 6.9, 7.0), (0.05, 2.0, 5.0), (0.3, 0.0, 3.0)):
+        _, verified = simulate(goodput(token), 4, 200, sure=0.8)
+        mean = float(np.mean(verified[100:])) / 4
+        assert least <= mean <= most, (token, mean)
+
+
+def test_drafting_stops_where_it_cannot_pay_and_comes_back() -> None:
+    policy = goodput(token=0.5, draft=3.0)
+    drafted, _ = simulate(policy, 64, 300, sure=0.5)
+    assert np.mean([size > 0 for size in drafted[50:]]) < 0.15, "a probe now and then, for 1 % of the time"
+    cheap = goodput(token=0.02, draft=0.5)
+    cheap_drafted, _ = simulate(cheap, 1, 100, sure=0.1)
+    assert np.mean([size > 0 for size in cheap_drafted[50:]]) < 0.6, "hopeless text is decoded plainly"
+    back, _ = simulate(cheap, 1, 600, sure=0.95, seed=1)
+    assert np.mean([size > 0 for size in back[-50:]]) > 0.9, "and drafted again once it is easy"
+
+
+def test_a_probe_is_for_a_few_requests_in_turn() -> None:
+    policy = goodput(token=0.5, draft=3.0)
+    requests = Decoding(list(range(16)), [7] * 16, [False] * 16)
+    chosen = [{i for i, size in enumerate(policy.draft(requests)) if size} for _ in range(4)]
+    assert all(len(some) == 4 for some in chosen)
+    assert set().union(*chosen) == set(range(16))

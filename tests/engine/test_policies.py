@@ -1,0 +1,145 @@
+"""Every policy through the engine: the same greedy tokens, the same law, and what a biased one would look like."""
+
+from typing import Any
+
+import pytest
+
+from tests.chi_square import chi_square_p, joint_counts
+from tests.costs import settle
+from tests.engine.test_greedy import PROMPTS, expected, run, taught, tokens
+from tests.engine.test_sampled import PARAMS, TOKENS, V, answers, exact_law, plain, sampled
+from tests.tiny import Pair, random_drafter
+from volley import Engine, SamplingParams
+from volley.decode.block_size import BlockSizePolicy, Decoding, Feedback, Fixed
+from volley.decode.goodput import Goodput
+from volley.engine.pacing import Pacer
+from volley.engine.scheduler import Scheduled
+from volley.errors import ConfigError
+from volley.types import Proposal
+
+
+class Restless(BlockSizePolicy):
+    """Another size for every request and cycle, and another cut: more different batches than any real policy makes."""
+
+    uses_confidence = True
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def draft(self, requests: Decoding) -> list[int]:
+        self.turn += 1
+        return [
+            min(limit, (self.turn + 3 * i) % 6) for i, limit in zip(requests.request_ids, requests.limits, strict=True)
+        ]
+
+    def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
+        assert [len(row) for row in confidence] == drafted
+        return [max(0, size - (self.turn + i) % 3) for i, size in zip(requests.request_ids, drafted, strict=True)]
+
+
+POLICIES: list[Any] = ["goodput", "feedback", "fixed", "fixed:3", "fixed:1", Goodput, Feedback, Restless]
+
+
+def made(policy: Any) -> Any:
+    return policy if isinstance(policy, str) else policy()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_pages": 16}, {"draft_window": 6, "max_batch_tokens": 9}, {"denoising_steps": 2}]
+)
+def test_greedy_tokens_are_the_targets(pair: Pair, policy: Any, options: dict[str, Any]) -> None:
+    results = run(taught(pair, policy=made(policy), **options))
+    assert tokens(results) == expected()
+
+
+@pytest.mark.parametrize(("token", "least", "most"), [(0.01, 4, 6), (0.2, 1.3, 4), (50.0, 0.9, 2)])
+def test_goodput_adapts_and_changes_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, token: float, least: float, most: float
+) -> None:
+    settle(monkeypatch, token=token)
+    engine = taught(pair, policy="goodput")
+    results = [result for _ in range(3) for result in run(engine)]
+    assert tokens(results) == expected() * 3
+    sizes = [size for result in results[len(PROMPTS) :] for size in result.stats.block_sizes]
+    mean = sum(sizes) / len(sizes)
+    assert least < mean < most
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_seed_gives_plain_decodings_tokens_under_every_policy(pair: Pair, policy: Any, steps: int) -> None:
+    engine = Engine(pair.target, pair.drafter, policy=made(policy), denoising_steps=steps, page_size=4)
+    assert all(params.seed is not None or params.temperature == 0 for params in PARAMS)
+    assert answers(engine) == plain()
+
+
+HOT = SamplingParams(temperature=1.0, max_tokens=TOKENS)
+
+
+@pytest.mark.parametrize("policy", [Restless, Goodput])
+def test_the_sampled_law_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
+    settle(monkeypatch, token=1e-3)
+    sequences, accepted = sampled(HOT, policy=policy(), verification="speculative")
+    assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
+    assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
+
+
+def peeking(self: Pacer, plan: list[Scheduled], proposals: list[Proposal]) -> list[Proposal]:
+    """A bias: verify only as far as the *sampled* tokens are their slots' likeliest."""
+    proposals = honest(self, plan, proposals)
+    for proposal in proposals:
+        if proposal.draft_probs is not None:
+            best = proposal.draft_probs.argmax(dim=-1).tolist()
+            kept = [token == top for token, top in zip(proposal.token_ids, best, strict=True)]
+            size = [*kept, False].index(False)
+            proposal.token_ids, proposal.draft_probs = proposal.token_ids[:size], proposal.draft_probs[:size]
+    return proposals
+
+
+honest = Pacer.after_drafting
+
+
+def test_a_policy_that_peeks_at_the_sampled_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pacer, "after_drafting", peeking)
+    sequences, _ = sampled(HOT, verification="speculative")
+    assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) < 1e-6
+
+
+# -- asking for one ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_is_what_one_gets(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter)
+    assert isinstance(engine.policy, Goodput)
+    assert engine.block_size == 6
+    engine.policy = "fixed:3"  # type: ignore[assignment]
+    assert isinstance(engine.policy, Fixed)
+    assert engine.block_size == 3
+    engine.block_size = 2
+    assert (type(engine.policy), engine.policy.block_size) == (Fixed, 2)
+    own = Restless()
+    assert Engine(pair.target, pair.drafter, policy=own).policy is own
+    assert Engine(pair.target, pair.drafter, block_size=4).policy.block_size == 4
+    assert Engine(pair.target).block_size == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "godput"}, "unknown policy 'godput'; did you mean 'goodput'"),
+        ({"policy": "fixed:x"}, "such as fixed:8"),
+        ({"policy": "fixed:0"}, "such as fixed:8"),
+        ({"policy": "fixed:9"}, "beyond the 6"),
+        ({"policy": "feedback:3"}, "takes nothing after a colon"),
+        ({"policy": "fixed", "block_size": 3}, "give one of them"),
+    ],
+)
+def test_bad_policies_are_named(pair: Pair, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(pair.target, random_drafter(), **options)
+
+
+def test_a_policy_needs_a_drafter(pair: Pair) -> None:
+    with pytest.raises(ConfigError, match="with a drafter"):
+        Engine(pair.target, policy="fixed:4")
