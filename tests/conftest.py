@@ -29,6 +29,12 @@ settings.register_profile(
 settings.load_profile("volley")
 
 
+@pytest.fixture(autouse=True)
+def _always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting hardly pays for targets this small and goodput would leave it; tests want it unless they name a policy."""
+    monkeypatch.setattr("volley.engine.engine.DEFAULT_POLICY", "fixed")
+
+
 class TinyPair(NamedTuple):
     """Folders of a random Qwen3 target with a byte-level tokenizer and of a random drafter for it."""
 

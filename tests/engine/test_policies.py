@@ -12,6 +12,7 @@ from tests.tiny import Pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.decode.block_size import BlockSizePolicy, Decoding, Feedback, Fixed
 from volley.decode.goodput import Goodput
+from volley.engine.engine import DEFAULT_POLICY
 from volley.engine.pacing import Pacer
 from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError
@@ -110,7 +111,8 @@ def test_a_policy_that_peeks_at_the_sampled_token_is_caught(monkeypatch: pytest.
 
 
 def test_what_is_asked_for_is_what_one_gets(pair: Pair) -> None:
-    engine = Engine(pair.target, pair.drafter)
+    assert DEFAULT_POLICY == "goodput"
+    engine = Engine(pair.target, pair.drafter, policy=DEFAULT_POLICY)
     assert isinstance(engine.policy, Goodput)
     assert engine.block_size == 6
     engine.policy = "fixed:3"  # type: ignore[assignment]

@@ -34,6 +34,7 @@ OnVerified = Callable[[Request, Proposal, Verdict], None]
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 _BUNDLED = object()
+DEFAULT_POLICY = "goodput"
 _DEFAULT_POOL_BYTES = 2**30
 _DEFAULT_POOL_TOKENS = 2**16
 
@@ -116,7 +117,7 @@ class Engine:
         if block_size is not None:
             self.block_size = block_size
         else:
-            self.policy = policy or ("goodput" if drafter and not tree_nodes else "fixed")
+            self.policy = policy or (DEFAULT_POLICY if drafter and not tree_nodes else "fixed")
 
     @classmethod
     def from_pretrained(
