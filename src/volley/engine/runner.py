@@ -162,7 +162,7 @@ class Runner:
         Block K/V are scratch in the draft pages.
         """
         assert self.drafter is not None
-        segments = [Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=False) for s in plan]
+        segments = [Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=self.drafter.config.causal) for s in plan]
         batch = RaggedBatch(segments, token_ids.to(self.target.device))
         attention, store, windows = self.target.attention, self.draft_store, self._windows
         scale = self.drafter.config.head_dim**-0.5

@@ -86,6 +86,8 @@ class DrafterConfig:
     hidden_act: str = "silu"
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = field(default=())
+    causal: bool = False
+    """Whether a block's slot sees only the ones before it (JetSpec) instead of the whole block."""
     head: HeadConfig | None = None
     """Without one the drafter is DFlash."""
 
@@ -128,6 +130,7 @@ class DrafterConfig:
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
+                **({"causal": True} if self.causal else {}),
             },
             "num_target_layers": self.num_target_layers,
             "hidden_size": self.hidden_size,
@@ -154,7 +157,7 @@ class DrafterConfig:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
         """Parse a z-lab config; unknown and missing keys are errors that name them."""
-        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids"}
+        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids", "causal"}
         for key in raw:
             if key not in own | _IGNORED_KEYS | {"dflash_config", "rope_parameters", "use_sliding_window"}:
                 raise unknown_key("drafter config key", key, own | {"dflash_config"})
@@ -182,8 +185,7 @@ class DrafterConfig:
             values["sliding_window"] = None
         if raw.get("head") is not None:
             values["head"] = HeadConfig.from_json(raw["head"])
-        if dflash.get("causal"):
-            raise ConfigError("dflash_config.causal is true; drafters with causal blocks are not supported")
+        values["causal"] = bool(dflash.get("causal"))
         required = {name for name, f in cls.__dataclass_fields__.items() if f.default is f.default_factory}
         missing = sorted(required - set(values))
         if missing:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
 from volley.models.checkpoint import HeadConfig
 from volley.types import Lattice
@@ -57,7 +57,8 @@ class ResidualHead(nn.Module):
         return _normed(embedding) @ self.previous.weight.t(), head @ self.output.weight
 
     def mix(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        return silu(rows + self.context(hidden))
+        own: Tensor = self.context(hidden)
+        return silu(rows + own.view(len(own), *[1] * (rows.dim() - 2), -1))
 
 
 def _normed(embeddings: Tensor) -> Tensor:
@@ -86,8 +87,8 @@ class LatticeMaker:
         firsts = torch.tensor([0, *sizes[:-1]], device=tokens.device).cumsum(0)
         before = tokens.roll(1, dims=0)
         before[firsts] = torch.tensor(anchors, device=tokens.device)[:, None]
-        mixed = self.head.mix(self.rows[before], hidden[:, None])
-        scores = base[:, None] + mixed @ self.outputs[tokens].mT
+        mixed = self.head.mix(embedding(before, self.rows), hidden)
+        scores = torch.baddbmm(base[:, None], mixed, embedding(tokens, self.outputs).mT)
         every_token, every_score = tokens.cpu().numpy(), scores.float().cpu().numpy()
         ends = np.cumsum(sizes)
         return [
