@@ -37,6 +37,8 @@ class Timings:
     """Wall seconds of the last step."""
 
     draft: float = 0.0
+    walk: float = 0.0
+    """The part of ``draft`` that a sequential head takes: its logits and the choice along them."""
     verify: float = 0.0
 
 
@@ -120,6 +122,7 @@ class Runner:
     def draft(self, plan: Sequence[Scheduled]) -> list[Proposal]:
         """A proposal for every scheduled request, empty for those that only prefill."""
         started = time.perf_counter()
+        self.timings = Timings()
         proposals = [_NOTHING] * len(plan)
         drafting = [index for index, scheduled in enumerate(plan) if scheduled.max_draft > 0]
         if drafting:
@@ -140,8 +143,10 @@ class Runner:
                 logits = self._with_noise(plan, torch.split(logits, sizes))
             if self.lattices is None:
                 return self._propose(plan, logits)
-            anchors = [block[0] for block in tokens]
-            return self._walk(plan, self.lattices(hidden, logits, anchors, sizes))
+            started = time.perf_counter()
+            proposals = self._walk(plan, self.lattices(hidden, logits, [block[0] for block in tokens], sizes))
+            self.timings.walk = time.perf_counter() - started
+            return proposals
         steps = self.options.denoising_steps
         counts = [reveal_counts(size, steps, self.options.denoising_schedule) for size in sizes]
         hidden_slots = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
