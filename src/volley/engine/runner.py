@@ -23,7 +23,7 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVDtype, make_store
 from volley.models.drafter import Drafter
-from volley.models.heads import LatticeMaker
+from volley.models.heads import BoundHead
 from volley.models.inject import Injection
 from volley.models.taps import Taps
 from volley.models.target import Target
@@ -103,7 +103,7 @@ class Runner:
         self.store = make_store(kv_dtype, target.kv_shapes, num_slots, target.dtype, target.device)
         self.timings = Timings()
         self.draft_window = draft_window
-        self.lattices: LatticeMaker | None = None
+        self.head: BoundHead | None = None
         if drafter is not None:
             check_pair(drafter, target)
             config = drafter.config
@@ -115,7 +115,7 @@ class Runner:
             weakref.finalize(self, self.taps.close)  # a target outlives the engines made on it
             if drafter.head is not None and config.head is not None:
                 embedding = target.embed(torch.arange(target.vocab_size, device=target.device)).detach()
-                self.lattices = LatticeMaker(drafter.head, config.head.candidates, embedding, target.head_weight)
+                self.head = BoundHead(drafter.head, config.head.candidates, embedding, target.head_weight)
             self._windows = [_narrower(draft_window, drafter.window(i)) for i in range(config.num_hidden_layers)]
 
     # -- draft ---------------------------------------------------------------------------------------------------------
@@ -141,12 +141,7 @@ class Runner:
             logits = _processed(plan, logits)
             if any(scheduled.max_nodes for scheduled in plan):
                 logits = self._with_noise(plan, torch.split(logits, sizes))
-            if self.lattices is None:
-                return self._propose(plan, logits)
-            started = time.perf_counter()
-            proposals = self._walk(plan, self.lattices(hidden, logits, [block[0] for block in tokens], sizes))
-            self.timings.walk = time.perf_counter() - started
-            return proposals
+            return self._propose(plan, logits) if self.head is None else self._walk(plan, self.head, hidden, logits)
         steps = self.options.denoising_steps
         counts = [reveal_counts(size, steps, self.options.denoising_schedule) for size in sizes]
         hidden_slots = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
@@ -167,7 +162,7 @@ class Runner:
         Block K/V are scratch in the draft pages.
         """
         assert self.drafter is not None
-        segments = [Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=self.drafter.config.causal) for s in plan]
+        segments = [Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=False) for s in plan]
         batch = RaggedBatch(segments, token_ids.to(self.target.device))
         attention, store, windows = self.target.attention, self.draft_store, self._windows
         scale = self.drafter.config.head_dim**-0.5
@@ -211,20 +206,33 @@ class Runner:
         ]
         return torch.cat(rows)
 
-    def _walk(self, plan: list[Scheduled], lattices: list[Lattice]) -> list[Proposal]:
+    def _walk(self, plan: list[Scheduled], head: BoundHead, hidden: Tensor, logits: Tensor) -> list[Proposal]:
         """A drafter with a sequential head chooses each token knowing the one before."""
-        proposals = []
-        for scheduled, lattice in zip(plan, lattices, strict=True):
+        started = time.perf_counter()
+        sizes = [scheduled.max_draft for scheduled in plan]
+        anchors = [scheduled.request.token_ids[-1] for scheduled in plan]
+        lattices: list[Lattice] = []
+        if any(s.max_nodes or s.request.params.temperature == 0 for s in plan):
+            lattices = head.lattices(hidden, logits, anchors, sizes)
+        walk = walk_coupled if self.options.matches else walk_sampled
+        proposals, row = [], 0
+        for index, scheduled in enumerate(plan):
             request = scheduled.request
             if scheduled.max_nodes:
-                proposals.append(expand(lattice, scheduled.max_nodes, draft_temperature(request.params)))
-                continue
-            if request.params.temperature == 0:
-                proposals.append(walk_greedy(lattice))
-                continue
-            walk = walk_coupled if self.options.matches else walk_sampled
-            first, vocab_size = len(request.token_ids), self.target.vocab_size
-            proposals.append(walk(lattice, request.params, request.noise, first, vocab_size))
+                proposal = expand(lattices[index], scheduled.max_nodes, draft_temperature(request.params))
+            elif request.params.temperature == 0:
+                proposal = walk_greedy(lattices[index])
+            else:
+
+                def after(slot: int, token: int, row: int = row) -> Tensor:
+                    place = slice(row + slot, row + slot + 1)
+                    return head.after(token, hidden[place], logits[place])
+
+                first = len(request.token_ids)
+                proposal = walk(after, sizes[index], anchors[index], request.params, request.noise, first)
+            proposals.append(proposal)
+            row += sizes[index]
+        self.timings.walk = time.perf_counter() - started
         return proposals
 
     def _draw(self, request: Request, logits: Tensor) -> Tensor:

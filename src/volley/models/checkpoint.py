@@ -86,8 +86,6 @@ class DrafterConfig:
     hidden_act: str = "silu"
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = field(default=())
-    causal: bool = False
-    """Whether a block's slot sees only the ones before it (JetSpec) instead of the whole block."""
     head: HeadConfig | None = None
     """Without one the drafter is DFlash."""
 
@@ -130,7 +128,6 @@ class DrafterConfig:
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
-                **({"causal": True} if self.causal else {}),
             },
             "num_target_layers": self.num_target_layers,
             "hidden_size": self.hidden_size,
@@ -157,7 +154,7 @@ class DrafterConfig:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
         """Parse a z-lab config; unknown and missing keys are errors that name them."""
-        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids", "causal"}
+        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids"}
         for key in raw:
             if key not in own | _IGNORED_KEYS | {"dflash_config", "rope_parameters", "use_sliding_window"}:
                 raise unknown_key("drafter config key", key, own | {"dflash_config"})
@@ -185,7 +182,8 @@ class DrafterConfig:
             values["sliding_window"] = None
         if raw.get("head") is not None:
             values["head"] = HeadConfig.from_json(raw["head"])
-        values["causal"] = bool(dflash.get("causal"))
+        if dflash.get("causal"):
+            raise ConfigError("dflash_config.causal is true; drafters with causal blocks are not supported")
         required = {name for name, f in cls.__dataclass_fields__.items() if f.default is f.default_factory}
         missing = sorted(required - set(values))
         if missing:

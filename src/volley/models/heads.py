@@ -69,8 +69,8 @@ Head = MarkovHead | ResidualHead
 KINDS: dict[str, type[MarkovHead] | type[ResidualHead]] = {"markov": MarkovHead, "residual": ResidualHead}
 
 
-class LatticeMaker:
-    """A head bound to its target: turns slot logits into lattices, all transitions in one batched product."""
+class BoundHead:
+    """A head with the tables it makes of its target's embeddings and head."""
 
     def __init__(self, head: Head, candidates: int, embedding: Tensor, output: Tensor) -> None:
         """``embedding`` and ``output`` are the target's input embeddings and head, ``[V, H]`` each."""
@@ -78,8 +78,15 @@ class LatticeMaker:
         self.candidates = min(candidates, len(output))
         self.rows, self.outputs = (table.detach() for table in head.tables(embedding, output))
 
-    def __call__(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
+    def after(self, token_id: int, hidden: Tensor, logits: Tensor) -> Tensor:
+        """The logits ``[1, V]`` of a slot of ``hidden [1, H]`` and ``logits [1, V]`` after ``token_id``."""
+        mixed = self.head.mix(self.rows[token_id][None], hidden)
+        return torch.addmm(logits, mixed, self.outputs.t())
+
+    def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
+
+        All transitions are one batched product.
 
         ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them.
         """

@@ -31,8 +31,6 @@ class Layout:
     length: int
     block_size: int
     window: int | None = None
-    causal: bool = False
-    """Whether a block row sees only itself and the rows before it of its block."""
 
     @property
     def documents(self) -> int:
@@ -54,8 +52,6 @@ class Layout:
             before = before & (position >= anchor - self.window)
         in_context = (key < context_rows) & (key // self.length == block // self.blocks) & before
         in_block = (key >= context_rows) & ((key - context_rows) // self.block_size == block)
-        if self.causal:
-            in_block = in_block & (key - context_rows <= query)
         return in_context | in_block
 
     def dense_mask(self) -> Tensor:
@@ -109,8 +105,7 @@ def attend_grouped(layout: Layout, context: Context) -> Attend:
             x.view(documents, blocks, size, kv_heads, dim).permute(0, 3, 1, 2, 4).contiguous() for x in (keys, values)
         )
         own = own_keys, own_values
-        ahead = torch.ones(size, size, dtype=torch.bool).triu(1).repeat(group, 1) if layout.causal else None
-        mixed: Tensor = _TiledAttention.apply(rows, context_keys, context_values, *own, hidden, bounds, ahead)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _TiledAttention.apply(rows, context_keys, context_values, *own, hidden, bounds)  # type: ignore[no-untyped-call]
         mixed = mixed.view(documents, kv_heads, blocks, group, size, dim)
         return mixed.permute(0, 2, 4, 1, 3, 5).reshape(-1, heads, dim)
 
@@ -143,15 +138,15 @@ class _TiledAttention(torch.autograd.Function):
     def forward(
         ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor, *plan: Any
     ) -> Tensor:
-        hidden, tiles, ahead = plan
+        hidden, tiles = plan
         mixed = torch.empty_like(queries)
         for document, run, limit in tiles:
-            probs = _tile_probs(queries, keys, own_keys, hidden, ahead, (document, run, limit))
+            probs = _tile_probs(queries, keys, own_keys, hidden, (document, run, limit))
             seen = probs[..., :limit].flatten(1, 2) @ values[document, :, :limit]
             mixed[document, :, run] = probs[..., limit:] @ own_values[document, :, run]
             mixed[document, :, run] += seen.view_as(mixed[document, :, run])
         ctx.save_for_backward(queries, keys, values, own_keys, own_values, hidden, mixed)
-        ctx.tiles, ctx.ahead = tiles, ahead
+        ctx.tiles = tiles
         return mixed
 
     @staticmethod
@@ -162,7 +157,7 @@ class _TiledAttention(torch.autograd.Function):
         grad_keys, grad_values = (torch.zeros_like(x, dtype=torch.float32) for x in (keys, values))
         delta = (grad * mixed).sum(-1, keepdim=True)
         for document, run, limit in ctx.tiles:
-            probs = _tile_probs(queries, keys, own_keys, hidden, ctx.ahead, (document, run, limit))
+            probs = _tile_probs(queries, keys, own_keys, hidden, (document, run, limit))
             here = (document, slice(None), run)
             flat_grad, flat_queries = grad[here].flatten(1, 2), queries[here].flatten(1, 2)
             to_context = (flat_grad @ values[document, :, :limit].mT).view(*probs.shape[:-1], limit)
@@ -176,22 +171,17 @@ class _TiledAttention(torch.autograd.Function):
             grad_queries[here] = scores[..., limit:] @ own_keys[here]
             grad_queries[here] += (score_seen @ keys[document, :, :limit]).view_as(queries[here])
         return (
-            grad_queries, grad_keys.to(keys.dtype), grad_values.to(keys.dtype), grad_own_keys, grad_own_values, None, None, None
+            grad_queries, grad_keys.to(keys.dtype), grad_values.to(keys.dtype), grad_own_keys, grad_own_values, None, None
         )  # fmt: skip
 
 
-def _tile_probs(
-    queries: Tensor, keys: Tensor, own_keys: Tensor, hidden: Tensor, ahead: Tensor | None, tile: Tile
-) -> Tensor:
+def _tile_probs(queries: Tensor, keys: Tensor, own_keys: Tensor, hidden: Tensor, tile: Tile) -> Tensor:
     """``[kv, n, M, limit + B]``."""
     document, run, limit = tile
     rows = queries[document, :, run]
     to_context = (rows.flatten(1, 2) @ keys[document, :, :limit].mT).view(*rows.shape[:-1], limit)
     to_context.masked_fill_(hidden[document, run, None, :limit], -math.inf)
-    to_own = rows @ own_keys[document, :, run].mT
-    if ahead is not None:
-        to_own.masked_fill_(ahead, -math.inf)
-    return torch.cat([to_context, to_own], -1).softmax(-1)
+    return torch.cat([to_context, rows @ own_keys[document, :, run].mT], -1).softmax(-1)
 
 
 def attend_flex(layout: Layout, context: Context) -> Attend:

@@ -16,7 +16,7 @@ def default_gamma(block_size: int) -> float:
 
 def slot_weights(block_size: int, decay: str, gamma: float | None) -> Tensor:
     """Weights ``[B − 1]`` of slots 1 … B−1: exp(−(k−1)/γ) (DFlash eq. 4), or all 1."""
-    if decay != "decay":
+    if decay == "uniform":
         return torch.ones(block_size - 1)
     return torch.exp(-torch.arange(block_size - 1) / (gamma or default_gamma(block_size)))
 
@@ -34,18 +34,6 @@ def target_probs(final: Tensor, head: Tensor, softcap: float | None = None) -> T
     return logits.softmax(-1)
 
 
-def pace_weights(label_losses: Tensor, slots: Tensor, block_size: int, floor: float = 0.5) -> Tensor:
-    """D-PACE (arXiv 2605.18810) weights ``[R]`` of the rows of whole blocks, each row its ``slots`` of its block.
-
-    Slot j weighs Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − floor) · e^{−loss} + floor: what its token adds to the expected length.
-    """
-    blocks = (slots == 0).cumsum(0) - 1
-    chances = torch.zeros(int(blocks[-1]) + 1, block_size - 1, device=slots.device)
-    chances[blocks, slots] = (1 - floor) * (-label_losses).exp() + floor
-    reached = chances.cumprod(1)
-    return reached.flip(1).cumsum(1).flip(1)[blocks, slots]
-
-
 @dataclass(frozen=True)
 class Objective:
     """Shares of a row's loss: ``soft`` of cross-entropy against the target's distribution p (its forward KL up to p's
@@ -54,8 +42,6 @@ class Objective:
     soft: float = 0.0
     total_variation: float = 0.0
     softcap: float | None = None
-    pace: bool = False
-    """Weigh a block's slots by how much the drafter's own confidence makes of them (``pace_weights``)."""
 
     @property
     def needs_target(self) -> bool:
@@ -65,11 +51,8 @@ class Objective:
     def hard(self) -> float:
         return 1.0 - self.soft - self.total_variation
 
-    def __call__(self, logits: Tensor, labels: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss ``[R]``, its gradient ``[R, V]`` by ``logits`` and the label's own cross-entropy ``[R]``.
-
-        ``target [R, V]`` holds the target's distributions.
-        """
+    def __call__(self, logits: Tensor, labels: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Loss ``[R]`` and its gradient ``[R, V]`` by ``logits``; ``target [R, V]`` holds the target's distributions."""
         probs = logits.softmax(-1)
         rows = torch.arange(len(labels), device=labels.device)
         of_label = -probs[rows, labels].float().clamp(min=1e-38).log()
@@ -86,7 +69,7 @@ class Objective:
             sign -= torch.linalg.vecdot(probs, sign)[:, None]
             gradient.addcmul_(probs, sign, value=self.total_variation)
         gradient[rows, labels] -= self.hard
-        return losses, gradient, of_label
+        return losses, gradient
 
 
 class _BlockLoss(torch.autograd.Function):
@@ -102,7 +85,6 @@ class _BlockLoss(torch.autograd.Function):
         weights: Tensor,
         final: Tensor | None,
         objective: Objective,
-        slots: Tensor,
         measure: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         whole = head if own is None else torch.cat([head, own.to(head.dtype)], dim=1)
@@ -110,14 +92,13 @@ class _BlockLoss(torch.autograd.Function):
         own_gradient = None if own is None else torch.zeros_like(own, dtype=torch.float32)
         losses = torch.empty(len(labels), device=states.device)
         correct = torch.zeros(len(labels), dtype=torch.bool, device=states.device)
-        for rows in _chunks(slots):
+        for start in range(0, len(labels), CHUNK):
+            rows = slice(start, start + CHUNK)
             logits = states[rows] @ whole.t()
             if measure:
                 correct[rows] = logits.argmax(-1) == labels[rows]
             target = None if final is None else target_probs(final[rows], head, objective.softcap)
-            losses[rows], slope, of_label = objective(logits, labels[rows], target)
-            if objective.pace:
-                weights[rows] *= pace_weights(of_label, slots[rows], int(slots.max()) + 2)
+            losses[rows], slope = objective(logits, labels[rows], target)
             slope.mul_(weights[rows, None].to(slope.dtype))
             gradient[rows] = slope @ whole
             if own_gradient is not None:
@@ -130,17 +111,7 @@ class _BlockLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         gradient, own_gradient = ctx.saved_tensors
         own = None if own_gradient is None else own_gradient * grad
-        return gradient * grad.to(gradient.dtype), own, None, None, None, None, None, None, None
-
-
-def _chunks(slots: Tensor) -> list[slice]:
-    """Runs of at most about ``CHUNK`` rows that hold whole blocks."""
-    starts = (slots == 0).nonzero()[:, 0].tolist()
-    bounds = [0]
-    for start, end in zip(starts, [*starts[1:], len(slots)], strict=True):
-        if end - bounds[-1] > CHUNK and start > bounds[-1]:
-            bounds.append(start)
-    return [slice(a, b) for a, b in zip(bounds, [*bounds[1:], len(slots)], strict=True)]
+        return gradient * grad.to(gradient.dtype), own, None, None, None, None, None, None
 
 
 def block_loss(
@@ -152,7 +123,6 @@ def block_loss(
     *,
     final: Tensor | None = None,
     own: Tensor | None = None,
-    slots: Tensor | None = None,
     measure: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ weights·loss of ``states [R, H]`` through the frozen ``head [V, H]``, each row's loss and whether its argmax is right.
@@ -166,9 +136,8 @@ def block_loss(
         states = torch.cat([_with_bias(states[:, :split], head), states[:, split:]], dim=1)
     else:
         states = _with_bias(states, head)
-    weights = weights.float().clone()
-    rows = states, own, head, labels, weights, final if objective.needs_target else None
-    result: tuple[Tensor, Tensor, Tensor] = _BlockLoss.apply(*rows, objective, slots if slots is not None else torch.zeros_like(labels), measure)  # type: ignore[no-untyped-call]
+    rows = states, own, head, labels, weights.float(), final if objective.needs_target else None
+    result: tuple[Tensor, Tensor, Tensor] = _BlockLoss.apply(*rows, objective, measure)  # type: ignore[no-untyped-call]
     return result
 
 

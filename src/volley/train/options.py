@@ -23,7 +23,7 @@ REPORTING_OPTIONS = frozenset(
 CHOICES = {
     "anchors": ("random", "fixed"),
     "head": ("none", "markov", "residual"),
-    "loss_decay": ("decay", "uniform", "pace"),
+    "loss_decay": ("decay", "uniform"),
     "features": ("online", "cache"),
     "attention": ("auto", "grouped", "dense", "flex"),
     "dtype": ("bfloat16", "float32"),
@@ -76,8 +76,6 @@ class TrainConfig:
     """Size of a draft head; by default the target's."""
     window: int | None = None
     """Context tokens a draft layer sees before its block; by default all of them."""
-    causal: bool = False
-    """A slot sees only the ones before it in its block (JetSpec)."""
     head: str = "none"
     """Sequential head on the slots: ``none`` is DFlash; ``markov`` is a bigram table (DSpark); ``residual`` corrects the hidden
     state by the token before."""

@@ -108,7 +108,6 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
         max_position_embeddings=text.max_position_embeddings,
         sliding_window=config.window,
         layer_types=("sliding_attention" if config.window else "full_attention",) * layers,
-        causal=config.causal,
         head=None if config.head == "none" else HeadConfig(type=config.head, rank=config.head_rank),
     )
 

@@ -39,7 +39,7 @@ class BlockForward(nn.Module):
         documents, length = taps.shape[:2]
         context_positions = torch.arange(length, device=taps.device).repeat(documents)
         context = self.drafter.context_kv(taps.flatten(0, 1), context_positions)
-        layout = Layout(anchors, length, len(positions) // anchors.numel(), config.sliding_window, config.causal)
+        layout = Layout(anchors, length, len(positions) // anchors.numel(), config.sliding_window)
         hidden: Tensor = self.drafter(embeddings, positions, ATTENTION[self.attention](layout, context))
         if self.drafter.head is not None and before is not None:
             hidden = self.drafter.head(hidden, *before)
@@ -65,8 +65,7 @@ class StepFunction:
         self.block_size = shape.block_size
         self.mask_token_id = shape.mask_token_id
         self.weights = slot_weights(self.block_size, config.loss_decay, config.gamma)
-        pace = config.loss_decay == "pace"
-        self.objective = Objective(config.soft_targets, config.total_variation, target.softcap, pace)
+        self.objective = Objective(config.soft_targets, config.total_variation, target.softcap)
         self.has_head = shape.head is not None
 
     def own_head(self) -> Tensor | None:
@@ -128,7 +127,6 @@ class StepFunction:
             self.objective,
             final=final,
             own=self.own_head(),
-            slots=slot,
             measure=measure,
         )
         every = torch.zeros(valid.shape, device=device)
