@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, silu
 
+from volley.models.accelerate import accelerate
 from volley.models.checkpoint import HeadConfig
 from volley.types import Lattice
 
@@ -77,11 +78,15 @@ class BoundHead:
         self.head = head
         self.candidates = min(candidates, len(output))
         self.rows, self.outputs = (table.detach() for table in head.tables(embedding, output))
+        self.product = nn.Linear(self.outputs.shape[1], len(self.outputs), bias=False, device="meta")
+        self.product.weight = nn.Parameter(self.outputs, requires_grad=False)
+        accelerate(self.product)
 
     def after(self, token_id: int, hidden: Tensor, logits: Tensor) -> Tensor:
         """The logits ``[1, V]`` of a slot of ``hidden [1, H]`` and ``logits [1, V]`` after ``token_id``."""
         mixed = self.head.mix(self.rows[token_id][None], hidden)
-        return torch.addmm(logits, mixed, self.outputs.t())
+        corrected: Tensor = logits + self.product(mixed)
+        return corrected
 
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
