@@ -142,6 +142,8 @@ class GenerationStats:
     """Tokens verified by each decoding cycle, anchor included."""
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
+    walk_seconds: float = 0.0
+    """The part of ``draft_seconds`` that a sequential head takes; on a GPU it waits there for the drafter to finish."""
     verify_seconds: float = 0.0
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0

@@ -26,6 +26,7 @@ def record(case: Case, dataset: str = "d", prompt: str = "p", repeat: int = 0, s
         seconds=seconds + 0.5,
         first_token_seconds=0.5,
         draft_seconds=0.1 if drafted else 0.0,
+        walk_seconds=0.02 if drafted else 0.0,
         verify_seconds=0.7 if drafted else 1.9,
         accepted_lengths=[4, 1, 3, 2] if drafted else [1] * 10,
         block_sizes=[4, 4, 4, 2] if drafted else [1] * 10,
@@ -49,6 +50,7 @@ def test_a_summary_is_worked_out_from_its_runs() -> None:
     assert drafted.acceptance_length == 2.5
     assert drafted.efficiency == pytest.approx(4.0 / 1.5 / 2.5)
     assert (drafted.draft_ms, drafted.verify_ms) == (pytest.approx(25.0), pytest.approx(175.0))
+    assert "| 25.00 (head 5.00) | 175.00 |" in to_markdown([drafted])
     assert drafted.cycle_ms == pytest.approx(1000 * 1.5 / 8)
     assert drafted.acceptance_by_position == [pytest.approx(2 / 3), pytest.approx(2 / 3), pytest.approx(1 / 3)]
     assert drafted.histogram == {1: 2, 2: 2, 3: 2, 4: 2}

@@ -1,71 +1,71 @@
-"""Walks over a lattice: each token from its law given the one before, and no other."""
-
-from dataclasses import replace
+"""Walks over a block: each token from its law given the one before, and no other."""
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.chi_square import chi_square_p
 from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
-from volley.decode.walk import conditional_laws, walk_coupled, walk_greedy, walk_sampled
+from volley.decode.walk import Transitions, walk_coupled, walk_greedy, walk_sampled
 from volley.types import Lattice, SamplingParams
 
-VOCAB = 9
+VOCAB = 5
 PARAMS = SamplingParams(temperature=0.8, top_p=0.95, draft_temperature=1.2)
 
 
-def random_lattice(slots: int, count: int, seed: int) -> Lattice:
+def random_transitions(slots: int, seed: int) -> tuple[Tensor, Transitions]:
+    """Logits ``[slots, V before, V]``."""
+    table = torch.randn(slots, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+    return table, lambda slot, token: table[slot, token][None]
+
+
+def lattice_of(table: Tensor, anchor: int, seed: int) -> Lattice:
+    """All tokens as candidates, in an order of their own in each slot."""
     generator = np.random.default_rng(seed)
-    tokens = np.stack([generator.permutation(VOCAB)[:count] for _ in range(slots)])
-    scores = generator.normal(size=(slots, count, count)).astype(np.float32)
-    scores[0] = scores[0, :1]
-    return Lattice(tokens, scores)
+    tokens = np.stack([generator.permutation(VOCAB) for _ in table])
+    before = [np.full(VOCAB, anchor), *tokens[:-1]]
+    scores = [table[slot].numpy()[before[slot]][:, tokens[slot]] for slot in range(len(table))]
+    return Lattice(tokens, np.stack(scores))
 
 
-@given(slots=st.integers(1, 7), count=st.integers(1, VOCAB), seed=st.integers(0, 99))
-def test_walks_equal_choosing_slot_by_slot(slots: int, count: int, seed: int) -> None:
-    """The reference scatters each slot's law over the vocabulary and looks up only the row of the token before."""
-    lattice, noise, first = random_lattice(slots, count, seed), PositionNoise(seed), 5
-    for params in (replace(PARAMS, draft_temperature=0.0), PARAMS):
-        coupled, last = [], 0
-        for slot in range(slots):
-            law = token_probs(torch.from_numpy(lattice.scores[slot, last])[None], params, params.draft_temperature)
-            whole = torch.zeros(1, VOCAB).scatter_(1, torch.from_numpy(lattice.tokens[slot])[None], law)
-            coupled.append(int(race(whole, noise.exponentials(Purpose.TARGET, [first + slot], VOCAB))))
-            last = lattice.tokens[slot].tolist().index(coupled[-1])
-        found = walk_coupled(lattice, params, noise, first, VOCAB)
-        assert found.token_ids == coupled
-        assert found.draft_probs is None
-        if params.draft_temperature == 0:
-            assert walk_greedy(lattice).token_ids == coupled
-            assert walk_sampled(lattice, params, noise, first, VOCAB).token_ids == coupled
+@given(slots=st.integers(1, 7), anchor=st.integers(0, VOCAB - 1), seed=st.integers(0, 99))
+def test_walks_equal_choosing_slot_by_slot(slots: int, anchor: int, seed: int) -> None:
+    table, after = random_transitions(slots, seed)
+    noise, first = PositionNoise(seed), 5
+    token, expected, greedy = anchor, [], [anchor]
+    for slot in range(slots):
+        law = token_probs(table[slot, token][None], PARAMS, PARAMS.draft_temperature)
+        token = int(race(law, noise.exponentials(Purpose.TARGET, [first + slot], VOCAB)))
+        expected.append(token)
+        greedy.append(int(table[slot, greedy[-1]].argmax()))
+    found = walk_coupled(after, slots, anchor, PARAMS, noise, first)
+    assert found.token_ids == expected
+    assert found.draft_probs is None
+    assert walk_greedy(lattice_of(table, anchor, seed)).token_ids == greedy[1:]
 
 
 def test_the_law_of_a_sampled_walk_is_the_one_it_carries() -> None:
-    lattice = random_lattice(3, 4, 1)
-    laws = conditional_laws(lattice, PARAMS)
-    joint = laws[0, 0][:, None, None] * laws[1][:, :, None] * laws[2][None]
-    counts = torch.zeros(4, 4, 4)
-    for seed in range(4000):
-        proposal = walk_sampled(lattice, PARAMS, PositionNoise(seed), 10, VOCAB)
-        assert proposal.draft_probs is not None
-        path = tuple(lattice.tokens[i].tolist().index(token) for i, token in enumerate(proposal.token_ids))
+    table, after = random_transitions(3, 1)
+    laws = token_probs(table.flatten(0, 1), PARAMS, PARAMS.draft_temperature).view_as(table)
+    joint = laws[0, 2][:, None, None] * laws[1][:, :, None] * laws[2][None]
+    counts = torch.zeros(VOCAB, VOCAB, VOCAB)
+    for seed in range(2000):
+        proposal = walk_sampled(after, 3, 2, PARAMS, PositionNoise(seed), 10)
+        path = tuple(proposal.token_ids)
         counts[path] += 1
-        for slot, law in enumerate((laws[0, 0], laws[1, path[0]], laws[2, path[1]])):
-            carried = proposal.draft_probs[slot].numpy()
-            assert np.array_equal(carried[lattice.tokens[slot]], law)
-            assert np.count_nonzero(carried) == np.count_nonzero(law), "nothing outside the candidates"
-    assert chi_square_p(counts, torch.from_numpy(joint)) > 1e-3
+        assert proposal.draft_probs is not None
+        assert torch.equal(proposal.draft_probs, torch.stack([laws[0, 2], laws[1, path[0]], laws[2, path[1]]]))
+    assert chi_square_p(counts, joint) > 1e-3
 
 
 def test_sampled_walks_do_not_use_the_targets_noise() -> None:
-    lattice = Lattice(np.arange(1000)[None], np.zeros((1, 1000, 1000), dtype=np.float32))
     hot = SamplingParams(temperature=1.0)
+    flat = torch.zeros(1, 1000)
     same = [
-        walk_sampled(lattice, hot, PositionNoise(seed), 4, 1000).token_ids
-        == walk_coupled(lattice, hot, PositionNoise(seed), 4, 1000).token_ids
+        walk(lambda slot, token: flat, 1, 0, hot, PositionNoise(seed), 4).token_ids
         for seed in range(10)
+        for walk in (walk_sampled, walk_coupled)
     ]
-    assert sum(same) < 2
+    assert sum(a == b for a, b in zip(same[::2], same[1::2], strict=True)) < 2

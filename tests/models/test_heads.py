@@ -1,4 +1,4 @@
-"""Sequential heads: the lattice against a slow reference, the law they are trained for, and their checkpoints."""
+"""Sequential heads: what they say against a slow reference, the law they are trained for, and their checkpoints."""
 
 import json
 from pathlib import Path
@@ -12,16 +12,16 @@ from tests.tiny import VOCAB, drafter_config, random_drafter
 from volley.errors import CheckpointError, ConfigError
 from volley.models.checkpoint import HEADS, DrafterConfig, HeadConfig, load_tensors, save_tensors
 from volley.models.drafter import Drafter
-from volley.models.heads import Head, LatticeMaker, MarkovHead
+from volley.models.heads import BoundHead, Head, MarkovHead
 
 H = 32
 
 
-def make(kind: str, candidates: int = VOCAB) -> tuple[Head, torch.Tensor, torch.Tensor, LatticeMaker]:
+def make(kind: str, candidates: int = VOCAB) -> tuple[Head, torch.Tensor, torch.Tensor, BoundHead]:
     drafter = random_drafter(head=HeadConfig(type=kind, rank=5, candidates=candidates))
     assert drafter.head is not None
     embedding, output = torch.randn(VOCAB, H), torch.randn(VOCAB, H)
-    return drafter.head, embedding, output, LatticeMaker(drafter.head, candidates, embedding, output)
+    return drafter.head, embedding, output, BoundHead(drafter.head, candidates, embedding, output)
 
 
 def trained_logits(head: Head, hidden: torch.Tensor, before: int, embedding: torch.Tensor, output: torch.Tensor) -> Any:
@@ -33,10 +33,10 @@ def trained_logits(head: Head, hidden: torch.Tensor, before: int, embedding: tor
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_walks_scores_are_the_logits_of_training(kind: str) -> None:
-    head, embedding, output, maker = make(kind)
+    head, embedding, output, bound = make(kind)
     hidden = torch.randn(5, H)
     sizes, anchors = [3, 2], [7, 11]
-    lattices = maker(hidden, hidden @ output.t(), anchors, sizes)
+    lattices = bound.lattices(hidden, hidden @ output.t(), anchors, sizes)
     row = 0
     for lattice, anchor in zip(lattices, anchors, strict=True):
         for slot, tokens in enumerate(lattice.tokens):
@@ -45,15 +45,18 @@ def test_the_walks_scores_are_the_logits_of_training(kind: str) -> None:
             for candidate in (0, 1, VOCAB - 1):
                 expected = trained_logits(head, hidden[row], int(before[candidate]), embedding, output)[tokens]
                 torch.testing.assert_close(torch.from_numpy(lattice.scores[slot, candidate]), expected)
+                place = slice(row, row + 1)
+                whole = bound.after(int(before[candidate]), hidden[place], (hidden @ output.t())[place])
+                torch.testing.assert_close(whole[0, tokens], expected)
             row += 1
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_few_candidates_are_the_best_of_the_base(kind: str) -> None:
-    head, embedding, output, maker = make(kind, candidates=4)
+    head, embedding, output, bound = make(kind, candidates=4)
     hidden = torch.randn(3, H)
     logits = hidden @ output.t()
-    (lattice,) = maker(hidden, logits, [7], [3])
+    (lattice,) = bound.lattices(hidden, logits, [7], [3])
     assert lattice.scores.shape == (3, 4, 4)
     assert torch.equal(torch.from_numpy(lattice.tokens), logits.topk(4).indices)
     expected = trained_logits(head, hidden[2], int(lattice.tokens[1, 3]), embedding, output)[lattice.tokens[2]]
@@ -66,8 +69,8 @@ def test_an_untrained_head_changes_nothing(kind: str) -> None:
     drafter = Drafter(drafter_config(head=HeadConfig(type=kind, rank=5))).requires_grad_(False)
     assert drafter.head is not None
     output, hidden = torch.randn(VOCAB, H), torch.randn(4, H)
-    maker = LatticeMaker(drafter.head, 8, torch.randn(VOCAB, H), output)
-    (lattice,) = maker(hidden, hidden @ output.t(), [3], [4])
+    bound = BoundHead(drafter.head, 8, torch.randn(VOCAB, H), output)
+    (lattice,) = bound.lattices(hidden, hidden @ output.t(), [3], [4])
     base = torch.from_numpy(lattice.scores)
     torch.testing.assert_close(base, (hidden @ output.t()).topk(8).values[:, None].expand_as(base))
 

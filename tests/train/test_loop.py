@@ -152,6 +152,9 @@ def test_cached_features_train_like_online_ones(
     again = run({**options, "features": "cache", "cache_dir": str(tmp_path / "cache"), "out": str(tmp_path / "again")})
     assert_same(again, cached)
     assert all(path.stat().st_mtime_ns == at for path, at in times.items())
+    hard = {**options, "soft_targets": 0.0, "max_steps": 1, "out": str(tmp_path / "hard")}
+    run({**hard, "features": "cache", "cache_dir": str(tmp_path / "cache")})  # final states it does not need do no harm
+    assert all(path.stat().st_mtime_ns == at for path, at in times.items())
     with pytest.raises(ConfigError, match="made with another taps"):
         run({**options, "features": "cache", "cache_dir": str(tmp_path / "cache"), "out": "x", "taps": [0, 1]})
     shards[0].write_bytes(b"rubbish")

@@ -37,6 +37,8 @@ class Record:
     first_token_seconds: float
     """Wall time to the first token of any prompt in the group."""
     draft_seconds: float = 0.0
+    walk_seconds: float = 0.0
+    """The part of ``draft_seconds`` that a sequential head takes."""
     verify_seconds: float = 0.0
     accepted_lengths: list[int] = field(default_factory=list)
     block_sizes: list[int] = field(default_factory=list)
@@ -233,6 +235,7 @@ def _record(
         seconds=outcome.seconds,
         first_token_seconds=outcome.first_token(),
         draft_seconds=max(s.draft_seconds for s in stats),
+        walk_seconds=max(s.walk_seconds for s in stats),
         verify_seconds=max(s.verify_seconds for s in stats),
         accepted_lengths=[n for s in stats for n in s.accepted_lengths],
         block_sizes=[n for s in stats for n in s.block_sizes],

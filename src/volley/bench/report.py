@@ -65,6 +65,8 @@ class Summary:
     first_token_ms: Spread
     identical: float | None
     """Share of tokens equal to plain decoding's, at temperature 0."""
+    walk_ms: float = 0.0
+    """The part of ``draft_ms`` that a sequential head takes."""
     differing: int = 0
     """Runs whose answer differs from plain decoding's."""
     ties: int = 0
@@ -135,6 +137,7 @@ def _summarise(
         speedup_per_prompt=Spread.of(ratios),
         acceptance_length=sum(lengths) / len(lengths) if lengths else 1.0,
         draft_ms=per_cycle(sum(record.draft_seconds for record in runs)),
+        walk_ms=per_cycle(sum(record.walk_seconds for record in runs)),
         verify_ms=per_cycle(sum(record.verify_seconds for record in runs)),
         cycle_ms=per_cycle(sum(record.decode_seconds for record in runs)),
         first_token_ms=Spread.of(1000 * record.first_token_seconds for record in runs),
@@ -159,6 +162,10 @@ def _identical(summary: Summary) -> str:
     return share + (f" ({summary.ties} of {summary.differing} part at a tie)" if summary.differing else "")
 
 
+def _draft_time(summary: Summary) -> str:
+    return f"{summary.draft_ms:.2f}" + (f" (head {summary.walk_ms:.2f})" if summary.walk_ms else "")
+
+
 COLUMNS: dict[str, Callable[[Summary], str]] = {
     "dataset": lambda s: s.dataset,
     "T": lambda s: f"{s.temperature:g}",
@@ -168,7 +175,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "per prompt (quartiles)": lambda s: str(s.speedup_per_prompt),
     "τ": lambda s: f"{s.acceptance_length:.2f}",
     "efficiency": lambda s: f"{s.efficiency:.2f}" if s.case.name == "volley" else "",
-    "T_draft ms": lambda s: f"{s.draft_ms:.2f}" if s.case.name == "volley" else "",
+    "T_draft ms": lambda s: _draft_time(s) if s.case.name == "volley" else "",
     "T_verify ms": lambda s: f"{s.verify_ms:.2f}" if s.case.name == "volley" else "",
     "cycle ms": lambda s: f"{s.cycle_ms:.2f}" if s.cycle_ms else "",
     "TTFT ms": lambda s: f"{s.first_token_ms.median:.1f}",

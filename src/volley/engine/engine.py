@@ -182,6 +182,7 @@ class Engine:
         request.computed += scheduled.num_known + verdict.accepted
         if is_cycle:
             stats.draft_seconds += timings.draft
+            stats.walk_seconds += timings.walk
             stats.verify_seconds += timings.verify
         else:
             stats.prefill_seconds += seconds

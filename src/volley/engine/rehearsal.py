@@ -31,7 +31,7 @@ class Rehearsal:
 
     def draft(self, tokens: int, requests: int) -> float:
         """Seconds to draft ``tokens``, anchors included, and to inject a token for each of ``requests``."""
-        drafter, target, lattices = self._runner.drafter, self._runner.target, self._runner.lattices
+        drafter, target, head = self._runner.drafter, self._runner.target, self._runner.head
         assert drafter is not None
         config = drafter.config
         batch = self._batch(tokens, requests, causal=False)
@@ -47,8 +47,8 @@ class Rehearsal:
             hidden = drafter(target.embed(batch.token_ids), batch.positions, attend)
             logits = target.head(hidden)
             best_tokens(logits)
-            if lattices is not None:
-                lattices(hidden, logits, [0] * requests, [len(batch) // requests] * requests)
+            if head is not None:
+                head.lattices(hidden, logits, [0] * requests, [len(batch) // requests] * requests)
             drafter.context_kv(features, batch.positions[:requests])
 
         return _timed(run)

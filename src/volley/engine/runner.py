@@ -31,7 +31,7 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVDtype, make_store
 from volley.models.drafter import Drafter
-from volley.models.heads import LatticeMaker
+from volley.models.heads import BoundHead
 from volley.models.inject import Injection
 from volley.models.taps import Taps
 from volley.models.target import Target
@@ -45,6 +45,8 @@ class Timings:
     """Wall seconds of the last step."""
 
     draft: float = 0.0
+    walk: float = 0.0
+    """The part of ``draft`` that a sequential head takes: its logits and the choice along them."""
     verify: float = 0.0
 
 
@@ -110,8 +112,8 @@ class Runner:
         self.store = make_store(kv_dtype, target.kv_shapes, num_slots, target.dtype, target.device)
         self.timings = Timings()
         self.draft_window = draft_window
-        self.lattices: LatticeMaker | None = None
         self.measures_confidence = False
+        self.head: BoundHead | None = None
         if drafter is not None:
             check_pair(drafter, target)
             config = drafter.config
@@ -123,13 +125,14 @@ class Runner:
             weakref.finalize(self, self.taps.close)  # a target outlives the engines made on it
             if drafter.head is not None and config.head is not None:
                 embedding = target.embed(torch.arange(target.vocab_size, device=target.device)).detach()
-                self.lattices = LatticeMaker(drafter.head, config.head.candidates, embedding, target.head_weight)
+                self.head = BoundHead(drafter.head, config.head.candidates, embedding, target.head_weight)
             self._windows = [_narrower(draft_window, drafter.window(i)) for i in range(config.num_hidden_layers)]
 
     # -- draft ---------------------------------------------------------------------------------------------------------
     def draft(self, plan: Sequence[Scheduled]) -> list[Proposal]:
         """A proposal for every scheduled request, empty for those that only prefill."""
         started = time.perf_counter()
+        self.timings = Timings()
         proposals = [_NOTHING] * len(plan)
         drafting = [index for index, scheduled in enumerate(plan) if scheduled.max_draft > 0]
         if drafting:
@@ -150,10 +153,9 @@ class Runner:
             sure = self._confidence(logits, best)
             if any(scheduled.max_nodes for scheduled in plan):
                 logits = self._with_noise(plan, torch.split(logits, sizes))
-            if self.lattices is None:
+            if self.head is None:
                 return _attach(sure, sizes, self._propose(plan, logits, best))
-            anchors = [block[0] for block in tokens]
-            return _attach(sure, sizes, self._walk(plan, self.lattices(hidden, logits, anchors, sizes)))
+            return _attach(sure, sizes, self._walk(plan, self.head, hidden, logits))
         sure = []
         steps = self.options.denoising_steps
         counts = [reveal_counts(size, steps, self.options.denoising_schedule) for size in sizes]
@@ -223,20 +225,33 @@ class Runner:
         ]
         return torch.cat(rows)
 
-    def _walk(self, plan: list[Scheduled], lattices: list[Lattice]) -> list[Proposal]:
+    def _walk(self, plan: list[Scheduled], head: BoundHead, hidden: Tensor, logits: Tensor) -> list[Proposal]:
         """A drafter with a sequential head chooses each token knowing the one before."""
-        proposals = []
-        for scheduled, lattice in zip(plan, lattices, strict=True):
+        started = time.perf_counter()
+        sizes = [scheduled.max_draft for scheduled in plan]
+        anchors = [scheduled.request.token_ids[-1] for scheduled in plan]
+        lattices: list[Lattice] = []
+        if any(s.max_nodes or s.request.params.temperature == 0 for s in plan):
+            lattices = head.lattices(hidden, logits, anchors, sizes)
+        proposals, row = [], 0
+        for index, scheduled in enumerate(plan):
             request = scheduled.request
             if scheduled.max_nodes:
-                proposals.append(expand(lattice, scheduled.max_nodes, draft_temperature(request.params)))
-                continue
-            if request.params.temperature == 0:
-                proposals.append(walk_greedy(lattice))
-                continue
-            walk = walk_coupled if self.options.matches(request.params) else walk_sampled
-            first, vocab_size = len(request.token_ids), self.target.vocab_size
-            proposals.append(walk(lattice, request.params, request.noise, first, vocab_size))
+                proposal = expand(lattices[index], scheduled.max_nodes, draft_temperature(request.params))
+            elif request.params.temperature == 0:
+                proposal = walk_greedy(lattices[index])
+            else:
+
+                def after(slot: int, token: int, row: int = row) -> Tensor:
+                    place = slice(row + slot, row + slot + 1)
+                    return head.after(token, hidden[place], logits[place])
+
+                walk = walk_coupled if self.options.matches(request.params) else walk_sampled
+                first = len(request.token_ids)
+                proposal = walk(after, sizes[index], anchors[index], request.params, request.noise, first)
+            proposals.append(proposal)
+            row += sizes[index]
+        self.timings.walk = time.perf_counter() - started
         return proposals
 
     def _draw(self, request: Request, logits: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
+from volley.models.accelerate import accelerate
 from volley.models.checkpoint import HeadConfig
 from volley.types import Lattice
 
@@ -57,7 +58,8 @@ class ResidualHead(nn.Module):
         return _normed(embedding) @ self.previous.weight.t(), head @ self.output.weight
 
     def mix(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        return silu(rows + self.context(hidden))
+        own: Tensor = self.context(hidden)
+        return silu(rows + own.view(len(own), *[1] * (rows.dim() - 2), -1))
 
 
 def _normed(embeddings: Tensor) -> Tensor:
@@ -68,17 +70,28 @@ Head = MarkovHead | ResidualHead
 KINDS: dict[str, type[MarkovHead] | type[ResidualHead]] = {"markov": MarkovHead, "residual": ResidualHead}
 
 
-class LatticeMaker:
-    """A head bound to its target: turns slot logits into lattices, all transitions in one batched product."""
+class BoundHead:
+    """A head with the tables it makes of its target's embeddings and head."""
 
     def __init__(self, head: Head, candidates: int, embedding: Tensor, output: Tensor) -> None:
         """``embedding`` and ``output`` are the target's input embeddings and head, ``[V, H]`` each."""
         self.head = head
         self.candidates = min(candidates, len(output))
         self.rows, self.outputs = (table.detach() for table in head.tables(embedding, output))
+        self.product = nn.Linear(self.outputs.shape[1], len(self.outputs), bias=False, device="meta")
+        self.product.weight = nn.Parameter(self.outputs, requires_grad=False)
+        accelerate(self.product)
 
-    def __call__(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
+    def after(self, token_id: int, hidden: Tensor, logits: Tensor) -> Tensor:
+        """The logits ``[1, V]`` of a slot of ``hidden [1, H]`` and ``logits [1, V]`` after ``token_id``."""
+        mixed = self.head.mix(self.rows[token_id][None], hidden)
+        corrected: Tensor = logits + self.product(mixed)
+        return corrected
+
+    def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
+
+        All transitions are one batched product.
 
         ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them.
         """
@@ -86,8 +99,8 @@ class LatticeMaker:
         firsts = torch.tensor([0, *sizes[:-1]], device=tokens.device).cumsum(0)
         before = tokens.roll(1, dims=0)
         before[firsts] = torch.tensor(anchors, device=tokens.device)[:, None]
-        mixed = self.head.mix(self.rows[before], hidden[:, None])
-        scores = base[:, None] + mixed @ self.outputs[tokens].mT
+        mixed = self.head.mix(embedding(before, self.rows), hidden)
+        scores = torch.baddbmm(base[:, None], mixed, embedding(tokens, self.outputs).mT)
         every_token, every_score = tokens.cpu().numpy(), scores.float().cpu().numpy()
         ends = np.cumsum(sizes)
         return [

@@ -100,6 +100,8 @@ class FeatureCache:
         if not path.exists():
             return
         found = read_json(path)
+        if found.get("final") is True:  # it serves a run that does not need the final states too
+            self.manifest["final"] = self.online.with_final = True
         for key, value in self.manifest.items():
             if found.get(key) != value:
                 raise ConfigError(

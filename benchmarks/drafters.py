@@ -1,0 +1,126 @@
+"""Which drafter drafts best: one row per head, objective and way of decoding; data, seed and number of steps equal.
+
+    python benchmarks/drafters.py --data responses.jsonl --prompts held-out.jsonl --out runs/drafters --max-steps 800
+
+Every row is trained by ``volley.train`` and measured by decoding held-out prompts with the engine: τ at T = 0 and T = 1 over all
+prompts, many at a time, and with ``--timed-prompts`` the times at batch 1 and T = 0, beside plain decoding of the same prompt. A
+row that has been trained and measured is not done again. Prints a Markdown table; ``--rows`` picks rows by their keys.
+"""
+
+import argparse
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from training_rows import Changes, folder_of, load_chats, parser, tau, train_rows
+
+from volley import Drafter, Engine, SamplingParams, Target
+from volley.models.accelerate import accelerate
+from volley.models.checkpoint import write_atomically
+from volley.types import GenerationStats
+
+BASE: Changes = {
+    "num_layers": 2,
+    "block_size": 8,
+    "optimizer": "muon",
+    "learning_rate": 2e-3,
+    "anchors_per_sequence": 32,
+}
+SOFT: Changes = {"soft_targets": 0.5}
+DISTANCE: Changes = {"total_variation": 0.9}
+BEST: Changes = {"head": "residual", "head_rank": 128, **DISTANCE}
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    changes: Changes
+    candidates: int | None = None
+    """Tokens of a slot that the walk chooses from, where not the drafter's own."""
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+ROWS: dict[str, Row] = {
+    "dflash": Row("DFlash", {}),
+    "soft": Row("DFlash, soft targets", SOFT),
+    "markov": Row("Markov head r = 64, soft targets", {"head": "markov", "head_rank": 64, **SOFT}),
+    "residual": Row("residual head r = 128, soft targets", {"head": "residual", "head_rank": 128, **SOFT}),
+    "markov-tv": Row("Markov head r = 64, 0.9 TV", {"head": "markov", "head_rank": 64, **DISTANCE}),
+    "residual-tv": Row("residual head r = 128, 0.9 TV", BEST),
+    "candidates-16": Row("the same, 16 candidates", BEST, candidates=16),
+    "candidates-64": Row("the same, 64 candidates", BEST, candidates=64),
+    "tree": Row("the same, trees of 16 nodes", BEST, engine={"tree_nodes": 16}),
+    "dflash-tree": Row("DFlash, trees of 16 nodes", {}, engine={"tree_nodes": 16}),
+    "dflash-16": Row("DFlash, B = 16", {"block_size": 16}),
+    "best-16": Row("residual head r = 128, 0.9 TV, B = 16", {**BEST, "block_size": 16}),
+}
+
+
+def measure(target: Target, plain: Engine, row: Row, options: argparse.Namespace) -> dict[str, float]:
+    drafter = Drafter.from_pretrained(folder_of(options.out, row.changes) / "drafter", dtype=target.dtype)
+    if row.candidates is not None and drafter.config.head is not None:
+        drafter.config = replace(drafter.config, head=replace(drafter.config.head, candidates=row.candidates))
+    accelerate(drafter)
+    engine = Engine(target, drafter, **row.engine)
+    chats = load_chats(options)
+    found = {}
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=0)
+        found[f"tau {temperature:g}"] = tau([result.stats for result in engine.generate(chats, params)])
+    return found | times(plain, engine, chats[: options.timed_prompts], options.max_tokens)
+
+
+def times(plain: Engine, engine: Engine, chats: list[Any], max_tokens: int) -> dict[str, float]:
+    """Milliseconds of a cycle's phases and the speedup over plain decoding of the same prompts, each in turn."""
+    if not chats:
+        return {}
+    params = SamplingParams(max_tokens=max_tokens)
+    stats: dict[Engine, list[GenerationStats]] = {plain: [], engine: []}
+    for number, chat in enumerate(chats):
+        for one in (plain, engine) if number % 2 else (engine, plain):
+            stats[one].append(next(iter(one.generate([chat], params))).stats)
+    cycles = sum(len(s.accepted_lengths) for s in stats[engine])
+    rates = {
+        one: sum(s.output_tokens - 1 for s in many) / sum(s.total_seconds - s.time_to_first_token for s in many)
+        for one, many in stats.items()
+    }
+    return {
+        "draft": 1000 * sum(s.draft_seconds for s in stats[engine]) / cycles,
+        "verify": 1000 * sum(s.verify_seconds for s in stats[engine]) / cycles,
+        "speedup": rates[engine] / rates[plain],
+        "efficiency": rates[engine] / rates[plain] / tau(stats[engine]),
+    }
+
+
+COLUMNS = {"tau 0": "τ, T = 0", "tau 1": "τ, T = 1", "draft": "T_draft ms", "verify": "T_verify ms"}
+COLUMNS |= {"speedup": "speedup", "efficiency": "efficiency"}
+
+
+def main() -> None:
+    own = parser(__doc__)
+    own.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated, of {', '.join(ROWS)}")
+    own.add_argument("--timed-prompts", type=int, default=12, help="prompts to time at batch 1; 0 times none")
+    options = own.parse_args()
+    chosen = {key: ROWS[key] for key in options.rows.split(",")}
+    train_rows(options, BASE, [row.changes for row in chosen.values()])
+    target = Target.from_pretrained(options.target, dtype=torch.bfloat16)
+    plain = Engine(target)
+    facts = {name: getattr(options, name) for name in ("max_steps", "num_prompts", "max_tokens", "timed_prompts")}
+    print(f"{options.max_steps} steps of {options.tokens_per_batch} tokens each\n")
+    print("| drafter | " + " | ".join(COLUMNS.values()) + " |\n|" + "---|" * (1 + len(COLUMNS)), flush=True)
+    for key, row in chosen.items():
+        path: Path = options.out / f"measured-{key}.json"
+        measured = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if measured.get("facts") != facts:
+            measured = {"facts": facts, **measure(target, plain, row, options)}
+            write_atomically(path, json.dumps(measured) + "\n")
+        cells = [f"{measured[column]:.2f}" if column in measured else "" for column in COLUMNS]
+        print(f"| {row.name} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()
