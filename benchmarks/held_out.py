@@ -20,7 +20,7 @@ def main() -> None:
     for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         chats[row["domain"]].append(row["messages"])
-    engine = Engine.from_pretrained()
+    engine = Engine.from_pretrained(policy="fixed")
     every: list[int] = []
     print("| domain | prompts | cycles | τ |\n|---|---|---|---|")
     for domain, found in chats.items():

@@ -75,7 +75,9 @@ def main() -> None:
     for name, configuration in CONFIGURATIONS.items():
         if configuration.get("block_size", 1) > drafter.config.block_size:
             continue
-        engine = Engine(target, drafter, **configuration)
+        engine = Engine(
+            target, drafter, **{"policy": None if "block_size" in configuration else "fixed", **configuration}
+        )
         results = list(engine.generate(prompts, SamplingParams(max_tokens=options.max_tokens)))
         engine.check_integrity()
         same = [result.token_ids == answer for result, answer in zip(results, expected, strict=True)]

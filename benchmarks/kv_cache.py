@@ -136,7 +136,7 @@ def measure(
     """``reference``: the unquantised answers; filled by the first call."""
     kv_dtype, draft_kv_dtype = kinds
     assert base.drafter is not None
-    engine = Engine(base.target, base.drafter, kv_dtype=kv_dtype, draft_kv_dtype=draft_kv_dtype)
+    engine = Engine(base.target, base.drafter, policy="fixed", kv_dtype=kv_dtype, draft_kv_dtype=draft_kv_dtype)
     plain = without_drafter(engine)
     for each in (engine, plain):
         decode(each, prompts[:1], params)

@@ -60,7 +60,7 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    engine = Engine.from_pretrained(arguments.target, arguments.drafter)
+    engine = Engine.from_pretrained(arguments.target, arguments.drafter, policy="fixed")
     config = BenchConfig(
         data_dir=arguments.data_dir,
         num_prompts=arguments.num_prompts,
