@@ -11,7 +11,16 @@ from torch import nn
 
 from tests.tiny import random_drafter
 from volley.errors import CheckpointError, ConfigError, MismatchError
-from volley.models.adapter import CONFIG, WEIGHTS, AdapterConfig, adapted, attach, drafter_fingerprint, merge, save_adapter
+from volley.models.adapter import (
+    CONFIG,
+    WEIGHTS,
+    AdapterConfig,
+    adapted,
+    attach,
+    drafter_fingerprint,
+    merge,
+    save_adapter,
+)
 from volley.models.checkpoint import HeadConfig, load_tensors, save_tensors
 from volley.models.drafter import Drafter
 
