@@ -3,9 +3,9 @@
     volley collect --prompts workload.jsonl --out responses.jsonl --max-tokens 128 --temperatures 0,0.7
     python benchmarks/adapter.py --data responses.jsonl --workload held-out-workload.jsonl --old held-out.jsonl --out runs/adapter
 
-``--data`` holds the target's responses to prompts like the workload's; the other two are prompt files (``prompt``, ``messages`` or
-``turns``) that nothing was trained on. Run again after a Ctrl-C: the training goes on from its checkpoint, and what was measured is in
-``OUT/measured.json``. Requests with and without the adapter are decoded in one batch.
+``--data`` holds the target's responses to prompts like the workload's; the other two are prompt files (``prompt``,
+``messages`` or ``turns``) that nothing was trained on. Run again after a Ctrl-C: the training goes on from its checkpoint, and
+what was measured is in ``OUT/measured.json``. Requests with and without the adapter are decoded in one batch.
 """
 
 import argparse

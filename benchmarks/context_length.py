@@ -2,9 +2,9 @@
 
     python benchmarks/context_length.py DIR/peps.jsonl DIR/rust_book.jsonl --lengths 128,256,512,1024,4096,8192 --num-prompts 32
 
-The files are JSONL with a ``text`` in each row, or plain text. Each passage is given as the beginning of the target's answer and continued
-for ``--max-tokens``, so that the context ends at the length named; lengths beyond the target's context are left out. Every row is
-printed, and saved to ``--out``, as soon as it is measured.
+The files are JSONL with a ``text`` in each row, or plain text. Each passage is given as the beginning of the target's answer
+and continued for ``--max-tokens``, so that the context ends at the length named; lengths beyond the target's context are left
+out. Every row is printed, and saved to ``--out``, as soon as it is measured.
 """
 
 import argparse

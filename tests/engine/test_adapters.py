@@ -128,7 +128,7 @@ def test_adapters_come_and_go(pair: Pair, tmp_path: Path) -> None:
     request = engine.add_request(PROMPTS[0], params)
     engine.step()
     engine.unload_adapter("first")
-    with pytest.raises(InputError, match="no adapter 'first' is loaded .of those, second.; load it"):
+    with pytest.raises(InputError, match=r"no adapter 'first' is loaded \(of those, second\); load it"):
         engine.add_request(PROMPTS[0], params)
     while request.finish_reason is None:
         engine.step()

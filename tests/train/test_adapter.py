@@ -56,8 +56,9 @@ def test_an_adapter_learns_and_decodes(tiny_pair: TinyPair, tmp_path: Path, head
 def test_a_run_that_died_goes_on_to_the_same_adapter(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    init = base_drafter(tiny_pair, tmp_path)
-    options = adapter_run(tiny_pair, tmp_path, init, max_steps=12, epochs=99, save_steps=5)
+    cache = {"features": "cache", "cache_dir": str(tmp_path / "features")}  # one cache serves both trainings
+    init = base_drafter(tiny_pair, tmp_path, **cache)
+    options = adapter_run(tiny_pair, tmp_path, init, max_steps=12, epochs=99, save_steps=5, **cache)
     whole = {**options, "out": str(tmp_path / "whole")}
     train(TrainConfig(**whole))
     step = Trainer.step
@@ -67,9 +68,10 @@ def test_a_run_that_died_goes_on_to_the_same_adapter(
             raise RuntimeError("died")
         return step(self, indices, progress)
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="died"):
+    with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", die)
-        train(TrainConfig(**options))
+        with pytest.raises(RuntimeError, match="died"):
+            train(TrainConfig(**options))
     train(TrainConfig(**options))
     once, resumed = weights(whole["out"]), weights(options["out"])
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in once.items())

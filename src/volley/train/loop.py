@@ -244,7 +244,8 @@ class Trainer:
         self._describe()
         if self.config.features == "cache":
             directory = Path(self.config.cache_dir or self.out / "features")
-            self.source = FeatureCache(directory, self.data.documents, self.online, self.facts)
+            facts = {name: self.facts[name] for name in ("target", "data")}
+            self.source = FeatureCache(directory, self.data.documents, self.online, facts)
             self.source.build(self.ranks, self.reporter.say)
         self._plan()
         self.reporter.start(self.position)
@@ -390,8 +391,9 @@ class Trainer:
             f"{data.dropped} rows too short, {len(data.held_out)} held out for the loss and {len(data.prompts)} for τ"
         )
         self.reporter.say(
-            f"{self.product.name}: {shape.num_hidden_layers} layers, {count / 1e6:.2f} M parameters to learn, block size {shape.block_size}, "
-            f"taps {list(shape.target_layer_ids)} of {shape.num_target_layers}, mask token {shape.mask_token_id}"
+            f"{self.product.name}: {shape.num_hidden_layers} layers, {count / 1e6:.2f} M parameters to learn, "
+            f"block size {shape.block_size}, taps {list(shape.target_layer_ids)} of {shape.num_target_layers}, "
+            f"mask token {shape.mask_token_id}"
         )
 
     def _log(self, correct: torch.Tensor, valid: torch.Tensor) -> None:
