@@ -122,9 +122,10 @@ A = "base_model.model.fc.lora_A.weight"
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (change_config(drafter="0" * 32), MismatchError, "another|trained for a drafter with fingerprint 000"),
+        (change_config(drafter="0" * 32), MismatchError, "trained for a drafter with fingerprint 000"),
         (change_config(r=4), CheckpointError, r"has shape \[3, 64\], config.json says \[4, 64\]"),
         (change_config(r=0), ConfigError, "a rank is a positive integer"),
+        (change_config(lora_alpha="2"), ConfigError, "lora_alpha is '2'; it must be a number"),
         (change_config(r=None), ConfigError, "lacks 'r'"),
         (change_config(lora_alfa=1), ConfigError, "did you mean 'lora_alpha'"),
         (change_config(bias="all"), ConfigError, "bias is 'all'"),

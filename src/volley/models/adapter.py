@@ -55,6 +55,8 @@ class AdapterConfig:
             raise ConfigError(f"adapter config lacks {', '.join(map(repr, missing))}; save the adapter again")
         if not isinstance(raw["r"], int) or raw["r"] < 1:
             raise ConfigError(f"adapter config: r is {raw['r']!r}; a rank is a positive integer")
+        if not isinstance(raw["lora_alpha"], int | float):
+            raise ConfigError(f"adapter config: lora_alpha is {raw['lora_alpha']!r}; it must be a number")
         return cls(**{name: raw[name] for name in own})
 
 
