@@ -8,9 +8,11 @@ from typer.testing import CliRunner
 
 import volley.cli
 from volley.cli import app, main
+from volley.models.drafter import Drafter
 from volley.train.options import TrainConfig
 
 from .conftest import TinyPair
+from .models.test_adapter import make_adapter
 
 FAST = ("--dtype", "float32", "--threads", "1")
 
@@ -74,7 +76,7 @@ def test_errors_are_one_line(
     assert errors.count("\n") == 1
 
 
-def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair) -> None:
+def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path: Path) -> None:
     pair = ("--target", tiny_pair.target, "--drafter", tiny_pair.drafter, *FAST)
     answer, statistics = run("generate", "Hello", "--max-tokens", 12, "--compare", *pair)
     assert answer.endswith("\n")
@@ -85,6 +87,9 @@ def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair) -> None:
     assert plain == answer
     raw, _ = run("generate", "Hello", "--raw", "--max-tokens", 12, *pair)
     assert raw != answer
+    make_adapter(tmp_path, Drafter.from_pretrained(tiny_pair.drafter))
+    adapted, _ = run("generate", "Hello", "--adapter", tmp_path, "--max-tokens", 12, *pair)
+    assert adapted == answer
     caches = ("--kv-dtype", "int8", "--draft-kv-dtype", "int4")
     _, statistics = run("generate", "Hello", "--max-tokens", 12, "--compare", *pair, *caches)
     assert "The tokens were identical to plain decoding's." in statistics

@@ -142,6 +142,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="With it, the same answer is drawn again.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter that the drafter shall use.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
@@ -165,10 +166,13 @@ def generate(
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
+        draft_adapter=str(adapter) if adapter else None,
     )
     if compare and prompts is not None:
         raise ConfigError("--compare looks at one prompt; for many, use volley bench")
     engine = load_engine(models, options, caches)
+    if adapter is not None:
+        engine.load_adapter(str(adapter), adapter)
     if prompts is not None:
         _answer_file(engine, conversations, params, raw)
         return
@@ -385,7 +389,7 @@ def train(config: TrainConfig) -> None:
     """Train a drafter for a target on its own responses. Run again to resume, with torchrun for several processes."""
     from volley.train.loop import train as run
 
-    typer.echo(f"drafter in {run(config)}", err=True)
+    typer.echo(f"written to {run(config)}", err=True)
 
 
 def main() -> None:

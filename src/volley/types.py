@@ -25,7 +25,8 @@ class SamplingParams:
     unmodified distribution, and of the ``top_logprobs`` likeliest beside it. ``presence_penalty`` and
     ``frequency_penalty`` (each in [-2, 2]) lower the logits of tokens the output has, ``repetition_penalty`` (1: none)
     divides those of tokens that prompt or output have, ``logit_bias`` maps token ids to what is added to their logits.
-    ``draft_temperature`` (``None``: the same as ``temperature``) changes speed, never the law.
+    ``draft_temperature`` (``None``: the same as ``temperature``) and ``draft_adapter`` (the name of an adapter that the engine
+    has loaded; ``None``: the drafter as it is) change speed, never the law.
     """
 
     temperature: float = 0.0
@@ -45,6 +46,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias; a mapping will do."""
     draft_temperature: float | None = None
+    draft_adapter: str | None = None
 
     def __post_init__(self) -> None:
         given: object = self.stop

@@ -24,6 +24,7 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVDtype, bytes_per_token
 from volley.models.accelerate import accelerate
+from volley.models.adapter import Adapter
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 from volley.types import GenerationResult, Proposal, SamplingParams, TextChunk, Verdict
@@ -113,6 +114,7 @@ class Engine:
             draft_kv_dtype=draft_kv_dtype,
         )
         self.tree_nodes = tree_nodes
+        self._adapters: dict[str, Adapter] = {}
         self.pacer = Pacer(self.runner, largest_block)
         if block_size is not None:
             self.block_size = block_size
@@ -206,7 +208,7 @@ class Engine:
         """Offer the request's full pages to later prompts."""
         size = self.pool.page_size
         while self.scheduler.config.prefix_caching and (done := len(request.page_hashes)) < request.computed // size:
-            parent = request.page_hashes[-1] if done else b""
+            parent = request.page_hashes[-1] if done else request.prefix_root
             digest = self.pool.page_hash(parent, request.token_ids[done * size : (done + 1) * size])
             request.page_hashes.append(digest)
             self.pool.publish(request.table.pages[done], digest)
@@ -237,6 +239,8 @@ class Engine:
         max_length = min(len(token_ids) + params.max_tokens, limit)
         self.pool.check_fits(max_length)
         table = BlockTable(self.pool.page_size)
+        adapter = self._find_adapter(params.draft_adapter)
+        in_ring = self.scheduler.ring_pool is not None  # then pages hold the target's K/V only, whatever drafts
         request = Request(
             request_id=self._next_id,
             token_ids=token_ids,
@@ -248,6 +252,8 @@ class Engine:
             table=table,
             draft_table=table,
             counts=counts,
+            adapter=adapter,
+            prefix_root=b"" if adapter is None or in_ring else adapter.digest,
         )
         self._next_id += 1
         return request
@@ -311,6 +317,34 @@ class Engine:
         logits = self.target.forward(batch, self.runner.store, last)[0].float()
         self.pool.release(table)
         return logits
+
+    # -- adapters ------------------------------------------------------------------------------------------------------
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Let requests choose the adapter in folder ``path``, by ``SamplingParams(draft_adapter=name)``.
+
+        It takes the memory of one more drafter. A name in use gets the new adapter; requests that run keep theirs.
+        """
+        if self.drafter is None:
+            raise ConfigError(f"adapter {name!r} has no drafter to adapt; give the engine one")
+        self._adapters[name] = self.runner.load_adapter(path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that run with it keep it until they end."""
+        self._find_adapter(name)
+        del self._adapters[name]
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names that requests may choose."""
+        return sorted(self._adapters)
+
+    def _find_adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        if name not in self._adapters:
+            known = ", ".join(self.adapters) or "none is"
+            raise InputError(f"no adapter {name!r} is loaded (of those, {known}); load it with Engine.load_adapter")
+        return self._adapters[name]
 
     # -- settings ------------------------------------------------------------------------------------------------------
     @property

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from volley.decode.processors import TokenCounts
 from volley.decode.sampling import PositionNoise
 from volley.memory.kv_cache import BlockTable
+from volley.models.adapter import Adapter
 from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams, TextChunk
 
 
@@ -61,6 +62,10 @@ class Request:
     """The drafter's pages: the same table, or a ring of its own under a draft window."""
     counts: TokenCounts | None = None
     """Kept only where penalties or biases ask for it."""
+    adapter: Adapter | None = None
+    """Drafts for this request; ``None``: the drafter as it is."""
+    prefix_root: bytes = b""
+    """The parent of the first page's hash: pages are shared among requests that have the same."""
     num_prompt: int = 0
     computed: int = 0
     draft_slots: int = 0

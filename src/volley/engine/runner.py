@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from volley.errors import ConfigError, MismatchError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVDtype, make_store
+from volley.models.accelerate import accelerate
+from volley.models.adapter import Adapter, adapted, drafter_fingerprint
 from volley.models.drafter import Drafter
 from volley.models.heads import BoundHead
 from volley.models.inject import Injection
@@ -128,6 +131,14 @@ class Runner:
                 self.head = BoundHead(drafter.head, config.head.candidates, embedding, target.head_weight)
             self._windows = [_narrower(draft_window, drafter.window(i)) for i in range(config.num_hidden_layers)]
 
+    def load_adapter(self, path: Path | str) -> Adapter:
+        """The drafter with the adapter in folder ``path``; both keep their K/V in the same store."""
+        assert self.drafter is not None
+        drafter = adapted(self.drafter, path)
+        digest = bytes.fromhex(drafter_fingerprint(drafter))
+        accelerate(drafter)
+        return Adapter(drafter, Injection(drafter, self.draft_store), digest)
+
     # -- draft ---------------------------------------------------------------------------------------------------------
     def draft(self, plan: Sequence[Scheduled]) -> list[Proposal]:
         """A proposal for every scheduled request, empty for those that only prefill."""
@@ -179,25 +190,40 @@ class Runner:
     def _slot_logits(self, plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Target-head logits ``[Σ k, V]`` of every slot after the anchors, and the hidden states ``[Σ k, H]`` they are of.
 
-        Block K/V are scratch in the draft pages.
+        One draft pass for each adapter among the requests.
         """
-        assert self.drafter is not None
+        groups = _by_adapter(plan)
+        if len(groups) == 1:
+            slots = self._slot_states(plan, token_ids, plan[0].request.adapter)
+        else:
+            blocks = torch.split(token_ids, [1 + scheduled.max_draft for scheduled in plan])
+            states = [token_ids] * len(plan)
+            for adapter, places in groups.items():
+                members = [plan[place] for place in places]
+                found = self._slot_states(members, torch.cat([blocks[place] for place in places]), adapter)
+                for place, rows in zip(places, torch.split(found, [s.max_draft for s in members]), strict=True):
+                    states[place] = rows
+            slots = torch.cat(states)
+        return self.target.head(slots), slots
+
+    def _slot_states(self, plan: list[Scheduled], token_ids: Tensor, adapter: Adapter | None) -> Tensor:
+        """The drafter's final states ``[Σ k, H]`` of every slot. Block K/V are scratch in the draft pages."""
+        drafter = self.drafter if adapter is None else adapter.drafter
+        assert drafter is not None
         segments = [Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=False) for s in plan]
         batch = RaggedBatch(segments, token_ids.to(self.target.device))
         attention, store, windows = self.target.attention, self.draft_store, self._windows
-        scale = self.drafter.config.head_dim**-0.5
+        scale = drafter.config.head_dim**-0.5
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(batch, store, layer, q, k, v, AttentionOptions(scale, windows[layer]))
 
-        hidden = self.drafter(self.target.embed(batch.token_ids), batch.positions, attend)
+        hidden: Tensor = drafter(self.target.embed(batch.token_ids), batch.positions, attend)
         if len(segments) == 1:
-            slots = hidden[1:]
-        else:
-            keep = torch.ones(len(batch), dtype=torch.bool)
-            keep[batch.offsets[:-1]] = False
-            slots = hidden[keep.to(hidden.device)]
-        return self.target.head(slots), slots
+            return hidden[1:]
+        keep = torch.ones(len(batch), dtype=torch.bool)
+        keep[batch.offsets[:-1]] = False
+        return hidden[keep.to(hidden.device)]
 
     def _propose(self, plan: list[Scheduled], logits: Tensor, best: list[int]) -> list[Proposal]:
         proposals = []
@@ -352,8 +378,23 @@ class Runner:
             return
         started = time.perf_counter()
         features = self.taps.take()[0]
+        for adapter, places in _by_adapter(plan).items():
+            injection = self.injection if adapter is None else adapter.injection
+            self._inject(features, plan, verdicts, places, injection)
+        self.timings.draft += time.perf_counter() - started
+
+    def _inject(
+        self,
+        features: Tensor,
+        plan: Sequence[Scheduled],
+        verdicts: Sequence[Verdict],
+        places: list[int],
+        injection: Injection,
+    ) -> None:
+        """Inject for the requests at ``places`` of the plan, out of the ``features [T, taps · H]`` of the whole pass."""
         kept, slots = [], []
-        for scheduled, verdict, start in zip(plan, verdicts, self.batch.offsets, strict=False):
+        for place in places:
+            scheduled, verdict, start = plan[place], verdicts[place], self.batch.offsets[place]
             request, size = scheduled.request, scheduled.num_known + verdict.accepted
             skip = max(0, size - request.draft_table.capacity) if request.draft_table.is_ring else 0
             kept.append(_kept_rows(scheduled.num_known, verdict, start, skip))
@@ -361,9 +402,15 @@ class Runner:
         rows, where = kept[0], slots[0]
         if len(kept) > 1:
             rows, where = (torch.cat([_as_indices(s) for s in parts]).to(features.device) for parts in (kept, slots))
-        features, positions = features[rows], self.batch.positions[rows]
-        self.injection(features, positions, where)
-        self.timings.draft += time.perf_counter() - started
+        injection(features[rows], self.batch.positions[rows], where)
+
+
+def _by_adapter(plan: Sequence[Scheduled]) -> dict[Adapter | None, list[int]]:
+    """Places in the plan of the requests that each adapter drafts for."""
+    groups: dict[Adapter | None, list[int]] = {}
+    for place, scheduled in enumerate(plan):
+        groups.setdefault(scheduled.request.adapter, []).append(place)
+    return groups
 
 
 def _chooser(request: Request, logits: Tensor, best: list[int]) -> Callable[[int, int], int]:

@@ -131,7 +131,7 @@ class Scheduler:
 
     def _match_prefix(self, request: Request) -> None:
         usable = request.token_ids[: request.prefill_end + (request.num_output > 0)]
-        request.page_hashes = self.pool.match_prefix(request.table, usable)
+        request.page_hashes = self.pool.match_prefix(request.table, usable, request.prefix_root)
         request.computed = request.table.capacity
         if self.ring_pool is not None:
             # The ring starts empty: the window before the first block must be computed again to have its features.

@@ -208,14 +208,15 @@ class PagePool:
         assert len(token_ids) == self.page_size
         return hashlib.blake2b(np.asarray(token_ids, dtype=np.int64).tobytes(), key=parent, digest_size=16).digest()
 
-    def match_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[bytes]:
+    def match_prefix(self, table: BlockTable, token_ids: Sequence[int], root: bytes = b"") -> list[bytes]:
         """Take the cached pages that hold a prefix of ``token_ids`` into an empty ``table``; returns their hashes.
 
-        The last token is never matched: a request needs at least one position to compute.
+        ``root`` is the parent of the first page's hash. The last token is never matched: a request needs at least one
+        position to compute.
         """
         assert not table.pages, "a prefix is matched before anything is allocated"
         hashes: list[bytes] = []
-        parent = b""
+        parent = root
         for start in range(0, len(token_ids) - self.page_size, self.page_size):
             parent = self.page_hash(parent, token_ids[start : start + self.page_size])
             page = self._page_of.get(parent)

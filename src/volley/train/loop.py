@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from volley.errors import InputError
+from volley.models.adapter import AdapterConfig, attach, drafter_fingerprint, merge, save_adapter
 from volley.models.drafter import Drafter
 from volley.train.anchors import draw_anchors
 from volley.train.cache import FeatureCache
@@ -27,7 +28,7 @@ from volley.train.optimizer import MuonWithAdamW
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.report import Reporter
-from volley.train.shape import choose_mask_token, drafter_config, start_from
+from volley.train.shape import choose_mask_token, drafter_config, drafter_to_adapt, start_from
 from volley.train.state import (
     NAME,
     Position,
@@ -46,7 +47,7 @@ CPU_ROWS = 4096  # rows at a time on a CPU: tensors of more come fresh from the 
 
 
 def train(config: TrainConfig) -> Path:
-    """Train, or go on with, the run in ``config.out``; returns the folder of the drafter (z-lab's format)."""
+    """Train, or go on with, the run in ``config.out``; returns the folder of the drafter or adapter."""
     if config.threads:
         torch.set_num_threads(config.threads)
     ranks = Ranks(config.device, config.fsdp)
@@ -72,8 +73,9 @@ class Data:
 
     def __init__(self, config: TrainConfig, target: FrozenTarget) -> None:
         self.target = target
-        context = getattr(target.text_config, "max_position_embeddings", config.max_length)
-        self.max_length = min(config.max_length, context)
+        longest = config.max_length or config.tokens_per_batch
+        context = getattr(target.text_config, "max_position_embeddings", longest)
+        self.max_length = min(longest, context)
         rows, held_rows = self._split(config)
         self.documents = self._encode(rows)
         if not self.documents:
@@ -119,13 +121,11 @@ class Trainer:
         self.reporter = Reporter(self.out, ranks.first)
         self.target = FrozenTarget(config.target, getattr(torch, config.dtype), ranks.device)
         self.data = Data(config, self.target)
-        texts = [*self.data.documents, *self.data.held_out]
-        mask = choose_mask_token(self.target.tokenizer, self.target.vocab_size, texts, config.mask_token_id)
+        self.facts = {"target": self.target.fingerprint(), "data": self.data.fingerprint}
+        self.adapter: AdapterConfig | None = None
         torch.manual_seed(config.seed)
-        self.shape = drafter_config(config, self.target.model, mask)
-        drafter = Drafter(self.shape).to(ranks.device)
-        if config.init is not None:
-            start_from(drafter, config.init)
+        drafter = self._new_drafter() if config.lora_rank is None else self._adapted_drafter(config.lora_rank)
+        self.shape = drafter.config
         if not config.compile:
             fuse(drafter)
         self.model = BlockForward(drafter, self._attention())
@@ -135,7 +135,6 @@ class Trainer:
         self.step_function = StepFunction(config, self.target, self.shape, self.model)
         self.optimizer = self._optimizer()
         self.position = Position()
-        self.facts = {"target": self.target.fingerprint(), "data": self.data.fingerprint}
         self.online = OnlineFeatures(
             self.target, self.shape.target_layer_ids, self.step_function.objective.needs_target
         )
@@ -143,13 +142,33 @@ class Trainer:
         self.losses: list[float] = []
         self.interrupted = False
 
+    def _new_drafter(self) -> Drafter:
+        config, texts = self.config, [*self.data.documents, *self.data.held_out]
+        mask = choose_mask_token(self.target.tokenizer, self.target.vocab_size, texts, config.mask_token_id)
+        drafter = Drafter(drafter_config(config, self.target.model, mask)).to(self.ranks.device)
+        if config.init is not None:
+            start_from(drafter, config.init)
+        return drafter
+
+    def _adapted_drafter(self, rank: int) -> Drafter:
+        assert self.config.init is not None, "TrainConfig has checked it"
+        drafter = drafter_to_adapt(self.config.init, self.target.model).to(self.ranks.device)
+        self.facts["drafter"] = drafter_fingerprint(drafter)
+        self.adapter = AdapterConfig(r=rank, lora_alpha=2.0 * rank, drafter=self.facts["drafter"])
+        attach(drafter, self.adapter)
+        return drafter
+
     def _attention(self) -> str:
         if self.config.attention != "auto":
             return self.config.attention
         return "flex" if self.ranks.device.type == "cuda" else "grouped"
 
+    def _parameters(self) -> list[nn.Parameter]:
+        """What learns."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
     def _optimizer(self) -> torch.optim.Optimizer:
-        parameters, config = list(self.model.parameters()), self.config
+        parameters, config = self._parameters(), self.config
         tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}  # rows, not a map
         matrices, vectors = (
             [p for p in parameters if (p.ndim > 1 and id(p) not in tables) == wanted] for wanted in (True, False)
@@ -184,7 +203,10 @@ class Trainer:
         if not self.ranks.first:
             return None
         copy = Drafter(self.shape)
+        if self.adapter is not None:
+            attach(copy, self.adapter)
         copy.load_state_dict({name.removeprefix("drafter."): tensor for name, tensor in weights.items()})
+        merge(copy)
         return copy
 
     # Training
@@ -211,13 +233,19 @@ class Trainer:
         if self.interrupted:
             raise KeyboardInterrupt(f"stopped after step {at.step}; the same command goes on from there")
         self.evaluate()
-        return self.out / "drafter"
+        return self.product
+
+    @property
+    def product(self) -> Path:
+        """The folder of what the run makes."""
+        return self.out / ("drafter" if self.adapter is None else "adapter")
 
     def _prepare(self) -> None:
         self._describe()
         if self.config.features == "cache":
             directory = Path(self.config.cache_dir or self.out / "features")
-            self.source = FeatureCache(directory, self.data.documents, self.online, self.facts)
+            facts = {name: self.facts[name] for name in ("target", "data")}
+            self.source = FeatureCache(directory, self.data.documents, self.online, facts)
             self.source.build(self.ranks, self.reporter.say)
         self._plan()
         self.reporter.start(self.position)
@@ -248,7 +276,12 @@ class Trainer:
         config = self.config
         seed = f"{config.seed}/{epoch}/{index}"
         return draw_anchors(
-            document.response_start, len(document), config.anchors_per_sequence, config.block_size, config.anchors, seed
+            document.response_start,
+            len(document),
+            config.anchors_per_sequence,
+            self.shape.block_size,
+            config.anchors,
+            seed,
         )
 
     def step(self, indices: list[int], progress: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,7 +294,7 @@ class Trainer:
         anchors = {index: self._anchors(documents[index], index, self.position.epoch) for index in indices}
         weight = self.step_function.total_weight([documents[index] for index in indices], list(anchors.values()))
         loss = 0.0
-        rights, valids = ([torch.empty(0, self.config.block_size - 1, dtype=torch.bool)] for _ in range(2))
+        rights, valids = ([torch.empty(0, self.shape.block_size - 1, dtype=torch.bool)] for _ in range(2))
         for part, counts in self._passes(indices, anchors):
             chosen = [documents[index] for index in part]
             features = self.source(chosen, part)
@@ -278,7 +311,7 @@ class Trainer:
         return torch.cat(rights), torch.cat(valids)
 
     def _update(self, progress: float) -> None:
-        parameters = list(self.model.parameters())
+        parameters = self._parameters()
         self.ranks.sum_gradients(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, self.config.clip)
         scale = learning_rate_scale(progress, self.config.warmup)
@@ -305,7 +338,7 @@ class Trainer:
         passes: list[list[int]] = []
         for index in indices:
             most = max(len(anchors[i]) for i in [*(passes[-1] if passes else ()), index])
-            if not passes or most * (len(passes[-1]) + 1) * self.config.block_size > limit:
+            if not passes or most * (len(passes[-1]) + 1) * self.shape.block_size > limit:
                 passes.append([])
             passes[-1].append(index)
         return passes
@@ -344,22 +377,23 @@ class Trainer:
 
     def _describe(self) -> None:
         data, shape = self.data, self.shape
-        count = sum(parameter.numel() for parameter in self.model.parameters())
+        count = sum(parameter.numel() for parameter in self._parameters())
         self.summary = {
             "rows": len(data.documents),
             "rows_without_two_response_tokens": data.dropped,
             "tokens": sum(data.lengths),
             "response_tokens": data.response_tokens,
             "held_out_rows": len(data.held_out),
-            "drafter_parameters": count,
+            "parameters": count,
         }
         self.reporter.say(
             f"data: {len(data.documents)} rows, {sum(data.lengths)} tokens, {data.response_tokens} of them in responses; "
             f"{data.dropped} rows too short, {len(data.held_out)} held out for the loss and {len(data.prompts)} for τ"
         )
         self.reporter.say(
-            f"drafter: {shape.num_hidden_layers} layers, {count / 1e6:.2f} M parameters, block size {shape.block_size}, "
-            f"taps {list(shape.target_layer_ids)} of {shape.num_target_layers}, mask token {shape.mask_token_id}"
+            f"{self.product.name}: {shape.num_hidden_layers} layers, {count / 1e6:.2f} M parameters to learn, "
+            f"block size {shape.block_size}, taps {list(shape.target_layer_ids)} of {shape.num_target_layers}, "
+            f"mask token {shape.mask_token_id}"
         )
 
     def _log(self, correct: torch.Tensor, valid: torch.Tensor) -> None:
@@ -373,7 +407,10 @@ class Trainer:
         drafter = self.drafter()
         values = self._held_out_metrics() if self.data.held_out and (self.ranks.first or self.ranks.sharded) else {}
         if drafter is not None:
-            drafter.save_pretrained(self.out / "drafter")
+            if self.adapter is None:
+                drafter.save_pretrained(self.product)
+            else:
+                save_adapter(self.product, self.model.drafter, self.adapter)
             if self.data.prompts:
                 values["decoded"] = evaluate_tau(
                     drafter,

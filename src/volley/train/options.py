@@ -20,6 +20,21 @@ REPORTING_OPTIONS = frozenset(
 )
 """Options that say when to report and save, not what is learnt: a resumed run may change them."""
 
+SHAPE_OPTIONS = (
+    "block_size",
+    "num_layers",
+    "taps",
+    "no_features",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "window",
+    "head",
+    "mask_token_id",
+)
+"""Options that make a drafter what it is; an adapter has them from its drafter."""
+
 CHOICES = {
     "anchors": ("random", "fixed"),
     "head": ("none", "markov", "residual"),
@@ -57,6 +72,8 @@ class TrainConfig:
 
     init: str | None = None
     """Folder of a drafter of the same shape to start from; a sequential head may be new. By default random weights."""
+    lora_rank: int | None = None
+    """Train an adapter of this rank for the drafter in ``init``, whose shape and weights stay; by default a whole drafter."""
     block_size: int = 16
     """Block size B, anchor included."""
     num_layers: int | None = None
@@ -84,8 +101,8 @@ class TrainConfig:
     mask_token_id: int | None = None
     """Token that marks an empty slot; by default one of the target's that no text uses."""
 
-    max_length: int = 1024
-    """Longer rows are cut to so many tokens, and to the target's context length."""
+    max_length: int | None = None
+    """Longer rows are cut to so many tokens; by default to ``tokens_per_batch``, and always to the target's context."""
     tokens_per_batch: int = 8192
     """Context tokens, padding included, that one step may hold."""
     rows_per_pass: int | None = None
@@ -168,6 +185,18 @@ class TrainConfig:
         if self.no_features and self.taps is not None:
             raise ConfigError("no_features and taps exclude each other; drop one of the two")
 
+        if self.lora_rank is not None:
+            self._check_adapter()
+
+    def _check_adapter(self) -> None:
+        if self.init is None:
+            raise ConfigError("lora_rank adapts a drafter, and none is named; give its folder as init")
+        if self.fsdp or self.optimizer == "muon":
+            raise ConfigError("an adapter is trained whole and with AdamW; leave out fsdp and optimizer='muon'")
+        for name in SHAPE_OPTIONS:
+            if getattr(self, name) != self.__dataclass_fields__[name].default:
+                raise ConfigError(f"an adapter keeps the shape of the drafter in init; leave out {name}")
+
     def _checks(self) -> Iterable[tuple[str, bool, str]]:
         yield "data", bool(self.data), "at least one JSONL file"
         yield "block_size", self.block_size >= 2, "2 or more: an anchor and at least one slot to draft"
@@ -179,7 +208,7 @@ class TrainConfig:
         yield "warmup", 0 <= self.warmup < 1, "in [0, 1)"
         for name in ("eval_prompts", "weight_decay"):
             yield name, getattr(self, name) >= 0, "0 or more"
-        yield "max_length", self.max_length >= 2, "2 or more"
+        yield "max_length", self.max_length is None or self.max_length >= 2, "2 or more"
         for name in (
             "tokens_per_batch",
             "anchors_per_sequence",
@@ -191,6 +220,7 @@ class TrainConfig:
         ):
             yield name, getattr(self, name) > 0, "positive"
         optional: tuple[str, ...] = (
+            "lora_rank",
             "rows_per_pass",
             "num_layers",
             "intermediate_size",

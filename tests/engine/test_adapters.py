@@ -1,0 +1,139 @@
+"""Requests with different adapters in one batch: the target's tokens and law, and never another adapter's draft K/V."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.chi_square import chi_square_p, joint_counts
+from tests.engine.test_greedy import COUNT, PROMPTS, expected, tokens
+from tests.engine.test_sampled import PROMPT, SEEDS, V, exact_law, soft_scored, tiny
+from tests.models.test_adapter import make_adapter
+from tests.tiny import Pair, random_prompts, teach
+from volley import Engine, SamplingParams
+from volley.engine import runner
+from volley.errors import ConfigError, InputError
+from volley.models.adapter import adapted
+
+CHOICES = [None, "first", "second"]
+
+
+def engine_with_adapters(pair: Pair, folder: Path, **options: Any) -> Engine:
+    engine = Engine(pair.target, pair.drafter, **{"page_size": 4, "num_pages": 160, **options})
+    for seed, name in enumerate(("first", "second")):
+        make_adapter(folder / name, pair.drafter, seed=seed)
+        engine.load_adapter(name, folder / name)
+    return engine
+
+
+def mixed(params: SamplingParams, count: int) -> list[SamplingParams]:
+    return [replace(params, draft_adapter=CHOICES[index % 3]) for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_pages": 16},
+        {"denoising_steps": 2},
+        {"tree_nodes": 9},
+        {"draft_window": 6, "max_batch_tokens": 9},
+    ],
+)
+def test_greedy_tokens_are_plain_decodings(pair: Pair, tmp_path: Path, options: dict[str, Any]) -> None:
+    engine = engine_with_adapters(pair, tmp_path, **options)
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected(), strict=True)})
+    for _ in range(2):  # the second time with cached prefixes
+        results = list(engine.generate(PROMPTS, mixed(SamplingParams(max_tokens=COUNT), len(PROMPTS))))
+        assert tokens(results) == expected()
+        engine.check_integrity()
+        assert engine.pool.num_used == 0
+    assert max(length for result in results for length in result.stats.accepted_lengths) > 3
+
+
+def drafts_of(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:
+    """All proposals of each request: they show any change of draft weights or of their context."""
+    seen: dict[int, list[list[int]]] = {}
+
+    def listen(request: Any, proposal: Any, verdict: Any) -> None:
+        seen.setdefault(request.request_id, []).append(proposal.token_ids)
+
+    engine.on_verified.append(listen)
+    list(engine.generate(prompts, params))
+    engine.on_verified.remove(listen)
+    return [seen[request_id] for request_id in sorted(seen)]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_each_request_is_drafted_by_its_own_adapter(pair: Pair, tmp_path: Path, window: int | None) -> None:
+    """The same prompts by every adapter in one batch, as an engine does that has this drafter only."""
+    engine = engine_with_adapters(pair, tmp_path, draft_window=window)
+    prompts = [prompt for prompt in random_prompts(4, longest=30, seed=8) for _ in CHOICES]
+    params = mixed(SamplingParams(max_tokens=12), len(prompts))
+    drafters = [pair.drafter, *(adapted(pair.drafter, tmp_path / name) for name in ("first", "second"))]
+    alone = [Engine(pair.target, drafter, page_size=4, num_pages=160, draft_window=window) for drafter in drafters]
+    plain = SamplingParams(max_tokens=12)
+    wanted = [drafts_of(alone[index % 3], [prompt], [plain])[0] for index, prompt in enumerate(prompts)]
+    assert drafts_of(engine, prompts, params) == wanted
+    assert drafts_of(engine, prompts, params) == wanted, "with cached prefixes"
+    assert len({str(drafts) for drafts in wanted}) == len(wanted), "adapters that draft alike would prove nothing"
+
+
+def test_a_prefix_hit_brings_draft_kv_of_the_same_adapter_only(pair: Pair, tmp_path: Path) -> None:
+    engine = engine_with_adapters(pair, tmp_path)
+    prompt = list(range(17))
+
+    def cached(name: str | None) -> int:
+        params = SamplingParams(max_tokens=2, draft_adapter=name)
+        return next(engine.generate(prompt, params)).stats.cached_tokens
+
+    assert [cached(name) for name in CHOICES] == [0, 0, 0]
+    assert [cached(name) for name in CHOICES] == [16, 16, 16]
+    engine.load_adapter("again", tmp_path / "first")
+    assert cached("again") == 16, "the same weights by another name"
+    make_adapter(tmp_path / "first", pair.drafter, seed=9)
+    engine.load_adapter("first", tmp_path / "first")
+    assert cached("first") == 0, "other weights by the same name"
+    windowed = engine_with_adapters(pair, tmp_path, draft_window=6)
+    windowed.generate(prompt, SamplingParams(max_tokens=2)).__next__()
+    warm = next(windowed.generate(prompt, SamplingParams(max_tokens=2, draft_adapter="second")))
+    assert warm.stats.cached_tokens == 8, "a ring is private, and the target's pages serve all"
+
+
+def test_the_law_of_mixed_batches_is_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=3)
+    options = {"max_running": 256, "num_pages": 600, "page_size": 8, "verification": "speculative"}
+    engine = engine_with_adapters(tiny(), tmp_path, **options)
+
+    def sampled() -> tuple[torch.Tensor, int]:
+        each = [replace(own, seed=seed) for seed, own in enumerate(mixed(params, SEEDS))]
+        results = list(engine.generate([PROMPT] * SEEDS, each))
+        accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
+        return torch.tensor([result.token_ids for result in results]), accepted
+
+    sequences, accepted = sampled()
+    assert chi_square_p(joint_counts(sequences, V), exact_law(params)) > 1e-3
+    assert accepted > 0.2 * SEEDS
+    monkeypatch.setattr(runner, "propose_sampled", soft_scored)
+    sequences, _ = sampled()
+    assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6, "a planted bias is seen"
+
+
+def test_adapters_come_and_go(pair: Pair, tmp_path: Path) -> None:
+    engine = engine_with_adapters(pair, tmp_path)
+    assert engine.adapters == ["first", "second"]
+    params = SamplingParams(max_tokens=COUNT, draft_adapter="first")
+    request = engine.add_request(PROMPTS[0], params)
+    engine.step()
+    engine.unload_adapter("first")
+    with pytest.raises(InputError, match=r"no adapter 'first' is loaded \(of those, second\); load it"):
+        engine.add_request(PROMPTS[0], params)
+    while request.finish_reason is None:
+        engine.step()
+    assert request.result().token_ids == expected()[0], "a request that runs keeps its adapter"
+    with pytest.raises(InputError, match="no adapter 'first'"):
+        engine.unload_adapter("first")
+    with pytest.raises(ConfigError, match="no drafter to adapt"):
+        Engine(pair.target, num_pages=20).load_adapter("first", tmp_path / "first")
