@@ -37,7 +37,7 @@ class PassCost:
         self._extend(tokens + more)
         if self._prior is None and requests > 1:
             self._each = max(0.0, self._measure(8, 8) - float(self._table[8])) / 8
-            self._prior = self._each, 0.2 * self._measured[0]
+            self._prior = self._each, 0.3 * self._each + 0.01 * self._measured[0]
         return self._speed * self._table[tokens : tokens + more + 1] + self._each * requests
 
     def _extend(self, tokens: int) -> None:

@@ -116,7 +116,7 @@ class Goodput(BlockSizePolicy):
         self._is_close = False  # whether it is worth knowing what a plain cycle takes
         self._price = 0.0  # gain below which a slot is not verified
         self._confidence: list[list[float]] = []  # of the cycle under way
-        self._cycle = self._reviewed_for = self._next_review = self._next_probe = 0
+        self._cycle = self._reviewed_for = self._next_review = self._next_probe = self._next_plain = 0
 
     def draft(self, requests: Decoding) -> list[int]:
         self._cycle += 1
@@ -124,10 +124,12 @@ class Goodput(BlockSizePolicy):
             return self._probe(requests)
         if len(requests) != self._reviewed_for or self._cycle >= self._next_review:
             self._review(len(requests))
-        if self._slots and not (self._is_close and self._cycle % (2 * _REVIEW) == 0):
+        if self._slots and not (self._is_close and self._cycle >= self._next_plain):
             # Now and then the whole block, to know what the slots behind would be worth.
             slots = self._slots if self._cycle % _REVIEW else self.block_size - 1
             return [min(limit, slots) for limit in requests.limits]
+        if self._slots:
+            self._next_plain = self._cycle + 2 * _REVIEW
         if self._slots or self._cycle < self._next_probe:
             return [0] * len(requests)
         return self._probe(requests)
@@ -146,6 +148,8 @@ class Goodput(BlockSizePolicy):
     def _review(self, count: int) -> None:
         """The price, and how many slots to draft, that would have paid most for ``count`` requests with the last blocks."""
         assert self.costs is not None
+        if count != self._reviewed_for:
+            self._next_plain = self._cycle + 4
         self._reviewed_for, self._next_review = count, self._cycle + _REVIEW
         worth = np.array(self._worth)
         blocks, most = worth.shape
