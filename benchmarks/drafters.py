@@ -64,7 +64,7 @@ def measure(target: Target, plain: Engine, row: Row, options: argparse.Namespace
     if row.candidates is not None and drafter.config.head is not None:
         drafter.config = replace(drafter.config, head=replace(drafter.config.head, candidates=row.candidates))
     accelerate(drafter)
-    engine = Engine(target, drafter, **row.engine)
+    engine = Engine(target, drafter, policy="fixed", **row.engine)
     chats = load_chats(options)
     found = {}
     for temperature in (0.0, 1.0):

@@ -1,5 +1,6 @@
 """The chunked loss against torch's own operations."""
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +9,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from volley.train import losses
-from volley.train.losses import Objective, accepted_prefix, block_loss, default_gamma, slot_weights, target_probs
+from volley.train.losses import (
+    Objective,
+    accepted_prefix,
+    block_loss,
+    default_gamma,
+    pace_weights,
+    slot_weights,
+    target_probs,
+)
 
 HARD = Objective()
 
@@ -97,12 +106,40 @@ def test_bf16_loss_is_close_to_fp32(rows: Rows, objective: Objective) -> None:
     torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.0)
 
 
+def test_pace_weighs_each_slot_by_what_hangs_on_it() -> None:
+    """Slot by slot; blocks of all lengths, more rows than one chunk holds, weights that were there before."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 8, (90,), generator=generator).tolist()
+    slots = torch.cat([torch.arange(length) for length in lengths])
+    hidden, head = torch.randn(len(slots), 5, generator=generator), torch.randn(11, 5, generator=generator)
+    labels = torch.randint(11, (len(slots),), generator=generator)
+    before = torch.rand(len(slots), generator=generator)
+    _, plain, _ = block_loss(hidden, head, labels, torch.ones(len(slots)), HARD)
+    expected, row = torch.zeros(()), 0
+    for length in lengths:
+        chances = [0.5 * math.exp(-loss) + 0.5 for loss in plain[row : row + length].tolist()]
+        for slot in range(length):
+            weight = sum(math.prod(chances[: m + 1]) for m in range(slot, length))
+            expected += weight * before[row + slot] * plain[row + slot]
+        row += length
+    states = hidden.clone().requires_grad_()
+    total, each, _ = block_loss(states, head, labels, before, HARD, blocks=slots)
+    torch.testing.assert_close(total, expected)
+    assert torch.equal(each, plain)
+    total.backward()
+    weighted = hidden.clone().requires_grad_()
+    weights = before * pace_weights(plain, slots)
+    block_loss(weighted, head, labels, weights, HARD)[0].backward()
+    torch.testing.assert_close(states.grad, weighted.grad)
+
+
 def test_slot_weights_are_the_papers() -> None:
     assert [default_gamma(size) for size in (16, 10, 8)] == [7, 5, 4]
     assert 5 < default_gamma(13) < 7
     torch.testing.assert_close(slot_weights(8, "decay", None), torch.exp(-torch.arange(7) / 4))
     torch.testing.assert_close(slot_weights(8, "decay", 2.0), torch.exp(-torch.arange(7) / 2))
-    assert torch.equal(slot_weights(8, "uniform", None), torch.ones(7))
+    for kind in ("uniform", "pace"):
+        assert torch.equal(slot_weights(8, kind, None), torch.ones(7))
 
 
 def test_acceptance_counts_leading_hits_and_the_bonus() -> None:

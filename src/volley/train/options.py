@@ -38,7 +38,7 @@ SHAPE_OPTIONS = (
 CHOICES = {
     "anchors": ("random", "fixed"),
     "head": ("none", "markov", "residual"),
-    "loss_decay": ("decay", "uniform"),
+    "loss_decay": ("decay", "uniform", "pace"),
     "features": ("online", "cache"),
     "attention": ("auto", "grouped", "dense", "flex"),
     "dtype": ("bfloat16", "float32"),
@@ -112,7 +112,8 @@ class TrainConfig:
     anchors: str = "random"
     """``random`` anchors in each epoch, or the ``fixed`` grid of uniformly divided blocks (Table 9)."""
     loss_decay: str = "decay"
-    """``decay`` weighs slot k by exp(−(k−1)/γ), ``uniform`` all alike (Fig. 5)."""
+    """``decay`` weighs slot k by exp(−(k−1)/γ), ``uniform`` all alike (Fig. 5), ``pace`` by how much of the expected length hangs
+    on it (D-PACE)."""
     gamma: float | None = None
     """γ of the decay; by default 4, 5 and 7 for blocks of 8, 10 and 16, straight lines between."""
     soft_targets: float = 0.0

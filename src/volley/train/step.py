@@ -67,6 +67,7 @@ class StepFunction:
         self.weights = slot_weights(self.block_size, config.loss_decay, config.gamma)
         self.objective = Objective(config.soft_targets, config.total_variation, target.softcap)
         self.has_head = shape.head is not None
+        self.paced = config.loss_decay == "pace"
 
     def own_head(self) -> Tensor | None:
         """A Markov head's own output matrix, trained through the loss."""
@@ -127,6 +128,7 @@ class StepFunction:
             self.objective,
             final=final,
             own=self.own_head(),
+            blocks=slot if self.paced else None,
             measure=measure,
         )
         every = torch.zeros(valid.shape, device=device)
