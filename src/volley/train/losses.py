@@ -94,7 +94,6 @@ class _BlockLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         states: Tensor,
-        own: Tensor | None,
         head: Tensor,
         labels: Tensor,
         weights: Tensor,
@@ -104,13 +103,11 @@ class _BlockLoss(torch.autograd.Function):
         measure: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = weights.clone()
-        whole = head if own is None else torch.cat([head, own.to(head.dtype)], dim=1)
         gradient = torch.empty_like(states)
-        own_gradient = None if own is None else torch.zeros_like(own, dtype=torch.float32)
         losses = torch.empty(len(labels), device=states.device)
         correct = torch.zeros(len(labels), dtype=torch.bool, device=states.device)
         for rows in _chunks(len(labels), blocks):
-            logits = states[rows] @ whole.t()
+            logits = states[rows] @ head.t()
             if measure:
                 correct[rows] = logits.argmax(-1) == labels[rows]
             target = None if final is None else target_probs(final[rows], head, objective.softcap)
@@ -118,18 +115,15 @@ class _BlockLoss(torch.autograd.Function):
             if blocks is not None:
                 weights[rows] *= pace_weights(of_label, blocks[rows])
             slope.mul_(weights[rows, None].to(slope.dtype))
-            gradient[rows] = slope @ whole
-            if own_gradient is not None:
-                own_gradient += slope.t() @ states[rows, head.shape[1] :]
-        ctx.save_for_backward(gradient, own_gradient)
+            gradient[rows] = slope @ head
+        ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(losses, correct)
         return torch.dot(losses, weights), losses, correct
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        gradient, own_gradient = ctx.saved_tensors
-        own = None if own_gradient is None else own_gradient * grad
-        return gradient * grad.to(gradient.dtype), own, None, None, None, None, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None, None, None, None, None, None
 
 
 def _chunks(count: int, blocks: Tensor | None) -> list[slice]:
@@ -150,23 +144,16 @@ def block_loss(
     objective: Objective,
     *,
     final: Tensor | None = None,
-    own: Tensor | None = None,
     blocks: Tensor | None = None,
     measure: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ weights·loss of ``states [R, H]`` through the frozen ``head [V, H]``, each row's loss and whether its argmax is right.
 
     ``labels`` and ``weights`` are ``[R]``. An objective that compares with the target needs its final states ``final [R, H]``
-    for the same positions. ``blocks [R]``, each row's slot in its block, multiplies the weights by ``pace_weights``. With a head
-    of the drafter's ``own [V, r]``, trained along, ``states`` are ``[R, H + r]``. Without ``measure`` the argmax, a fifth of
-    the work on a CPU, is left out.
+    for the same positions. ``blocks [R]``, each row's slot in its block, multiplies the weights by ``pace_weights``. Without
+    ``measure`` the argmax, a fifth of the work on a CPU, is left out.
     """
-    if own is not None:
-        split = states.shape[1] - own.shape[1]
-        states = torch.cat([_with_bias(states[:, :split], head), states[:, split:]], dim=1)
-    else:
-        states = _with_bias(states, head)
-    rows = states, own, head, labels, weights.float(), final if objective.needs_target else None
+    rows = _with_bias(states, head), head, labels, weights.float(), final if objective.needs_target else None
     result: tuple[Tensor, Tensor, Tensor] = _BlockLoss.apply(*rows, objective, blocks, measure)  # type: ignore[no-untyped-call]
     return result
 

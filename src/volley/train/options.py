@@ -37,7 +37,7 @@ SHAPE_OPTIONS = (
 
 CHOICES = {
     "anchors": ("random", "fixed"),
-    "head": ("none", "markov", "residual"),
+    "head": ("none", "residual"),
     "loss_decay": ("decay", "uniform", "pace"),
     "features": ("online", "cache"),
     "attention": ("auto", "grouped", "dense", "flex"),
@@ -94,8 +94,7 @@ class TrainConfig:
     window: int | None = None
     """Context tokens a draft layer sees before its block; by default all of them."""
     head: str = "none"
-    """Sequential head on the slots: ``none`` is DFlash; ``markov`` is a bigram table (DSpark); ``residual`` corrects the hidden
-    state by the token before."""
+    """Sequential head on the slots: ``none`` is DFlash, ``residual`` corrects the hidden state by the token before."""
     head_rank: int = 256
     """Rank of the sequential head."""
     mask_token_id: int | None = None
@@ -179,10 +178,6 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
         if self.fsdp and self.optimizer == "muon":
             raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
-        if self.fsdp and self.head == "markov":
-            raise ConfigError(
-                "a markov head's table is trained whole, which fsdp shards; use head='residual' with fsdp"
-            )
         if self.no_features and self.taps is not None:
             raise ConfigError("no_features and taps exclude each other; drop one of the two")
 
