@@ -29,9 +29,10 @@ BASE: Changes = {
     "learning_rate": 2e-3,
     "anchors_per_sequence": 32,
 }
+HEAD: Changes = {"head": "residual", "head_rank": 128}
 SOFT: Changes = {"soft_targets": 0.5}
 DISTANCE: Changes = {"total_variation": 0.9}
-BEST: Changes = {"head": "residual", "head_rank": 128, **DISTANCE}
+BEST: Changes = {**HEAD, **SOFT, "loss_decay": "pace"}
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,16 @@ class Row:
 
 ROWS: dict[str, Row] = {
     "dflash": Row("DFlash", {}),
-    "soft": Row("DFlash, soft targets", SOFT),
-    "markov": Row("Markov head r = 64, soft targets", {"head": "markov", "head_rank": 64, **SOFT}),
-    "residual": Row("residual head r = 128, soft targets", {"head": "residual", "head_rank": 128, **SOFT}),
-    "markov-tv": Row("Markov head r = 64, 0.9 TV", {"head": "markov", "head_rank": 64, **DISTANCE}),
-    "residual-tv": Row("residual head r = 128, 0.9 TV", BEST),
-    "candidates-16": Row("the same, 16 candidates", BEST, candidates=16),
-    "candidates-64": Row("the same, 64 candidates", BEST, candidates=64),
-    "tree": Row("the same, trees of 16 nodes", BEST, engine={"tree_nodes": 16}),
     "dflash-tree": Row("DFlash, trees of 16 nodes", {}, engine={"tree_nodes": 16}),
     "dflash-16": Row("DFlash, B = 16", {"block_size": 16}),
-    "best-16": Row("residual head r = 128, 0.9 TV, B = 16", {**BEST, "block_size": 16}),
+    "soft": Row("DFlash, soft targets", SOFT),
+    "residual": Row("residual head, soft targets", {**HEAD, **SOFT}),
+    "residual-tv": Row("residual head, 0.9 total variation", {**HEAD, **DISTANCE}),
+    "best": Row("residual head, soft targets, D-PACE", BEST),
+    "candidates-16": Row("… walking 16 candidates", BEST, candidates=16),
+    "candidates-64": Row("… walking 64 candidates", BEST, candidates=64),
+    "best-tree": Row("… trees of 16 nodes", BEST, engine={"tree_nodes": 16}),
+    "best-16": Row("… B = 16", {**BEST, "block_size": 16}),
 }
 
 
@@ -64,7 +64,7 @@ def measure(target: Target, plain: Engine, row: Row, options: argparse.Namespace
     if row.candidates is not None and drafter.config.head is not None:
         drafter.config = replace(drafter.config, head=replace(drafter.config.head, candidates=row.candidates))
     accelerate(drafter)
-    engine = Engine(target, drafter, **row.engine)
+    engine = Engine(target, drafter, policy="fixed", **row.engine)
     chats = load_chats(options)
     found = {}
     for temperature in (0.0, 1.0):

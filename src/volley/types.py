@@ -103,7 +103,8 @@ class Proposal:
     draft_probs: Tensor | None = None
     parents: tuple[int, ...] | None = None
     confidence: list[float] = field(default_factory=list)
-    """The drafter's largest probability in each slot, in its first pass, before anything was drawn; if it was asked for."""
+    """The drafter's largest probability in each slot, in its first pass, before anything was drawn; if it was asked for. Of a
+    greedy walk: given the token before, among the candidates."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """Walks over a block: each token from its law given the one before, and no other."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +44,10 @@ def test_walks_equal_choosing_slot_by_slot(slots: int, anchor: int, seed: int) -
     found = walk_coupled(after, slots, anchor, PARAMS, noise, first)
     assert found.token_ids == expected
     assert found.draft_probs is None
-    assert walk_greedy(lattice_of(table, anchor, seed)).token_ids == greedy[1:]
+    walked = walk_greedy(lattice_of(table, anchor, seed))
+    assert walked.token_ids == greedy[1:]
+    sure = [float(table[slot, before].softmax(0).max()) for slot, before in enumerate(greedy[:-1])]
+    assert walked.confidence == pytest.approx(sure, rel=1e-5)
 
 
 def test_the_law_of_a_sampled_walk_is_the_one_it_carries() -> None:

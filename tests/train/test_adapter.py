@@ -30,7 +30,7 @@ def adapter_run(pair: TinyPair, folder: Path, init: Path, **changes: Any) -> dic
     return {**options, **changes}
 
 
-@pytest.mark.parametrize("head", ["none", "markov", "residual"])
+@pytest.mark.parametrize("head", ["none", "residual"])
 def test_an_adapter_learns_and_decodes(tiny_pair: TinyPair, tmp_path: Path, head: str) -> None:
     init = base_drafter(tiny_pair, tmp_path, head=head, head_rank=4)
     options = adapter_run(tiny_pair, tmp_path, init, max_steps=30, eval_prompts=1, eval_max_tokens=4)
@@ -92,7 +92,7 @@ def test_what_cannot_be_adapted_is_refused(tiny_pair: TinyPair, tmp_path: Path) 
         ({"init": None}, "give its folder as init"),
         ({"optimizer": "muon"}, "with AdamW"),
         ({"block_size": 4}, "leave out block_size"),
-        ({"head": "markov"}, "leave out head"),
+        ({"head": "residual"}, "leave out head"),
         ({"lora_rank": 0}, "lora_rank is 0; it must be positive"),
     ):
         with pytest.raises(ConfigError, match=message):

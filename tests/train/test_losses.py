@@ -1,5 +1,6 @@
 """The chunked loss against torch's own operations."""
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +9,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from volley.train import losses
-from volley.train.losses import Objective, accepted_prefix, block_loss, default_gamma, slot_weights, target_probs
+from volley.train.losses import (
+    Objective,
+    accepted_prefix,
+    block_loss,
+    default_gamma,
+    pace_weights,
+    slot_weights,
+    target_probs,
+)
 
 HARD = Objective()
 
@@ -42,25 +51,19 @@ def test_hard_loss_and_gradient_equal_torchs(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("shares", [(0.3, 0.0), (1.0, 0.0), (0.0, 0.9), (0.2, 0.7), (0.0, 1.0)])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_every_mixture_is_what_it_says(rows: Rows, shares: tuple[float, float], rank: int) -> None:
-    """Forward KL up to the target's entropy, ‖p − q‖₁, and the gradient of a head of the drafter's own."""
-    states = torch.cat([rows.hidden, torch.randn(11, rank)], dim=1)
-    own = torch.randn(9, rank, requires_grad=True) if rank else None
-    inputs = [rows.hidden] if own is None else [rows.hidden, own]
-    loss, each, _ = block_loss(states, *rows[1:4], Objective(*shares), final=rows.final, own=own)
-    found = torch.autograd.grad(3 * loss, inputs)
+def test_every_mixture_is_what_it_says(rows: Rows, shares: tuple[float, float]) -> None:
+    """Forward KL up to the target's entropy, and ‖p − q‖₁."""
+    loss, each, _ = block_loss(*rows[:4], Objective(*shares), final=rows.final)
+    (found,) = torch.autograd.grad(3 * loss, rows.hidden)
 
     soft, variation = shares
-    whole = rows.head if own is None else torch.cat([rows.head, own], dim=1)
-    log_q = (states @ whole.t()).log_softmax(-1)
+    log_q = (rows.hidden @ rows.head.t()).log_softmax(-1)
     p = (rows.final @ rows.head.t()).softmax(-1)
     hard = torch.nn.functional.nll_loss(log_q, rows.labels, reduction="none")
     expected = (1 - soft - variation) * hard + soft * -(p * log_q).sum(-1) + variation * (p - log_q.exp()).abs().sum(-1)
     torch.testing.assert_close(each, expected)
     torch.testing.assert_close(loss, (expected * rows.weights).sum())
-    for ours, theirs in zip(found, torch.autograd.grad(3 * (expected * rows.weights).sum(), inputs), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found, torch.autograd.grad(3 * (expected * rows.weights).sum(), rows.hidden)[0])
 
 
 def test_the_targets_law_follows_its_logit_softcap(rows: Rows) -> None:
@@ -68,14 +71,11 @@ def test_the_targets_law_follows_its_logit_softcap(rows: Rows) -> None:
     torch.testing.assert_close(target_probs(rows.final, rows.head, 3.0), expected)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_head_with_bias_is_one_more_column(rows: Rows, rank: int) -> None:
-    bias, own = torch.randn(9), torch.randn(9, rank)
-    states = torch.cat([rows.hidden, torch.randn(11, rank)], dim=1)
-    head = torch.cat([rows.head, bias[:, None]], 1)
-    loss, _, _ = block_loss(states, head, *rows[2:4], HARD, own=own if rank else None)
+def test_a_head_with_bias_is_one_more_column(rows: Rows) -> None:
+    bias = torch.randn(9)
+    loss, _, _ = block_loss(rows.hidden, torch.cat([rows.head, bias[:, None]], 1), *rows[2:4], HARD)
     (gradient,) = torch.autograd.grad(loss, rows.hidden)
-    logits = states @ torch.cat([rows.head, own], dim=1).t() + bias
+    logits = rows.hidden @ rows.head.t() + bias
     expected = (cross_entropy(logits, rows.labels, reduction="none") * rows.weights).sum()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, rows.hidden)[0])
@@ -97,12 +97,40 @@ def test_bf16_loss_is_close_to_fp32(rows: Rows, objective: Objective) -> None:
     torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.0)
 
 
+def test_pace_weighs_each_slot_by_what_hangs_on_it() -> None:
+    """Slot by slot; blocks of all lengths, more rows than one chunk holds, weights that were there before."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 8, (90,), generator=generator).tolist()
+    slots = torch.cat([torch.arange(length) for length in lengths])
+    hidden, head = torch.randn(len(slots), 5, generator=generator), torch.randn(11, 5, generator=generator)
+    labels = torch.randint(11, (len(slots),), generator=generator)
+    before = torch.rand(len(slots), generator=generator)
+    _, plain, _ = block_loss(hidden, head, labels, torch.ones(len(slots)), HARD)
+    expected, row = torch.zeros(()), 0
+    for length in lengths:
+        chances = [0.5 * math.exp(-loss) + 0.5 for loss in plain[row : row + length].tolist()]
+        for slot in range(length):
+            weight = sum(math.prod(chances[: m + 1]) for m in range(slot, length))
+            expected += weight * before[row + slot] * plain[row + slot]
+        row += length
+    states = hidden.clone().requires_grad_()
+    total, each, _ = block_loss(states, head, labels, before, HARD, blocks=slots)
+    torch.testing.assert_close(total, expected)
+    assert torch.equal(each, plain)
+    total.backward()
+    weighted = hidden.clone().requires_grad_()
+    weights = before * pace_weights(plain, slots)
+    block_loss(weighted, head, labels, weights, HARD)[0].backward()
+    torch.testing.assert_close(states.grad, weighted.grad)
+
+
 def test_slot_weights_are_the_papers() -> None:
     assert [default_gamma(size) for size in (16, 10, 8)] == [7, 5, 4]
     assert 5 < default_gamma(13) < 7
     torch.testing.assert_close(slot_weights(8, "decay", None), torch.exp(-torch.arange(7) / 4))
     torch.testing.assert_close(slot_weights(8, "decay", 2.0), torch.exp(-torch.arange(7) / 2))
-    assert torch.equal(slot_weights(8, "uniform", None), torch.ones(7))
+    for kind in ("uniform", "pace"):
+        assert torch.equal(slot_weights(8, kind, None), torch.ones(7))
 
 
 def test_acceptance_counts_leading_hits_and_the_bonus() -> None:

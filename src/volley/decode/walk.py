@@ -7,6 +7,7 @@ law whole, over the vocabulary, because the tail that candidates leave out is wh
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,12 +20,15 @@ Transitions = Callable[[int, int], Tensor]
 
 
 def walk_greedy(lattice: Lattice) -> Proposal:
-    """The most likely candidate of every slot after the one chosen before it."""
-    tokens, last = [], 0
+    """The most likely candidate of every slot after the one chosen before it, and how sure the drafter is of each."""
+    tokens, before, last = [], [], 0
     for candidates, row in zip(lattice.tokens.tolist(), lattice.scores.argmax(axis=-1).tolist(), strict=True):
+        before.append(last)
         last = row[last]
         tokens.append(candidates[last])
-    return Proposal(tokens)
+    followed = lattice.scores[np.arange(len(before)), before]
+    odds = np.exp(followed - followed.max(axis=-1, keepdims=True))
+    return Proposal(tokens, confidence=(1 / odds.sum(axis=-1)).tolist())
 
 
 def walk_sampled(

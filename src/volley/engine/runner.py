@@ -435,9 +435,10 @@ def _kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) 
 
 
 def _attach(confidence: list[float], sizes: list[int], proposals: list[Proposal]) -> list[Proposal]:
+    """Give each proposal its slots' part of ``confidence``, if it has none of its own."""
     row = 0
     for size, proposal in zip(sizes, proposals, strict=True):
-        proposal.confidence = confidence[row : row + size]
+        proposal.confidence = proposal.confidence or confidence[row : row + size]
         row += size
     return proposals
 

@@ -26,7 +26,7 @@ _IGNORED_KEYS = {
 _DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size"}
 
 
-HEADS = ("markov", "residual")
+HEADS = ("residual",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from volley.models.checkpoint import (
     save_tensors,
     write_atomically,
 )
-from volley.models.heads import KINDS, Head
+from volley.models.heads import ResidualHead
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
@@ -140,9 +140,9 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
-        self.head: Head | None = None
+        self.head: ResidualHead | None = None
         if config.head is not None:
-            self.head = KINDS[config.head.type](config.head, config.hidden_size, config.vocab_size)
+            self.head = ResidualHead(config.hidden_size, config.head.rank)
 
     def _layers(self) -> Iterator[DraftLayer]:
         return cast(Iterator[DraftLayer], iter(self.layers))

@@ -1,11 +1,9 @@
-"""Sequential heads: what a slot's logits gain once the token before it is known, so that a block's tokens fit together.
+"""The sequential head: what a slot's logits gain once the token before it is known, so that a block's tokens fit together.
 
-A block's slots are predicted at once and know nothing of each other's choice. A head adds to the logit of token j in a slot
-with final state h, after token c, a term of low rank: ``u(c, h) · O_j``. Two kinds:
-
-- ``markov`` (DSpark): ``u = W1[c]``, ``O = W2``: a bigram table of its own, whatever h is.
-- ``residual``: ``u = silu(P·e_c + A·h)``, ``O = E·Q`` with the target's embedding e and head E: a correction of the hidden state
-  itself, since ``E·h + E·Q·u = E·(h + Q·u)``. It has no tensor of the vocabulary's size.
+A block's slots are predicted at once and know nothing of each other's choice. The head corrects a slot's final state h after
+token c with embedding e: ``h + Q·silu(P·e + A·h)``, of rank r. Seen through the target's head E, the logit of token j gains
+``u(c, h) · O_j`` with ``u = silu(P·e_c + A·h)`` and ``O = E·Q``, so a table for ``P·e`` and one for O make every transition a
+product of two short rows. The head has no tensor of the vocabulary's size.
 """
 
 from collections.abc import Sequence
@@ -16,68 +14,42 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm, silu
 
 from volley.models.accelerate import accelerate
-from volley.models.checkpoint import HeadConfig
 from volley.types import Lattice
 
 
-class MarkovHead(nn.Module):
-    def __init__(self, config: HeadConfig, hidden_size: int, vocab_size: int) -> None:
-        super().__init__()
-        self.previous = nn.Embedding(vocab_size, config.rank)
-        self.output = nn.Embedding(vocab_size, config.rank)
-        nn.init.normal_(self.previous.weight, std=config.rank**-0.5)
-        nn.init.zeros_(self.output.weight)  # training starts from DFlash
-
-    def forward(self, hidden: Tensor, token_ids: Tensor, embeddings: Tensor) -> Tensor:
-        """``[h | u]`` ``[R, H + r]``: what the target's head and ``output`` side by side turn into logits."""
-        rows: Tensor = self.previous(token_ids)
-        return torch.cat([hidden, rows.to(hidden.dtype)], dim=-1)
-
-    def tables(self, embedding: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        return self.previous.weight, self.output.weight
-
-    def mix(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        return rows
-
-
 class ResidualHead(nn.Module):
-    def __init__(self, config: HeadConfig, hidden_size: int, vocab_size: int) -> None:
+    def __init__(self, hidden_size: int, rank: int) -> None:
         super().__init__()
-        self.previous = nn.Linear(hidden_size, config.rank, bias=False)
-        self.context = nn.Linear(hidden_size, config.rank, bias=False)
-        self.output = nn.Linear(config.rank, hidden_size, bias=False)
+        self.previous = nn.Linear(hidden_size, rank, bias=False)
+        self.context = nn.Linear(hidden_size, rank, bias=False)
+        self.output = nn.Linear(rank, hidden_size, bias=False)
         nn.init.zeros_(self.output.weight)  # training starts from DFlash
 
-    def forward(self, hidden: Tensor, token_ids: Tensor, embeddings: Tensor) -> Tensor:
-        """``h + Q·u`` ``[R, H]``: what the target's head turns into logits."""
-        rows = self.previous(_normed(embeddings))
-        corrected: Tensor = hidden + self.output(self.mix(rows, hidden))
+    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        """Corrected states ``[R, H]``, which the target's head turns into logits; ``embeddings`` of the tokens before."""
+        corrected: Tensor = hidden + self.output(self.mix(self.rows(embeddings), hidden))
         return corrected
 
-    def tables(self, embedding: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        return _normed(embedding) @ self.previous.weight.t(), head @ self.output.weight
+    def rows(self, embeddings: Tensor) -> Tensor:
+        """``P·e`` ``[R, r]``."""
+        rows: Tensor = self.previous(rms_norm(embeddings, embeddings.shape[-1:]))
+        return rows
 
     def mix(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """``u`` ``[R, …, r]`` from ``P·e`` of the same shape and states ``[R, H]``."""
         own: Tensor = self.context(hidden)
         return silu(rows + own.view(len(own), *[1] * (rows.dim() - 2), -1))
-
-
-def _normed(embeddings: Tensor) -> Tensor:
-    return rms_norm(embeddings, embeddings.shape[-1:])
-
-
-Head = MarkovHead | ResidualHead
-KINDS: dict[str, type[MarkovHead] | type[ResidualHead]] = {"markov": MarkovHead, "residual": ResidualHead}
 
 
 class BoundHead:
     """A head with the tables it makes of its target's embeddings and head."""
 
-    def __init__(self, head: Head, candidates: int, embedding: Tensor, output: Tensor) -> None:
+    def __init__(self, head: ResidualHead, candidates: int, embedding: Tensor, output: Tensor) -> None:
         """``embedding`` and ``output`` are the target's input embeddings and head, ``[V, H]`` each."""
         self.head = head
         self.candidates = min(candidates, len(output))
-        self.rows, self.outputs = (table.detach() for table in head.tables(embedding, output))
+        with torch.no_grad():
+            self.rows, self.outputs = head.rows(embedding), output @ head.output.weight
         self.product = nn.Linear(self.outputs.shape[1], len(self.outputs), bias=False, device="meta")
         self.product.weight = nn.Parameter(self.outputs, requires_grad=False)
         accelerate(self.product)
@@ -91,9 +63,7 @@ class BoundHead:
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
 
-        All transitions are one batched product.
-
-        ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them.
+        ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them. All transitions are one product.
         """
         base, tokens = logits.topk(self.candidates, dim=-1)
         firsts = torch.tensor([0, *sizes[:-1]], device=tokens.device).cumsum(0)

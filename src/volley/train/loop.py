@@ -169,10 +169,7 @@ class Trainer:
 
     def _optimizer(self) -> torch.optim.Optimizer:
         parameters, config = self._parameters(), self.config
-        tables = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}  # rows, not a map
-        matrices, vectors = (
-            [p for p in parameters if (p.ndim > 1 and id(p) not in tables) == wanted] for wanted in (True, False)
-        )
+        matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
         if config.optimizer == "muon":
             return MuonWithAdamW(matrices, vectors, config.learning_rate, config.weight_decay)
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -15,8 +15,8 @@ def default_gamma(block_size: int) -> float:
 
 
 def slot_weights(block_size: int, decay: str, gamma: float | None) -> Tensor:
-    """Weights ``[B − 1]`` of slots 1 … B−1: exp(−(k−1)/γ) (DFlash eq. 4), or all 1."""
-    if decay == "uniform":
+    """Weights ``[B − 1]`` of slots 1 … B−1: exp(−(k−1)/γ) (DFlash eq. 4), or all 1 (which ``pace_weights`` multiply)."""
+    if decay != "decay":
         return torch.ones(block_size - 1)
     return torch.exp(-torch.arange(block_size - 1) / (gamma or default_gamma(block_size)))
 
@@ -32,6 +32,18 @@ def target_probs(final: Tensor, head: Tensor, softcap: float | None = None) -> T
     if softcap is not None:
         logits = (softcap * torch.tanh(logits.float() / softcap)).to(head.dtype)
     return logits.softmax(-1)
+
+
+def pace_weights(label_losses: Tensor, slots: Tensor, floor: float = 0.5) -> Tensor:
+    """D-PACE (arXiv 2605.18810) weights ``[R]`` of the rows of whole blocks, one after the other; ``slots`` count from 0 in each.
+
+    Slot j weighs Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − floor) · e^{−loss} + floor: what of the expected length hangs on it.
+    """
+    blocks = (slots == 0).cumsum(0) - 1
+    chances = torch.zeros(int(blocks[-1]) + 1, int(slots.max()) + 1, device=slots.device)
+    chances[blocks, slots] = (1 - floor) * (-label_losses).exp() + floor
+    reached = chances.cumprod(1)
+    return reached.flip(1).cumsum(1).flip(1)[blocks, slots]
 
 
 @dataclass(frozen=True)
@@ -51,8 +63,11 @@ class Objective:
     def hard(self) -> float:
         return 1.0 - self.soft - self.total_variation
 
-    def __call__(self, logits: Tensor, labels: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Loss ``[R]`` and its gradient ``[R, V]`` by ``logits``; ``target [R, V]`` holds the target's distributions."""
+    def __call__(self, logits: Tensor, labels: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss ``[R]``, its gradient ``[R, V]`` by ``logits``, and the label's cross-entropy ``[R]``.
+
+        ``target [R, V]`` holds the target's distributions.
+        """
         probs = logits.softmax(-1)
         rows = torch.arange(len(labels), device=labels.device)
         of_label = -probs[rows, labels].float().clamp(min=1e-38).log()
@@ -69,7 +84,7 @@ class Objective:
             sign -= torch.linalg.vecdot(probs, sign)[:, None]
             gradient.addcmul_(probs, sign, value=self.total_variation)
         gradient[rows, labels] -= self.hard
-        return losses, gradient
+        return losses, gradient, of_label
 
 
 class _BlockLoss(torch.autograd.Function):
@@ -79,39 +94,46 @@ class _BlockLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         states: Tensor,
-        own: Tensor | None,
         head: Tensor,
         labels: Tensor,
         weights: Tensor,
         final: Tensor | None,
         objective: Objective,
+        blocks: Tensor | None,
         measure: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        whole = head if own is None else torch.cat([head, own.to(head.dtype)], dim=1)
+        weights = weights.clone()
         gradient = torch.empty_like(states)
-        own_gradient = None if own is None else torch.zeros_like(own, dtype=torch.float32)
         losses = torch.empty(len(labels), device=states.device)
         correct = torch.zeros(len(labels), dtype=torch.bool, device=states.device)
-        for start in range(0, len(labels), CHUNK):
-            rows = slice(start, start + CHUNK)
-            logits = states[rows] @ whole.t()
+        for rows in _chunks(len(labels), blocks):
+            logits = states[rows] @ head.t()
             if measure:
                 correct[rows] = logits.argmax(-1) == labels[rows]
             target = None if final is None else target_probs(final[rows], head, objective.softcap)
-            losses[rows], slope = objective(logits, labels[rows], target)
+            losses[rows], slope, of_label = objective(logits, labels[rows], target)
+            if blocks is not None:
+                weights[rows] *= pace_weights(of_label, blocks[rows])
             slope.mul_(weights[rows, None].to(slope.dtype))
-            gradient[rows] = slope @ whole
-            if own_gradient is not None:
-                own_gradient += slope.t() @ states[rows, head.shape[1] :]
-        ctx.save_for_backward(gradient, own_gradient)
+            gradient[rows] = slope @ head
+        ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(losses, correct)
         return torch.dot(losses, weights), losses, correct
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        gradient, own_gradient = ctx.saved_tensors
-        own = None if own_gradient is None else own_gradient * grad
-        return gradient * grad.to(gradient.dtype), own, None, None, None, None, None, None
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None, None, None, None, None, None
+
+
+def _chunks(count: int, blocks: Tensor | None) -> list[slice]:
+    """Runs of ``CHUNK`` rows; where ``blocks`` matter, of whole blocks."""
+    bounds = list(range(0, count, CHUNK))
+    if blocks is not None:
+        starts = (blocks == 0).nonzero()[:, 0]
+        last = torch.searchsorted(starts, torch.tensor(bounds, device=starts.device), right=True) - 1
+        bounds = sorted(set(starts[last].tolist()))
+    return [slice(start, end) for start, end in zip(bounds, [*bounds[1:], count], strict=True)]
 
 
 def block_loss(
@@ -122,22 +144,17 @@ def block_loss(
     objective: Objective,
     *,
     final: Tensor | None = None,
-    own: Tensor | None = None,
+    blocks: Tensor | None = None,
     measure: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ weights·loss of ``states [R, H]`` through the frozen ``head [V, H]``, each row's loss and whether its argmax is right.
 
     ``labels`` and ``weights`` are ``[R]``. An objective that compares with the target needs its final states ``final [R, H]``
-    for the same positions. With a head of the drafter's ``own [V, r]``, trained along, ``states`` are ``[R, H + r]``.
-    Without ``measure`` the argmax, a fifth of the work on a CPU, is left out.
+    for the same positions. ``blocks [R]``, each row's slot in its block, multiplies the weights by ``pace_weights``. Without
+    ``measure`` the argmax, a fifth of the work on a CPU, is left out.
     """
-    if own is not None:
-        split = states.shape[1] - own.shape[1]
-        states = torch.cat([_with_bias(states[:, :split], head), states[:, split:]], dim=1)
-    else:
-        states = _with_bias(states, head)
-    rows = states, own, head, labels, weights.float(), final if objective.needs_target else None
-    result: tuple[Tensor, Tensor, Tensor] = _BlockLoss.apply(*rows, objective, measure)  # type: ignore[no-untyped-call]
+    rows = _with_bias(states, head), head, labels, weights.float(), final if objective.needs_target else None
+    result: tuple[Tensor, Tensor, Tensor] = _BlockLoss.apply(*rows, objective, blocks, measure)  # type: ignore[no-untyped-call]
     return result
 
 

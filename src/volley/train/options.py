@@ -37,8 +37,8 @@ SHAPE_OPTIONS = (
 
 CHOICES = {
     "anchors": ("random", "fixed"),
-    "head": ("none", "markov", "residual"),
-    "loss_decay": ("decay", "uniform"),
+    "head": ("none", "residual"),
+    "loss_decay": ("decay", "uniform", "pace"),
     "features": ("online", "cache"),
     "attention": ("auto", "grouped", "dense", "flex"),
     "dtype": ("bfloat16", "float32"),
@@ -94,8 +94,7 @@ class TrainConfig:
     window: int | None = None
     """Context tokens a draft layer sees before its block; by default all of them."""
     head: str = "none"
-    """Sequential head on the slots: ``none`` is DFlash; ``markov`` is a bigram table (DSpark); ``residual`` corrects the hidden
-    state by the token before."""
+    """Sequential head on the slots: ``none`` is DFlash, ``residual`` corrects the hidden state by the token before."""
     head_rank: int = 256
     """Rank of the sequential head."""
     mask_token_id: int | None = None
@@ -112,7 +111,8 @@ class TrainConfig:
     anchors: str = "random"
     """``random`` anchors in each epoch, or the ``fixed`` grid of uniformly divided blocks (Table 9)."""
     loss_decay: str = "decay"
-    """``decay`` weighs slot k by exp(−(k−1)/γ), ``uniform`` all alike (Fig. 5)."""
+    """``decay`` weighs slot k by exp(−(k−1)/γ), ``uniform`` all alike (Fig. 5), ``pace`` by how much of the expected length hangs
+    on it (D-PACE)."""
     gamma: float | None = None
     """γ of the decay; by default 4, 5 and 7 for blocks of 8, 10 and 16, straight lines between."""
     soft_targets: float = 0.0
@@ -178,10 +178,6 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
         if self.fsdp and self.optimizer == "muon":
             raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
-        if self.fsdp and self.head == "markov":
-            raise ConfigError(
-                "a markov head's table is trained whole, which fsdp shards; use head='residual' with fsdp"
-            )
         if self.no_features and self.taps is not None:
             raise ConfigError("no_features and taps exclude each other; drop one of the two")
 

@@ -8,16 +8,12 @@ from torch import Tensor, nn
 
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
-from volley.models.heads import MarkovHead
 from volley.train.anchors import Blocks, build_blocks
 from volley.train.attention import ATTENTION, Layout
 from volley.train.data import Document, pad
 from volley.train.features import Features, FrozenTarget
 from volley.train.losses import Objective, block_loss, slot_weights
 from volley.train.options import TrainConfig
-
-Before = tuple[Tensor, Tensor]
-"""Of every block row: the true token before it ``[D·A·B]`` and that token's embedding ``[D·A·B, H]``."""
 
 
 class BlockForward(nn.Module):
@@ -29,11 +25,11 @@ class BlockForward(nn.Module):
         self.attention = attention
 
     def forward(
-        self, taps: Tensor, anchors: Tensor, embeddings: Tensor, positions: Tensor, before: Before | None = None
+        self, taps: Tensor, anchors: Tensor, embeddings: Tensor, positions: Tensor, before: Tensor | None = None
     ) -> Tensor:
         """States ``[D·A·B, H]`` from ``taps [D, S, taps·H]``, ``anchors [D, A]``, block ``embeddings [D·A·B, H]``.
 
-        A sequential head turns them into its own (``heads.py``), given the true tokens ``before`` each position.
+        A sequential head corrects them (``heads.py``), given the embeddings ``before [D·A·B, H]`` of the true tokens before.
         """
         config = self.drafter.config
         documents, length = taps.shape[:2]
@@ -42,7 +38,7 @@ class BlockForward(nn.Module):
         layout = Layout(anchors, length, len(positions) // anchors.numel(), config.sliding_window)
         hidden: Tensor = self.drafter(embeddings, positions, ATTENTION[self.attention](layout, context))
         if self.drafter.head is not None and before is not None:
-            hidden = self.drafter.head(hidden, *before)
+            hidden = self.drafter.head(hidden, before)
         return hidden
 
 
@@ -67,11 +63,7 @@ class StepFunction:
         self.weights = slot_weights(self.block_size, config.loss_decay, config.gamma)
         self.objective = Objective(config.soft_targets, config.total_variation, target.softcap)
         self.has_head = shape.head is not None
-
-    def own_head(self) -> Tensor | None:
-        """A Markov head's own output matrix, trained through the loss."""
-        head = self.model.drafter.head
-        return head.output.weight if isinstance(head, MarkovHead) else None
+        self.paced = config.loss_decay == "pace"
 
     def total_weight(self, documents: Sequence[Document], anchors: Sequence[Sequence[int]]) -> float:
         """Σ of the slot weights of all blocks: what a step's loss is divided by, on every process alike."""
@@ -103,11 +95,11 @@ class StepFunction:
             states = self.model(taps, blocks.anchors.to(device), embeddings, positions, before)
         return self._loss(blocks, states.to(self.target.dtype), features.final, scale, measure)
 
-    def _before(self, blocks: Blocks) -> Before:
+    def _before(self, blocks: Blocks) -> Tensor:
         """What the sequential head is told; the anchor's own row, which predicts nothing, is told the anchor."""
         anchor = blocks.token_ids[..., :1]
         token_ids = torch.cat([anchor, anchor, blocks.labels[..., :-1]], dim=-1).flatten().to(self.target.device)
-        return token_ids, self.target.embed(token_ids)
+        return self.target.embed(token_ids)
 
     def _loss(self, blocks: Blocks, states: Tensor, final: Tensor | None, scale: float, measure: bool) -> StepResult:
         device = states.device
@@ -126,7 +118,7 @@ class StepFunction:
             weights,
             self.objective,
             final=final,
-            own=self.own_head(),
+            blocks=slot if self.paced else None,
             measure=measure,
         )
         every = torch.zeros(valid.shape, device=device)
