@@ -70,7 +70,8 @@ class BoundHead:
         before = tokens.roll(1, dims=0)
         before[firsts] = torch.tensor(anchors, device=tokens.device)[:, None]
         mixed = self.head.mix(embedding(before, self.rows), hidden)
-        scores = torch.baddbmm(base[:, None], mixed, embedding(tokens, self.outputs).mT)
+        outputs = embedding(tokens, self.outputs)
+        scores = torch.baddbmm(base[:, None], mixed.to(base.dtype), outputs.mT.to(base.dtype))  # noise makes base fp32
         every_token, every_score = tokens.cpu().numpy(), scores.float().cpu().numpy()
         ends = np.cumsum(sizes)
         return [
