@@ -71,6 +71,8 @@ def to_transformers(drafter: Drafter) -> PreTrainedModel:
     config = drafter.config
     if -1 in config.target_layer_ids:
         raise ValueError("transformers taps decoder layers only, not the embedding (tap -1)")
+    if config.head is not None:
+        raise ValueError("transformers knows no sequential heads; give it a plain DFlash drafter")
     theirs = MuseGlimmerAssistantConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
