@@ -35,19 +35,19 @@ def test_the_walks_scores_are_the_logits_of_training() -> None:
     head, embedding, output, bound = make()
     hidden = torch.randn(5, H)
     sizes, anchors = [3, 2], [7, 11]
-    lattices = bound.lattices(hidden, hidden @ output.t(), anchors, sizes)
+    logits = hidden @ output.t()
+    lattices = bound.lattices(hidden, logits, anchors, sizes)
     row = 0
     for lattice, anchor in zip(lattices, anchors, strict=True):
+        after = bound.transitions(hidden[row:], logits[row:])
         for slot, tokens in enumerate(lattice.tokens):
             assert sorted(tokens) == list(range(VOCAB))
             before = np.full(VOCAB, anchor) if slot == 0 else lattice.tokens[slot - 1]
             for candidate in (0, 1, VOCAB - 1):
-                expected = trained_logits(head, hidden[row], int(before[candidate]), embedding, output)[tokens]
+                expected = trained_logits(head, hidden[row + slot], int(before[candidate]), embedding, output)[tokens]
                 torch.testing.assert_close(torch.from_numpy(lattice.scores[slot, candidate]), expected)
-                place = slice(row, row + 1)
-                whole = bound.after(int(before[candidate]), hidden[place], (hidden @ output.t())[place])
-                torch.testing.assert_close(whole[0, tokens], expected)
-            row += 1
+                torch.testing.assert_close(after(slot, int(before[candidate]))[0, tokens], expected)
+        row += len(lattice.tokens)
 
 
 def test_few_candidates_are_the_best_of_the_base() -> None:

@@ -267,11 +267,8 @@ class Runner:
             elif request.params.temperature == 0:
                 proposal = walk_greedy(lattices[index])
             else:
-
-                def after(slot: int, token: int, row: int = row) -> Tensor:
-                    place = slice(row + slot, row + slot + 1)
-                    return head.after(token, hidden[place], logits[place])
-
+                rows = slice(row, row + sizes[index])
+                after = head.transitions(hidden[rows], logits[rows])
                 walk = walk_coupled if self.options.matches(request.params) else walk_sampled
                 first = len(request.token_ids)
                 proposal = walk(after, sizes[index], anchors[index], request.params, request.noise, first)

@@ -6,7 +6,7 @@ token c with embedding e: ``h + Q·silu(P·e + A·h)``, of rank r. Seen through 
 product of two short rows. The head has no tensor of the vocabulary's size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,18 +27,13 @@ class ResidualHead(nn.Module):
 
     def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         """Corrected states ``[R, H]``, which the target's head turns into logits; ``embeddings`` of the tokens before."""
-        corrected: Tensor = hidden + self.output(self.mix(self.rows(embeddings), hidden))
+        corrected: Tensor = hidden + self.output(silu(self.rows(embeddings) + self.context(hidden)))
         return corrected
 
     def rows(self, embeddings: Tensor) -> Tensor:
         """``P·e`` ``[R, r]``."""
         rows: Tensor = self.previous(rms_norm(embeddings, embeddings.shape[-1:]))
         return rows
-
-    def mix(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """``u`` ``[R, …, r]`` from ``P·e`` of the same shape and states ``[R, H]``."""
-        own: Tensor = self.context(hidden)
-        return silu(rows + own.view(len(own), *[1] * (rows.dim() - 2), -1))
 
 
 class BoundHead:
@@ -54,11 +49,16 @@ class BoundHead:
         self.product.weight = nn.Parameter(self.outputs, requires_grad=False)
         accelerate(self.product)
 
-    def after(self, token_id: int, hidden: Tensor, logits: Tensor) -> Tensor:
-        """The logits ``[1, V]`` of a slot of ``hidden [1, H]`` and ``logits [1, V]`` after ``token_id``."""
-        mixed = self.head.mix(self.rows[token_id][None], hidden)
-        corrected: Tensor = logits + self.product(mixed)
-        return corrected
+    def transitions(self, hidden: Tensor, logits: Tensor) -> Callable[[int, int], Tensor]:
+        """Of a block of ``hidden [k, H]`` and ``logits [k, V]``: ``(slot, token)`` → the slot's logits ``[1, V]`` after it."""
+        own = self.head.context(hidden)
+
+        def after(slot: int, token_id: int) -> Tensor:
+            place = slice(slot, slot + 1)
+            corrected: Tensor = logits[place] + self.product(silu(self.rows[token_id] + own[place]))
+            return corrected
+
+        return after
 
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
@@ -69,7 +69,7 @@ class BoundHead:
         firsts = torch.tensor([0, *sizes[:-1]], device=tokens.device).cumsum(0)
         before = tokens.roll(1, dims=0)
         before[firsts] = torch.tensor(anchors, device=tokens.device)[:, None]
-        mixed = self.head.mix(embedding(before, self.rows), hidden)
+        mixed = silu(embedding(before, self.rows) + self.head.context(hidden)[:, None])
         outputs = embedding(tokens, self.outputs)
         scores = torch.baddbmm(base[:, None], mixed.to(base.dtype), outputs.mT.to(base.dtype))  # noise makes base fp32
         every_token, every_score = tokens.cpu().numpy(), scores.float().cpu().numpy()
