@@ -32,6 +32,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "draft window of 64": {"draft_window": 64},
     "pages of 4 tokens": {"page_size": 4},
     "pool too small: preemption": {"num_pages": 64},
+    "goodput": {"policy": "goodput"},
+    "feedback": {"policy": "feedback"},
+    "trees of 16": {"tree_nodes": 16},
 }
 
 
