@@ -5,14 +5,9 @@ verified a token because of what it turned out to be would bias what is emitted 
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from volley.decode.cost import Costs
 from volley.errors import ConfigError
-
-FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(slots=True)
@@ -47,8 +42,6 @@ class BlockSizePolicy:
 
     uses_confidence = False
     """Whether :meth:`verify` reads the drafter's confidences, which cost a little to compute."""
-    uses_prefill = False
-    """Whether :meth:`begin` is wanted."""
     block_size = 0
     """The largest block the policy will ask for, anchor included; until :meth:`attach`, a wish or 0 for the drafter's own."""
     costs: Costs | None = None
@@ -63,9 +56,6 @@ class BlockSizePolicy:
         if size > largest:
             raise ConfigError(f"block_size {size} is beyond the {largest} the drafter was trained for")
         self.block_size, self.costs = size, costs
-
-    def begin(self, request_id: int, logits: FloatArray, features: FloatArray) -> None:
-        """A prompt was read: the target's ``logits [V]`` after its last token and the drafter's ``features`` of it."""
 
     def draft(self, requests: Decoding) -> list[int]:
         """Slots to draft for each request, at most its limit; 0 is plain decoding."""

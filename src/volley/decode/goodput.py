@@ -12,7 +12,8 @@ from collections import deque
 
 import numpy as np
 
-from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding, FloatArray
+from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding
+from volley.decode.cost import FloatArray
 
 _REVIEW = 16  # cycles between two looks at what pays, while the number of requests stays the same
 _REMEMBERED = 64  # blocks that the look is based on

@@ -83,12 +83,7 @@ class Engine:
         largest_block = drafter.config.block_size if drafter else 1
         if policy is not None and block_size is not None:
             raise ConfigError("block_size fixes the block and policy decides it; give one of them")
-        if max_batch_tokens < 1 or max_running < 1:
-            raise ConfigError("max_batch_tokens and max_running must be at least 1")
-        if draft_window is not None and draft_window < 1:
-            raise ConfigError(f"draft_window is {draft_window}; give at least 1 token, or None for the whole context")
-        if page_size < 1:
-            raise ConfigError(f"page_size is {page_size}; a page holds at least 1 token")
+        _check_sizes(max_batch_tokens, max_running, draft_window, page_size)
         self.kv_dtype: KVDtype = kv_dtype
         if num_pages is None:
             num_pages = _default_pages(target, drafter, page_size, kv_dtype, draft_kv_dtype)
@@ -438,6 +433,15 @@ def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str) or (
         isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int | Mapping)
     )
+
+
+def _check_sizes(max_batch_tokens: int, max_running: int, draft_window: int | None, page_size: int) -> None:
+    if max_batch_tokens < 1 or max_running < 1:
+        raise ConfigError("max_batch_tokens and max_running must be at least 1")
+    if draft_window is not None and draft_window < 1:
+        raise ConfigError(f"draft_window is {draft_window}; give at least 1 token, or None for the whole context")
+    if page_size < 1:
+        raise ConfigError(f"page_size is {page_size}; a page holds at least 1 token")
 
 
 def _default_pages(

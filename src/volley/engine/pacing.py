@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding, Feedback, Fixed
 from volley.decode.cost import Costs
 from volley.decode.goodput import Goodput
@@ -109,18 +107,6 @@ class Pacer:
             if drafting := sum(size > 0 for size in cycle.drafted):
                 self._costs.draft.observe(drafting + sum(cycle.drafted), drafting, self._runner.timings.draft)
         self._policy.observe(cycle)
-
-    def begin(self, plan: Sequence[Scheduled], logits: Tensor, features: Tensor) -> None:
-        """Show the policy what the target made of prompts that are now read whole."""
-        row = 0
-        for place, scheduled in enumerate(plan):
-            if not scheduled.emits:
-                continue
-            if scheduled.request.num_output == 0:
-                last = self._runner.batch.offsets[place + 1] - 1
-                shown = (logits[row].double().cpu().numpy(), features[last].double().cpu().numpy())
-                self._policy.begin(scheduled.request.request_id, *shown)
-            row += self._runner.batch.segments[place].length - scheduled.num_known + 1
 
 
 def _cut(proposal: Proposal, size: int) -> None:

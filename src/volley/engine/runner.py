@@ -356,7 +356,9 @@ class Runner:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for scheduled, verdict in zip(plan, verdicts, strict=True):
-            nodes = np.asarray(verdict.path or (), dtype=np.int64)
+            if not verdict.path:
+                continue
+            nodes = np.asarray(verdict.path, dtype=np.int64)
             places = np.arange(1, len(nodes) + 1)
             away = nodes != places
             if away.any():

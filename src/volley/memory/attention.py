@@ -102,9 +102,6 @@ def reference_attention(
     return output
 
 
-_COPY_LIMIT = 2**17  # bytes of one layer's K/V of one request that a copy may take before a call of its own is cheaper
-
-
 def attention_for(device: torch.device) -> Attention:
     """The fastest implementation on ``device``."""
     if kernels.usable(device):
@@ -116,6 +113,7 @@ def attention_for(device: torch.device) -> Attention:
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+_COPY_LIMIT = 2**17  # bytes of one layer's K/V of one request that a copy may take before a call of its own is cheaper
 _SHORT = 16  # segments up to this length share a call: padding them costs less than a call for each length
 _PADDING_LIMIT = 512  # keys that a call may read in vain before another call is cheaper
 
