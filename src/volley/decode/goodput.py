@@ -63,6 +63,7 @@ class Acceptance:
 
     def observe(self, request_id: int, sampled: bool, confidence: list[float], verified: int, accepted: int) -> None:
         """A block with ``verified`` slots, of which the first ``accepted`` were right."""
+        self._luck.setdefault(request_id, (0.0, 0.0))
         self._blocks.append((request_id, sampled, confidence, verified, accepted))
 
     def learn(self) -> None:
@@ -81,8 +82,9 @@ class Acceptance:
         self._now = self.weights.tolist()
         variance = (expected * (1 - expected) * judged).sum(axis=1).tolist()
         for (request_id, *_), more, spread in zip(self._blocks, gradient[:, 0].tolist(), variance, strict=True):
-            surplus, total = self._luck.get(request_id, (0.0, 0.0))
-            self._luck[request_id] = (0.95 * surplus + more, 0.95 * total + spread)
+            if request_id in self._luck:  # it may have ended since
+                surplus, total = self._luck[request_id]
+                self._luck[request_id] = (0.95 * surplus + more, 0.95 * total + spread)
         self._blocks.clear()
 
     def _arrays(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:

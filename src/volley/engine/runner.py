@@ -27,7 +27,7 @@ from volley.decode.verify import verify_choices, verify_speculative, verify_tree
 from volley.decode.walk import walk_coupled, walk_greedy, walk_sampled
 from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
-from volley.errors import ConfigError, MismatchError
+from volley.errors import ConfigError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVDtype, make_store
@@ -444,18 +444,9 @@ def _attach(confidence: list[float], sizes: list[int], proposals: list[Proposal]
 
 def check_pair(drafter: Drafter, target: Target) -> None:
     """Refuse a drafter that was trained for another target."""
-    config = drafter.config
-    pairs = [
-        ("hidden size", config.hidden_size, target.hidden_size),
-        ("vocabulary", config.vocab_size, target.vocab_size),
-        ("number of target layers", config.num_target_layers, target.num_layers),
-    ]
-    for what, drafted, have in pairs:
-        if drafted != have:
-            raise MismatchError(
-                f"the drafter was trained for a target whose {what} is {drafted}, this target's is {have}; "
-                "use the drafter of this target or train one with `volley train`"
-            )
+    drafter.config.check_target(
+        hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_layers
+    )
 
 
 def _processed(plan: Sequence[Scheduled], logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from volley.errors import CheckpointError, ConfigError, unknown_key
+from volley.errors import CheckpointError, ConfigError, MismatchError, unknown_key
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -117,6 +117,20 @@ class DrafterConfig:
         for wrong, message in problems:
             if wrong:
                 raise ConfigError(f"drafter config: {message}")
+
+    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+        """Refuse a target that the drafter was not trained for."""
+        pairs = [
+            ("hidden size", self.hidden_size, hidden_size),
+            ("vocabulary", self.vocab_size, vocab_size),
+            ("number of target layers", self.num_target_layers, num_layers),
+        ]
+        for what, drafted, have in pairs:
+            if drafted != have:
+                raise MismatchError(
+                    f"the drafter was trained for a target whose {what} is {drafted}, this target's is {have}; "
+                    "use the drafter of this target or train one with `volley train`"
+                )
 
     def to_json(self) -> dict[str, Any]:
         """The config as z-lab writes it."""

@@ -1,0 +1,122 @@
+"""How vLLM is told to draft with volley, and what volley asks of the vLLM it finds itself in.
+
+vLLM hands a proposer nothing but its own configuration, so volley's options travel in ``additional_config["volley"]``, which vLLM
+keeps for extensions.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from volley.decode.denoise import reveal_counts
+from volley.errors import ConfigError, UnsupportedModelError, unknown_key
+from volley.models.checkpoint import DrafterConfig, read_json
+
+TESTED = "0.32"
+PROPOSER = "volley.vllm.Proposer"
+_LOG = logging.getLogger("vllm.volley")  # below vLLM's own logger, so that its settings hold
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginOptions:
+    """What ``additional_config["volley"]`` may say; names and meanings are those of :class:`volley.Engine`."""
+
+    drafter: str
+    """A folder in a format that volley loads."""
+    policy: str = "goodput"
+    denoising_steps: int = 1
+    denoising_schedule: str = "cosine"
+    draft_window: int | None = None
+
+    def __post_init__(self) -> None:
+        reveal_counts(1, self.denoising_steps, self.denoising_schedule)
+        if self.draft_window is not None and self.draft_window < 1:
+            raise ConfigError(
+                f"draft_window is {self.draft_window}; it must be at least 1, or None for the whole context"
+            )
+
+    @classmethod
+    def from_config(cls, additional_config: object) -> "PluginOptions":
+        """Parse vLLM's ``additional_config``; unknown and missing keys are errors that name them."""
+        raw = additional_config.get("volley") if isinstance(additional_config, Mapping) else None
+        if not isinstance(raw, Mapping) or "drafter" not in raw:
+            raise ConfigError(
+                "volley's proposer was not told its drafter; give vLLM "
+                """--additional-config '{"volley": {"drafter": "FOLDER"}}'"""
+            )
+        known = [field.name for field in fields(cls)]
+        for key in raw:
+            if key not in known:
+                raise unknown_key("option of volley's vLLM plugin", str(key), known)
+        return cls(**raw)
+
+
+def engine_args(
+    options: PluginOptions, *, eager: bool = True, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
+) -> dict[str, Any]:
+    """Arguments for ``vllm.LLM`` (and, with dashes, its server) that draft with ``options.drafter``.
+
+    Where vLLM does not let a proposer work, these are its built-in ``dflash`` with the drafter's whole block; the log says why.
+    """
+    config = DrafterConfig.from_json(read_json(Path(options.drafter) / "config.json"))
+    slots = config.block_size - 1
+    obstacles = [
+        (not eager, "compiled passes do not call the hooks that tap the target"),
+        (tensor_parallel_size > 1, "the target's embedding and head are split over processes"),
+        (pipeline_parallel_size > 1, "tapped layers live in other processes"),
+    ]
+    reasons = [reason for applies, reason in obstacles if applies]
+    if not reasons:
+        return {
+            "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": slots},
+            "additional_config": {"volley": asdict(options)},
+            "enforce_eager": True,
+        }
+    if config.head is not None:
+        raise UnsupportedModelError(
+            f"{options.drafter} has a sequential head, which vLLM's built-in dflash does not know, and volley's plugin cannot "
+            f"be used here: {'; '.join(reasons)}. Use a drafter without a head, or vLLM eagerly on one device"
+        )
+    _LOG.warning("volley: vLLM's built-in dflash drafts, in blocks of %d tokens: %s", slots + 1, "; ".join(reasons))
+    return {"speculative_config": {"method": "dflash", "model": options.drafter, "num_speculative_tokens": slots}}
+
+
+def check_engine(config: Any, version: str) -> None:
+    """Refuse a vLLM that this proposer was not tested with, or whose configuration keeps it from seeing the target."""
+    if not _is_tested(version):
+        raise UnsupportedModelError(
+            f"this is vLLM {version}; volley's plugin is tested with {TESTED}.x, and vLLM calls its proposer interface "
+            f'experimental. Install vllm=={TESTED}.*, or use vLLM\'s own {{"method": "dflash"}}'
+        )
+    parallel = config.parallel_config
+    problems = [
+        (
+            not config.model_config.enforce_eager,
+            "volley taps the target's layers with forward hooks, which compiled passes and CUDA graphs do not call; "
+            "pass --enforce-eager (enforce_eager=True)",
+        ),
+        (
+            parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1,
+            "volley's proposer needs the whole target in one process; with tensor or pipeline parallelism use vLLM's own "
+            '{"method": "dflash"}',
+        ),
+    ]
+    for wrong, message in problems:
+        if wrong:
+            raise UnsupportedModelError(message)
+
+
+def register() -> None:
+    """vLLM's general plug-in: says at start-up, in each process, whether this vLLM is one the proposer was tested with."""
+    import vllm
+
+    if _is_tested(vllm.__version__):
+        _LOG.debug("volley drafts in this vLLM with the proposer %s", PROPOSER)
+    else:
+        _LOG.warning("volley's proposer is tested with vLLM %s.x and will refuse %s", TESTED, vllm.__version__)
+
+
+def _is_tested(version: str) -> bool:
+    return version.split(".")[:2] == TESTED.split(".")

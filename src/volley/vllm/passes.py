@@ -1,0 +1,147 @@
+"""What one pass of vLLM's target computed: the features of every token, and where vLLM keeps each token's K/V.
+
+Forward hooks tap the features. Requests are not named to a proposer; what tells them apart is what vLLM's attention back ends
+read in the forward context: ``block_table``, ``query_start_loc`` and ``seq_lens``, whose rows are those of the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from volley.errors import MismatchError, UnsupportedModelError
+
+IntArray = NDArray[np.int64]
+Tokens = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class TargetPass:
+    """R requests with T tokens in all, laid end to end."""
+
+    starts: IntArray
+    """Position of each request's first token of the pass ``[R]``."""
+    offsets: IntArray
+    """Row of each request's first token, and T ``[R + 1]``."""
+    blocks: NDArray[np.int32]
+    """vLLM's blocks of each request ``[R, most]``."""
+    block_size: int
+    num_slots: int
+    """All that vLLM has."""
+    token_ids: Tensor | None
+    states: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> IntArray:
+        return np.diff(self.offsets)
+
+    def slots(self, row: int, start: int, end: int) -> IntArray:
+        """Where vLLM keeps the K/V of positions ``[start, end)`` of a request."""
+        positions = np.arange(start, end)
+        found = self.blocks[row, positions // self.block_size].astype(np.int64) * self.block_size
+        return np.asarray(found + positions % self.block_size)
+
+    def span(self, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Of the tokens before position ``ends [R]`` of their requests: their rows of the pass, positions and slots."""
+        rows, positions, slots = [], [], []
+        for row, (start, end) in enumerate(zip(self.starts.tolist(), ends.tolist(), strict=True)):
+            rows.append(int(self.offsets[row]) + np.arange(end - start))
+            positions.append(np.arange(start, end))
+            slots.append(self.slots(row, start, end))
+        return np.concatenate(rows), np.concatenate(positions), np.concatenate(slots)
+
+    def features(self, layer_ids: Sequence[int]) -> Tensor:
+        """``[T, taps · H]``."""
+        return torch.cat([self.states[index][: int(self.offsets[-1])] for index in layer_ids], dim=-1)
+
+
+class PassTaps:
+    """Keeps the last pass until it is taken; hands it to ``skipped`` if the next one begins before that."""
+
+    def __init__(
+        self, model: nn.Module, layer_ids: Sequence[int], block_size: int, skipped: Callable[[TargetPass], None]
+    ) -> None:
+        layers = decoder_layers(model)
+        missing = [i for i in layer_ids if not 0 <= i < len(layers) or type(layers[i]).__name__ == "PPMissingLayer"]
+        if missing:
+            raise MismatchError(
+                f"the drafter taps target layers {list(layer_ids)} and layers {missing} are not here ({len(layers)} layers in "
+                "this process); use the drafter of this target, without pipeline parallelism"
+            )
+        self._layer_ids, self._block_size, self._skipped = set(layer_ids), block_size, skipped
+        self._pass: TargetPass | None = None
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for index in self._layer_ids:
+            layers[index].register_forward_hook(self._keeper(index))
+
+    def take(self) -> TargetPass | None:
+        """The last pass; ``None`` if there was none or its layers did not call the hooks."""
+        found, self._pass = self._pass, None
+        return found if found is not None and found.states.keys() == self._layer_ids else None
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (unread := self.take()) is not None:
+            self._skipped(unread)
+        self._pass = _current_pass(kwargs.get("input_ids", args[0] if args else None), self._block_size)
+
+    def _keeper(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            if self._pass is not None:
+                # vLLM adds a layer's residual in the next layer, in place: their sum, now, is what others call its output.
+                self._pass.states[index] = output[0] + output[1] if isinstance(output, tuple) else output.clone()
+
+        return keep
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The decoder layers of one of vLLM's causal LMs."""
+    get_language_model = getattr(model, "get_language_model", None)
+    language = get_language_model() if callable(get_language_model) else model
+    layers = getattr(getattr(language, "model", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnsupportedModelError(
+            f"vLLM's {type(model).__name__} has no `model.layers` to tap; use vLLM's own drafting methods with this target"
+        )
+    return layers
+
+
+def _current_pass(token_ids: Tensor | None, block_size: int) -> TargetPass | None:
+    """The pass that vLLM has just begun; ``None`` for the made-up ones it warms up with."""
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    if not context.attn_metadata:
+        return None
+    layer, found = _whole_attention(context)
+    slot_mapping, offsets = found.slot_mapping.cpu().numpy(), found.query_start_loc.cpu().numpy().astype(np.int64)
+    starts = found.seq_lens.cpu().numpy().astype(np.int64)[: len(offsets) - 1] - np.diff(offsets)
+    num_slots = layer.kv_cache.numel() // (2 * layer.num_kv_heads * layer.head_size)
+    target_pass = TargetPass(starts, offsets, found.block_table.cpu().numpy(), block_size, num_slots, token_ids)
+    if target_pass.slots(0, int(starts[0]), int(starts[0]) + 1)[0] != slot_mapping[0]:
+        raise UnsupportedModelError(
+            f"vLLM does not keep this target's K/V in blocks of {block_size} tokens as its configuration says; "
+            "use vLLM's own drafting methods with this target"
+        )
+    return target_pass
+
+
+def _whole_attention(context: Any) -> tuple[Any, Any]:
+    """A layer that sees, and keeps, every position, if there is one, and its metadata."""
+    if not isinstance(context.attn_metadata, dict):
+        raise UnsupportedModelError("volley's proposer cannot follow microbatches; switch them off (no --enable-dbo)")
+    wanted = ("block_table", "query_start_loc", "seq_lens", "slot_mapping")
+    layers = context.no_compile_layers
+    usable = [
+        (layers[name], metadata)
+        for name, metadata in context.attn_metadata.items()
+        if all(hasattr(metadata, key) for key in wanted) and hasattr(layers.get(name), "kv_cache")
+    ]
+    if not usable:
+        raise UnsupportedModelError(
+            "none of the target's layers keeps K/V in blocks that volley knows; use vLLM's own drafting methods"
+        )
+    return min(usable, key=lambda pair: pair[0].sliding_window is not None)

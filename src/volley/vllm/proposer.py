@@ -1,0 +1,196 @@
+"""The proposer: vLLM makes one, gives it the target, and after every pass asks it what to verify in the next.
+
+Losslessness is vLLM's: it is given draft tokens without probabilities and so treats each as a point mass, accepting token d
+with the target's probability of d and drawing from the target's law without d otherwise. That is exact for any draft, whatever
+chose it and however many tokens it has: all is chosen before the target draws. Drafts are the drafter's most likely tokens, which
+such a rule accepts most often.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from volley.engine.pacing import make_policy
+from volley.models.accelerate import accelerate
+from volley.models.drafter import Drafter
+from volley.types import Proposal
+from volley.vllm.drafting import SlotDrafter
+from volley.vllm.options import _LOG, PluginOptions, check_engine
+from volley.vllm.pacing import Pacing
+from volley.vllm.passes import IntArray, PassTaps, TargetPass, Tokens, decoder_layers
+
+
+class Proposer:
+    """``speculative_config={"method": "custom_class", "model": "volley.vllm.Proposer", "num_speculative_tokens": K}``."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        import vllm
+
+        check_engine(vllm_config, vllm.__version__)
+        self.config = vllm_config
+        self.options = PluginOptions.from_config(vllm_config.additional_config)
+        self.policy = make_policy(self.options.policy)
+        self._max_length: int = vllm_config.model_config.max_model_len
+        self._request_at: dict[int, int] = {}  # last slot that each request's last pass filled → the request
+        self._request_ids = count()
+        self._ended = 0.0
+        self._warned = False
+
+    # -- start-up ------------------------------------------------------------------------------------------------------
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the drafter, check that it is this target's, tap the target."""
+        model = self.config.model_config
+        text = model.hf_config.get_text_config()
+        drafter = Drafter.from_pretrained(Path(self.options.drafter), dtype=model.dtype)
+        layers = len(decoder_layers(target_model))
+        drafter.config.check_target(hidden_size=text.hidden_size, vocab_size=text.vocab_size, num_layers=layers)
+        self.drafter = drafter.to(next(target_model.parameters()).device).requires_grad_(False)
+        self.drafter.rotary.cover(self._max_length + drafter.config.block_size)
+        accelerate(self.drafter)
+        self._num_layers = layers
+        self.taps = PassTaps(
+            target_model, drafter.config.target_layer_ids, self.config.cache_config.block_size, self._inject_unread
+        )
+        target: Any = target_model
+        self.slots = SlotDrafter(
+            self.drafter,
+            self.options,
+            target.embed_input_ids,
+            target.compute_logits,
+            self.config.scheduler_config.max_num_seqs,
+        )
+        slots = self.config.speculative_config.num_speculative_tokens
+        largest = min(drafter.config.block_size, 1 + slots)
+        self.pacing = Pacing(self.policy, largest, self._draft_seconds, self._target_seconds)
+        _LOG.info(
+            "volley drafts with %s, policy %s, blocks up to %d", self.options.drafter, self.options.policy, largest
+        )
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: Tokens,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Draft tokens for every row of the batch; called by vLLM with what the pass just ended has sampled."""
+        started = time.perf_counter()
+        done = self.taps.take()
+        if done is None:
+            self._warn("volley: the target's layers did not call their forward hooks; nothing is drafted in such passes")
+            return [[] for _ in sampled_token_ids]
+        lengths = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
+        ids = self._follow(done, sampled_token_ids, lengths, started)
+        self._inject(done, lengths, token_ids_cpu)
+        drafts = self._draft(done, ids, lengths, token_ids_cpu)
+        self._ended = time.perf_counter()
+        return drafts
+
+    def _follow(
+        self, done: TargetPass, sampled: Sequence[Sequence[int]], lengths: Sequence[int], now: float
+    ) -> dict[int, int]:
+        """Which request each decoding row is, by the last slot filled before this pass; the policy hears how it went.
+
+        The block a request writes to is nobody else's, so that slot names it. A request that sat out a pass gets a new name: its
+        policy begins anew, nothing else is lost.
+        """
+        before, after, judged, ids = self._request_at, {}, {}, {}
+        for row, tokens in enumerate(sampled):
+            if not tokens:
+                continue  # its prompt goes on
+            start, known = int(done.starts[row]), lengths[row] - 1
+            request_id = before.get(int(done.slots(row, start - 1, start)[0])) if start else None
+            if request_id is None:
+                request_id = next(self._request_ids)
+            else:
+                judged[request_id] = (int(done.lengths[row]) - 1, len(tokens) - 1)
+            ids[row] = request_id
+            after[int(done.slots(row, known - 1, known)[0])] = request_id
+        self._request_at = after
+        self.pacing.after_pass(judged)
+        if len(judged) == len(sampled):  # nobody's prompt was in the pass
+            self.pacing.timed(int(done.offsets[-1]), len(sampled), now - self._ended)
+        return ids
+
+    def _inject(self, done: TargetPass, lengths: Sequence[int], token_ids: Tokens) -> None:
+        """The features of positions that stay: tokens that were known, and those of the drafts that were accepted."""
+        last = np.array(lengths, dtype=np.int64) - 1  # has not been through the target
+        ends = np.minimum(done.starts + done.lengths, last)
+        spans = zip(done.starts.tolist(), ends.tolist(), strict=True)
+        tokens = [token_ids[row, start:end] for row, (start, end) in enumerate(spans)]
+        self._inject_until(done, ends, np.concatenate(tokens))
+
+    def _inject_until(self, done: TargetPass, ends: IntArray, token_ids: Tokens) -> None:
+        self.slots.reserve(done.num_slots)
+        kept, positions, slots = done.span(ends)
+        features = done.features(self.drafter.config.target_layer_ids)
+        rows = torch.from_numpy(kept).to(features.device)
+        self.slots.inject(features[rows], positions, slots, token_ids)
+
+    @torch.inference_mode()
+    def _inject_unread(self, done: TargetPass) -> None:
+        """A pass after which vLLM did not ask for drafts; what it rejected will be overwritten before it is read."""
+        if done.token_ids is not None:
+            token_ids = done.token_ids[: int(done.offsets[-1])].cpu().numpy()
+            self._inject_until(done, done.starts + done.lengths, token_ids)
+
+    def _draft(
+        self, done: TargetPass, ids: dict[int, int], lengths: Sequence[int], token_ids: Tokens
+    ) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in lengths]
+        contexts = {row: done.slots(row, 0, lengths[row] - 1) for row in ids}
+        limits = []
+        for row, context in contexts.items():
+            room = max(0, self._max_length - lengths[row] - 1)
+            limits.append(room if self.slots.has_seen(context, token_ids[row, : len(context)]) else 0)
+        if not ids:
+            return drafts
+        sizes = self.pacing.draft(list(ids.values()), limits)
+        drafting = [(row, size) for row, size in zip(ids, sizes, strict=True) if size]
+        proposals = self._propose(drafting, contexts, lengths, token_ids)
+        if not self.pacing.is_learning and drafting:
+            kept = self.pacing.verify([proposals[row].confidence if row in proposals else [] for row in ids])
+            for row, size in zip(ids, kept, strict=True):
+                if row in proposals:
+                    del proposals[row].token_ids[size:]
+        for row, proposal in proposals.items():
+            drafts[row] = proposal.token_ids
+        return drafts
+
+    def _propose(
+        self,
+        drafting: Sequence[tuple[int, int]],
+        contexts: dict[int, Any],
+        lengths: Sequence[int],
+        token_ids: Tokens,
+    ) -> dict[int, Proposal]:
+        if not drafting:
+            return {}
+        started = time.perf_counter()
+        rows, sizes = zip(*drafting, strict=True)
+        anchors = [int(token_ids[row, lengths[row] - 1]) for row in rows]
+        found = self.slots.draft([contexts[row] for row in rows], anchors, sizes, self.policy.uses_confidence)
+        self.pacing.drafted(len(rows) + sum(sizes), len(rows), time.perf_counter() - started)
+        return dict(zip(rows, found, strict=True))
+
+    # -- costs ---------------------------------------------------------------------------------------------------------
+    def _draft_seconds(self, tokens: int, requests: int) -> float:
+        return sum(self.slots.seconds(tokens, requests))
+
+    def _target_seconds(self, tokens: int, requests: int) -> float:
+        """A drafter's layers are about as large as its target's."""
+        body, head = self.slots.seconds(tokens, requests)
+        return body * self._num_layers / self.drafter.config.num_hidden_layers + head
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _LOG.warning(message)
