@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from volley.bench.tasks import BenchConfig
+from volley.deploy import export, inspect
 from volley.errors import ConfigError, VolleyError
 from volley.options import expand
 from volley.prompts import Conversation, load_prompts
@@ -390,6 +391,10 @@ def train(config: TrainConfig) -> None:
     from volley.train.loop import train as run
 
     typer.echo(f"written to {run(config)}", err=True)
+
+
+app.command()(export)
+app.command()(inspect)
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def test_the_handed_over_drafter_computes_the_same(tiny_pair: TinyPair) -> None:
 def test_what_transformers_cannot_run_becomes_a_note(tiny_pair: TinyPair) -> None:
     config = {**vars(Drafter.from_pretrained(tiny_pair.drafter).config), "target_layer_ids": (-1,)}
     runners, notes = transformers_runners(str(tiny_pair.target), Drafter(DrafterConfig(**config)), [2], torch.float32)
-    assert notes == ["transformers-dflash: transformers taps decoder layers only, not the embedding (tap -1)"]
+    assert notes == ["transformers-dflash: decoder layers alone are tapped there, not the embedding (tap -1)"]
     assert Case("transformers") in runners
     _, notes = transformers_runners(str(tiny_pair.target), None, [2], torch.float32)
     assert notes == ["transformers-dflash: there is no drafter to hand over"]

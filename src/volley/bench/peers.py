@@ -15,10 +15,10 @@ from transformers.generation.streamers import BaseStreamer
 from volley.bench.measure import Outcome, Runner
 from volley.bench.tasks import Case
 from volley.models.drafter import Drafter
+from volley.models.formats import obstacles, transformers_config, transformers_names
 from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams
 
 LOOKUP_TOKENS = 10
-_RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 
 
 class _Listener(BaseStreamer):  # type: ignore[misc]
@@ -68,30 +68,13 @@ def to_transformers(drafter: Drafter) -> PreTrainedModel:
     """The drafter as the class that transformers' DFlash generation drives; ``ValueError`` if it cannot be."""
     from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
-    config = drafter.config
-    if -1 in config.target_layer_ids:
-        raise ValueError("transformers taps decoder layers only, not the embedding (tap -1)")
-    if config.head is not None:
-        raise ValueError("transformers knows no sequential heads; give it a plain DFlash drafter")
-    theirs = MuseGlimmerAssistantConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters={"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta},
-        max_position_embeddings=config.max_position_embeddings,
-        sliding_window=config.sliding_window or config.max_position_embeddings,
-        layer_types=list(config.layer_types),
-        block_size=config.block_size,
-        mask_token_id=config.mask_token_id,
-        target_layer_ids=list(config.target_layer_ids),
-    )
-    theirs._attn_implementation = "sdpa"
-    model = MuseGlimmerAssistantModel(theirs)
-    model.load_state_dict({_RENAMED.get(name, name): weight for name, weight in drafter.state_dict().items()})
+    problems = obstacles(drafter.config, "transformers")
+    if problems:
+        raise ValueError("; ".join(problems))
+    config = MuseGlimmerAssistantConfig.from_dict(transformers_config(drafter.config))
+    config._attn_implementation = "sdpa"
+    model = MuseGlimmerAssistantModel(config)
+    model.load_state_dict(transformers_names(drafter.state_dict()))
     return model
 
 

@@ -44,8 +44,8 @@ class Rehearsal:
             return target.attention(batch, store, layer, q, k, v, options)
 
         def run() -> None:
-            hidden = drafter(target.embed(batch.token_ids), batch.positions, attend)
-            logits = target.head(hidden)
+            hidden = drafter(drafter.embed(batch.token_ids, target.embed), batch.positions, attend)
+            logits = drafter.logits(hidden, target.head)
             best_tokens(logits)
             if head is not None:
                 head.lattices(hidden, logits, [0] * requests, [len(batch) // requests] * requests)

@@ -204,7 +204,8 @@ class Runner:
                 for place, rows in zip(places, torch.split(found, [s.max_draft for s in members]), strict=True):
                     states[place] = rows
             slots = torch.cat(states)
-        return self.target.head(slots), slots
+        assert self.drafter is not None
+        return self.drafter.logits(slots, self.target.head), slots
 
     def _slot_states(self, plan: list[Scheduled], token_ids: Tensor, adapter: Adapter | None) -> Tensor:
         """The drafter's final states ``[Σ k, H]`` of every slot. Block K/V are scratch in the draft pages."""
@@ -218,7 +219,7 @@ class Runner:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(batch, store, layer, q, k, v, AttentionOptions(scale, windows[layer]))
 
-        hidden: Tensor = drafter(self.target.embed(batch.token_ids), batch.positions, attend)
+        hidden: Tensor = drafter(drafter.embed(batch.token_ids, self.target.embed), batch.positions, attend)
         if len(segments) == 1:
             return hidden[1:]
         keep = torch.ones(len(batch), dtype=torch.bool)

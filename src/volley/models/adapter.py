@@ -1,6 +1,6 @@
 """Adapters: a drafter's weights for another workload as low-rank updates of its linear maps (LoRA), in PEFT's two files.
 
-``W + (α/r)·B·A`` with ``A [r, in]`` and ``B [out, r]`` for every linear map but those of a sequential head. In training A and
+``W + (α/r)·B·A`` with ``A [r, in]`` and ``B [out, r]`` for every linear map but those of the heads. In training A and
 B alone learn; for decoding the update is added to a copy of the drafter, which then runs as any drafter does.
 """
 
@@ -96,7 +96,7 @@ def drafter_fingerprint(drafter: Drafter) -> str:
 
 def _linears(drafter: Drafter) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in drafter.named_modules():
-        if isinstance(module, nn.Linear) and not name.startswith("head."):
+        if isinstance(module, nn.Linear) and not name.startswith(("head.", "lm_head")):
             yield name, module
 
 
@@ -136,7 +136,7 @@ def save_adapter(path: Path, drafter: Drafter, config: AdapterConfig) -> None:
 
 
 def adapted(drafter: Drafter, path: Path | str) -> Drafter:
-    """A copy of ``drafter`` with the adapter in folder ``path``; head and rotary tables are shared, not copied."""
+    """A copy of ``drafter`` with the adapter in folder ``path``; heads, embedding and rotary tables are shared, not copied."""
     path = Path(path)
     config = AdapterConfig.from_json(read_json(path / CONFIG))
     if config.drafter != drafter_fingerprint(drafter):
@@ -158,4 +158,5 @@ def adapted(drafter: Drafter, path: Path | str) -> Drafter:
             tensor.copy_(weights[name])
         merge(changed)
     changed.head, changed.rotary = drafter.head, drafter.rotary
+    changed.lm_head, changed.embed_tokens = drafter.lm_head, drafter.embed_tokens
     return changed.to(drafter.fc.weight.dtype).requires_grad_(False).eval()

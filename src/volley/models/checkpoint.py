@@ -72,7 +72,9 @@ class DrafterConfig:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    num_target_layers: int
+    """The target's."""
+    num_target_layers: int | None
+    """``None`` where a checkpoint does not say."""
     block_size: int
     """Largest block, anchor included."""
     mask_token_id: int
@@ -88,6 +90,10 @@ class DrafterConfig:
     layer_types: tuple[str, ...] = field(default=())
     head: HeadConfig | None = None
     """Without one the drafter is DFlash."""
+    draft_vocab_size: int | None = None
+    """Rows of an LM head of the drafter's own; fewer than ``vocab_size`` are a reduced vocabulary. ``None``: the target's."""
+    own_embedding: bool = False
+    """Whether the checkpoint brings input embeddings. Known by its tensors, so not part of ``config.json``."""
 
     def __post_init__(self) -> None:
         if not self.layer_types:
@@ -96,13 +102,17 @@ class DrafterConfig:
             (self.block_size < 2, f"block_size is {self.block_size}; a block needs an anchor and at least one slot"),
             (not self.target_layer_ids, "target_layer_ids is empty; name the target layers the drafter was trained on"),
             (
-                any(not -1 <= i < self.num_target_layers for i in self.target_layer_ids),
+                any(not -1 <= i < (self.num_target_layers or i + 1) for i in self.target_layer_ids),
                 f"target_layer_ids {list(self.target_layer_ids)} do not all lie in a target of "
-                f"{self.num_target_layers} layers",
+                f"{self.num_target_layers or 'any number of'} layers",
             ),
             (
                 not 0 <= self.mask_token_id < self.vocab_size,
                 f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}",
+            ),
+            (
+                self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size,
+                f"draft_vocab_size is {self.draft_vocab_size}; it must be between 1 and the vocabulary of {self.vocab_size}",
             ),
             (self.hidden_act != "silu", f"hidden_act {self.hidden_act!r} is not supported; drafters use 'silu'"),
             (
@@ -120,20 +130,30 @@ class DrafterConfig:
 
     def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
         """Refuse a target that the drafter was not trained for."""
+        mismatches = self.mismatches(hidden_size=hidden_size, vocab_size=vocab_size, num_layers=num_layers)
+        if mismatches:
+            raise MismatchError(
+                f"{'; '.join(mismatches)}; use the drafter of this target or train one with `volley train`"
+            )
+
+    def mismatches(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> list[str]:
+        """What keeps the drafter from drafting for a target of this shape."""
         pairs = [
             ("hidden size", self.hidden_size, hidden_size),
             ("vocabulary", self.vocab_size, vocab_size),
-            ("number of target layers", self.num_target_layers, num_layers),
+            ("number of target layers", self.num_target_layers or num_layers, num_layers),
         ]
-        for what, drafted, have in pairs:
-            if drafted != have:
-                raise MismatchError(
-                    f"the drafter was trained for a target whose {what} is {drafted}, this target's is {have}; "
-                    "use the drafter of this target or train one with `volley train`"
-                )
+        found = [
+            f"the drafter was trained for a target whose {what} is {drafted}, this target's is {have}"
+            for what, drafted, have in pairs
+            if drafted != have
+        ]
+        if max(self.target_layer_ids) >= num_layers:
+            found.append(f"the drafter taps layer {max(self.target_layer_ids)}, this target has {num_layers} layers")
+        return found
 
     def to_json(self) -> dict[str, Any]:
-        """The config as z-lab writes it."""
+        """The config as z-lab writes it; what newer and older readers expect in different places is in both."""
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
         return {
             "architectures": [ARCHITECTURE],
@@ -142,6 +162,8 @@ class DrafterConfig:
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
+                "block_size": self.block_size,
+                **({"causal": False} if self.sliding_window else {}),  # others take sliding layers as causal
             },
             "num_target_layers": self.num_target_layers,
             "hidden_size": self.hidden_size,
@@ -162,13 +184,14 @@ class DrafterConfig:
             "attention_bias": False,
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
+            **({"draft_vocab_size": self.draft_vocab_size} if self.draft_vocab_size else {}),
             **({"head": asdict(self.head)} if self.head else {}),
         }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
         """Parse a z-lab config; unknown and missing keys are errors that name them."""
-        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids"}
+        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids", "own_embedding"}
         for key in raw:
             if key not in own | _IGNORED_KEYS | {"dflash_config", "rope_parameters", "use_sliding_window"}:
                 raise unknown_key("drafter config key", key, own | {"dflash_config"})
@@ -181,13 +204,20 @@ class DrafterConfig:
             if key not in _DFLASH_KEYS:
                 raise unknown_key("dflash_config key", key, _DFLASH_KEYS)
         values = {key: raw[key] for key in own if key in raw}
+        for key in ("rope_parameters", "rope_scaling", "layer_types"):
+            if not isinstance(raw.get(key), dict if key.startswith("rope") else list) and raw.get(key) is not None:
+                raise ConfigError(f"drafter config: {key} is {raw[key]!r}, which is not of the type it must have")
         rope = raw.get("rope_parameters") or {}
         values.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
         scaling = {k: v for k, v in (raw.get("rope_scaling") or rope).items() if k != "rope_theta"}
         values["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
         values.update({key: dflash[key] for key in ("mask_token_id", "block_size") if key in dflash})
         if "target_layer_ids" in dflash:
-            values["target_layer_ids"] = tuple(dflash["target_layer_ids"])
+            taps = dflash["target_layer_ids"]
+            if not isinstance(taps, list) or not all(isinstance(tap, int) for tap in taps):
+                raise ConfigError(f"dflash_config.target_layer_ids is {taps!r}; it must be a list of layer numbers")
+            values["target_layer_ids"] = tuple(taps)
+        _check_types(values)
         values["layer_types"] = tuple(raw.get("layer_types") or ())
         if dflash.get("use_swa"):
             values["layer_types"] = ("sliding_attention",) * int(raw.get("num_hidden_layers", 0))
@@ -206,6 +236,28 @@ class DrafterConfig:
                 "take them from the training run that made the checkpoint"
             )
         return cls(**values)
+
+
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "num_target_layers", "block_size", "mask_token_id", "max_position_embeddings", "sliding_window",
+    "draft_vocab_size",
+)  # fmt: skip
+_MAY_BE_NULL = ("num_target_layers", "sliding_window", "draft_vocab_size")
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Refuse numbers that are not: a config may come from anywhere."""
+    for name in _COUNTS:
+        value, least = values.get(name, 1), 0 if name == "mask_token_id" else 1
+        if value is None and name in _MAY_BE_NULL:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"drafter config: {name} is {value!r}; it must be an integer of at least {least}")
+    for name in ("rms_norm_eps", "rope_theta"):
+        value = values.get(name, 1.0)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ConfigError(f"drafter config: {name} is {value!r}; it must be a number above 0")
 
 
 def read_json(path: Path) -> dict[str, Any]:

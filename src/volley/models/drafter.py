@@ -1,8 +1,9 @@
 """The DFlash drafter: a few Qwen3-style layers that turn ``[anchor, MASK, …]`` into hidden states in one pass.
 
 Its context is not text but the target's own hidden states: ``C = RMSNorm(fc(taps))`` is projected by every layer's
-``k_proj`` and ``v_proj`` and cached (K/V injection, DFlash §4.1). Embedding and head are the target's. The module does not
-know where its keys and values live: the caller passes ``attend``, a dense mask in training, the page pool in serving.
+``k_proj`` and ``v_proj`` and cached (K/V injection, DFlash §4.1). Embedding and head are the target's unless the checkpoint
+brings its own. The module does not know where its keys and values live: the caller passes ``attend``, a dense mask in
+training, the page pool in serving.
 """
 
 import json
@@ -15,18 +16,13 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from volley.models.checkpoint import (
-    DrafterConfig,
-    check_weights,
-    load_tensors,
-    read_json,
-    save_tensors,
-    write_atomically,
-)
+from volley.models.checkpoint import DrafterConfig, check_weights, save_tensors, write_atomically
+from volley.models.formats import read_checkpoint, weight_files
 from volley.models.heads import ResidualHead
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
+Projection = Callable[[Tensor], Tensor]
 
 
 class Rotary:
@@ -129,7 +125,9 @@ class DraftLayer(nn.Module):
 class Drafter(nn.Module):
     """A drafter for one target. Weight names are z-lab's; embedding and head are the target's.
 
-    A sequential ``head`` is extra, under ``head.*``: it corrects slot logits by the token before (``heads.py``).
+    A sequential ``head`` is extra, under ``head.*``: it corrects slot logits by the token before (``heads.py``). So are
+    ``embed_tokens`` and ``lm_head`` of a checkpoint that does not use its target's; with a reduced vocabulary, row i of
+    ``lm_head`` is the token ``i + d2t[i]``.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -143,6 +141,14 @@ class Drafter(nn.Module):
         self.head: ResidualHead | None = None
         if config.head is not None:
             self.head = ResidualHead(config.hidden_size, config.head.rank)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+        self.lm_head: nn.Linear | None = None
+        self.d2t: Tensor | None
+        rows = config.draft_vocab_size
+        if rows is not None:
+            self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+        reduced = rows is not None and rows < config.vocab_size
+        self.register_buffer("d2t", torch.zeros(rows or 0, dtype=torch.long) if reduced else None)
 
     def _layers(self) -> Iterator[DraftLayer]:
         return cast(Iterator[DraftLayer], iter(self.layers))
@@ -175,19 +181,34 @@ class Drafter(nn.Module):
         output: Tensor = self.norm(hidden)
         return output
 
+    def embed(self, token_ids: Tensor, of_target: Projection) -> Tensor:
+        """Input embeddings ``[T, H]`` of ``token_ids [T]``; ``of_target`` gives the target's."""
+        embeddings: Tensor = of_target(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
+        return embeddings
+
+    def logits(self, hidden: Tensor, of_target: Projection) -> Tensor:
+        """Logits ``[T, V]`` of final states ``[T, H]``, −∞ outside a reduced vocabulary; ``of_target`` is the target's head."""
+        if self.lm_head is None:
+            return of_target(hidden)
+        own: Tensor = self.lm_head(hidden)
+        if self.d2t is None:
+            return own
+        token_ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return own.new_full((len(own), self.config.vocab_size), -torch.inf).index_copy(1, token_ids, own)
+
     @classmethod
     def from_pretrained(cls, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> Self:
-        """Load a z-lab-format folder; every missing, unknown or misshapen weight is an error that names it."""
+        """Load a folder in any format of ``formats.py``; every missing, unknown or misshapen weight is an error that names it."""
         path = Path(path)
-        drafter = cls(DrafterConfig.from_json(read_json(path / "config.json")))
-        weights = load_tensors(path / "model.safetensors")
-        check_weights(path / "model.safetensors", drafter.state_dict(), weights)
-        drafter.load_state_dict(weights)
+        checkpoint = read_checkpoint(path)
+        drafter = cls(checkpoint.config)
+        check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)
+        drafter.load_state_dict(checkpoint.tensors)
         return drafter.to(dtype).eval()
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write ``config.json`` and bf16 ``model.safetensors``, each atomically."""
         path = Path(path)
         write_atomically(path / "config.json", json.dumps(self.config.to_json(), indent=2) + "\n")
-        weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.state_dict().items()}
+        weights = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in self.state_dict().items()}
         save_tensors(path / "model.safetensors", weights, {"format": "pt"})

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -99,6 +100,21 @@ def encode_rows(
     while chunk := list(islice(iterator, 1024)):
         documents += [_cut(*pair, max_length) for pair in _encode_chunk(tokenizer, chunk, end)]
     return documents
+
+
+def count_response_tokens(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], stop_token_ids: set[int], vocab_size: int
+) -> list[int]:
+    """How often each of ``vocab_size`` tokens stands in the rows' responses."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for document in encode_rows(tokenizer, rows, sys.maxsize, stop_token_ids):
+        token_ids = document.token_ids[document.response_start :]
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+            raise InputError(
+                f"a row has a token id outside the target's vocabulary of {vocab_size}; it is another target's"
+            )
+        counts += torch.bincount(token_ids, minlength=vocab_size)
+    return counts.tolist()
 
 
 def _cut(prompt: list[int], response: list[int], max_length: int) -> Document:

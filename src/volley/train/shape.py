@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from volley.errors import ConfigError, MismatchError
+from volley.errors import ConfigError
 from volley.models.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafter import Drafter
 from volley.models.taps import decoder_layers
@@ -115,13 +115,14 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
 def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
     """The drafter in ``path`` in fp32; an error if it is another target's."""
     drafter = Drafter.from_pretrained(path, torch.float32)
-    config, text = drafter.config, target.config.get_text_config()
-    have = (config.hidden_size, config.vocab_size, config.num_target_layers)
-    wanted = (text.hidden_size, target.get_input_embeddings().weight.shape[0], len(decoder_layers(target)))
-    if have != wanted:
-        raise MismatchError(
-            f"the drafter in {path} was trained for a target whose hidden size, vocabulary and number of layers are "
-            f"{have}, this target's are {wanted}; name the drafter of this target as init"
+    text = target.config.get_text_config()
+    vocab_size = target.get_input_embeddings().weight.shape[0]
+    num_layers = len(decoder_layers(target))
+    drafter.config.check_target(hidden_size=text.hidden_size, vocab_size=vocab_size, num_layers=num_layers)
+    if drafter.config.own_embedding or drafter.config.draft_vocab_size:
+        raise ConfigError(
+            f"the drafter in {path} has an embedding or a head of its own, and training uses the target's; name the "
+            "drafter that it was exported from as init"
         )
     return drafter
 

@@ -1,0 +1,81 @@
+"""Commands that take a drafter to other programs. ``cli.py`` puts them on the command line."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from volley.errors import ConfigError
+from volley.options import expand
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What to write, and where; each is an argument of ``models.export.export``."""
+
+    to: Literal["zlab", "speculators", "sglang", "transformers"]
+    """Format to write. zlab is what volley and vLLM read; sglang is the same, checked for what SGLang cannot use."""
+    out: Path
+    """Folder to write."""
+    target: str | None = None
+    """The drafter's target, folder or hub name: they are checked to fit."""
+    with_embeddings: bool = False
+    """Put the target's embedding and head into the checkpoint."""
+    draft_vocab_size: int | None = None
+    """Draft only so many tokens, the most frequent in --data. Answers may still hold any token."""
+    drop_head: bool = False
+    """Leave a sequential head out: the plain drafter, whose acceptance is lower."""
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Folder of a drafter.")],
+    target: Annotated[
+        str | None, typer.Option(help="Check that the drafter fits this target: folder or hub name.")
+    ] = None,
+) -> None:
+    """Say what a drafter's checkpoint is, for which target, and what is wrong with it. Exit code 1 if anything is."""
+    from volley.models.diagnosis import diagnose
+
+    found = diagnose(path, target)
+    typer.echo(f"{path}: {found.title}")
+    for name, fact in found.facts.items():
+        typer.echo(f"  {name}: {fact}")
+    for problem in found.problems:
+        typer.echo(f"  wrong: {problem}")
+    if found.problems:
+        raise typer.Exit(1)
+    typer.echo("  nothing is wrong with it" + (f"; it fits {target}" if target else ""))
+
+
+@expand
+def export(
+    options: ExportOptions,
+    drafter: Annotated[Path, typer.Argument(help="Folder of the drafter, in any of the formats.")],
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Responses of volley collect, for --draft-vocab-size; may be repeated.")
+    ] = None,
+) -> None:
+    """Write a drafter in the format that another engine loads. Weights are copied or left out, never changed."""
+    if (options.draft_vocab_size is None) != (not data):
+        raise ConfigError("--draft-vocab-size keeps the tokens that are frequent in --data; give both or neither")
+    from volley.models.export import export as run
+
+    counts = _token_counts(options.target, data) if options.target is not None and data else None
+    written = run(drafter, counts=counts, **asdict(options)).config
+    own = written.draft_vocab_size
+    typer.echo(f"written to {options.out}" + (f", drafting {own} of {written.vocab_size} tokens" if own else ""))
+    if options.drop_head:
+        typer.echo("Without its sequential head the drafter accepts less: measure it with volley bench.", err=True)
+
+
+def _token_counts(target: str, data: list[Path]) -> list[int]:
+    """How often the target wrote each token."""
+    from transformers import AutoTokenizer
+
+    from volley.models.export import TargetShape
+    from volley.train.data import count_response_tokens, read_rows
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    stop = {tokenizer.eos_token_id} - {None}
+    return count_response_tokens(tokenizer, read_rows(data), stop, TargetShape.from_pretrained(target).vocab_size)

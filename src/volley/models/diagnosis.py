@@ -1,0 +1,155 @@
+"""What a folder with a drafter is, and everything that is wrong with it, from its config and the headers of its weight files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from volley.errors import VolleyError
+from volley.models.checkpoint import DrafterConfig, read_json
+from volley.models.drafter import Drafter
+from volley.models.export import TargetShape
+from volley.models.formats import (
+    TITLES,
+    Format,
+    detect,
+    obstacles,
+    own_name,
+    parse_config,
+    vocabulary_problem,
+    weight_files,
+    with_stored,
+)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors writes it, such as ``BF16``."""
+
+
+@dataclass
+class Diagnosis:
+    """Facts by name, and problems; a checkpoint without problems loads and fits."""
+
+    title: str = "unreadable"
+    facts: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def diagnose(path: Path, target: str | None = None) -> Diagnosis:
+    """Look at a checkpoint as a whole, and at whether it fits ``target``; every problem is a line, none is raised."""
+    found = Diagnosis()
+    config: DrafterConfig | None = None
+    try:
+        raw = read_json(path / "config.json")
+        form = detect(raw)
+        found.title = f"a DFlash drafter in {TITLES[form]}"
+        config = parse_config(raw)
+    except VolleyError as error:
+        found.problems.append(str(error))
+    tensors = _stored_tensors(path, found.problems)
+    if tensors:
+        size = sum(file.stat().st_size for file in weight_files(path))
+        dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
+        found.facts["weights"] = f"{len(tensors)} tensors, {dtypes}, {size / 2**20:.1f} MiB"
+    if config is not None:
+        config = with_stored(config, {name: tensor.shape for name, tensor in tensors.items()})
+        found.facts = {**_describe(config), **found.facts, "loads in": _engines(config)}
+        if tensors:
+            found.problems += _weight_problems(config, tensors) + _vocabulary_problems(config, path, tensors)
+        if target is not None:
+            found.problems += _pair_problems(config, target)
+    return found
+
+
+def _stored_tensors(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
+    """Shapes by volley's names. Opening a file checks its length against its header."""
+    tensors: dict[str, StoredTensor] = {}
+    try:
+        files = weight_files(path)
+    except VolleyError as error:
+        problems.append(str(error))
+        return {}
+    for file in files:
+        if not file.exists():
+            problems.append(f"{file} does not exist; fetch or save the checkpoint again")
+            continue
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118
+                    part = stored.get_slice(name)
+                    tensors[own_name(name)] = StoredTensor(tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{file} is truncated or damaged ({error}); fetch or save the checkpoint again")
+            return {}
+    return tensors
+
+
+def _weight_problems(config: DrafterConfig, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+    optional = {"t2d"} | ({"d2t"} if config.draft_vocab_size == config.vocab_size else set())
+    problems = [f"{name} is missing" for name in sorted(set(expected) - set(tensors))]
+    problems += [f"{name} belongs to no part of a drafter" for name in sorted(set(tensors) - set(expected) - optional)]
+    for name in sorted(set(expected) & set(tensors)):
+        if tensors[name].shape != expected[name]:
+            problems.append(f"{name} has shape {list(tensors[name].shape)}, config.json says {list(expected[name])}")
+    return problems
+
+
+def _vocabulary_problems(config: DrafterConfig, path: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    if "d2t" not in tensors:
+        return []
+    tables: dict[str, Any] = {}
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as stored:
+            tables |= {name: stored.get_tensor(name) for name in {"d2t", "t2d"} & set(stored.keys())}
+    problem = vocabulary_problem(config, tables["d2t"], tables.get("t2d"))
+    return [problem] if problem else []
+
+
+def _pair_problems(config: DrafterConfig, target: str) -> list[str]:
+    try:
+        shape = TargetShape.from_pretrained(target)
+    except VolleyError as error:
+        return [str(error)]
+    return config.mismatches(hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, num_layers=shape.num_layers)
+
+
+def _describe(config: DrafterConfig) -> dict[str, str]:
+    heads = f"{config.num_attention_heads} heads ({config.num_key_value_heads} for K/V) of {config.head_dim}"
+    slides = f", window {config.sliding_window}" if config.sliding_window else ""
+    taps = ", ".join(map(str, config.target_layer_ids))
+    own = config.draft_vocab_size
+    reduced = f", drafts {own} of them" if own and own < config.vocab_size else ""
+    brings = ["embedding"] * config.own_embedding + ["head"] * bool(own)
+    depth = "an unknown number of layers" if config.num_target_layers is None else f"{config.num_target_layers} layers"
+    return {
+        "layers": f"{config.num_hidden_layers} of hidden size {config.hidden_size}, MLP {config.intermediate_size}, "
+        f"{heads}{slides}",
+        "block size": f"{config.block_size}, anchor included",
+        "taps": f"{taps} (0-based)",
+        "for a target of": f"{depth}, hidden size {config.hidden_size}, {config.vocab_size} tokens",
+        "vocabulary": f"{config.vocab_size} tokens{reduced}; mask token {config.mask_token_id}",
+        "sequential head": f"{config.head.type}, rank {config.head.rank}" if config.head else "none",
+        "brings its own": " and ".join(brings) or "neither embedding nor head: they are the target's",
+    }
+
+
+_ENGINES: Mapping[str, Format] = {"vLLM's dflash": "zlab", "SGLang": "sglang", "transformers": "transformers"}
+
+
+def _engines(config: DrafterConfig) -> str:
+    able, unable = ["volley"], dict[str, list[str]]()
+    for engine, form in _ENGINES.items():
+        reasons = obstacles(config, form)
+        if not reasons:
+            able.append(engine)
+        for reason in reasons:
+            unable.setdefault(reason, []).append(engine)
+    return ", ".join(able) + "".join(f"; not in {', '.join(names)}: {reason}" for reason, names in unable.items())

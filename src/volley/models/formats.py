@@ -1,0 +1,279 @@
+"""Drafter checkpoints of other programs: which format a folder is in, reading it, writing it.
+
+z-lab's layout is volley's own (``DrafterConfig.from_json``, ``to_json``) and SGLang's. The others are read by turning their
+config into z-lab's and their tensor names into volley's, and written the other way round; no weight is ever changed.
+
+speculators   ``transformer_layer_config`` holds the layers' shape, ``aux_hidden_state_layer_ids`` are the taps + 1, and with a
+              reduced vocabulary ``d2t [N]`` (target id − draft id) and ``t2d [V]`` (whether a token is in it) are stored
+transformers  the class that ``generate(speculation_type="dflash")`` drives: no embedding, no head, two other names
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from volley.errors import CheckpointError, ConfigError
+from volley.models.checkpoint import DrafterConfig, load_tensors, read_json, save_tensors, write_atomically
+
+Format = Literal["zlab", "speculators", "sglang", "transformers"]
+
+TITLES: Mapping[Format, str] = {
+    "zlab": "z-lab's format",
+    "speculators": "the speculators format",
+    "sglang": "SGLang's format",
+    "transformers": "transformers' format",
+}
+_TRANSFORMERS_TYPE = "muse_glimmer_assistant"  # the only DFlash assistant class that transformers has
+_TRANSFORMERS_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+_SHAPE_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rms_norm_eps", "rope_theta", "rope_parameters", "max_position_embeddings", "hidden_act", "sliding_window", "layer_types",
+)  # fmt: skip
+_SPECULATORS_KEYS = {
+    "architectures", "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
+    "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
+    "sliding_window_non_causal", "sample_from_anchor", "num_target_layers", "max_anchors", "tie_word_embeddings", "dtype",
+    "torch_dtype", "transformers_version", "auto_map", "has_no_defaults_at_init", "model_type",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter as it lies on disk: config and tensors by volley's names, in the dtype they are stored in."""
+
+    config: DrafterConfig
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensors["fc.weight"].dtype).removeprefix("torch.")
+
+
+def detect(raw: Mapping[str, Any]) -> Format:
+    """The format of a ``config.json``; an error if it is no drafter's."""
+    if "speculators_model_type" in raw or "speculators_config" in raw:
+        return "speculators"
+    if raw.get("model_type") == _TRANSFORMERS_TYPE:
+        return "transformers"
+    if "dflash_config" in raw or "DFlashDraftModel" in (raw.get("architectures") or ()):
+        return "zlab"
+    kind = ", ".join(map(str, raw.get("architectures") or ())) or raw.get("model_type") or "nothing known"
+    raise CheckpointError(
+        f"this is no DFlash drafter: config.json is of {kind} and has none of 'dflash_config', 'speculators_model_type'; "
+        "give a drafter in z-lab's, the speculators or transformers' format"
+    )
+
+
+def parse_config(raw: Mapping[str, Any]) -> DrafterConfig:
+    """The config in any format; unknown, missing and unusable keys are errors that name them."""
+    form = detect(raw)
+    if form == "speculators":
+        raw = _from_speculators(raw)
+    elif form == "transformers":
+        raw = _from_transformers(raw)
+    return DrafterConfig.from_json(raw)
+
+
+def own_name(name: str) -> str:
+    """volley's name of a tensor."""
+    return {theirs: own for own, theirs in _TRANSFORMERS_NAMES.items()}.get(name, name)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder: one, or the shards that its index names."""
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        return [whole]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} has no 'weight_map'; fetch the checkpoint again")
+    return sorted({path / str(name) for name in names.values()})
+
+
+def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) -> DrafterConfig:
+    """``config`` with what only the stored tensors tell: whether there is an embedding, and a head of the drafter's own."""
+    rows = shapes["lm_head.weight"][0] if shapes.get("lm_head.weight") else None
+    reduced = config.draft_vocab_size if config.draft_vocab_size != config.vocab_size else None
+    return replace(config, own_embedding="embed_tokens.weight" in shapes, draft_vocab_size=reduced or rows)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a folder in any format. Whether the tensors fit the config is for ``check_weights`` to say."""
+    config = parse_config(read_json(path / "config.json"))
+    tensors = {own_name(k): v for file in weight_files(path) for k, v in load_tensors(file).items()}
+    config = with_stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    in_vocabulary = tensors.pop("t2d", None)
+    if "d2t" in tensors:
+        problem = vocabulary_problem(config, tensors["d2t"], in_vocabulary)
+        if problem:
+            raise CheckpointError(f"{path}: {problem}; export the drafter again")
+        if config.draft_vocab_size == config.vocab_size:
+            del tensors["d2t"]
+    return Checkpoint(config, tensors)
+
+
+def vocabulary_problem(config: DrafterConfig, d2t: Tensor, t2d: Tensor | None) -> str | None:
+    """What is wrong with the tables of a reduced vocabulary, if anything."""
+    if d2t.dim() != 1 or d2t.is_floating_point():
+        return f"d2t is {d2t.dtype} of shape {list(d2t.shape)}; it must be a list of integers"
+    token_ids = d2t.long() + torch.arange(len(d2t))
+    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < config.vocab_size:
+        return f"d2t names tokens outside the vocabulary of {config.vocab_size}"
+    if len(set(token_ids.tolist())) != len(token_ids):
+        return "d2t names a token twice"
+    if t2d is not None:
+        expected = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, token_ids, True)
+        if t2d.shape != expected.shape or not torch.equal(t2d.bool(), expected):
+            return "t2d and d2t do not name the same tokens"
+    return None
+
+
+def obstacles(config: DrafterConfig, form: Format) -> list[str]:
+    """What a drafter has that ``form`` cannot hold, each with the remedy."""
+    found = []
+    if config.head is not None:
+        found.append(
+            "its sequential head is volley's own; --drop-head exports the plain drafter, whose acceptance is lower"
+        )
+    if form in ("sglang", "transformers"):
+        if -1 in config.target_layer_ids:
+            found.append("decoder layers alone are tapped there, not the embedding (tap -1)")
+        if config.own_embedding or config.draft_vocab_size:
+            found.append(
+                "it has an embedding or a head of its own, and the target's are used there; --target TARGET leaves out "
+                "what equals the target's"
+            )
+    return found
+
+
+def write_checkpoint(
+    path: Path, checkpoint: Checkpoint, form: Format, verifier: str | None = None, architectures: tuple[str, ...] = ()
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``; ``verifier`` and its ``architectures`` name the target."""
+    problems = obstacles(checkpoint.config, form)
+    if problems:
+        raise ConfigError(f"the drafter cannot be written in {TITLES[form]}: {'; '.join(problems)}")
+    config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    if form == "speculators":
+        raw = _to_speculators(config, verifier, architectures)
+        if "d2t" in tensors:
+            token_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, token_ids, True)
+    elif form == "transformers":
+        raw, tensors = transformers_config(config), transformers_names(tensors)
+    else:
+        raw = config.to_json()
+    raw["dtype"] = checkpoint.dtype
+    write_atomically(path / "config.json", json.dumps(raw, indent=2) + "\n")
+    save_tensors(path / "model.safetensors", tensors, {"format": "pt"})
+
+
+def _shape(config: DrafterConfig) -> dict[str, Any]:
+    own = config.to_json()
+    return {key: own[key] for key in _SHAPE_KEYS}
+
+
+def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: tuple[str, ...]) -> dict[str, Any]:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
+        },
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            "vocab_size": config.vocab_size,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "use_sliding_window": config.sliding_window is not None,
+            **_shape(config),
+        },
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "block_size": config.block_size,
+        "target_hidden_size": config.hidden_size,
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
+        "mask_token_id": config.mask_token_id,
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": False,
+        "num_target_layers": config.num_target_layers,
+        "tie_word_embeddings": False,
+    }
+
+
+def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if raw.get("speculators_model_type") != "dflash":
+        raise ConfigError(f"speculators_model_type is {raw.get('speculators_model_type')!r}; volley reads 'dflash'")
+    # What is switched off, or says nothing, may be there: these files list every field of their writer.
+    unread = sorted(key for key, value in raw.items() if key not in _SPECULATORS_KEYS and _switches_on(key, value))
+    if unread:
+        raise ConfigError(f"speculators config: {', '.join(unread)} are not supported; only plain DFlash drafters are")
+    layers = raw.get("transformer_layer_config")
+    required = ("transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id", "block_size")
+    missing = [key for key in required if raw.get(key) is None]
+    if missing or not isinstance(layers, Mapping):
+        raise ConfigError(f"speculators config lacks {', '.join(map(repr, missing)) or 'a transformer_layer_config'}")
+    taps = raw["aux_hidden_state_layer_ids"]
+    if not isinstance(taps, list) or not all(isinstance(layer, int) for layer in taps):
+        raise ConfigError(f"aux_hidden_state_layer_ids is {taps!r}; it must be a list of layer numbers")
+    if raw.get("sample_from_anchor"):
+        raise ConfigError("sample_from_anchor is true; drafters that predict from the anchor's slot are not supported")
+    width = raw.get("target_hidden_size") or layers.get("hidden_size")
+    if width != layers.get("hidden_size"):
+        raise ConfigError(
+            f"target_hidden_size is {width}, not the drafter's {layers.get('hidden_size')}; not supported"
+        )
+    slides = "sliding_attention" in (layers.get("layer_types") or ())
+    if slides and not raw.get("sliding_window_non_causal"):
+        raise ConfigError("sliding_window_non_causal is false; drafters with causal blocks are not supported")
+    return {
+        **{key: value for key, value in layers.items() if key not in ("use_qk_norm", "head")},
+        "block_size": raw["block_size"],
+        "draft_vocab_size": raw.get("draft_vocab_size"),
+        "num_target_layers": raw.get("num_target_layers"),
+        "dflash_config": {
+            "mask_token_id": raw["mask_token_id"],
+            "target_layer_ids": [layer - 1 for layer in taps],
+        },
+    }
+
+
+def _switches_on(key: str, value: object) -> bool:
+    """Whether an extra field of a speculators config changes the drafter; sizes and weights belong to switches."""
+    return value is True or (value is not None and not key.startswith(("dflash_", "dflash2_")))
+
+
+def transformers_config(config: DrafterConfig) -> dict[str, Any]:
+    """The config of transformers' assistant class, and what volley needs to read it back."""
+    return {
+        **_shape(config),
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": _TRANSFORMERS_TYPE,
+        "sliding_window": config.sliding_window or config.max_position_embeddings,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "vocab_size": config.vocab_size,
+        "num_target_layers": config.num_target_layers,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def transformers_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {_TRANSFORMERS_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _from_transformers(raw: Mapping[str, Any]) -> dict[str, Any]:
+    taps = {key: raw[key] for key in ("mask_token_id", "target_layer_ids") if key in raw}
+    rest = {key: value for key, value in raw.items() if key not in taps}
+    return {"num_target_layers": None, **rest, "dflash_config": taps}
