@@ -4,10 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import volley.cli
 from volley.cli import app, main
+from volley.errors import InputError
 from volley.models.drafter import Drafter
 from volley.train.options import TrainConfig
 
@@ -40,7 +42,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert output.endswith("False\n")
-    for command in ("generate", "demo", "bench", "serve", "collect", "train"):
+    for command in ("generate", "demo", "bench", "serve", "collect", "train", "export", "inspect"):
         assert f"\n  {command} " in output
 
 
@@ -64,6 +66,10 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("collect", "--prompts", "gsm8k", "--out", "o"), "gsm8k is kept for evaluation"),
         (("collect", "--prompts", "p", "--out", "o", "--endpoint", "http://x", "--target", "t"), "leave --target"),
         (("collect", "--prompts", "p", "--out", "o", "--endpoint", "x"), "'x' is not a URL"),
+        (("export", "d", "--to", "zlab", "--out", "d"), "out is the drafter's own folder d"),
+        (("export", "d", "--to", "zlab", "--out", "o"), "d/config.json does not exist"),
+        (("export", "d", "--to", "zlab", "--out", "o", "--with-embeddings"), "name it as target"),
+        (("export", "d", "--to", "zlab", "--out", "o", "--draft-vocab-size", "9"), "give both or neither"),
         (("train", "--target", "t", "--data", "d", "--out", "o", "--block-size", "1"), "block_size is 1"),
     ],
 )
@@ -169,6 +175,30 @@ def test_collected_rows_train_a_drafter(tiny_pair: TinyPair, tmp_path: Path) -> 
         "--max-steps", 2, "--eval-prompts", 0, "--eval-share", 0, "--dtype", "float32", "--threads", 1,
     )  # fmt: skip
     assert list(out.rglob("model.safetensors"))
+
+
+def test_export_and_inspect(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    answer = {"key": "k", "prompt_token_ids": [1], "response_token_ids": [70, 70, 71, 9, 2]}
+    rows.write_text(json.dumps(answer) + "\n")
+    reduced = ("--draft-vocab-size", 4, "--data", rows, "--target", tiny_pair.target)
+    out, _ = run("export", tiny_pair.drafter, "--to", "speculators", "--out", tmp_path / "out", *reduced)
+    assert out == f"written to {tmp_path / 'out'}, drafting 4 of 260 tokens\n"
+    said, _ = run("inspect", tmp_path / "out", "--target", tiny_pair.target)
+    assert "a DFlash drafter in the speculators format" in said
+    assert f"nothing is wrong with it; it fits {tiny_pair.target}" in said
+    drafter = Drafter.from_pretrained(tmp_path / "out")
+    assert drafter.d2t is not None
+    assert (drafter.d2t + torch.arange(4)).tolist() == [2, 9, 70, 71]
+    pair = ("--target", tiny_pair.target, "--drafter", tmp_path / "out", *FAST)
+    _, statistics = run("generate", "Hello", "--max-tokens", 12, "--compare", *pair)
+    assert "The tokens were identical to plain decoding's." in statistics
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"nothing")
+    said, _ = run("inspect", tmp_path / "out", code=1)
+    assert "  wrong: " in said
+    rows.write_text(json.dumps({**answer, "response_token_ids": [260]}) + "\n")
+    with pytest.raises(InputError, match="outside the target's vocabulary of 260"):
+        run("export", tiny_pair.drafter, "--to", "zlab", "--out", tmp_path / "other", *reduced)
 
 
 def test_every_training_option_is_on_the_command_line_with_help() -> None:

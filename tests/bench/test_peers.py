@@ -1,10 +1,14 @@
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForCausalLM
 
 from volley.bench.peers import to_transformers, transformers_runners
 from volley.bench.tasks import Case
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
+from volley.models.export import export
 from volley.types import SamplingParams
 
 from ..conftest import TinyPair
@@ -47,6 +51,22 @@ def test_the_handed_over_drafter_computes_the_same(tiny_pair: TinyPair) -> None:
             noise_embeds=block[None], context_hidden_states=features[None], position_ids=positions[None]
         ).last_hidden_state[0]
     torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def test_an_exported_drafter_runs_in_transformers(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    export(tiny_pair.drafter, tmp_path, "transformers", target=str(tiny_pair.target))
+    assistant = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    handed_over = to_transformers(Drafter.from_pretrained(tiny_pair.drafter, torch.float32))
+    assert type(assistant) is type(handed_over)
+    for one, other in zip(assistant.parameters(), handed_over.parameters(), strict=True):
+        assert torch.equal(one, other)
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair.target, dtype=torch.float32)
+    ids = torch.arange(10, 30)[None]
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False}
+    with torch.inference_mode():
+        plain = model.generate(ids, **asked)
+        answer = model.generate(ids, **asked, assistant_model=assistant, speculation_type="dflash")
+    assert answer.tolist() == plain.tolist()
 
 
 def test_what_transformers_cannot_run_becomes_a_note(tiny_pair: TinyPair) -> None:
