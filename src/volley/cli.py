@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from volley.bench.tasks import BenchConfig
-from volley.deploy import export, inspect
+from volley.deploy import export, inspect, serve_vllm
 from volley.errors import ConfigError, VolleyError
 from volley.options import expand
 from volley.prompts import Conversation, load_prompts
@@ -25,8 +26,20 @@ if TYPE_CHECKING:
     from volley.train.collect import Source
     from volley.types import SamplingParams
 
+
+class _Commands(TyperGroup):
+    """``serve --engine vllm`` is a command of its own: most of its options are vLLM's, whose names may be ours too."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, found, rest = super().resolve_command(ctx, args)
+        if name == "serve" and "--engine vllm" in " ".join(rest).replace("--engine=", "--engine "):
+            found = self.get_command(ctx, "serve-vllm")
+        return name, found, rest
+
+
 app = typer.Typer(
     name="volley",
+    cls=_Commands,
     help="Lossless block-diffusion speculative decoding: train drafters, measure them, decode with them.",
     no_args_is_help=True,
     add_completion=False,
@@ -319,13 +332,18 @@ def serve(
     options: EngineOptions,
     caches: CacheOptions,
     capacity: CapacityOptions,
+    engine: Annotated[
+        Literal["volley", "vllm"],
+        typer.Option(help="Whose server to start. vllm has options of its own: volley serve --engine vllm --help."),
+    ] = "volley",
 ) -> None:
     """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
-    engine = load_engine(models, options, caches, capacity)
+    assert engine == "volley"
+    loaded = load_engine(models, options, caches, capacity)
     from volley.serve.server import serve as run
 
     name = "volley-reference" if models.target is None else Path(models.target).resolve().name
-    run(engine, config, config.served_model_name or name)
+    run(loaded, config, config.served_model_name or name)
 
 
 @app.command()
@@ -395,6 +413,7 @@ def train(config: TrainConfig) -> None:
 
 app.command()(export)
 app.command()(inspect)
+app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve_vllm)
 
 
 def main() -> None:
