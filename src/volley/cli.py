@@ -357,7 +357,7 @@ def collect(
         typer.Option(help="OpenAI-compatible endpoint (http://host:8000/v1) instead of the engine; may be repeated."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model to ask of the endpoint; by default the one it has.")] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight at the endpoint.")] = 16,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight at each endpoint.")] = 16,
     retries: Annotated[int, typer.Option(help="Further attempts for a request that fails.")] = 6,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
 ) -> None:
@@ -374,8 +374,11 @@ def collect(
             )
         from volley.train.endpoint import EndpointSource
 
+        def warn(message: str) -> None:
+            console.stderr().print(message)
+
         key = os.environ.get(api_key_env)
-        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries)
+        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn)
     else:
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")

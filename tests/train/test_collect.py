@@ -160,6 +160,9 @@ class StubEndpoint(ThreadingHTTPServer):
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self.thread.start()
 
+    def handle_error(self, *_: Any) -> None:
+        """Clients leave when a run ends."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
@@ -281,6 +284,57 @@ def test_hopeless_endpoints_say_what_to_check(tmp_path: Path, serve: Any) -> Non
         EndpointSource(("localhost:8000",))
     with pytest.raises(EndpointError, match="ConnectError"):
         EndpointSource(("http://127.0.0.1:9/v1",), model="m", retries=0).run(make_jobs(config), lambda job: None)
+
+
+def test_requests_go_where_the_fewest_are(tmp_path: Path, serve: Any) -> None:
+    slow, fast = serve(lambda n, body: time.sleep(0.05)), serve()
+    rows = [{"prompt": f"{i}"} for i in range(60)]
+    config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl")
+    summary = collect(config, source_of(slow, fast, concurrency=2))
+    assert (summary.finished, summary.failed) == (60, 0)
+    assert len(slow.bodies) + len(fast.bodies) == 60
+    assert 0 < 2 * len(slow.bodies) < len(fast.bodies)
+
+
+@pytest.mark.parametrize("failure", [404, 503, -1])
+def test_an_endpoint_that_stops_answering_is_dropped_and_nothing_is_lost(
+    tmp_path: Path, serve: Any, failure: int
+) -> None:
+    good = serve(lambda n, body: time.sleep(0.002))
+    bad = serve(lambda n, body: None if n <= 3 else failure)
+    rows = [{"prompt": f"{i}"} for i in range(150)]
+    config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl")
+    warnings: list[str] = []
+    summary = collect(config, source_of(bad, good, warn=warnings.append))
+    assert (summary.finished, summary.failed) == (150, 0)
+    found = rows_of(config.out)
+    assert {row["messages"][0]["content"] for row in found} == {str(i) for i in range(150)}
+    (warning,) = warnings
+    assert warning.startswith(f"{bad.url} is asked no more: {bad.url}: ")
+    assert warning.endswith("; 1 left")
+    assert len(bad.bodies) < 40
+    good.script = lambda n, body: 503  # the last one is never dropped: it may come back, or the run ends
+    with pytest.raises(EndpointError):
+        collect(CollectConfig(prompts=config.prompts, out=tmp_path / "p.jsonl"), source_of(good, bad, retries=2))
+
+
+def test_an_endpoint_that_comes_back_is_asked_again(tmp_path: Path, serve: Any) -> None:
+    good, restarted = serve(lambda n, body: time.sleep(0.005)), serve(lambda n, body: 503 if n <= 2 else None)
+    rows = [{"prompt": f"{i}"} for i in range(100)]
+    config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl")
+    warnings: list[str] = []
+    collect(config, source_of(restarted, good, warn=warnings.append, concurrency=1))
+    assert warnings == []
+    assert len(restarted.bodies) > 10
+
+
+def test_a_first_endpoint_that_is_down_is_passed_over(tmp_path: Path, serve: Any) -> None:
+    server = serve()
+    warnings: list[str] = []
+    source = EndpointSource(("http://127.0.0.1:9/v1", server.url), backoff_seconds=0.001, warn=warnings.append)
+    assert source.name == "stub-model"
+    config = CollectConfig(prompts=(prompts_file(tmp_path, {"prompt": "x"}),), out=tmp_path / "o.jsonl")
+    assert collect(config, source).finished == 1
 
 
 CHILD = """

@@ -1,7 +1,12 @@
-"""Answers from OpenAI-compatible endpoints: many requests in flight, failures retried on the next one after a while."""
+"""Answers from OpenAI-compatible endpoints: many requests in flight, each sent where the fewest are.
+
+A request that fails is tried again after a while, on another endpoint if there is one. An endpoint that fails again and again
+is dropped while others are left; what it owed is answered by those, so nothing is lost.
+"""
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +19,21 @@ from volley.train.collect import Answer, Job
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_PROMPT = {400, 413, 422}
 _REFUSALS_BEFORE_GIVING_UP = 8
+_FAILURES_BEFORE_DROPPING = 4
 
 
 class _PromptRefused(Exception):
     """The endpoint will never answer this prompt; others may fare better."""
+
+
+@dataclass
+class _Endpoint:
+    url: str
+    in_flight: int = 0
+    failures: int = 0
+    """In a row, those of requests sent at once counted once."""
+    rests_until: float = 0.0
+    """Asked only if all others rest too."""
 
 
 @dataclass
@@ -26,10 +42,11 @@ class EndpointSource:
 
     urls: tuple[str, ...]
     model: str | None = None
-    """Asked of the first endpoint when not given."""
+    """What the first endpoint serves when not given; all must serve the same."""
     api_key: str | None = None
     thinking: bool | None = None
     concurrency: int = 16
+    """Requests in flight at each endpoint."""
     retries: int = 6
     backoff_seconds: float = 1.0
     """Wait before the first retry; doubles with each, with jitter, up to a minute."""
@@ -38,6 +55,8 @@ class EndpointSource:
     chat_template: str | bool = field(init=False, default=True)
     refusals: list[str] = field(init=False, default_factory=list)
     """Why prompts were given up, for the caller to show."""
+    warn: Callable[[str], None] = lambda message: None
+    """Told at once of every endpoint that is dropped."""
 
     def __post_init__(self) -> None:
         if not self.urls:
@@ -47,7 +66,8 @@ class EndpointSource:
                 raise ConfigError(f"endpoint {url!r} is not a URL; write it like http://127.0.0.1:8000/v1")
         if self.concurrency < 1:
             raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
-        self.urls = tuple(url.rstrip("/") for url in self.urls)
+        self.urls = tuple(dict.fromkeys(url.rstrip("/") for url in self.urls))
+        self._endpoints = [_Endpoint(url) for url in self.urls]
         self.name = self.model or asyncio.run(self._only_model())
 
     def run(self, jobs: Iterable[Job], done: Callable[[Job], None]) -> int:
@@ -58,31 +78,33 @@ class EndpointSource:
 
     def _client(self) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        limits = httpx.Limits(max_connections=self.concurrency)
+        limits = httpx.Limits(max_connections=self.concurrency * len(self.urls))
         return httpx.AsyncClient(headers=headers, timeout=self.timeout_seconds, limits=limits)
 
     async def _only_model(self) -> str:
         async with self._client() as client:
-            listed = (await self._request(client, "GET", "/models", None, 0))["data"]
+            listed = (await self._request(client, "GET", "/models", None))["data"]
         names = [str(model["id"]) for model in listed]
         if len(names) != 1:
-            raise ConfigError(f"{self.urls[0]} serves {', '.join(names) or 'no model'}; say which with --model")
+            raise ConfigError(
+                f"{self._endpoints[0].url} serves {', '.join(names) or 'no model'}; say which with --model"
+            )
         return names[0]
 
     async def _run(self, jobs: Iterator[Job], done: Callable[[Job], None]) -> None:
         async with self._client() as client:
             finished = 0
 
-            async def work(number: int) -> None:
+            async def work() -> None:
                 nonlocal finished
-                for turn, job in enumerate(jobs):  # one iterator for all workers: each takes the next job
-                    if await self._answer(client, job, number + turn):
+                for job in jobs:  # one iterator for all workers: each takes the next job
+                    if await self._answer(client, job):
                         done(job)
                         finished += 1
                     elif not finished and len(self.refusals) >= _REFUSALS_BEFORE_GIVING_UP:
                         raise EndpointError(f"every prompt so far was refused; the last one: {self.refusals[-1]}")
 
-            workers = [asyncio.create_task(work(number)) for number in range(self.concurrency)]
+            workers = [asyncio.create_task(work()) for _ in range(self.concurrency * len(self._endpoints))]
             try:
                 await asyncio.gather(*workers)
             finally:
@@ -90,16 +112,16 @@ class EndpointSource:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _answer(self, client: httpx.AsyncClient, job: Job, number: int) -> bool:
+    async def _answer(self, client: httpx.AsyncClient, job: Job) -> bool:
         try:
-            while not job.add(await self._complete(client, job, number)):
+            while not job.add(await self._complete(client, job)):
                 pass
         except _PromptRefused as refusal:
             self.refusals.append(f"{job.conversation.id}: {refusal}")
             return False
         return True
 
-    async def _complete(self, client: httpx.AsyncClient, job: Job, number: int) -> Answer:
+    async def _complete(self, client: httpx.AsyncClient, job: Job) -> Answer:
         params = job.params
         body: dict[str, Any] = {
             "model": self.name,
@@ -116,40 +138,60 @@ class EndpointSource:
             body["min_p"] = params.min_p
         if self.thinking is not None:
             body["chat_template_kwargs"] = {"enable_thinking": self.thinking}
-        return _parse(await self._request(client, "POST", "/chat/completions", body, number))
+        return _parse(await self._request(client, "POST", "/chat/completions", body))
 
     async def _request(
-        self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None, number: int
+        self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
     ) -> dict[str, Any]:
         """JSON of a successful answer, after as many attempts as it takes and ``retries`` allows."""
-        problem, wait = "", 0.0
-        for attempt in range(self.retries + 1):
-            url = self.urls[(number + attempt) % len(self.urls)]
-            if attempt:
-                jitter = random.uniform(0.5, 1.0)
-                await asyncio.sleep(max(wait, jitter * min(60.0, self.backoff_seconds * 2 ** (attempt - 1))))
+        attempt, limit = 0, (self.retries + 1) * len(self.urls)
+        while True:
             wait = 0.0
+            now = time.monotonic()
+            endpoint = min(self._endpoints, key=lambda one: (now < one.rests_until, one.in_flight))
+            endpoint.in_flight += 1
             try:
-                response = await client.request(method, url + path, json=body)
-            except httpx.HTTPError as error:
-                problem = f"{url}: {type(error).__name__} {error}".rstrip()
-                continue
-            problem = f"{url}: HTTP {response.status_code} {response.text[:200]}".rstrip()
-            if response.is_success:
-                try:
+                response = await client.request(method, endpoint.url + path, json=body)
+                problem = f"{endpoint.url}: HTTP {response.status_code} {response.text[:200]}".rstrip()
+                if response.is_success:
+                    endpoint.failures = 0
                     return dict(response.json())
-                except (ValueError, TypeError):
-                    problem = f"{url}: not a JSON object: {response.text[:200]!r}"
-            elif response.status_code in _REFUSED_PROMPT and method == "POST":
-                raise _PromptRefused(problem)
-            elif response.status_code in _RETRIED:
+                if response.status_code in _REFUSED_PROMPT and method == "POST":
+                    raise _PromptRefused(problem)
+                hopeless = response.status_code not in _RETRIED
                 wait = _retry_after(response)
-            else:
+            except httpx.HTTPError as error:
+                problem, hopeless = f"{endpoint.url}: {type(error).__name__} {error}".rstrip(), False
+            except (ValueError, TypeError):
+                problem, hopeless = f"{endpoint.url}: not a JSON object: {response.text[:200]!r}", False
+            finally:
+                endpoint.in_flight -= 1
+            attempt += 1
+            another = self._set_aside(endpoint, problem, hopeless, wait)
+            if hopeless and not another:
                 raise EndpointError(f"{problem}; check the URL, the model's name and the API key")
-        raise EndpointError(
-            f"{problem} (attempt {self.retries + 1} of {self.retries + 1}); what was collected is kept: "
-            "run the same command again once the endpoint answers"
-        )
+            if attempt == limit:
+                raise EndpointError(
+                    f"{problem} (attempt {attempt} of {limit}); what was collected is kept: run the same command again "
+                    "once the endpoint answers"
+                )
+            if not another:
+                await asyncio.sleep(max(wait, self._pause(attempt)))
+
+    def _pause(self, failures: int) -> float:
+        return random.uniform(0.5, 1.0) * min(60.0, self.backoff_seconds * 2.0 ** (failures - 1))
+
+    def _set_aside(self, endpoint: _Endpoint, problem: str, hopeless: bool, wait: float) -> bool:
+        """Let an endpoint that failed rest, or drop it; whether another one can be asked at once."""
+        now = time.monotonic()
+        if now >= endpoint.rests_until:
+            endpoint.failures += 1
+            endpoint.rests_until = now + max(wait, self._pause(endpoint.failures))
+        lasting = hopeless or endpoint.failures >= _FAILURES_BEFORE_DROPPING
+        if lasting and endpoint in self._endpoints and len(self._endpoints) > 1:
+            self._endpoints.remove(endpoint)
+            self.warn(f"{endpoint.url} is asked no more: {problem}; {len(self._endpoints)} left")
+        return any(now >= other.rests_until for other in self._endpoints)
 
 
 def _retry_after(response: httpx.Response) -> float:
