@@ -142,7 +142,7 @@ class SlotDrafter:
         keep = torch.ones(len(batch), dtype=torch.bool)
         keep[batch.offsets[:-1]] = False
         hidden = self._states(batch, self._store)[keep.to(self.device)]
-        return self.head(hidden), hidden
+        return self.drafter.logits(hidden, self.head), hidden
 
     def _states(self, batch: RaggedBatch, store: KVStore) -> Tensor:
         scale = self.drafter.config.head_dim**-0.5
@@ -150,7 +150,7 @@ class SlotDrafter:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attention(batch, store, layer, q, k, v, AttentionOptions(scale, self._windows[layer]))
 
-        hidden: Tensor = self.drafter(self.embed(batch.token_ids), batch.positions, attend)
+        hidden: Tensor = self.drafter(self.drafter.embed(batch.token_ids, self.embed), batch.positions, attend)
         return hidden
 
     # -- costs ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from typing import Any
 
 from volley.decode.denoise import reveal_counts
 from volley.errors import ConfigError, UnsupportedModelError, unknown_key
-from volley.models.checkpoint import DrafterConfig, read_json
+from volley.models.checkpoint import read_json
+from volley.models.formats import parse_config
 
 TESTED = "0.32"
 PROPOSER = "volley.vllm.Proposer"
@@ -60,7 +61,7 @@ def engine_args(
 
     Where vLLM does not let a proposer work, these are its built-in ``dflash`` with the drafter's whole block; the log says why.
     """
-    config = DrafterConfig.from_json(read_json(Path(options.drafter) / "config.json"))
+    config = parse_config(read_json(Path(options.drafter) / "config.json"))
     slots = config.block_size - 1
     obstacles = [
         (not eager, "compiled passes do not call the hooks that tap the target"),

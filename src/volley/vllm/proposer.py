@@ -85,7 +85,9 @@ class Proposer:
         started = time.perf_counter()
         done = self.taps.take()
         if done is None:
-            self._warn("volley: the target's layers did not call their forward hooks; nothing is drafted in such passes")
+            self._warn(
+                "volley: the target's layers did not call their forward hooks; nothing is drafted in such passes"
+            )
             return [[] for _ in sampled_token_ids]
         lengths = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
         ids = self._follow(done, sampled_token_ids, lengths, started)
