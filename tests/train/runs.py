@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -92,15 +93,30 @@ train(TrainConfig.from_options(json.loads(sys.argv[1])))
 """
 
 
-def start(options: dict[str, Any], *launcher: str, cwd: Path) -> subprocess.Popen[str]:
+def start(options: dict[str, Any], *launcher: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
     """The training of ``options`` in a process of its own; ``launcher`` stands before the script."""
     script = cwd / "train_script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
+    environment = {
+        **os.environ,
+        **variables,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONFAULTHANDLER": "1",
+    }
     source = Path(__file__).parents[2] / "src"
     environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")])
     command = [sys.executable, *launcher, str(script), json.dumps(options)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def start_nodes(*options: dict[str, Any], cwd: Path) -> list[subprocess.Popen[str]]:
+    """One training, each of its processes started by itself as torchrun starts them on several nodes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(len(options)), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [start(own, cwd=cwd, RANK=str(rank), **shared) for rank, own in enumerate(options)]
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 120) -> str:

@@ -20,7 +20,7 @@ from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 
 from ..conftest import TinyPair
-from .runs import drafter_weights, finish, kill_after, start, tiny_run, weights, write_rows
+from .runs import drafter_weights, finish, kill_after, start, start_nodes, tiny_run, weights, write_rows
 
 
 def run(options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -219,8 +219,8 @@ def test_a_block_depends_on_its_own_tokens_and_on_features_before_its_anchor_onl
         assert changed(before) == sees
 
 
-def test_two_processes_train_what_one_does(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    options = tiny_run(tiny_pair.target, tmp_path, max_steps=5, tokens_per_batch=150)  # some steps have one document
+def test_two_processes_train_what_one_does_and_go_on_when_killed(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, max_steps=9, tokens_per_batch=150, log_steps=1, save_steps=2)
     single = run({**options, "out": str(tmp_path / "single")})
     for flavour in ({}, {"fsdp": True}):
         out = tmp_path / f"two{len(flavour)}"
@@ -229,6 +229,24 @@ def test_two_processes_train_what_one_does(tiny_pair: TinyPair, tmp_path: Path) 
         for name, tensor in single.items():
             torch.testing.assert_close(weights(out)[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
         assert drafter_weights(out).keys() == drafter_weights(tmp_path / "single").keys()
+    killed = {**options, "fsdp": True, "out": str(tmp_path / "killed")}
+    first, second = start_nodes(killed, killed, cwd=tmp_path)
+    kill_after(first, "step 4 ")
+    second.kill()
+    second.communicate()
+    saved = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)["position"]["step"]
+    assert 2 <= saved < 9
+    outputs = [finish(process) for process in start_nodes(killed, killed, cwd=tmp_path)]
+    assert f"going on from step {saved}" in outputs[0]
+    assert_same(weights(tmp_path / "killed"), weights(tmp_path / "two1"))
+
+
+def test_nodes_that_share_no_files_are_refused(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "all_see", lambda self, value: False)
+    with pytest.raises(ConfigError, match="put --out on a file system that all nodes share"):
+        run(tiny_run(tiny_pair.target, tmp_path))
 
 
 def test_learning_rate_rises_then_falls_to_zero() -> None:

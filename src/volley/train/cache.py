@@ -77,7 +77,8 @@ class FeatureCache:
     def build(self, ranks: Ranks, say: Callable[[str], None]) -> None:
         """Write the shards that are not there yet; a cache of another target, data or taps is refused."""
         self._check_manifest()
-        missing = [number for number in range(len(self.shards)) if not self._path(number).exists()]
+        missing = self._missing()
+        ranks.wait()  # before anybody writes: all must share out the same shards
         tokens = sum(map(len, self.documents))
         say(
             f"feature cache {self.directory}: {self.size / 1e9:.2f} GB in {len(self.shards)} shards for {tokens} tokens, "
@@ -94,6 +95,14 @@ class FeatureCache:
                 left = (time.monotonic() - started) / count * (len(mine) - count)
                 say(f"feature cache: shard {count} of {len(mine)}, {left / 60:.1f} min left")
         ranks.wait()
+        if self._missing():
+            raise ConfigError(
+                f"shards of the feature cache in {self.directory} are on other nodes; put --cache-dir on a file system that "
+                "all nodes share, or use --features online"
+            )
+
+    def _missing(self) -> list[int]:
+        return [number for number in range(len(self.shards)) if not self._path(number).exists()]
 
     def _check_manifest(self) -> None:
         path = self.directory / "manifest.json"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from volley.errors import InputError
+from volley.errors import ConfigError, InputError
 from volley.models.adapter import AdapterConfig, attach, drafter_fingerprint, merge, save_adapter
 from volley.models.drafter import Drafter
 from volley.train.anchors import draw_anchors
@@ -180,6 +180,10 @@ class Trainer:
     def resume(self) -> None:
         """Go on from the checkpoint in ``out``, if there is one."""
         state = load_state(self.out / NAME)
+        if not self.ranks.all_see(-1 if state is None else state["position"]["step"]):
+            raise ConfigError(
+                f"not every process sees the same {self.out / NAME}; put --out on a file system that all nodes share"
+            )
         if state is None:
             return
         check_same_run(self.out / NAME, state, describe(self.config), self.facts)

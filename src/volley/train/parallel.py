@@ -65,6 +65,10 @@ class Ranks:
         """The first process's ``value``: clocks differ, decisions must not."""
         return self._exchange(value, lambda shared: dist.broadcast(shared, 0)) if self.world > 1 else value
 
+    def all_see(self, value: float) -> bool:
+        """Whether every process has the first one's ``value``."""
+        return self.sum(abs(value - self.from_first(value))) == 0
+
     def _exchange(self, value: float, collective: Any) -> float:
         shared = torch.tensor([value], dtype=torch.float64, device=self.device)
         collective(shared)
