@@ -1,17 +1,20 @@
 """Load on a server: what is counted, in both loops, and what a server that fails looks like."""
 
+import asyncio
 import itertools
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.conftest import TinyPair
 from tests.serve.running import Running, Tiny, running
 from tests.test_cli import run
-from volley.bench.load import LoadConfig, percentiles, run_load, to_markdown
+from volley.bench import load
+from volley.bench.load import Level, LoadConfig, percentiles, run_load, to_markdown
 from volley.errors import ConfigError, EndpointError
 from volley.prompts import Conversation
 
@@ -85,6 +88,35 @@ def test_a_server_that_is_not_there() -> None:
 def test_bad_options_are_named(bad: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LoadConfig(**bad)  # type: ignore[arg-type]
+
+
+METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0"}} {0}.0
+vllm:spec_decode_num_drafts_total{{engine="1"}} 5.0
+vllm:spec_decode_num_drafts_created{{engine="0"}} 1.79e+09
+vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {1}.0
+"""
+
+
+def test_acceptance_is_counted_by_vllms_own_counters() -> None:
+    """On a server that says in no answer how long acceptances were."""
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        if request.url.path == "/metrics":
+            count = asked.count("/v1/chat/completions")
+            return httpx.Response(200, text=METRICS.format(2 * count, 5 * count))
+        return httpx.Response(200, text='data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: [DONE]\n\n')
+
+    async def level() -> Level:
+        levels: list[Level] = []
+        config = LoadConfig(url="http://server", model="m", requests=4)
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            await load._level(config, client, [{}], "closed", 2, lambda *_: None, levels)
+        return levels[0]
+
+    assert asyncio.run(level()).summary()["acceptance_length"] == 1 + 5 / 2
 
 
 def test_percentiles() -> None:

@@ -5,9 +5,10 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,8 @@ import numpy as np
 
 from volley.errors import ConfigError, EndpointError
 from volley.prompts import Conversation
+
+_COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,8 @@ class Level:
     label: str
     seconds: float
     samples: list[Sample]
+    counted: float | None = None
+    """The acceptance length by the server's own counters, where it has vLLM's."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -99,7 +104,7 @@ class Level:
             "inter_token_latency": percentiles(per_token),
             "gap_between_chunks": percentiles([gap for sample in good for gap in sample.gaps]),
             "latency": percentiles([sample.total for sample in good]),
-            "acceptance_length": sum(taus) / len(taus) if taus else None,
+            "acceptance_length": sum(taus) / len(taus) if taus else self.counted,
         }
 
 
@@ -147,6 +152,7 @@ async def _level(
     levels: list[Level],
 ) -> None:
     label = f"{load:g} at once" if kind == "closed" else f"{load:g} a second"
+    before = await _speculated(config, client)
     began = time.perf_counter()
     samples: list[Sample] = []
 
@@ -160,7 +166,21 @@ async def _level(
         else:
             await _open(ask, config.requests, load, random.Random(config.seed))
     finally:
-        levels.append(Level(label, time.perf_counter() - began, samples))
+        level = Level(label, time.perf_counter() - began, samples)
+        levels.append(level)
+    after = await _speculated(config, client)
+    if after[0] > before[0]:
+        levels[-1] = replace(level, counted=1 + (after[1] - before[1]) / (after[0] - before[0]))
+
+
+async def _speculated(config: LoadConfig, client: httpx.AsyncClient) -> tuple[float, float]:
+    """Drafts verified and draft tokens accepted so far, by vLLM's counters; zeros where the server has none."""
+    try:
+        text = (await client.get(f"{config.base_url.removesuffix('/v1')}/metrics")).text
+    except httpx.HTTPError:
+        return 0.0, 0.0
+    counts = {name: sum(map(float, re.findall(rf"^{name}_total(?:{{.*}})? (\S+)$", text, re.M))) for name in _COUNTERS}
+    return counts[_COUNTERS[0]], counts[_COUNTERS[1]]
 
 
 async def _closed(ask: Callable[[int], Any], requests: int, concurrency: int) -> None:
