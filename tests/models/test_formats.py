@@ -282,4 +282,4 @@ def test_stored_numbers_keep_their_type(tmp_path: Path) -> None:
 
 
 def test_the_shape_of_a_target(target: str) -> None:
-    assert TargetShape.from_pretrained(target) == TargetShape(target, ("Qwen3ForCausalLM",), 32, VOCAB, 4, None)
+    assert TargetShape.from_pretrained(target) == TargetShape(target, ("Qwen3ForCausalLM",), 32, VOCAB, 4)

@@ -65,7 +65,6 @@ class TargetShape:
     hidden_size: int
     vocab_size: int
     num_layers: int
-    quantization: str | None
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> Self:
@@ -73,17 +72,8 @@ class TargetShape:
         try:
             config = AutoConfig.from_pretrained(name)
             text = config.get_text_config()
-            quantization = getattr(config, "quantization_config", None)
-            if quantization is not None:
-                quantization = dict(quantization).get("quant_method", "an unnamed method")
-            return cls(
-                str(name),
-                tuple(config.architectures or ()),
-                text.hidden_size,
-                text.vocab_size,
-                text.num_hidden_layers,
-                quantization,
-            )
+            architectures = tuple(config.architectures or ())
+            return cls(str(name), architectures, text.hidden_size, text.vocab_size, text.num_hidden_layers)
         except Exception as error:  # transformers raises many kinds for a damaged folder or an unknown name
             raise CheckpointError(
                 f"{name}: the target's config cannot be read ({error}); give a hub name or a folder with config.json"
