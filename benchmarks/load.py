@@ -105,7 +105,7 @@ def run(engine: Engine, asked: list[Asked], concurrency: int, tokens: int) -> di
 
 def measure(engine: Engine, cases: list[str]) -> Iterator[dict[str, Any]]:
     plain = without_drafter(engine)
-    policies = {case: make_policy(case) for case in cases if case != PLAIN}
+    policies = {case: make_policy(case, engine.drafter) for case in cases if case != PLAIN}
     for concurrency in map(int, ARGS.concurrency.split(",")):
         tokens = max(ARGS.tokens * concurrency, ARGS.min_tokens)
         for number in range(-1, ARGS.rounds):  # the first one warms up, and policies learn

@@ -42,7 +42,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert output.endswith("False\n")
-    for command in ("generate", "demo", "bench", "serve", "collect", "train", "export", "inspect"):
+    for command in ("generate", "demo", "bench", "serve", "collect", "train", "pilot", "export", "inspect"):
         assert f"\n  {command} " in output
 
 

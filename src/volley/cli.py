@@ -17,7 +17,7 @@ from volley.options import expand
 from volley.prompts import Conversation, load_prompts
 from volley.serve.config import ServeConfig
 from volley.train.collect import CollectConfig, Progress
-from volley.train.options import TrainConfig
+from volley.train.options import PilotOptions, TrainConfig
 
 if TYPE_CHECKING:
     from volley.bench.measure import Record
@@ -69,7 +69,7 @@ class EngineOptions:
     """How the engine decodes; each is an argument of ``Engine``."""
 
     policy: str | None = None
-    """What decides how much is drafted and verified: goodput (the default), feedback or fixed:8."""
+    """What decides how much is drafted and verified: goodput (the default), feedback, pilot or fixed:8."""
     block_size: int | None = None
     """Tokens verified every cycle, anchor included; 1 is plain decoding. Short for a fixed policy."""
     denoising_steps: int = 1
@@ -412,6 +412,28 @@ def train(config: TrainConfig) -> None:
     from volley.train.loop import train as run
 
     typer.echo(f"written to {run(config)}", err=True)
+
+
+@app.command()
+@expand
+def pilot(options: PilotOptions, models: ModelOptions) -> None:
+    """Train the pilot policy of a drafter: which block size suits a request, judged by the end of its prompt."""
+    from volley import console
+    from volley.train.pilot import train_pilot
+
+    engine = load_engine(models)
+    errors = console.stderr()
+
+    def report(done: int, total: int) -> None:
+        errors.print(f"{done}/{total} prompts labelled", end="\r" if errors.is_terminal else "\n")
+
+    folder, outcome = train_pilot(engine, options, report)
+    size, fixed = max(outcome.fixed.items(), key=lambda pair: pair[1])
+    errors.print(
+        f"On prompts it was not trained on: {outcome.pilot:.1f} tokens/s, {fixed:.1f} with blocks of {size} for all, "
+        f"{outcome.oracle:.1f} with the best of each; it finds that {outcome.agreement:.0%} of the time."
+    )
+    errors.print(f"Written to {folder}/")
 
 
 app.command()(export)

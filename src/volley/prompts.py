@@ -6,12 +6,12 @@ hub.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from volley.errors import InputError, unknown_key
+from volley.errors import ConfigError, InputError, unknown_key
 
 Message = dict[str, str]
 
@@ -88,6 +88,14 @@ def load_prompts(source: str | Path, data_dir: Path | None = None, limit: int | 
     if not conversations:
         raise InputError(f"{source} has no prompts; give a file with at least one row of {', '.join(ROW_KEYS)}")
     return conversations
+
+
+def check_training(names: Iterable[str]) -> None:
+    """Refuse datasets that are kept for evaluation."""
+    for name in names:
+        if name in DATASETS and DATASETS[name].evaluation:
+            training = ", ".join(key for key, dataset in DATASETS.items() if not dataset.evaluation)
+            raise ConfigError(f"{name} is kept for evaluation; training datasets are {training}")
 
 
 def parse_row(row: Mapping[str, Any], where: str, row_id: str) -> Conversation:

@@ -1,16 +1,20 @@
 """Random arrivals, aborts, preemptions and settings: no answer changes, no page is lost."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.costs import settle
+from tests.engine.test_policies import Restless, made, random_pilot
 from tests.tiny import Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.engine.request import Request
 from volley.errors import CapacityError
+from volley.memory.kv_store import KVDtype
 
 PROMPTS = random_prompts(5, longest=22, seed=4)
 PROMPTS += [PROMPTS[0] + [7], PROMPTS[1] + PROMPTS[2][:3]]
@@ -21,6 +25,13 @@ PARAMS = [
     SamplingParams(max_tokens=12, stop_token_ids=tuple(range(0, 50, 9))),
     SamplingParams(max_tokens=12, temperature=1.5, seed=6, stop_token_ids=(1, 2, 3, 4)),
 ]
+POOLS: list[tuple[KVDtype, KVDtype]] = [
+    ("auto", "auto"),
+    ("auto", "auto"),
+    ("auto", "int4"),
+    ("int8", "auto"),
+    ("int4", "int8"),
+]
 CHOICES = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, len(PARAMS) - 1))
 
 
@@ -30,9 +41,9 @@ def shared() -> Pair:
 
 
 @functools.cache
-def alone(prompt: int, params: int) -> tuple[list[int], str]:
+def alone(prompt: int, params: int, kv_dtype: KVDtype = "auto") -> tuple[list[int], str]:
     """Plain decoding of one request with a pool to itself."""
-    (result,) = Engine(shared().target, num_pages=8).generate(PROMPTS[prompt], PARAMS[params])
+    (result,) = Engine(shared().target, num_pages=8, kv_dtype=kv_dtype).generate(PROMPTS[prompt], PARAMS[params])
     return result.token_ids, result.finish_reason
 
 
@@ -52,6 +63,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("preempt"), st.integers(0, 9)),
         st.tuples(st.just("block_size"), st.integers(1, 6)),
         st.tuples(st.just("tree_nodes"), st.integers(1, 20)),
+        st.tuples(st.just("policy"), st.sampled_from(["goodput", "feedback", Restless, random_pilot])),
         st.tuples(st.just("forget"), st.none()),
     ),
     min_size=4,
@@ -59,17 +71,26 @@ ACTIONS = st.lists(
 )
 
 
+@pytest.fixture(scope="module")
+def _settled() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        settle(monkeypatch)
+        yield
+
+
+@pytest.mark.usefixtures("_settled")
 @given(
     actions=ACTIONS,
     num_pages=st.integers(10, 30),
     chunk=st.sampled_from([3, 16, 100]),
     prefix_caching=st.booleans(),
     window=st.sampled_from([None, None, 5]),
+    pools=st.sampled_from(POOLS),
     steps=st.sampled_from([1, 1, 2]),
 )
 @settings(max_examples=120)
 def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[no-untyped-def]
-    actions, num_pages, chunk, prefix_caching, window, steps
+    actions, num_pages, chunk, prefix_caching, window, pools, steps
 ) -> None:
     pair = shared()
     engine = Engine(
@@ -83,6 +104,8 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
         draft_window=window,
         denoising_steps=steps,
         verification="match",
+        kv_dtype=pools[0],
+        draft_kv_dtype=pools[1],
     )
     teach(engine, {tuple(prompt): never_stopping(i, 0) for i, prompt in enumerate(PROMPTS)})
     requests: list[tuple[Request, int, int]] = []
@@ -113,6 +136,8 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
             engine.scheduler.preempt(engine.scheduler.running[value % len(engine.scheduler.running)])
         elif action == "block_size":
             engine.block_size = value
+        elif action == "policy":
+            engine.policy = made(value)
         elif action == "tree_nodes" and steps == 1:
             engine.tree_nodes = value if value > 1 else None
         elif action == "forget":
@@ -127,7 +152,7 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
     if engine.scheduler.ring_pool is not None:
         assert engine.scheduler.ring_pool.num_used == 0
     for request, prompt, params in requests:
-        expected, reason = alone(prompt, params)
+        expected, reason = alone(prompt, params, pools[0])
         result = request.result()
         if result.finish_reason == "abort":
             assert result.token_ids == expected[: len(result.token_ids)]

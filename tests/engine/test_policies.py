@@ -3,19 +3,23 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.chi_square import chi_square_p, joint_counts
 from tests.costs import settle
 from tests.engine.test_greedy import PROMPTS, expected, run, taught, tokens
-from tests.engine.test_sampled import PARAMS, TOKENS, V, answers, exact_law, plain, sampled
+from tests.engine.test_sampled import PARAMS, TOKENS, V, answers, exact_law, plain, sampled, tiny
 from tests.tiny import Pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.decode.block_size import BlockSizePolicy, Decoding, Feedback, Fixed
 from volley.decode.goodput import Goodput
+from volley.decode.pilot import Pilot, PilotConfig, net_for
 from volley.engine.engine import DEFAULT_POLICY
 from volley.engine.pacing import Pacer
 from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError
+from volley.models.adapter import drafter_fingerprint
+from volley.models.drafter import Drafter
 from volley.types import Proposal
 
 
@@ -38,7 +42,16 @@ class Restless(BlockSizePolicy):
         return [max(0, size - (self.turn + i) % 3) for i, size in zip(requests.request_ids, drafted, strict=True)]
 
 
-POLICIES: list[Any] = ["goodput", "feedback", "fixed", "fixed:3", "fixed:1", Goodput, Feedback, Restless]
+def random_pilot(drafter: Drafter | None = None) -> Pilot:
+    """One that knows nothing, so that its choices vary with the prompt."""
+    drafter = drafter or random_drafter()
+    sizes = tuple(range(2, drafter.config.block_size + 1))
+    config = PilotConfig(drafter=drafter_fingerprint(drafter), input="logits", block_sizes=sizes, width=8, layers=2)
+    torch.manual_seed(0)
+    return Pilot(config, net_for(config, drafter).requires_grad_(False))
+
+
+POLICIES: list[Any] = ["goodput", "feedback", "fixed", "fixed:3", "fixed:1", Goodput, Feedback, Restless, random_pilot]
 
 
 def made(policy: Any) -> Any:
@@ -78,7 +91,7 @@ def test_a_seed_gives_plain_decodings_tokens_under_every_policy(pair: Pair, poli
 HOT = SamplingParams(temperature=1.0, max_tokens=TOKENS)
 
 
-@pytest.mark.parametrize("policy", [Restless, Goodput])
+@pytest.mark.parametrize("policy", [Restless, Goodput, lambda: random_pilot(tiny().drafter)])
 def test_the_sampled_law_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
     settle(monkeypatch, token=1e-3)
     sequences, accepted = sampled(HOT, policy=policy(), verification="speculative")
@@ -135,6 +148,9 @@ def test_what_is_asked_for_is_what_one_gets(pair: Pair) -> None:
         ({"policy": "fixed:9"}, "beyond the 6"),
         ({"policy": "feedback:3"}, "takes nothing after a colon"),
         ({"policy": "fixed", "block_size": 3}, "give one of them"),
+        ({"policy": "pilot"}, "no pilot beside this drafter; train one with `volley pilot`"),
+        ({"policy": "pilot:nowhere"}, "no pilot in nowhere; train one with `volley pilot`"),
+        ({"policy": "pilto"}, "did you mean 'pilot'"),
     ],
 )
 def test_bad_policies_are_named(pair: Pair, options: dict[str, Any], message: str) -> None:
@@ -145,3 +161,25 @@ def test_bad_policies_are_named(pair: Pair, options: dict[str, Any], message: st
 def test_a_policy_needs_a_drafter(pair: Pair) -> None:
     with pytest.raises(ConfigError, match="with a drafter"):
         Engine(pair.target, policy="fixed:4")
+    with pytest.raises(ConfigError, match="there is none; name a drafter"):
+        Engine(pair.target, policy="pilot")
+
+
+# -- the pilot ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_pilot_decides_once_for_each_request(pair: Pair) -> None:
+    """From the prompt alone: cut in chunks, found in the prefix cache or read again after a preemption, it is the same."""
+    chosen: list[list[list[int]]] = []
+    options: dict[str, Any]
+    for options in ({}, {"max_batch_tokens": 5}, {"num_pages": 16}):
+        engine = taught(pair, policy=(policy := random_pilot()), **options)
+        results = run(engine) + run(engine)  # the second time with cached prefixes
+        assert tokens(results) == expected() * 2
+        assert not policy.slots
+        chosen.append([result.stats.block_sizes for result in results])
+    sizes = [max(blocks) for blocks in chosen[0]]
+    assert len(set(sizes)) > 1
+    for other in chosen:
+        for size, blocks in zip(sizes, other, strict=True):
+            assert set(blocks[:-4]) <= {size}, "until the answer's end leaves less room"

@@ -89,6 +89,8 @@ def test_every_budget_and_depth(pair: Pair, tree_nodes: int, block_size: int) ->
         {"page_size": 16},
         {"draft_window": 5},
         {"draft_window": 8, "max_batch_tokens": 9, "page_size": 1},
+        {"policy": "goodput"},
+        {"policy": "feedback"},
     ],
 )
 def test_every_chunk_size_batch_and_page_size(pair: Pair, options: dict[str, Any]) -> None:

@@ -79,6 +79,7 @@ class BenchEngine(Protocol):
 
     block_size: int
     policy: Any
+    drafter: Any
     denoising_steps: int
     tree_nodes: int | None
 
@@ -99,7 +100,7 @@ def engine_runner(engine: BenchEngine, case: Case) -> Runner:
 
     What a policy has learnt it keeps from run to run, as in an engine that serves.
     """
-    policy = make_policy(case.policy) if case.policy else None
+    policy = make_policy(case.policy, engine.drafter) if case.policy else None
 
     def run(prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
         configure(engine, case)

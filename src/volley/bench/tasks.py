@@ -53,7 +53,7 @@ class BenchConfig:
     block_sizes: tuple[int, ...] = ()
     """Block sizes to try; empty: the drafter's own."""
     policies: tuple[str, ...] = ()
-    """Block-size policies to try beside the fixed sizes: goodput, feedback."""
+    """Block-size policies to try beside the fixed sizes: goodput, feedback, pilot."""
     denoising_steps: tuple[int, ...] = (1,)
     """Denoising steps to try with each block size."""
     tree_nodes: tuple[int, ...] = (0,)

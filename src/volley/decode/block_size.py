@@ -6,6 +6,8 @@ verified a token because of what it turned out to be would bias what is emitted 
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from volley.decode.cost import Costs
 from volley.errors import ConfigError
 
@@ -42,6 +44,8 @@ class BlockSizePolicy:
 
     uses_confidence = False
     """Whether :meth:`verify` reads the drafter's confidences, which cost a little to compute."""
+    uses_prefill = False
+    """Whether :meth:`prefilled` is wanted."""
     block_size = 0
     """The largest block the policy will ask for, anchor included; until :meth:`attach`, a wish or 0 for the drafter's own."""
     costs: Costs | None = None
@@ -56,6 +60,11 @@ class BlockSizePolicy:
         if size > largest:
             raise ConfigError(f"block_size {size} is beyond the {largest} the drafter was trained for")
         self.block_size, self.costs = size, costs
+
+    def prefilled(self, request_id: int, temperature: float, logits: Tensor, hidden: Tensor) -> None:
+        """A prompt was read, and none of its answer is known: the target's ``logits [V]`` after its last token, and that
+        token's ``hidden [taps · H]`` states in the layers that the drafter reads.
+        """
 
     def draft(self, requests: Decoding) -> list[int]:
         """Slots to draft for each request, at most its limit; 0 is plain decoding."""

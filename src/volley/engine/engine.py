@@ -67,9 +67,9 @@ class Engine:
         kv_dtype: KVDtype = "auto",
         draft_kv_dtype: KVDtype = "auto",
     ) -> None:
-        """``policy`` decides how much is drafted and verified: ``goodput`` (the default), ``feedback``, ``fixed``,
-        ``fixed:8`` or a :class:`BlockSizePolicy`; ``block_size=8``, anchor included, is short for ``fixed:8``, and 1 is
-        plain decoding. ``tree_nodes`` verifies the best tree of so many tokens, anchor included, instead of a chain; its
+        """``policy`` decides how much is drafted and verified: ``goodput`` (the default), ``feedback``, ``pilot``,
+        ``fixed``, ``fixed:8`` or a :class:`BlockSizePolicy`; ``block_size=8``, anchor included, is short for ``fixed:8``, and
+        1 is plain decoding. ``tree_nodes`` verifies the best tree of so many tokens, anchor included, instead of a chain; its
         levels are fixed unless a policy is named. ``num_pages`` pages of
         ``page_size`` tokens hold all K/V. ``draft_window`` bounds the drafter's context, and its cache, to that many
         tokens before the block. ``max_batch_tokens`` bounds the prompt tokens that share one target pass.
@@ -155,6 +155,7 @@ class Engine:
             return []
         proposals = self.pacer.after_drafting(plan, self.runner.draft(plan))
         logits = self.runner.verify(plan, proposals)
+        self.pacer.after_prefill(plan, proposals, logits)
         verdicts = self.runner.judge(plan, proposals, logits)
         self.runner.compact(plan, verdicts)
         self.runner.inject(plan, verdicts)
@@ -360,7 +361,7 @@ class Engine:
 
     @policy.setter
     def policy(self, value: str | BlockSizePolicy) -> None:
-        self.pacer.policy = make_policy(value)
+        self.pacer.policy = make_policy(value, self.drafter)
 
     @property
     def denoising_steps(self) -> int:

@@ -3,21 +3,27 @@
 import time
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding, Feedback, Fixed
 from volley.decode.cost import Costs
 from volley.decode.goodput import Goodput
+from volley.decode.pilot import load_pilot
 from volley.engine.rehearsal import Rehearsal
 from volley.engine.request import Request
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError, unknown_key
+from volley.models.drafter import Drafter
 from volley.types import Proposal, Verdict
 
 POLICIES: dict[str, Callable[[], BlockSizePolicy]] = {"feedback": Feedback, "fixed": Fixed, "goodput": Goodput}
 
 
-def make_policy(spec: str | BlockSizePolicy) -> BlockSizePolicy:
-    """A policy from its name: ``goodput``, ``feedback``, ``fixed`` (the drafter's block) or ``fixed:8``."""
+def make_policy(spec: str | BlockSizePolicy, drafter: Drafter | None) -> BlockSizePolicy:
+    """A policy from its name: ``goodput``, ``feedback``, ``fixed`` (the drafter's block), ``fixed:8``, or ``pilot``, which
+    ``volley pilot`` left beside the drafter; ``pilot:FOLDER`` is one kept elsewhere.
+    """
     if isinstance(spec, BlockSizePolicy):
         return spec
     name, colon, argument = spec.partition(":")
@@ -25,8 +31,12 @@ def make_policy(spec: str | BlockSizePolicy) -> BlockSizePolicy:
         if not argument.isdecimal() or int(argument) < 1:
             raise ConfigError(f"policy {spec!r} has no usable block size; give one such as fixed:8")
         return Fixed(int(argument))
+    if name == "pilot":
+        if drafter is None:
+            raise ConfigError("policy 'pilot' decides how much a drafter drafts, and there is none; name a drafter")
+        return load_pilot(drafter, argument or None)
     if name not in POLICIES:
-        raise unknown_key("policy", name, POLICIES)
+        raise unknown_key("policy", name, [*POLICIES, "pilot"])
     if colon:
         raise ConfigError(f"policy {name!r} takes nothing after a colon; {argument!r} was given")
     return POLICIES[name]()
@@ -79,18 +89,31 @@ class Pacer:
             assert 0 <= size <= limit, "a policy drafts within the limits it was given"
             request.draft_slots = size
 
+    def after_prefill(self, plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tensor) -> None:
+        """Show the policy the prompts that were read to their end; ``logits`` are those of :meth:`Runner.verify`."""
+        if not self._policy.uses_prefill or self._largest == 1:
+            return
+        row = 0
+        for place, (scheduled, proposal) in enumerate(zip(plan, proposals, strict=True)):
+            request = scheduled.request
+            if scheduled.emits and not request.num_output:
+                hidden = self._runner.last_hidden(place)
+                self._policy.prefilled(request.request_id, request.params.temperature, logits[row], hidden)
+            row += scheduled.emits * (1 + len(proposal.token_ids))
+
     def after_drafting(self, plan: list[Scheduled], proposals: list[Proposal]) -> list[Proposal]:
         """Cut the proposals to what the policy wants verified."""
         self._members = [place for place, scheduled in enumerate(plan) if scheduled.request.is_decoding]
         requests = self._decoding([plan[place].request for place in self._members])
         drafted = verified = [plan[place].max_draft for place in self._members]
-        is_tree = any(proposals[place].parents is not None for place in self._members)  # its size is its own affair
-        if any(drafted) and not is_tree:
+        if any(drafted):
             confidence = [proposals[place].confidence for place in self._members]
-            verified = self._policy.verify(requests, drafted, confidence)
-            for place, size, most in zip(self._members, verified, drafted, strict=True):
-                assert 0 <= size <= most, "a policy verifies no more than was drafted"
-                _cut(proposals[place], size)
+            wanted = self._policy.verify(requests, drafted, confidence)
+            if all(proposals[place].parents is None for place in self._members):  # a tree's size is its own affair
+                verified = wanted
+                for place, size, most in zip(self._members, wanted, drafted, strict=True):
+                    assert 0 <= size <= most, "a policy verifies no more than was drafted"
+                    _cut(proposals[place], size)
         self._cycle = Cycle(requests, drafted, verified, [])
         self._drafted_at = time.perf_counter()
         return proposals

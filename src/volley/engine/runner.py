@@ -307,6 +307,10 @@ class Runner:
         self.timings.verify = time.perf_counter() - started
         return logits[: len(rows)]
 
+    def last_hidden(self, place: int) -> Tensor:
+        """The tapped states ``[taps · H]`` of the last token that the request at ``place`` of the plan had in this pass."""
+        return self.taps.row(self.batch.offsets[place + 1] - 1)
+
     def judge(self, plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tensor) -> list[Verdict]:
         """A verdict for every scheduled request; an empty one where nothing is emitted."""
         started = time.perf_counter()

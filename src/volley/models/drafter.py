@@ -133,6 +133,7 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
+        self.folder: Path | None = None  # where it was loaded from
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
@@ -204,6 +205,7 @@ class Drafter(nn.Module):
         drafter = cls(checkpoint.config)
         check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)
         drafter.load_state_dict(checkpoint.tensors)
+        drafter.folder = path
         return drafter.to(dtype).eval()
 
     def save_pretrained(self, path: Path | str) -> None:

@@ -53,6 +53,10 @@ class Taps:
         self._states = {}
         return torch.cat(states, dim=-1)
 
+    def row(self, index: int) -> Tensor:
+        """What :meth:`take` would return of one row, ``[len(layer_ids) · H]``; forgets nothing."""
+        return torch.cat([self._states[layer][0, index] for layer in self.layer_ids])
+
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()

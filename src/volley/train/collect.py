@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from volley.errors import ConfigError, InputError
-from volley.prompts import DATASETS, Conversation, Message, load_prompts
+from volley.prompts import Conversation, Message, check_training, load_prompts
 
 if TYPE_CHECKING:
     from volley.types import GenerationResult, SamplingParams
@@ -62,10 +62,7 @@ class CollectConfig:
             raise ConfigError("temperatures is empty; give at least one, such as 0")
         if self.samples > 1 and not any(self.temperatures):
             raise ConfigError(f"{self.samples} samples at temperature 0 are the same text; add a higher temperature")
-        for name in self.prompts:
-            if name in DATASETS and DATASETS[name].evaluation:
-                training = ", ".join(key for key, dataset in DATASETS.items() if not dataset.evaluation)
-                raise ConfigError(f"{name} is kept for evaluation; training datasets are {training}")
+        check_training(self.prompts)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""Every option of a training run, with the paper's values as defaults (DFlash §4.2, §A.1)."""
+"""Every option of a drafter's training, with the paper's values as defaults (DFlash §4.2, §A.1), and of a pilot's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from volley.errors import ConfigError, unknown_key
+from volley.prompts import check_training
 
 REPORTING_OPTIONS = frozenset(
     {
@@ -257,3 +259,73 @@ def parse_taps(taps: int | str | Iterable[int] | None) -> int | tuple[int, ...] 
             raise ConfigError(f"taps is {taps!r}; give a count (5) or layer ids (1,9,17)") from None
         return parse_taps(numbers[0]) if "," not in taps else tuple(numbers)
     return tuple(taps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PilotOptions:
+    """How a pilot is trained (BlockPilot): on which prompts, what it sees and what it chooses from."""
+
+    prompts: tuple[str, ...]
+    """Prompt files (JSONL with ``prompt``, ``messages`` or ``turns``: the first of them) or training datasets by name."""
+    data_dir: Path | None = None
+    """Folder with the named datasets' files; without it they come from the hub."""
+    limit: int | None = None
+    """Prompts taken from each source."""
+    out: Path | None = None
+    """Folder for the pilot; by default the drafter's, where --policy pilot finds it."""
+    labels: Path | None = None
+    """File that keeps what was measured of each prompt; a run that finds it goes on from there."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """Each prompt is answered at each; the pilot knows a request's."""
+    max_tokens: int = 96
+    """Longest answer."""
+    batch: int = 32
+    """Prompts answered at once while they are labelled."""
+    concurrency: int = 1
+    """Requests at once that the choice shall be fastest for."""
+    block_size: int | None = None
+    """The middle of the sizes to choose from; by default the drafter's own."""
+    radius: int = 2
+    """How far the sizes go to either side of it."""
+    input: str = "top"
+    """What the pilot sees of the prompt's end: the target's log-probabilities of the ``top`` tokens, all ``logits``, their
+    ``softmax``, the ``normalised`` logits, or the ``hidden`` states that the drafter reads."""
+    width: int = 2048
+    """Width of the hidden layers."""
+    layers: int = 2
+    """Linear maps; 1 has no hidden layer."""
+    epochs: int = 60
+    """Passes over the labelled prompts."""
+    learning_rate: float = 1e-3
+    """AdamW's, falling to zero."""
+    eval_share: float = 0.2
+    """Share of the prompts kept to say how good the pilot is."""
+    seed: int = 0
+    """Fixes weights, order and answers."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("the pilot has no prompts; name at least one prompt file or dataset")
+        check_training(self.prompts)
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ConfigError(f"temperatures are {self.temperatures}; give at least one, each 0 or more")
+        for name in ("max_tokens", "batch", "concurrency", "epochs", "learning_rate"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+        if self.radius < 1:
+            raise ConfigError(
+                f"radius is {self.radius}; a pilot needs more than one size to choose from, give 1 or more"
+            )
+        if not 0 < self.eval_share < 1:
+            raise ConfigError(f"eval_share is {self.eval_share}; it must be between 0 and 1")
+
+    def block_sizes(self, largest: int) -> tuple[int, ...]:
+        """The sizes a pilot chooses from, of a drafter for blocks of ``largest``."""
+        middle = self.block_size or largest
+        sizes = tuple(size for size in range(middle - self.radius, middle + self.radius + 1) if 2 <= size <= largest)
+        if len(sizes) < 2:
+            raise ConfigError(
+                f"blocks of {middle} ± {self.radius} leave {len(sizes)} of 2 to {largest} that this drafter can draft; "
+                "give another block_size or a larger radius"
+            )
+        return sizes

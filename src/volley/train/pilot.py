@@ -1,0 +1,231 @@
+"""Train a pilot: answer prompts with every block size it may choose, and learn which is fastest for which (BlockPilot).
+
+A request's rate with blocks of b is ``τ(b) / (T_draft(b) + T_verify(b))``, with τ from its own answer and the times from the
+engine's cost table, so that labels do not depend on how busy the machine was. Labelling is the long part; what it found can
+be kept in a file.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from volley.decode.block_size import Fixed
+from volley.decode.pilot import PilotConfig, PilotInput, features, net_for, save_pilot
+from volley.engine.engine import Engine
+from volley.errors import ConfigError, InputError
+from volley.models.adapter import drafter_fingerprint
+from volley.models.checkpoint import load_tensors, save_tensors
+from volley.models.drafter import Drafter
+from volley.prompts import load_prompts
+from volley.train.options import PilotOptions
+from volley.types import SamplingParams
+
+_BATCH = 64  # labelled requests in one step of the optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled:
+    """What N requests did with blocks of S sizes."""
+
+    temperature: Tensor
+    """``[N]``"""
+    logits: Tensor
+    """``[N, V]``, the target's after the prompt's last token."""
+    hidden: Tensor
+    """``[N, taps · H]``, that token's tapped states."""
+    tokens: Tensor
+    """``[N, S]``, decoded after the first."""
+    cycles: Tensor
+    """``[N, S]``, that took."""
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+    def __getitem__(self, rows: Tensor) -> "Labelled":
+        return Labelled(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        return cls(**{field.name: torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)})
+
+    def rates(self, seconds: Tensor) -> Tensor:
+        """Tokens per second ``[N, S]`` if a cycle with each size takes ``seconds [S]``."""
+        return self.tokens / self.cycles / seconds
+
+
+class Recorder(Fixed):
+    """A fixed block that keeps what a pilot would be shown."""
+
+    uses_prefill = True
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def prefilled(self, request_id: int, temperature: float, logits: Tensor, hidden: Tensor) -> None:
+        self.seen[request_id] = (logits.float().cpu(), hidden.float().cpu())
+
+
+def label(
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], block_sizes: Sequence[int]
+) -> Labelled:
+    """Answer all prompts at once, with each block size in turn."""
+    tokens, cycles = [], []
+    for size in block_sizes:
+        engine.policy = recorder = Recorder(size)
+        lengths = [result.stats.accepted_lengths for result in engine.generate(list(prompts), params)]
+        tokens.append([sum(own) for own in lengths])
+        cycles.append([len(own) for own in lengths])
+    seen = [recorder.seen[request_id] for request_id in sorted(recorder.seen)]
+    return Labelled(
+        temperature=torch.tensor([own.temperature for own in params]),
+        logits=torch.stack([logits for logits, _ in seen]),
+        hidden=torch.stack([hidden for _, hidden in seen]),
+        tokens=torch.tensor(tokens).T,
+        cycles=torch.tensor(cycles).T,
+    )
+
+
+def label_all(
+    engine: Engine,
+    options: PilotOptions,
+    block_sizes: Sequence[int],
+    report: Callable[[int, int], None],
+) -> Labelled:
+    """Label every prompt at every temperature, ``batch`` prompts at a time; ``options.labels`` is written after each."""
+    conversations = [c for source in options.prompts for c in load_prompts(source, options.data_dir, options.limit)]
+    random.Random(options.seed).shuffle(conversations)
+    prompts = [engine.encode(list(conversation.messages)) for conversation in conversations]
+    room = engine.target.context_length - options.max_tokens
+    prompts = [prompt for prompt in prompts if len(prompt) <= room]
+    facts = [drafter_fingerprint(_drafter(engine)), list(block_sizes), options.temperatures, options.max_tokens]
+    key = hashlib.sha256(json.dumps([*facts, options.seed, options.batch, prompts]).encode()).digest()
+    parts, done = _read_labels(options.labels, key)
+    while done < len(prompts):
+        batch = prompts[done : done + options.batch]
+        for temperature in options.temperatures:
+            params = [
+                SamplingParams(temperature=temperature, max_tokens=options.max_tokens, seed=options.seed + done + place)
+                for place in range(len(batch))
+            ]
+            parts.append(label(engine, batch, params, block_sizes))
+        done += len(batch)
+        if options.labels is not None:
+            whole = Labelled.joined(parts)
+            tensors = {field.name: getattr(whole, field.name) for field in fields(whole)}
+            extra = {"done": torch.tensor(done), "key": torch.frombuffer(bytearray(key), dtype=torch.uint8)}
+            save_tensors(options.labels, {**tensors, **extra})
+        report(done, len(prompts))
+    found = Labelled.joined(parts)
+    found = found[found.cycles.amin(dim=1) > 0]  # some end with their first token
+    if len(found) < 2:
+        raise InputError("hardly a prompt was answered with more than one token; give more prompts, or others")
+    return found
+
+
+def _drafter(engine: Engine) -> Drafter:
+    if engine.drafter is None:
+        raise ConfigError("a pilot decides how much a drafter drafts, and there is none; name a drafter")
+    return engine.drafter
+
+
+def _read_labels(path: Path | None, key: bytes) -> tuple[list[Labelled], int]:
+    if path is None or not path.exists():
+        return [], 0
+    tensors = load_tensors(path)
+    names = {field.name for field in fields(Labelled)}
+    if set(tensors) != names | {"done", "key"} or bytes(tensors["key"].tolist()) != key:
+        raise ConfigError(
+            f"{path} was labelled for another drafter, or with other prompts or options; name another file, or delete it"
+        )
+    return [Labelled(**{name: tensors[name] for name in names})], int(tensors["done"])
+
+
+def cycle_seconds(engine: Engine, block_sizes: Sequence[int], concurrency: int) -> Tensor:
+    """Seconds ``[S]`` of a cycle of ``concurrency`` requests with each block size, from the engine's cost table."""
+    costs = engine.policy.costs
+    assert costs is not None, "the engine attaches them"
+    sizes = [concurrency * size for size in block_sizes]
+    with torch.inference_mode():
+        return torch.tensor([costs.draft(size, concurrency) + costs.target(size, concurrency) for size in sizes])
+
+
+def fit(
+    config: PilotConfig, drafter: Drafter, examples: Labelled, rates: Tensor, options: PilotOptions
+) -> nn.Sequential:
+    """A network that chooses by ``rates [N, S]``: cross-entropy against the best size of each example."""
+    torch.manual_seed(options.seed)
+    net = net_for(config, drafter)
+    inputs, best = inputs_of(config, examples), rates.argmax(dim=1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
+    for _ in range(options.epochs):
+        for rows in torch.split(torch.randperm(len(examples)), _BATCH):
+            loss = nn.functional.cross_entropy(net(inputs[rows]), best[rows])
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+        schedule.step()
+    return net.requires_grad_(False).eval()
+
+
+def inputs_of(config: PilotConfig, examples: Labelled) -> Tensor:
+    return features(config.input, examples.temperature, examples.logits, examples.hidden)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Tokens per second on prompts the pilot was not trained on, as the cost table has them; each token counts once."""
+
+    fixed: dict[int, float]
+    """Of each block size for all."""
+    pilot: float
+    oracle: float
+    """Of each request's best size."""
+    agreement: float
+    """How often the pilot chooses that."""
+
+    @classmethod
+    def of(cls, choice: Tensor, examples: Labelled, seconds: Tensor, block_sizes: Sequence[int]) -> Self:
+        """``choice [N]`` are places in ``block_sizes``."""
+        best = examples.rates(seconds).argmax(dim=1)
+
+        def rate(chosen: Tensor) -> float:
+            rows = torch.arange(len(examples))
+            spent = examples.cycles[rows, chosen] * seconds[chosen]
+            return float(examples.tokens[rows, chosen].sum() / spent.sum())
+
+        fixed = {size: rate(torch.full_like(best, place)) for place, size in enumerate(block_sizes)}
+        return cls(fixed, rate(choice), rate(best), float((choice == best).float().mean()))
+
+
+def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, int], None]) -> tuple[Path, Outcome]:
+    """Label, train, save; where it was saved, and how good it is."""
+    drafter = _drafter(engine)
+    folder = options.out or drafter.folder
+    if folder is None:
+        raise ConfigError("this drafter was not loaded from a folder that its pilot could be kept in; give one as out")
+    sizes = options.block_sizes(drafter.config.block_size)
+    config = PilotConfig(
+        drafter=drafter_fingerprint(drafter),
+        input=cast(PilotInput, options.input),
+        block_sizes=sizes,
+        width=options.width,
+        layers=options.layers,
+    )
+    examples = label_all(engine, options, sizes, report)
+    seconds = cycle_seconds(engine, sizes, options.concurrency)
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(options.seed))
+    count = max(1, int(len(examples) * options.eval_share))
+    held, kept = examples[order[:count]], examples[order[count:]]
+    net = fit(config, drafter, kept, kept.rates(seconds), options)
+    choice = net(inputs_of(config, held)).argmax(dim=1)
+    save_pilot(folder, config, net)
+    return folder, Outcome.of(choice, held, seconds, sizes)
