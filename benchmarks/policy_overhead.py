@@ -1,0 +1,123 @@
+"""What a block-size policy costs: its own time in each step, the confidences it asks for included, as a share of the step.
+
+    python benchmarks/policy_overhead.py --prompts held-out.jsonl --concurrency 1,8,32
+
+Policies take turns on the same prompts; the first turn warms up and is not counted. ``--cpu-time`` counts CPU seconds of this
+process, for a machine with other work. Prints a Markdown table; Ctrl-C prints what there is.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", required=True, help="JSONL of prompts")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--policies", default="fixed,feedback,goodput,pilot")
+    parser.add_argument("--cycles", type=int, default=100, help="decoding steps counted in each turn")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cpu-time", action="store_true")
+    return parser.parse_args()
+
+
+ARGS = arguments()
+if ARGS.cpu_time:
+    time.perf_counter = time.process_time
+
+import torch  # noqa: E402
+
+from volley import Engine, SamplingParams  # noqa: E402
+from volley.engine.pacing import make_policy  # noqa: E402
+from volley.prompts import load_prompts  # noqa: E402
+
+PARTS = {"before_drafting": "pacer", "after_prefill": "pacer", "after_drafting": "pacer", "after_judging": "pacer"}
+PARTS |= {"_confidence": "runner"}
+
+
+def watch(engine: Engine) -> dict[str, float]:
+    """Seconds spent in each part of ``engine`` that works for its policy, growing as it steps."""
+    seconds: dict[str, float] = defaultdict(float)
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            started = time.perf_counter()
+            found = call(*args)
+            seconds[name] += time.perf_counter() - started
+            return found
+
+        return wrapper
+
+    for name, owner in PARTS.items():
+        setattr(getattr(engine, owner), name, timed(name, getattr(getattr(engine, owner), name)))
+    return seconds
+
+
+def turn(
+    engine: Engine, prompts: list[list[int]], seconds: dict[str, float], concurrency: int
+) -> tuple[dict[str, float], float, int]:
+    """Part seconds, step seconds and steps of ``concurrency`` requests under way at once, half of them sampled."""
+    engine.reset_prefix_cache()
+    queue = iter(prompts * 20)
+    added = 0
+
+    def add() -> None:
+        nonlocal added
+        params = SamplingParams(temperature=float(added % 2), max_tokens=64, ignore_eos=True)
+        engine.add_request(next(queue), params)
+        added += 1
+
+    for _ in range(concurrency):
+        add()
+    while not all(request.num_output for request in [*engine.scheduler.running, *engine.scheduler.waiting]):
+        engine.step()
+    before, total = dict(seconds), 0.0
+    for _ in range(ARGS.cycles):
+        started = time.perf_counter()
+        ended = engine.step()
+        total += time.perf_counter() - started
+        for _ in ended:
+            add()
+    spent = {name: seconds[name] - before.get(name, 0.0) for name in PARTS}
+    for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+        engine.abort(request)
+    return spent, total, ARGS.cycles
+
+
+def main() -> None:
+    torch.set_num_threads(ARGS.threads)
+    engine = Engine.from_pretrained(policy="fixed")
+    prompts = [engine.encode(list(chat.messages)) for chat in load_prompts(ARGS.prompts, limit=64)]
+    seconds = watch(engine)
+    names = ARGS.policies.split(",")
+    policies = {name: make_policy(name, engine.drafter) for name in names}
+    found: dict[tuple[int, str], list[tuple[dict[str, float], float, int]]] = defaultdict(list)
+    try:
+        for concurrency in map(int, ARGS.concurrency.split(",")):
+            for number in range(-1, ARGS.rounds):
+                for name in names:
+                    engine.policy = policies[name]
+                    result = turn(engine, prompts, seconds, concurrency)
+                    if number >= 0:
+                        found[concurrency, name].append(result)
+    except KeyboardInterrupt:
+        print("interrupted; this is what was measured")
+    print("| at once | policy | step ms | before drafting µs | after µs | confidences µs | observing µs | share |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (concurrency, name), results in found.items():
+        steps, total = sum(result[2] for result in results), sum(result[1] for result in results)
+        spent = {part: sum(result[0][part] for result in results) for part in PARTS}
+        after = spent["after_drafting"] + spent["after_prefill"]
+        columns = (spent["before_drafting"], after, spent["_confidence"], spent["after_judging"])
+        cells = " | ".join(f"{1e6 * part / steps:.0f}" for part in columns)
+        print(
+            f"| {concurrency} | {name} | {1e3 * total / steps:.1f} | {cells} | {sum(spent.values()) / total:.2%} |",
+        )
+
+
+if __name__ == "__main__":
+    main()
