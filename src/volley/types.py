@@ -26,7 +26,8 @@ class SamplingParams:
     ``frequency_penalty`` (each in [-2, 2]) lower the logits of tokens the output has, ``repetition_penalty`` (1: none)
     divides those of tokens that prompt or output have, ``logit_bias`` maps token ids to what is added to their logits.
     ``draft_temperature`` (``None``: the same as ``temperature``) and ``draft_adapter`` (the name of an adapter that the engine
-    has loaded; ``None``: the drafter as it is) change speed, never the law.
+    has loaded; ``None``: the drafter as it is) change speed, never the law. Requests of a lower ``priority`` are served first,
+    and lose their pages last.
     """
 
     temperature: float = 0.0
@@ -47,6 +48,7 @@ class SamplingParams:
     """Pairs of token id and bias; a mapping will do."""
     draft_temperature: float | None = None
     draft_adapter: str | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         given: object = self.stop

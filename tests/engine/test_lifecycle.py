@@ -20,8 +20,8 @@ PROMPTS = random_prompts(5, longest=22, seed=4)
 PROMPTS += [PROMPTS[0] + [7], PROMPTS[1] + PROMPTS[2][:3]]
 PARAMS = [
     SamplingParams(max_tokens=12),
-    SamplingParams(max_tokens=3),
-    SamplingParams(max_tokens=12, temperature=1.0, seed=5, top_k=30),
+    SamplingParams(max_tokens=3, priority=1),
+    SamplingParams(max_tokens=12, temperature=1.0, seed=5, top_k=30, priority=-1),
     SamplingParams(max_tokens=12, stop_token_ids=tuple(range(0, 50, 9))),
     SamplingParams(max_tokens=12, temperature=1.5, seed=6, stop_token_ids=(1, 2, 3, 4)),
 ]

@@ -160,7 +160,7 @@ def test_penalties_and_bias(client: OpenAI, tiny: Tiny) -> None:
         model=MODEL, messages=CHAT, temperature=0, max_tokens=5, logit_bias={"40": 100}
     )
     assert answer.choices[0].message.content == tiny.plain.tokenizer.decode([40]) * 5
-    extra = {"repetition_penalty": 1.3, "top_k": 20, "min_p": 0.01, "ignore_eos": True}
+    extra = {"repetition_penalty": 1.3, "top_k": 20, "min_p": 0.01, "ignore_eos": True, "priority": -3}
     answer = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=24, seed=3, extra_body=extra)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 24

@@ -1,9 +1,10 @@
-"""Who takes part in the next step: decoding requests first, then prompts in chunks, oldest first.
+"""Who takes part in the next step: decoding requests first, then prompts in chunks, by priority and age.
 
-When pages run out the youngest running request gives its pages back and waits; it resumes by recomputing its tokens, and
-since randomness belongs to positions, it goes on with the very tokens it would have had.
+When pages run out the youngest running request of the last priority gives its pages back and waits; it resumes by recomputing
+its tokens, and since randomness belongs to positions, it goes on with the very tokens it would have had.
 """
 
+from bisect import insort_left, insort_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -59,9 +60,10 @@ class Scheduler:
         self.draft_window = draft_window
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        """Both from the first to be served to the last."""
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        insort_right(self.waiting, request, key=_priority)
 
     @property
     def has_work(self) -> bool:
@@ -126,7 +128,7 @@ class Scheduler:
             self._release(request)
             return False
         self.waiting.popleft()
-        self.running.append(request)
+        insort_right(self.running, request, key=_priority)
         return True
 
     def _match_prefix(self, request: Request) -> None:
@@ -148,7 +150,7 @@ class Scheduler:
         return self.ring_pool.grow(request.draft_table, self.ring_pages * self.pool.page_size)
 
     def _grow(self, request: Request, num_tokens: int, plan: list[Scheduled]) -> bool:
-        """Pages for ``num_tokens`` positions, taken from younger requests if need be. False: it lost its own."""
+        """Pages for ``num_tokens`` positions, taken from those served after it if need be. False: it lost its own."""
         if request not in self.running:
             return False
         while not self.pool.grow(request.table, num_tokens, request.max_length):
@@ -160,11 +162,11 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's pages; it waits at the front of the queue."""
+        """Take a running request's pages; it waits before all others of its priority."""
         self.running.remove(request)
         self._release(request)
         request.stats.preemptions += 1
-        self.waiting.appendleft(request)
+        insort_left(self.waiting, request, key=_priority)
 
     def finish(self, request: Request) -> None:
         """Remove a request that ended or was aborted, wherever it is."""
@@ -187,3 +189,7 @@ class Scheduler:
         self.pool.check_integrity(request.table for request in alive)
         if self.ring_pool is not None:
             self.ring_pool.check_integrity(request.draft_table for request in alive)
+
+
+def _priority(request: Request) -> int:
+    return request.params.priority

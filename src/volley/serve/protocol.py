@@ -64,6 +64,7 @@ class _Request(_Strict):
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = Field(
         {}, max_length=1024
     )
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served first.")
     mark_draft: bool = Field(
         False, description="Streamed chunks say with from_draft whether the drafter had proposed them."
     )
@@ -112,6 +113,7 @@ class _Request(_Strict):
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
+            priority=self.priority,
         )
 
 
