@@ -3,7 +3,8 @@
     python benchmarks/policy_overhead.py --prompts held-out.jsonl --concurrency 1,8,32
 
 Policies take turns on the same prompts; the first turn warms up and is not counted. ``--cpu-time`` counts CPU seconds of this
-process, for a machine with other work. Prints a Markdown table; Ctrl-C prints what there is.
+process, for a machine with other work. The pilot is one of the default size that has learnt nothing. Prints a Markdown table,
+the rows of one concurrency at a time.
 """
 
 import argparse
@@ -32,8 +33,10 @@ if ARGS.cpu_time:
 import torch  # noqa: E402
 
 from volley import Engine, SamplingParams  # noqa: E402
+from volley.decode.pilot import Pilot, PilotConfig, net_for  # noqa: E402
 from volley.engine.pacing import make_policy  # noqa: E402
 from volley.prompts import load_prompts  # noqa: E402
+from volley.train.options import PilotOptions  # noqa: E402
 
 PARTS = {"before_drafting": "pacer", "after_prefill": "pacer", "after_drafting": "pacer", "after_judging": "pacer"}
 PARTS |= {"_confidence": "runner"}
@@ -59,8 +62,8 @@ def watch(engine: Engine) -> dict[str, float]:
 
 def turn(
     engine: Engine, prompts: list[list[int]], seconds: dict[str, float], concurrency: int
-) -> tuple[dict[str, float], float, int]:
-    """Part seconds, step seconds and steps of ``concurrency`` requests under way at once, half of them sampled."""
+) -> tuple[dict[str, float], float]:
+    """Seconds of each part and of all steps, with ``concurrency`` requests under way at once, half of them sampled."""
     engine.reset_prefix_cache()
     queue = iter(prompts * 20)
     added = 0
@@ -85,7 +88,24 @@ def turn(
     spent = {name: seconds[name] - before.get(name, 0.0) for name in PARTS}
     for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.abort(request)
-    return spent, total, ARGS.cycles
+    return spent, total
+
+
+def row(names: str, results: list[tuple[dict[str, float], float]]) -> str:
+    steps, total = len(results) * ARGS.cycles, sum(total for _, total in results)
+    spent = {part: sum(own[part] for own, _ in results) for part in PARTS}
+    after = spent["after_drafting"] + spent["after_prefill"]
+    columns = (spent["before_drafting"], after, spent["_confidence"], spent["after_judging"])
+    cells = " | ".join(f"{1e6 * part / steps:.0f}" for part in columns)
+    return f"| {names} | {1e3 * total / steps:.1f} | {cells} | {sum(spent.values()) / total:.2%} |"
+
+
+def untrained(engine: Engine) -> Pilot:
+    assert engine.drafter is not None
+    shape = PilotOptions(prompts=("-",))
+    sizes = shape.block_sizes(engine.drafter.config.block_size)
+    config = PilotConfig(drafter="", input="top", block_sizes=sizes, width=shape.width, layers=shape.layers)
+    return Pilot(config, net_for(config, engine.drafter))
 
 
 def main() -> None:
@@ -94,29 +114,19 @@ def main() -> None:
     prompts = [engine.encode(list(chat.messages)) for chat in load_prompts(ARGS.prompts, limit=64)]
     seconds = watch(engine)
     names = ARGS.policies.split(",")
-    policies = {name: make_policy(name, engine.drafter) for name in names}
-    found: dict[tuple[int, str], list[tuple[dict[str, float], float, int]]] = defaultdict(list)
-    try:
-        for concurrency in map(int, ARGS.concurrency.split(",")):
-            for number in range(-1, ARGS.rounds):
-                for name in names:
-                    engine.policy = policies[name]
-                    result = turn(engine, prompts, seconds, concurrency)
-                    if number >= 0:
-                        found[concurrency, name].append(result)
-    except KeyboardInterrupt:
-        print("interrupted; this is what was measured")
+    policies = {name: untrained(engine) if name == "pilot" else make_policy(name, engine.drafter) for name in names}
     print("| at once | policy | step ms | before drafting µs | after µs | confidences µs | observing µs | share |")
     print("|---|---|---|---|---|---|---|---|")
-    for (concurrency, name), results in found.items():
-        steps, total = sum(result[2] for result in results), sum(result[1] for result in results)
-        spent = {part: sum(result[0][part] for result in results) for part in PARTS}
-        after = spent["after_drafting"] + spent["after_prefill"]
-        columns = (spent["before_drafting"], after, spent["_confidence"], spent["after_judging"])
-        cells = " | ".join(f"{1e6 * part / steps:.0f}" for part in columns)
-        print(
-            f"| {concurrency} | {name} | {1e3 * total / steps:.1f} | {cells} | {sum(spent.values()) / total:.2%} |",
-        )
+    for concurrency in map(int, ARGS.concurrency.split(",")):
+        found: dict[str, list[tuple[dict[str, float], float]]] = {name: [] for name in names}
+        for number in range(-1, ARGS.rounds):
+            for name in names:
+                engine.policy = policies[name]
+                result = turn(engine, prompts, seconds, concurrency)
+                if number >= 0:
+                    found[name].append(result)
+        for name, results in found.items():
+            print(row(f"{concurrency} | {name}", results), flush=True)
 
 
 if __name__ == "__main__":

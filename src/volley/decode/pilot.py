@@ -62,7 +62,8 @@ def features(kind: PilotInput, temperature: Tensor, logits: Tensor, hidden: Tens
     """A pilot's input ``[N, D]`` from temperatures ``[N]``, logits ``[N, V]`` and tapped states ``[N, taps · H]``."""
     logits = logits.float()
     if kind == "top":
-        found = torch.topk(logits.log_softmax(dim=-1), min(_TOP, logits.shape[-1])).values
+        top = torch.topk(logits, min(_TOP, logits.shape[-1])).values
+        found = (top - logits.logsumexp(dim=-1, keepdim=True)).exp()
     elif kind == "logits":
         found = logits
     elif kind == "softmax":

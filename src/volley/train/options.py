@@ -288,13 +288,13 @@ class PilotOptions:
     radius: int = 2
     """How far the sizes go to either side of it."""
     input: str = "top"
-    """What the pilot sees of the prompt's end: the target's log-probabilities of the ``top`` tokens, all ``logits``, their
+    """What the pilot sees of the prompt's end: the probabilities of the target's ``top`` tokens, all ``logits``, their
     ``softmax``, the ``normalised`` logits, or the ``hidden`` states that the drafter reads."""
     width: int = 2048
     """Width of the hidden layers."""
     layers: int = 2
     """Linear maps; 1 has no hidden layer."""
-    epochs: int = 60
+    epochs: int = 100
     """Passes over the labelled prompts."""
     learning_rate: float = 1e-3
     """AdamW's, falling to zero."""

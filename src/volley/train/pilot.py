@@ -28,6 +28,7 @@ from volley.train.options import PilotOptions
 from volley.types import SamplingParams
 
 _BATCH = 64  # labelled requests in one step of the optimizer
+_NEAR = 0.05  # a size that is slower by this share is wanted e times less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,15 +161,20 @@ def cycle_seconds(engine: Engine, block_sizes: Sequence[int], concurrency: int) 
 def fit(
     config: PilotConfig, drafter: Drafter, examples: Labelled, rates: Tensor, options: PilotOptions
 ) -> nn.Sequential:
-    """A network that chooses by ``rates [N, S]``: cross-entropy against the best size of each example."""
+    """A network that chooses by ``rates [N, S]``.
+
+    Cross-entropy not against the best size alone, as in the paper, but against all sizes by how near they come to it: the best
+    two often differ by less than chance does.
+    """
     torch.manual_seed(options.seed)
     net = net_for(config, drafter)
-    inputs, best = inputs_of(config, examples), rates.argmax(dim=1)
+    inputs = inputs_of(config, examples)
+    wanted = (rates / rates.amax(dim=1, keepdim=True) / _NEAR).softmax(dim=1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     for _ in range(options.epochs):
         for rows in torch.split(torch.randperm(len(examples)), _BATCH):
-            loss = nn.functional.cross_entropy(net(inputs[rows]), best[rows])
+            loss = nn.functional.cross_entropy(net(inputs[rows]), wanted[rows])
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             optimizer.step()
