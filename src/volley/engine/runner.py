@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -160,32 +161,44 @@ class Runner:
         if self.options.denoising_steps == 1:
             logits, hidden = self._slot_logits(plan, torch.tensor([t for block in tokens for t in block]))
             logits = _processed(plan, logits)
-            best = best_tokens(logits)
-            sure = self._confidence(logits, best)
+            best, noisy = best_tokens(logits), logits
             if any(scheduled.max_nodes for scheduled in plan):
-                logits = self._with_noise(plan, torch.split(logits, sizes))
-            if self.head is None:
-                return _attach(sure, sizes, self._propose(plan, logits, best))
-            return _attach(sure, sizes, self._walk(plan, self.head, hidden, logits))
-        sure = []
+                noisy = self._with_noise(plan, torch.split(logits, sizes))
+            head = self.head
+            proposals = self._walk(plan, head, hidden, noisy) if head else self._propose(plan, noisy, best)
+            self._note_confidence(proposals, sizes, logits, best)
+            return proposals
         steps = self.options.denoising_steps
         counts = [reveal_counts(size, steps, self.options.denoising_schedule) for size in sizes]
         hidden_slots = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
         blocks = [torch.tensor(block) for block in tokens]
         for step in range(steps):
             logits = _processed(plan, self._slot_logits(plan, torch.cat(blocks))[0])
-            sure = sure or self._confidence(logits, best_tokens(logits))
+            if step == 0:
+                first = logits
             for i, (scheduled, rows) in enumerate(zip(plan, torch.split(logits, sizes), strict=True)):
                 drawn = self._draw(scheduled.request, rows).cpu()
                 confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()[None]
                 chosen = reveal(hidden_slots[i], confidence, counts[i][step])
                 blocks[i][1:][chosen[0]] = drawn[chosen[0]]
                 hidden_slots[i] &= ~chosen
-        return _attach(sure, sizes, [Proposal(block[1:].tolist()) for block in blocks])
+        proposals = [Proposal(block[1:].tolist()) for block in blocks]
+        self._note_confidence(proposals, sizes, first, best_tokens(first))
+        return proposals
 
-    def _confidence(self, logits: Tensor, best: list[int]) -> list[float]:
-        """How sure the drafter is of each slot, before any token is drawn or any noise is mixed in."""
-        return confidences(logits, best) if self.measures_confidence else []
+    def _note_confidence(self, proposals: list[Proposal], sizes: list[int], logits: Tensor, best: list[int]) -> None:
+        """Note in ``proposals`` how sure the drafter's first pass was of each slot, before any token was drawn or any noise
+        mixed in. A greedy walk already has.
+        """
+        silent = [not proposal.confidence for proposal in proposals]
+        if not self.measures_confidence or not any(silent):
+            return
+        if not all(silent):
+            rows = np.flatnonzero(np.repeat(silent, sizes))
+            logits, best = logits[torch.from_numpy(rows).to(logits.device)], [best[row] for row in rows]
+        found = iter(confidences(logits, best))
+        for proposal, size in zip(proposals, sizes, strict=True):
+            proposal.confidence = proposal.confidence or list(islice(found, size))
 
     def _slot_logits(self, plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Target-head logits ``[Σ k, V]`` of every slot after the anchors, and the hidden states ``[Σ k, H]`` they are of.
@@ -436,15 +449,6 @@ def _kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) 
         return slice(start + skip, start + num_known + verdict.accepted)
     assert num_known == 1, "a tree's root is the anchor"
     return torch.tensor([start, *(start + node for node in verdict.path)][skip:])
-
-
-def _attach(confidence: list[float], sizes: list[int], proposals: list[Proposal]) -> list[Proposal]:
-    """Give each proposal its slots' part of ``confidence``, if it has none of its own."""
-    row = 0
-    for size, proposal in zip(sizes, proposals, strict=True):
-        proposal.confidence = proposal.confidence or confidence[row : row + size]
-        row += size
-    return proposals
 
 
 def check_pair(drafter: Drafter, target: Target) -> None:

@@ -1,8 +1,8 @@
 """Train a pilot: answer prompts with every block size it may choose, and learn which is fastest for which (BlockPilot).
 
-A request's rate with blocks of b is ``τ(b) / (T_draft(b) + T_verify(b))``, with τ from its own answer and the times from the
-engine's cost table, so that labels do not depend on how busy the machine was. Labelling is the long part; what it found can
-be kept in a file.
+A request's rate with blocks of b is ``τ(b) / (T_draft(b) + T_verify(b))``, with τ from its own answer and times that were
+measured apart from it, so that labels do not depend on how busy the machine was. Labelling is the long part; what it found
+can be kept in a file.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from volley.decode.block_size import Fixed
 from volley.decode.pilot import PilotConfig, PilotInput, features, net_for, save_pilot
 from volley.engine.engine import Engine
+from volley.engine.rehearsal import Rehearsal
 from volley.errors import ConfigError, InputError
 from volley.models.adapter import drafter_fingerprint
 from volley.models.checkpoint import load_tensors, save_tensors
@@ -28,6 +29,7 @@ from volley.train.options import PilotOptions
 from volley.types import SamplingParams
 
 _BATCH = 64  # labelled requests in one step of the optimizer
+_REHEARSALS = 30  # of every cycle; the shortest counts, since a machine has other work
 _NEAR = 0.05  # a size that is slower by this share is wanted e times less
 
 
@@ -150,12 +152,20 @@ def _read_labels(path: Path | None, key: bytes) -> tuple[list[Labelled], int]:
 
 
 def cycle_seconds(engine: Engine, block_sizes: Sequence[int], concurrency: int) -> Tensor:
-    """Seconds ``[S]`` of a cycle of ``concurrency`` requests with each block size, from the engine's cost table."""
-    costs = engine.policy.costs
-    assert costs is not None, "the engine attaches them"
-    sizes = [concurrency * size for size in block_sizes]
+    """Seconds ``[S]`` of a cycle of ``concurrency`` requests with each of ascending block sizes; 1 is plain
+    decoding.
+    """
+    rehearsal = Rehearsal(engine.runner)
+
+    def cycle(size: int) -> float:
+        tokens = concurrency * size
+        drafting = rehearsal.draft(tokens, concurrency) if size > 1 else 0.0
+        return drafting + rehearsal.target(tokens, concurrency)
+
     with torch.inference_mode():
-        return torch.tensor([costs.draft(size, concurrency) + costs.target(size, concurrency) for size in sizes])
+        rounds = [[cycle(size) for size in block_sizes] for _ in range(_REHEARSALS)]
+    shortest = torch.tensor(rounds).amin(dim=0)
+    return shortest.flip(0).cummin(dim=0).values.flip(0)  # a smaller block takes no longer
 
 
 def fit(
@@ -188,7 +198,7 @@ def inputs_of(config: PilotConfig, examples: Labelled) -> Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Tokens per second on prompts the pilot was not trained on, as the cost table has them; each token counts once."""
+    """Tokens per second on prompts the pilot was not trained on, as rehearsed; each token counts once."""
 
     fixed: dict[int, float]
     """Of each block size for all."""
