@@ -78,6 +78,11 @@ class SamplingParams:
                 raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {want}")
 
     @property
+    def law(self) -> tuple[float | None, ...]:
+        """What makes laws of logits, for target and draft; requests that have the same are sampled side by side."""
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.draft_temperature
+
+    @property
     def changes_logits(self) -> bool:
         """Whether logits are processed before temperature and truncation (see ``decode/processors.py``)."""
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1

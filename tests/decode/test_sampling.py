@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.chi_square import chi_square_p
-from volley.decode.sampling import PositionNoise, Purpose, chosen_logprobs, race, token_probs
+from volley.decode.sampling import PositionNoise, Purpose, chosen_logprobs, draw, race, token_probs
 from volley.errors import ConfigError
 from volley.types import SamplingParams
 
@@ -190,3 +190,13 @@ def test_one_stop_string_may_stand_alone() -> None:
     assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
     assert SamplingParams(stop_token_ids=[1]).stop_token_ids == (1,)  # type: ignore[arg-type]
+
+
+def test_draws_fall_on_tokens_as_often_as_the_law_says_and_never_on_impossible_ones() -> None:
+    law = torch.tensor([0.0, 0.3, 0.0, 0.2, 0.5, 0.0])
+    uniforms = PositionNoise(3).uniforms(Purpose.DRAFT, range(20_000))
+    counts = torch.bincount(draw(law.expand(20_000, -1), uniforms), minlength=6)
+    assert counts[law == 0].sum() == 0
+    assert chi_square_p(counts[law > 0], law[law > 0]) > 1e-3
+    edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw(law.expand(2, -1), edges).tolist() == [1, 4]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.chi_square import chi_square_p
 from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
-from volley.decode.walk import Transitions, walk_coupled, walk_greedy, walk_sampled
+from volley.decode.walk import Block, Transitions, walk_coupled, walk_greedy, walk_sampled
 from volley.types import Lattice, SamplingParams
 
 VOCAB = 5
@@ -19,7 +19,7 @@ PARAMS = SamplingParams(temperature=0.8, top_p=0.95, draft_temperature=1.2)
 def random_transitions(slots: int, seed: int) -> tuple[Tensor, Transitions]:
     """Logits ``[slots, V before, V]``."""
     table = torch.randn(slots, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
-    return table, lambda slot, token: table[slot, token][None]
+    return table, lambda rows, tokens: table[rows, tokens]
 
 
 def lattice_of(table: Tensor, anchor: int, seed: int) -> Lattice:
@@ -41,7 +41,7 @@ def test_walks_equal_choosing_slot_by_slot(slots: int, anchor: int, seed: int) -
         token = int(race(law, noise.exponentials(Purpose.TARGET, [first + slot], VOCAB)))
         expected.append(token)
         greedy.append(int(table[slot, greedy[-1]].argmax()))
-    found = walk_coupled(after, slots, anchor, PARAMS, noise, first)
+    (found,) = walk_coupled(after, [Block(slots, anchor, noise, first)], PARAMS)
     assert found.token_ids == expected
     assert found.draft_probs is None
     walked = walk_greedy(lattice_of(table, anchor, seed))
@@ -50,13 +50,28 @@ def test_walks_equal_choosing_slot_by_slot(slots: int, anchor: int, seed: int) -
     assert walked.confidence == pytest.approx(sure, rel=1e-5)
 
 
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_blocks_walked_side_by_side_do_not_mix(sizes: list[int], seed: int) -> None:
+    table, after = random_transitions(sum(sizes), seed)
+    blocks = [Block(size, i % VOCAB, PositionNoise(seed + i), 3 * i) for i, size in enumerate(sizes)]
+    for walk in (walk_sampled, walk_coupled):
+        start = 0
+        for block, found in zip(blocks, walk(after, blocks, PARAMS), strict=True):
+            own = table[start : start + block.slots]
+            (alone,) = walk(lambda rows, tokens, own=own: own[rows, tokens], [block], PARAMS)
+            assert found.token_ids == alone.token_ids
+            if alone.draft_probs is not None:
+                assert torch.equal(found.draft_probs, alone.draft_probs)
+            start += block.slots
+
+
 def test_the_law_of_a_sampled_walk_is_the_one_it_carries() -> None:
     table, after = random_transitions(3, 1)
     laws = token_probs(table.flatten(0, 1), PARAMS, PARAMS.draft_temperature).view_as(table)
     joint = laws[0, 2][:, None, None] * laws[1][:, :, None] * laws[2][None]
     counts = torch.zeros(VOCAB, VOCAB, VOCAB)
     for seed in range(2000):
-        proposal = walk_sampled(after, 3, 2, PARAMS, PositionNoise(seed), 10)
+        (proposal,) = walk_sampled(after, [Block(3, 2, PositionNoise(seed), 10)], PARAMS)
         path = tuple(proposal.token_ids)
         counts[path] += 1
         assert proposal.draft_probs is not None
@@ -68,7 +83,7 @@ def test_sampled_walks_do_not_use_the_targets_noise() -> None:
     hot = SamplingParams(temperature=1.0)
     flat = torch.zeros(1, 1000)
     same = [
-        walk(lambda slot, token: flat, 1, 0, hot, PositionNoise(seed), 4).token_ids
+        walk(lambda rows, tokens: flat, [Block(1, 0, PositionNoise(seed), 4)], hot)[0].token_ids
         for seed in range(10)
         for walk in (walk_sampled, walk_coupled)
     ]

@@ -15,7 +15,7 @@ from tests.tiny import Answers, Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.decode import processors
 from volley.decode.sampling import token_probs
-from volley.engine import runner
+from volley.engine import judging
 from volley.errors import InputError
 
 COUNT = 16
@@ -74,7 +74,7 @@ def test_greedy_is_plain_decoding(pair: Pair, index: int, options: dict[str, Any
 def test_counting_the_draft_is_needed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties of the accepted prefix alone would be wrong from the second token of a block on, and seen."""
     monkeypatch.setattr(
-        runner, "process", lambda rows, params, counts, _=None: processors.process(rows, params, counts)
+        judging, "process", lambda rows, params, counts, _=None: processors.process(rows, params, counts)
     )
     assert greedy_answers(Engine(pair.target, pair.drafter), 0) != list(expected(0).values())
 
@@ -160,6 +160,6 @@ def test_the_law_of_whole_answers_is_the_targets(options: dict[str, Any]) -> Non
 
 def test_a_law_that_ignores_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        runner, "process", lambda rows, params, counts, _=None: processors.process(rows, params, counts)
+        judging, "process", lambda rows, params, counts, _=None: processors.process(rows, params, counts)
     )
     assert sampled(verification="speculative") < 1e-6

@@ -1,6 +1,7 @@
 """Sampled output: the same seed gives the same tokens, and over seeds the law is exactly the target's."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.tiny import Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.decode import walk
 from volley.decode.sampling import token_probs
-from volley.decode.walk import Transitions
+from volley.decode.walk import Block, Transitions
 from volley.engine import runner
 from volley.models.checkpoint import HeadConfig
 from volley.types import Proposal
@@ -214,11 +215,15 @@ def test_the_law_with_a_sequential_head_is_the_targets(options: dict[str, Any], 
     assert accepted > 0.4
 
 
-def scored_as_after_the_anchor(after: Transitions, slots: int, anchor: int, *rest: Any) -> Proposal:
+def scored_as_after_the_anchor(after: Transitions, blocks: Sequence[Block], params: SamplingParams) -> list[Proposal]:
     """Drawn knowing the token before, scored as if every slot followed the anchor."""
-    proposal = walk.walk_sampled(after, slots, anchor, *rest)
-    laws = [token_probs(after(slot, anchor), rest[0]) for slot in range(slots)]
-    return Proposal(proposal.token_ids, torch.cat(laws))
+    proposals = walk.walk_sampled(after, blocks, params)
+    row = 0
+    for block, proposal in zip(blocks, proposals, strict=True):
+        rows = list(range(row, row + block.slots))
+        proposal.draft_probs = token_probs(after(rows, [block.anchor] * block.slots), params)
+        row += block.slots
+    return proposals
 
 
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

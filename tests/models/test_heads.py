@@ -46,7 +46,7 @@ def test_the_walks_scores_are_the_logits_of_training() -> None:
             for candidate in (0, 1, VOCAB - 1):
                 expected = trained_logits(head, hidden[row + slot], int(before[candidate]), embedding, output)[tokens]
                 torch.testing.assert_close(torch.from_numpy(lattice.scores[slot, candidate]), expected)
-                torch.testing.assert_close(after(slot, int(before[candidate]))[0, tokens], expected)
+                torch.testing.assert_close(after([slot], [int(before[candidate])])[0, tokens], expected)
         row += len(lattice.tokens)
 
 

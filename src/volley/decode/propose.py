@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
+from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
 from volley.types import Proposal, SamplingParams
 
 
@@ -21,8 +21,7 @@ def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise
     """
     probs = token_probs(logits, params, draft_temperature(params))
     positions = range(first, first + len(logits))
-    tokens = race(probs, noise.exponentials(Purpose.DRAFT, positions, logits.shape[-1]))
-    return Proposal(tokens.tolist(), probs)
+    return Proposal(draw(probs, noise.uniforms(Purpose.DRAFT, positions)).tolist(), probs)
 
 
 def propose_coupled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:

@@ -72,6 +72,14 @@ def race(probs: Tensor, exponentials: Tensor) -> Tensor:
     return (probs / exponentials.to(probs.device)).argmax(dim=-1)
 
 
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token a row by inverting the law's sums; a quarter of a race's cost. ``[R, V]`` and ``[R]`` → ``[R]``."""
+    sums = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = sums[:, -1:]
+    places = uniforms[:, None].to(total.device) * total
+    return torch.searchsorted(sums, places.minimum(total.nextafter(torch.zeros_like(total))), right=True)[:, 0]
+
+
 def token_probs(logits: Tensor, params: SamplingParams, temperature: float | None = None) -> Tensor:
     """The law ``[R, V]`` (fp32) that ``params`` makes of ``logits [R, V]``: temperature, then top-k, top-p and min-p.
 
@@ -86,6 +94,8 @@ def token_probs(logits: Tensor, params: SamplingParams, temperature: float | Non
         smallest = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     probs = logits.softmax(dim=-1)
+    if params.top_p >= 1 and params.min_p <= 0:
+        return probs
     if params.top_p < 1:
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered

@@ -6,6 +6,7 @@ anchor and i draft tokens. Losslessness conditions are in each docstring; a veri
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,28 +67,39 @@ def verify_speculative(
     Lossless only if ``draft_probs[i] [k, V]`` is the law each token of ``drafts[i]`` was really drawn from given the ones
     before it, after temperature and truncation. ``target_probs`` is ``[R, V]``; ``uniforms[i]`` is ``[k]``.
     """
-    finals: list[Tensor] = []
-    final_rows: list[int] = []
-    counts: list[int] = []
+    sizes = [len(draft) for draft in drafts]
+    starts = np.cumsum([0, *(size + 1 for size in sizes)]).tolist()
+    kept = _kept(target_probs, draft_probs, drafts, uniforms, starts)
+    accepted = []
     row = 0
-    for law, draft, uniform in zip(draft_probs, drafts, uniforms, strict=True):
-        k = len(draft)
-        target = target_probs[row : row + k + 1]
-        chosen = torch.tensor(draft, dtype=torch.long, device=target.device)[:, None]
-        p, q = (x.gather(1, chosen)[:, 0].double() for x in (target[:k], law))
-        kept = (uniform.to(p.device) * q < p).long()
-        accepted = int(kept.cumprod(dim=0).sum())
-        final = target[accepted]
-        if accepted < k:
-            residual = (final - law[accepted]).clamp_min_(0)
-            total = residual.sum()
-            final = residual / total if total > 0 else final
-        finals.append(final)
-        final_rows.append(row + accepted)
-        counts.append(accepted)
-        row += k + 1
-    bonus = draw(torch.stack(finals), final_rows)
+    for size in sizes:
+        accepted.append(next((i for i in range(size) if not kept[row + i]), size))
+        row += size
+    final_rows = [start + count for start, count in zip(starts, accepted, strict=False)]
+    finals = target_probs[final_rows]
+    if rejected := [i for i, size in enumerate(sizes) if accepted[i] < size]:
+        residual = finals[rejected] - torch.stack([draft_probs[i][accepted[i]] for i in rejected])
+        total = residual.clamp_min_(0).sum(dim=-1, keepdim=True)
+        finals[rejected] = torch.where(total > 0, residual / total, finals[rejected])
+    bonus = draw(finals, final_rows)
     return [
-        Verdict(accepted, [*draft[:accepted], token])
-        for accepted, draft, token in zip(counts, drafts, bonus, strict=True)
+        Verdict(count, [*draft[:count], token]) for count, draft, token in zip(accepted, drafts, bonus, strict=True)
     ]
+
+
+def _kept(
+    target_probs: Tensor,
+    draft_probs: Sequence[Tensor],
+    drafts: Sequence[Sequence[int]],
+    uniforms: Sequence[Tensor],
+    starts: Sequence[int],
+) -> list[bool]:
+    """For each draft token of all requests whether ``u · q < p``."""
+    tokens = [token for draft in drafts for token in draft]
+    if not tokens:
+        return []
+    rows = [start + i for start, draft in zip(starts, drafts, strict=False) for i in range(len(draft))]
+    p = target_probs[rows, tokens].double()
+    q = torch.cat([law[range(len(draft)), draft] for law, draft in zip(draft_probs, drafts, strict=True)]).double()
+    kept: list[bool] = (torch.cat(list(uniforms)).to(p.device) * q < p).tolist()
+    return kept

@@ -5,18 +5,30 @@ law whole, over the vocabulary, because the tail that candidates leave out is wh
 ``q(d_i | d_<i)``, so speculative sampling with it is lossless.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from volley.decode.propose import draft_temperature
-from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
+from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
 from volley.types import Lattice, Proposal, SamplingParams
 
-Transitions = Callable[[int, int], Tensor]
-"""``after(slot, token)``: the logits ``[1, V]`` of a slot after ``token``."""
+Transitions = Callable[[list[int], list[int]], Tensor]
+"""``after(rows, tokens)``: the logits ``[n, V]`` of n slots, each after its token; slots of all blocks are numbered through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The slots of one request, to be walked from its anchor."""
+
+    slots: int
+    anchor: int
+    noise: PositionNoise
+    first: int
+    """Position of the first slot."""
 
 
 def walk_greedy(lattice: Lattice) -> Proposal:
@@ -31,35 +43,50 @@ def walk_greedy(lattice: Lattice) -> Proposal:
     return Proposal(tokens, confidence=(1 / odds.sum(axis=-1)).tolist())
 
 
-def walk_sampled(
-    after: Transitions, slots: int, anchor: int, params: SamplingParams, noise: PositionNoise, first: int
-) -> Proposal:
-    """Draw every slot from its law after the token drawn before it, for speculative sampling; positions from ``first``."""
-    tokens, laws = _walk(after, slots, anchor, params, noise, Purpose.DRAFT, first)
-    return Proposal(tokens, laws)
+def walk_sampled(after: Transitions, blocks: Sequence[Block], params: SamplingParams) -> list[Proposal]:
+    """Draw every slot from its law after the token drawn before it, for speculative sampling; all blocks side by side."""
+    laws: list[Tensor] = []
+    order: list[int] = []
+
+    def choose(law: Tensor, rows: list[int], members: list[Block], slot: int) -> Tensor:
+        laws.append(law)
+        order.extend(rows)
+        uniforms = [block.noise.uniforms(Purpose.DRAFT, [block.first + slot]) for block in members]
+        return draw(law, torch.cat(uniforms))
+
+    tokens = _walk(after, blocks, params, choose)
+    drawn = torch.cat(laws)[torch.tensor(order).argsort().to(laws[0].device)]
+    parts = torch.split(drawn, [block.slots for block in blocks])
+    return [Proposal(own, law) for own, law in zip(tokens, parts, strict=True)]
 
 
-def walk_coupled(
-    after: Transitions, slots: int, anchor: int, params: SamplingParams, noise: PositionNoise, first: int
-) -> Proposal:
+def walk_coupled(after: Transitions, blocks: Sequence[Block], params: SamplingParams) -> list[Proposal]:
     """Draw with the noise the target will use at each position, for sample-and-match only."""
-    return Proposal(_walk(after, slots, anchor, params, noise, Purpose.TARGET, first)[0])
+
+    def choose(law: Tensor, rows: list[int], members: list[Block], slot: int) -> Tensor:
+        size = law.shape[-1]
+        return race(
+            law, torch.cat([block.noise.exponentials(Purpose.TARGET, [block.first + slot], size) for block in members])
+        )
+
+    return [Proposal(own) for own in _walk(after, blocks, params, choose)]
 
 
 def _walk(
     after: Transitions,
-    slots: int,
-    token: int,
+    blocks: Sequence[Block],
     params: SamplingParams,
-    noise: PositionNoise,
-    purpose: Purpose,
-    first: int,
-) -> tuple[list[int], Tensor]:
-    tokens, laws = [], []
+    choose: Callable[[Tensor, list[int], list[Block], int], Tensor],
+) -> list[list[int]]:
+    """The tokens of every block; ``choose`` takes the laws ``[n, V]`` of one slot of n blocks, and which rows these are."""
+    tokens = [[block.anchor] for block in blocks]
+    starts = np.cumsum([0, *(block.slots for block in blocks)]).tolist()
     temperature = draft_temperature(params)
-    for slot in range(slots):
-        laws.append(token_probs(after(slot, token), params, temperature))
-        exponentials = noise.exponentials(purpose, [first + slot], laws[-1].shape[-1])
-        token = int(race(laws[-1], exponentials))
-        tokens.append(token)
-    return tokens, torch.cat(laws)
+    for slot in range(max(block.slots for block in blocks)):
+        walking = [index for index, block in enumerate(blocks) if block.slots > slot]
+        rows = [starts[index] + slot for index in walking]
+        laws = token_probs(after(rows, [tokens[index][-1] for index in walking]), params, temperature)
+        chosen = choose(laws, rows, [blocks[index] for index in walking], slot).tolist()
+        for index, token in zip(walking, chosen, strict=True):
+            tokens[index].append(token)
+    return [own[1:] for own in tokens]

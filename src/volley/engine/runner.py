@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,20 +12,15 @@ import torch
 from torch import Tensor
 
 from volley.decode.denoise import reveal, reveal_counts
-from volley.decode.processors import preceding, process
+from volley.decode.processors import process
 from volley.decode.propose import draft_temperature, propose_coupled, propose_greedy, propose_sampled
 from volley.decode.sampling import (
-    Purpose,
     best_tokens,
-    chosen_logprobs,
     confidences,
-    race,
-    token_probs,
-    top_logprobs,
 )
 from volley.decode.tree import coupled_logits, expand, slot_lattice
-from volley.decode.verify import verify_choices, verify_speculative, verify_tree
-from volley.decode.walk import walk_coupled, walk_greedy, walk_sampled
+from volley.decode.walk import Block, walk_coupled, walk_greedy, walk_sampled
+from volley.engine.judging import judge, kept_rows
 from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError
@@ -273,21 +268,27 @@ class Runner:
         lattices: list[Lattice] = []
         if any(s.max_nodes or s.request.params.temperature == 0 for s in plan):
             lattices = head.lattices(hidden, logits, anchors, sizes)
-        proposals, row = [], 0
+        proposals = [_NOTHING] * len(plan)
+        alike: dict[tuple[object, ...], list[int]] = {}
         for index, scheduled in enumerate(plan):
-            request = scheduled.request
+            params = scheduled.request.params
             if scheduled.max_nodes:
-                proposal = expand(lattices[index], scheduled.max_nodes, draft_temperature(request.params))
-            elif request.params.temperature == 0:
-                proposal = walk_greedy(lattices[index])
+                proposals[index] = expand(lattices[index], scheduled.max_nodes, draft_temperature(params))
+            elif params.temperature == 0:
+                proposals[index] = walk_greedy(lattices[index])
             else:
-                rows = slice(row, row + sizes[index])
-                after = head.transitions(hidden[rows], logits[rows])
-                walk = walk_coupled if self.options.matches(request.params) else walk_sampled
-                first = len(request.token_ids)
-                proposal = walk(after, sizes[index], anchors[index], request.params, request.noise, first)
-            proposals.append(proposal)
-            row += sizes[index]
+                alike.setdefault((self.options.matches(params), params.law), []).append(index)
+        parts = list(zip(torch.split(hidden, sizes), torch.split(logits, sizes), strict=True)) if alike else []
+        for (matches, _), members in alike.items():
+            after = head.transitions(*(torch.cat(rows) for rows in zip(*(parts[i] for i in members), strict=True)))
+            requests = [plan[i].request for i in members]
+            blocks = [
+                Block(sizes[i], anchors[i], request.noise, len(request.token_ids))
+                for i, request in zip(members, requests, strict=True)
+            ]
+            walked = (walk_coupled if matches else walk_sampled)(after, blocks, requests[0].params)
+            for index, proposal in zip(members, walked, strict=True):
+                proposals[index] = proposal
         self.timings.walk = time.perf_counter() - started
         return proposals
 
@@ -325,47 +326,11 @@ class Runner:
         return self.taps.row(self.batch.offsets[place + 1] - 1)
 
     def judge(self, plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tensor) -> list[Verdict]:
-        """A verdict for every scheduled request; an empty one where nothing is emitted."""
+        """A verdict for every scheduled request (see ``engine/judging.py``)."""
         started = time.perf_counter()
-        best = best_tokens(logits)
-        verdicts = []
-        row = 0
-        for scheduled, proposal in zip(plan, proposals, strict=True):
-            if not scheduled.emits:
-                verdicts.append(Verdict(0, []))
-                continue
-            end = row + 1 + len(proposal.token_ids)
-            request, rows, choices = scheduled.request, logits[row:end], best[row:end]
-            if request.counts is not None:
-                rows = process(rows, request.params, request.counts, preceding(proposal))
-                choices = best_tokens(rows)
-            verdict = self._judge_one(request, proposal, rows, choices)
-            if request.params.logprobs:
-                _note_logprobs(request, logits[row:end][_kept_rows(1, verdict)], verdict)
-            verdicts.append(verdict)
-            row = end
+        verdicts = judge(plan, proposals, logits)
         self.timings.verify += time.perf_counter() - started
         return verdicts
-
-    @staticmethod
-    def _judge_one(request: Request, proposal: Proposal, logits: Tensor, best: list[int]) -> Verdict:
-        draft = proposal.token_ids
-        if proposal.parents is not None:
-            return verify_tree(_chooser(request, logits, best), draft, proposal.parents)
-        if request.params.temperature == 0:
-            return verify_choices(best, [draft])[0]
-        probs = token_probs(logits, request.params)
-        positions = range(len(request.token_ids), len(request.token_ids) + len(draft) + 1)
-
-        def draw(laws: Tensor, rows: list[int]) -> list[int]:
-            noise = request.noise.exponentials(Purpose.TARGET, [positions[row] for row in rows], laws.shape[-1])
-            chosen: list[int] = race(laws, noise).tolist()
-            return chosen
-
-        if proposal.draft_probs is None:
-            return verify_choices(draw(probs, list(range(len(probs)))), [draft])[0]
-        uniforms = request.noise.uniforms(Purpose.ACCEPT, positions[:-1])
-        return verify_speculative(probs, [proposal.draft_probs], [draft], [uniforms], draw)[0]
 
     # -- keep -----------------------------------------------------------------------------------------------------------
     def compact(self, plan: Sequence[Scheduled], verdicts: Sequence[Verdict]) -> None:
@@ -414,7 +379,7 @@ class Runner:
             scheduled, verdict, start = plan[place], verdicts[place], self.batch.offsets[place]
             request, size = scheduled.request, scheduled.num_known + verdict.accepted
             skip = max(0, size - request.draft_table.capacity) if request.draft_table.is_ring else 0
-            kept.append(_kept_rows(scheduled.num_known, verdict, start, skip))
+            kept.append(kept_rows(scheduled.num_known, verdict, start, skip))
             slots.append(request.draft_table.slots(request.computed + skip, request.computed + size))
         rows, where = kept[0], slots[0]
         if len(kept) > 1:
@@ -428,27 +393,6 @@ def _by_adapter(plan: Sequence[Scheduled]) -> dict[Adapter | None, list[int]]:
     for place, scheduled in enumerate(plan):
         groups.setdefault(scheduled.request.adapter, []).append(place)
     return groups
-
-
-def _chooser(request: Request, logits: Tensor, best: list[int]) -> Callable[[int, int], int]:
-    """The target's own choice after a node of a tree, for ``verify_tree``."""
-
-    def choose(node: int, depth: int) -> int:
-        if request.params.temperature == 0:
-            return best[node]
-        probs = token_probs(logits[node : node + 1], request.params)
-        noise = request.noise.exponentials(Purpose.TARGET, [len(request.token_ids) + depth], logits.shape[-1])
-        return int(race(probs, noise))
-
-    return choose
-
-
-def _kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) -> slice | Tensor:
-    """Rows of a segment from ``start`` that stay: its known tokens and what was accepted, without the first ``skip``."""
-    if verdict.path is None:
-        return slice(start + skip, start + num_known + verdict.accepted)
-    assert num_known == 1, "a tree's root is the anchor"
-    return torch.tensor([start, *(start + node for node in verdict.path)][skip:])
 
 
 def check_pair(drafter: Drafter, target: Target) -> None:
@@ -467,13 +411,6 @@ def _processed(plan: Sequence[Scheduled], logits: Tensor) -> Tensor:
         request = scheduled.request
         parts.append(rows if request.counts is None else process(rows, request.params, request.counts))
     return torch.cat(parts)
-
-
-def _note_logprobs(request: Request, logits: Tensor, verdict: Verdict) -> None:
-    """``logits`` are those of the rows that chose the verdict's tokens."""
-    request.logprobs += chosen_logprobs(logits, verdict.token_ids)
-    if request.params.top_logprobs:
-        request.top_logprobs += top_logprobs(logits, request.params.top_logprobs)
 
 
 def _narrower(first: int | None, second: int | None) -> int | None:

@@ -49,13 +49,14 @@ class BoundHead:
         self.product.weight = nn.Parameter(self.outputs, requires_grad=False)
         accelerate(self.product)
 
-    def transitions(self, hidden: Tensor, logits: Tensor) -> Callable[[int, int], Tensor]:
-        """Of a block of ``hidden [k, H]`` and ``logits [k, V]``: ``(slot, token)`` → the slot's logits ``[1, V]`` after it."""
+    def transitions(self, hidden: Tensor, logits: Tensor) -> Callable[[list[int], list[int]], Tensor]:
+        """Of slots with ``hidden [k, H]`` and ``logits [k, V]``: (slots, tokens) → logits ``[n, V]`` of each after its token."""
         own = self.head.context(hidden)
 
-        def after(slot: int, token_id: int) -> Tensor:
-            place = slice(slot, slot + 1)
-            corrected: Tensor = logits[place] + self.product(silu(self.rows[token_id] + own[place]))
+        def after(rows: list[int], token_ids: list[int]) -> Tensor:
+            where, before = (torch.tensor(indices, device=logits.device) for indices in (rows, token_ids))
+            mixed = silu(embedding(before, self.rows) + own[where])
+            corrected: Tensor = logits[where] + self.product(mixed)
             return corrected
 
         return after
