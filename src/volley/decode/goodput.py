@@ -107,68 +107,101 @@ class Acceptance:
 
 
 class Goodput(BlockSizePolicy):
-    """Most expected tokens per second of the whole batch."""
+    """Most expected tokens per second of the whole batch.
+
+    Greedy and sampled requests differ in what their slots promise, so each kind has its own memory and number of slots.
+    """
 
     uses_confidence = True
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
-        self._worth: deque[list[float]] = deque(maxlen=_REMEMBERED)  # gains of the last blocks, [largest slots] each
-        self._usual: list[float] = []  # their mean at the last look
-        self._slots = 0  # drafted per request at present
+        # For greedy and sampled requests: gains of the last blocks, [largest slots] each, and their mean at the last look.
+        self._worth: tuple[deque[list[float]], ...] = (deque(maxlen=_REMEMBERED), deque(maxlen=_REMEMBERED))
+        self._usual: list[list[float]] = [[], []]
+        self._slots = [0, 0]  # drafted per request at present, by kind
         self._is_close = False  # whether it is worth knowing what a plain cycle takes
         self._price = 0.0  # gain below which a slot is not verified
         self._confidence: list[list[float]] = []  # of the cycle under way
-        self._cycle = self._reviewed_for = self._next_review = self._next_probe = self._next_plain = 0
+        self._reviewed_for = (0, 0)
+        self._cycle = self._next_review = self._next_plain = 0
+        self._next_probe = [0, 0]
 
     def draft(self, requests: Decoding) -> list[int]:
         self._cycle += 1
-        if len(self._worth) < _LESSON:
-            return self._probe(requests)
-        if len(requests) != self._reviewed_for or self._cycle >= self._next_review:
-            self._review(len(requests))
-        if self._slots and not (self._is_close and self._cycle >= self._next_plain):
-            # Now and then the whole block, to know what the slots behind would be worth.
-            slots = self._slots if self._cycle % _REVIEW else self.block_size - 1
-            return [min(limit, slots) for limit in requests.limits]
-        if self._slots:
+        sampled = sum(requests.sampled)
+        counts = (len(requests) - sampled, sampled)
+        if all(len(worth) >= _LESSON for worth, count in zip(self._worth, counts, strict=True) if count) and (
+            counts != self._reviewed_for or self._cycle >= self._next_review
+        ):
+            self._review(counts)
+        if self._is_close and self._cycle >= self._next_plain:
             self._next_plain = self._cycle + 2 * _REVIEW
-        if self._slots or self._cycle < self._next_probe:
             return [0] * len(requests)
-        return self._probe(requests)
+        # Now and then the whole block, to know what the slots behind would be worth.
+        looks_far = self._cycle % _REVIEW == 0
+        slots = [self.block_size - 1 if looks_far and size else size for size in self._slots]
+        drafted = [min(limit, slots[kind]) for limit, kind in zip(requests.limits, requests.sampled, strict=True)]
+        for kind, count in enumerate(counts):
+            is_new = len(self._worth[kind]) < _LESSON
+            if count and (is_new or (not self._slots[kind] and self._cycle >= self._next_probe[kind])):
+                self._probe(kind, requests, drafted)
+        return drafted
 
-    def _probe(self, requests: Decoding) -> list[int]:
-        """Whole blocks for a few requests, taking turns, so that what is known stays true; seldom enough to be cheap."""
+    def _probe(self, kind: int, requests: Decoding, drafted: list[int]) -> None:
+        """Whole blocks for a few requests of a kind, by turns, so that what is known stays true; seldom enough to be cheap."""
         assert self.costs is not None
-        count = min(len(requests), _PROBED)
-        chosen = {(self._cycle * _PROBED + i) % len(requests) for i in range(count)}
-        slots = [limit if index in chosen else 0 for index, limit in enumerate(requests.limits)]
-        verifying = self.costs.target.upto(len(requests), sum(slots), len(requests))
-        extra = self.costs.draft(count + sum(slots), count) + verifying[-1] - verifying[0]
-        self._next_probe = self._cycle + int(extra / verifying[0] / _PROBING)
-        return slots
+        members = [index for index, sampled in enumerate(requests.sampled) if sampled == kind]
+        count = min(len(members), _PROBED)
+        chosen = {members[(self._cycle * _PROBED + i) % len(members)] for i in range(count)}
+        for index in chosen:
+            drafted[index] = requests.limits[index]
+        more = sum(requests.limits[index] for index in chosen)
+        verifying = self.costs.target.upto(len(requests), more, len(requests))
+        extra = self.costs.draft(count + more, count) + verifying[-1] - verifying[0]
+        self._next_probe[kind] = self._cycle + int(extra / verifying[0] / _PROBING)
 
-    def _review(self, count: int) -> None:
-        """The price, and how many slots to draft, that would have paid most for ``count`` requests with the last blocks."""
+    def _review(self, counts: tuple[int, int]) -> None:
+        """The price, and how many slots to draft, that would have paid most for so many requests with the last blocks."""
         assert self.costs is not None
-        if count != self._reviewed_for:
+        if counts != self._reviewed_for:
             self._next_plain = self._cycle + 4
-        self._reviewed_for, self._next_review = count, self._cycle + _REVIEW
-        worth = np.array(self._worth)
-        blocks, most = worth.shape
-        self._usual = worth.mean(axis=0).tolist()
-        plain = count / self.costs.target(count, count)
-        best, self._slots, self._price = _WORTHWHILE * plain, 0, 0.0
-        for slots in sorted({1, 2, 3, 4, 6, 8, 11, most} & set(range(1, most + 1))):
-            gains = np.sort(worth[:, :slots], axis=None)[::-1]
-            expected = 1 + np.cumsum(gains) / blocks
-            verified = np.arange(1, len(gains) + 1) * count // blocks
-            seconds = self.costs.draft(count * (1 + slots), count) + self.costs.target.upto(count, count * slots, count)
-            rates = count * expected / seconds[verified]
-            last = int(rates.argmax())
-            if rates[last] > best:
-                best, self._slots, self._price = float(rates[last]), slots, float(gains[last])
-        self._is_close = best < _CLOSE * plain
+        self._reviewed_for, self._next_review = counts, self._cycle + _REVIEW
+        worth = [np.array(blocks) for blocks in self._worth]
+        self._usual = [blocks.mean(axis=0).tolist() if len(blocks) else [] for blocks in worth]
+        plain = sum(counts) / self.costs.target(sum(counts), sum(counts))
+        best, self._slots, self._price = _WORTHWHILE * plain, [0, 0], 0.0
+        kinds = [kind for kind in (0, 1) if counts[kind]]
+        for kind in kinds * len(kinds):  # by turns, the other kind's slots given
+            for slots in sorted({0, 1, 2, 3, 4, 6, 8, 11, self.block_size - 1} & set(range(self.block_size))):
+                wanted = [slots if k == kind else self._slots[k] for k in (0, 1)]
+                rate, price = self._promise(worth, counts, wanted)
+                if rate > best:
+                    best, self._slots, self._price = rate, wanted, price
+        self._is_close = any(self._slots) and best < _CLOSE * plain
+
+    def _promise(self, worth: list[FloatArray], counts: tuple[int, int], slots: list[int]) -> tuple[float, float]:
+        """Tokens per second if each kind drafts so many slots, and the smallest gain that is then worth verifying."""
+        assert self.costs is not None
+        drafting = [kind for kind in (0, 1) if counts[kind] and slots[kind]]
+        if not drafting:
+            return 0.0, 0.0
+        total = sum(counts)
+        gains = np.concatenate([worth[kind][:, : slots[kind]].ravel() for kind in drafting])
+        # Each remembered slot stands for this many slots of the requests there are.
+        shares = np.repeat(
+            [counts[kind] / len(worth[kind]) for kind in drafting],
+            [len(worth[kind]) * slots[kind] for kind in drafting],
+        )
+        order = np.argsort(-gains)
+        expected = total + np.cumsum(gains[order] * shares[order])
+        requests = sum(counts[kind] for kind in drafting)
+        tokens = sum(counts[kind] * slots[kind] for kind in drafting)
+        verifying = self.costs.target.upto(total, tokens, total)
+        verified = np.minimum(np.cumsum(shares[order]).astype(np.int64), tokens)
+        rates = expected / (self.costs.draft(requests + tokens, requests) + verifying[verified])
+        last = int(rates.argmax())
+        return float(rates[last]), float(gains[order[last]])
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
         self._confidence = confidence
@@ -188,16 +221,16 @@ class Goodput(BlockSizePolicy):
         for turn in range(min(len(drew), _PROBED)):
             index = drew[(self._cycle + turn) % len(drew)]
             block = (requests.request_ids[index], requests.sampled[index], self._confidence[index])
-            self._remember(self.acceptance.gains(*block))
+            self._remember(requests.sampled[index], self.acceptance.gains(*block))
 
-    def _remember(self, gains: list[float]) -> None:
+    def _remember(self, kind: int, gains: list[float]) -> None:
         """Slots that were not drafted are taken to be as good as they usually are, given those before them."""
         most = self.block_size - 1
         if len(gains) < most:
-            usual = self._usual or [1.0] * most
+            usual = self._usual[kind] or [1.0] * most
             last = gains[-1] / max(usual[len(gains) - 1], 1e-6)
             gains += [min(gains[-1], last * gain) for gain in usual[len(gains) :]]
-        self._worth.append(gains)
+        self._worth[kind].append(gains)
 
     def end(self, request_id: int) -> None:
         self.acceptance.end(request_id)
