@@ -18,7 +18,7 @@ from volley.decode.cost import FloatArray
 _REVIEW = 16  # cycles between two looks at what pays, while the number of requests stays the same
 _REMEMBERED = 64  # blocks that the look is based on
 _PROBING = 0.01  # share of the time that may go into drafting where it does not pay at present
-_PROBED = 4  # requests that draft in such a probe, and blocks remembered of a cycle
+_PROBED = 4  # requests that draft whole blocks to learn what they are worth, and blocks remembered of a cycle
 _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
 _CLOSE = 1.4  # below this gain over plain decoding, a plain cycle now and then tells what it really takes
 _LESSON = 8  # blocks learnt from at once, which costs less than one by one
@@ -138,10 +138,10 @@ class Goodput(BlockSizePolicy):
         if self._is_close and self._cycle >= self._next_plain:
             self._next_plain = self._cycle + 2 * _REVIEW
             return [0] * len(requests)
-        # Now and then the whole block, to know what the slots behind would be worth.
-        looks_far = self._cycle % _REVIEW == 0
-        slots = [self.block_size - 1 if looks_far and size else size for size in self._slots]
-        drafted = [min(limit, slots[kind]) for limit, kind in zip(requests.limits, requests.sampled, strict=True)]
+        drafted = [min(limit, self._slots[kind]) for limit, kind in zip(requests.limits, requests.sampled, strict=True)]
+        if self._cycle % _REVIEW == 0:  # now and then whole blocks, to know what the slots behind would be worth
+            for index in self._by_turns([index for index, size in enumerate(drafted) if size]):
+                drafted[index] = requests.limits[index]
         for kind, count in enumerate(counts):
             is_new = len(self._worth[kind]) < _LESSON
             if count and (is_new or (not self._slots[kind] and self._cycle >= self._next_probe[kind])):
@@ -151,15 +151,17 @@ class Goodput(BlockSizePolicy):
     def _probe(self, kind: int, requests: Decoding, drafted: list[int]) -> None:
         """Whole blocks for a few requests of a kind, by turns, so that what is known stays true; seldom enough to be cheap."""
         assert self.costs is not None
-        members = [index for index, sampled in enumerate(requests.sampled) if sampled == kind]
-        count = min(len(members), _PROBED)
-        chosen = {members[(self._cycle * _PROBED + i) % len(members)] for i in range(count)}
+        chosen = self._by_turns([index for index, sampled in enumerate(requests.sampled) if sampled == kind])
         for index in chosen:
             drafted[index] = requests.limits[index]
         more = sum(requests.limits[index] for index in chosen)
         verifying = self.costs.target.upto(len(requests), more, len(requests))
-        extra = self.costs.draft(count + more, count) + verifying[-1] - verifying[0]
+        extra = self.costs.draft(len(chosen) + more, len(chosen)) + verifying[-1] - verifying[0]
         self._next_probe[kind] = self._cycle + int(extra / verifying[0] / _PROBING)
+
+    def _by_turns(self, members: list[int]) -> set[int]:
+        """A few of ``members``, others in every cycle."""
+        return {members[(self._cycle * _PROBED + i) % len(members)] for i in range(min(len(members), _PROBED))}
 
     def _review(self, counts: tuple[int, int]) -> None:
         """The price, and how many slots to draft, that would have paid most for so many requests with the last blocks."""
