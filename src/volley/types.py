@@ -111,7 +111,7 @@ class Proposal:
     parents: tuple[int, ...] | None = None
     confidence: list[float] = field(default_factory=list)
     """The drafter's largest probability in each slot, in its first pass, before anything was drawn; if it was asked for. Of a
-    greedy walk: given the token before, among the candidates."""
+    greedy walk: given the token before, among the candidates. Of a tree: each node's probability, all before it included."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ def costs() -> Costs:
 
 
 def decoding(*limits: int) -> Decoding:
-    return Decoding(list(range(len(limits))), list(limits), [False] * len(limits))
+    return Decoding(list(range(len(limits))), list(limits), [False] * len(limits), [False] * len(limits))
 
 
 def test_fixed_keeps_to_the_limits() -> None:
@@ -29,7 +29,7 @@ def test_fixed_keeps_to_the_limits() -> None:
 
 def judged(policy: Feedback, accepted: int) -> int:
     (drafted,) = policy.draft(decoding(7))
-    policy.observe(Cycle(decoding(7), [drafted], [drafted], [min(accepted, drafted)]))
+    policy.observe(Cycle(decoding(7), [drafted], [drafted], [min(accepted, drafted)], []))
     return policy.draft(decoding(7))[0]
 
 

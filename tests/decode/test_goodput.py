@@ -65,34 +65,34 @@ def test_acceptance_is_calibrated_by_kind_and_by_request() -> None:
     gaps = []
     for number, (request, sampled, sure, accepted) in enumerate(blocks(4000, 0)):
         if number > 1000:
-            gains = acceptance.gains(request, sampled, sure)
+            gains = acceptance.gains(request, int(sampled), sure)
             gaps.append((request, *(np.array(gains) - (np.arange(5) < accepted))))
-        acceptance.observe(request, sampled, sure, 5, accepted)
+        acceptance.observe(request, int(sampled), sure, [slot < accepted for slot in range(5)])
         acceptance.learn()
     by_request = {r: np.mean([gap[1:] for gap in gaps if gap[0] == r], axis=0) for r in range(4)}
     for request in (0, 1, 2):
         assert np.abs(by_request[request]).max() < 0.12
-    assert acceptance.gains(3, True, [0.5])[0] > acceptance.gains(1, True, [0.5])[0] + 0.2, "a lucky request"
+    assert acceptance.gains(3, 1, [0.5])[0] > acceptance.gains(1, 1, [0.5])[0] + 0.2, "a lucky request"
     acceptance.end(3)
-    assert acceptance.gains(3, True, [0.5]) == acceptance.gains(99, True, [0.5]), "forgotten"
+    assert acceptance.gains(3, 1, [0.5]) == acceptance.gains(99, 1, [0.5]), "forgotten"
 
 
 def test_gains_are_products_and_end_at_the_price() -> None:
     acceptance = Acceptance()
-    whole = acceptance.gains(0, False, [0.9, 0.8, 0.3, 0.9])
+    whole = acceptance.gains(0, 0, [0.9, 0.8, 0.3, 0.9])
     features = np.array([[1.0, np.log(p / (1 - p)), slot / 8, 0] for slot, p in enumerate([0.9, 0.8, 0.3, 0.9])])
     assert whole == pytest.approx(np.cumprod(1 / (1 + np.exp(-features @ acceptance.weights[0]))))
     for price in (0.01, 0.2, 0.5, 0.99):
-        assert acceptance.gains(0, False, [0.9, 0.8, 0.3, 0.9], price) == [gain for gain in whole if gain >= price]
-    assert acceptance.gains(0, True, [0.0, 1.0])[0] < 0.02
+        assert acceptance.gains(0, 0, [0.9, 0.8, 0.3, 0.9], price) == [gain for gain in whole if gain >= price]
+    assert acceptance.gains(0, 1, [0.0, 1.0])[0] < 0.02
 
 
 def test_only_judged_slots_teach() -> None:
     """What lies behind the first error was never judged, and must not be learnt from."""
     one, two = Acceptance(), Acceptance()
     for _ in range(16):
-        one.observe(0, False, [0.9, 0.5, 0.5], 3, 0)
-        two.observe(0, False, [0.9, 0.01, 0.99], 3, 0)
+        one.observe(0, 0, [0.9, 0.5, 0.5], [False] * 3)
+        two.observe(0, 0, [0.9, 0.01, 0.99], [False] * 3)
         one.learn()
         two.learn()
     assert np.allclose(one.weights, two.weights)
@@ -105,7 +105,7 @@ def simulate(policy: Goodput, count: int, cycles: int, sure: float, seed: int = 
     """Run ``count`` greedy requests whose slots are right as often as they claim, about ``sure``; what was drafted and
     verified per cycle."""
     random = np.random.default_rng(seed)
-    requests = Decoding(list(range(count)), [7] * count, [False] * count)
+    requests = Decoding(list(range(count)), [7] * count, [False] * count, [False] * count)
     drafted_sums, verified_sums = [], []
     for _ in range(cycles):
         drafted = policy.draft(requests)
@@ -115,7 +115,8 @@ def simulate(policy: Goodput, count: int, cycles: int, sure: float, seed: int = 
             int(np.cumprod(random.random(size) < np.array(row[:size])).sum())
             for row, size in zip(confidence, verified, strict=True)
         ]
-        policy.observe(Cycle(requests, drafted, verified, accepted))
+        right = [[slot < count for slot in range(size)] for size, count in zip(verified, accepted, strict=True)]
+        policy.observe(Cycle(requests, drafted, verified, accepted, right))
         drafted_sums.append(sum(drafted))
         verified_sums.append(sum(verified))
     return drafted_sums, verified_sums
@@ -145,9 +146,34 @@ def test_drafting_stops_where_it_cannot_pay_and_comes_back() -> None:
     assert np.mean([size > 0 for size in back[-50:]]) > 0.9, "and drafted again once it is easy"
 
 
+def tree_simulation(token: float, count: int, cycles: int = 60) -> tuple[list[int], list[int]]:
+    """The nodes that are asked for, and how many of each tree are verified; the k-th likeliest is right with 0.9 / k."""
+    random = np.random.default_rng(0)
+    policy = goodput(token=token)
+    probabilities = [0.9 / (1 + rank) for rank in range(15)]
+    nodes = policy.tree_nodes(count)
+    requests = Decoding(list(range(count)), [7] * count, [False] * count, [True] * count, nodes)
+    verified: list[int] = []
+    for _ in range(cycles if nodes else 0):
+        drafted = policy.draft(requests)
+        confidence = [probabilities if size else [] for size in drafted]
+        verified = policy.verify(requests, drafted, confidence)
+        right = [(random.random(size) < np.array(probabilities[:size])).tolist() for size in verified]
+        policy.observe(Cycle(requests, drafted, verified, [sum(marks) for marks in right], right))
+    return [nodes], verified
+
+
+def test_trees_are_grown_where_they_are_nearly_free_and_pruned_where_they_are_not() -> None:
+    assert tree_simulation(token=0.5, count=8) == ([0], [])
+    assert tree_simulation(token=0.0, count=8) == ([15], [15] * 8)
+    nodes, verified = tree_simulation(token=0.03, count=1)
+    assert nodes == [15]
+    assert 2 <= verified[0] <= 12
+
+
 def test_a_probe_is_for_a_few_requests_in_turn() -> None:
     policy = goodput(token=0.5, draft=3.0)
-    requests = Decoding(list(range(16)), [7] * 16, [False] * 16)
+    requests = Decoding(list(range(16)), [7] * 16, [False] * 16, [False] * 16)
     chosen = [{i for i, size in enumerate(policy.draft(requests)) if size} for _ in range(4)]
     assert all(len(some) == 4 for some in chosen)
     assert set().union(*chosen) == set(range(16))

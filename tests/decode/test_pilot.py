@@ -88,7 +88,7 @@ def test_a_saved_pilot_chooses_the_same(saved: tuple[Path, Drafter]) -> None:
             policy.prefilled(request_id, float(request_id % 2), logits, torch.zeros(TAPPED))
     assert own.slots == again.slots
     assert set(own.slots.values()) <= {2, 3, 5}
-    assert own.draft(Decoding([0, 1, 99], [9, 1, 9], [False] * 3)) == [own.slots[0], 1, 5]
+    assert own.draft(Decoding([0, 1, 99], [9, 1, 9], [False] * 3, [False] * 3)) == [own.slots[0], 1, 5]
     own.end(0)
     own.end(99)
     assert 0 not in own.slots

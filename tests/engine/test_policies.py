@@ -1,5 +1,6 @@
 """Every policy through the engine: the same greedy tokens, the same law, and what a biased one would look like."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -42,6 +43,19 @@ class Restless(BlockSizePolicy):
         return [max(0, size - (self.turn + i) % 3) for i, size in zip(requests.request_ids, drafted, strict=True)]
 
 
+class Climbing(Restless):
+    """Chains and trees by turns."""
+
+    def tree_nodes(self, num_requests: int) -> int:
+        return (0, 7, 0, 3)[self.turn % 4]
+
+    def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
+        assert all(
+            row == sorted(row, reverse=True) for row, tree in zip(confidence, requests.trees, strict=True) if tree
+        )
+        return [max(0, len(row) - (self.turn + i) % 4) for i, row in zip(requests.request_ids, confidence, strict=True)]
+
+
 def random_pilot(drafter: Drafter | None = None) -> Pilot:
     """One that knows nothing, so that its choices vary with the prompt."""
     drafter = drafter or random_drafter()
@@ -51,7 +65,18 @@ def random_pilot(drafter: Drafter | None = None) -> Pilot:
     return Pilot(config, net_for(config, drafter).requires_grad_(False))
 
 
-POLICIES: list[Any] = ["goodput", "feedback", "fixed", "fixed:3", "fixed:1", Goodput, Feedback, Restless, random_pilot]
+POLICIES: list[Any] = [
+    "goodput",
+    "feedback",
+    "fixed",
+    "fixed:3",
+    "fixed:1",
+    Goodput,
+    Feedback,
+    Restless,
+    Climbing,
+    random_pilot,
+]
 
 
 def made(policy: Any) -> Any:
@@ -97,6 +122,21 @@ def test_the_sampled_law_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy:
     sequences, accepted = sampled(HOT, policy=policy(), verification="speculative")
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
     assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
+
+
+@pytest.mark.parametrize("policy", [Climbing, Goodput])
+def test_the_law_of_requests_without_a_seed_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
+    """Chains are then sampled speculatively and trees matched, and a policy may go from one to the other."""
+    settle(monkeypatch, token=1e-3)
+    numbers = itertools.count()
+    monkeypatch.setattr("volley.engine.engine.secrets.randbits", lambda bits: next(numbers))
+    ways = set()
+    sequences, accepted = sampled(
+        HOT, policy=policy(), seeded=False, listener=lambda request, proposal, _: ways.add(proposal.parents is None)
+    )
+    assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
+    assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
+    assert policy is not Climbing or ways == {False, True}
 
 
 def peeking(self: Pacer, plan: list[Scheduled], proposals: list[Proposal]) -> list[Proposal]:

@@ -16,6 +16,7 @@ from volley.decode import walk
 from volley.decode.sampling import token_probs
 from volley.decode.walk import Block, Transitions
 from volley.engine import runner
+from volley.engine.engine import OnVerified
 from volley.models.checkpoint import HeadConfig
 from volley.types import Proposal
 
@@ -131,12 +132,20 @@ def exact_law(params: SamplingParams, pair: Pair | None = None) -> Tensor:
 
 
 def sampled(
-    params: SamplingParams, pair: Pair | None = None, seeds: int = SEEDS, **options: Any
+    params: SamplingParams,
+    pair: Pair | None = None,
+    seeds: int = SEEDS,
+    *,
+    seeded: bool = True,
+    listener: OnVerified | None = None,
+    **options: Any,
 ) -> tuple[Tensor, float]:
     pair = pair or tiny()
     options = {"policy": "fixed", "max_running": 256, "num_pages": 600, "page_size": 8, **options}
     engine = Engine(pair.target, pair.drafter, **options)
-    results = list(engine.generate([PROMPT] * seeds, [replace(params, seed=seed) for seed in range(seeds)]))
+    engine.on_verified += [listener] if listener else []
+    own = [replace(params, seed=seed if seeded else None) for seed in range(seeds)]
+    results = list(engine.generate([PROMPT] * seeds, own))
     accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
     return torch.tensor([result.token_ids for result in results]), accepted / seeds
 

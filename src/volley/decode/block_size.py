@@ -21,6 +21,10 @@ class Decoding:
     """Slots that each may draft: what is left of its answer, at most the largest block."""
     sampled: list[bool]
     """Whether the request's temperature is above 0."""
+    trees: list[bool]
+    """Whether its slots are the levels of a tree; else the block is a chain."""
+    nodes: int = 0
+    """Of each tree, at most, anchor not counted."""
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -34,9 +38,11 @@ class Cycle:
     drafted: list[int]
     """Slots drafted."""
     verified: list[int]
-    """Of these, slots that went to the target."""
+    """Tokens of these, nodes of a tree or slots of a chain, that went to the target."""
     accepted: list[int]
     """Of these, tokens that the target agreed with."""
+    right: list[list[bool]]
+    """For each token that went to the target whether it was accepted, in the order of ``confidence``."""
 
 
 class BlockSizePolicy:
@@ -66,17 +72,27 @@ class BlockSizePolicy:
         token's ``hidden [taps · H]`` states in the layers that the drafter reads.
         """
 
+    def tree_nodes(self, num_requests: int) -> int:
+        """Nodes to verify for each of so many requests as a tree, anchor not counted; 0: chains. Asked where the engine's
+        options leave it open. A sampled request keeps to what was said when it first drafted.
+        """
+        return 0
+
     def draft(self, requests: Decoding) -> list[int]:
         """Slots to draft for each request, at most its limit; 0 is plain decoding."""
         raise NotImplementedError
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
-        """How many of the drafted slots to verify, from the first on.
+        """How many of the drafted slots to verify, from the first on; of a tree, how many nodes, from the likeliest on.
 
         ``confidence`` holds, for each request and drafted slot, the drafter's largest probability in its first pass, before
-        anything was drawn: nothing in it depends on the tokens that were sampled. Empty unless :attr:`uses_confidence`.
+        anything was drawn: nothing in it depends on the tokens that were sampled. For a tree, whose verification is lossless
+        whatever was drafted, each node's probability, the largest first. Empty unless :attr:`uses_confidence` or a tree.
         """
-        return drafted
+        return [
+            len(row) if is_tree else size
+            for size, row, is_tree in zip(drafted, confidence, requests.trees, strict=True)
+        ]
 
     def observe(self, cycle: Cycle) -> None:
         """What the target made of it."""
@@ -118,11 +134,11 @@ class Feedback(BlockSizePolicy):
         return [min(limit, slots) for limit, slots in zip(requests.limits, wanted, strict=True)]
 
     def observe(self, cycle: Cycle) -> None:
-        for request_id, verified, accepted in zip(
-            cycle.requests.request_ids, cycle.verified, cycle.accepted, strict=True
+        for request_id, drafted, verified, accepted in zip(
+            cycle.requests.request_ids, cycle.drafted, cycle.verified, cycle.accepted, strict=True
         ):
             if verified:
-                rate = accepted / verified
+                rate = accepted / min(verified, drafted)  # a tree has more nodes than levels
                 step = (rate > self.grow_above) - (rate < self.shrink_below)
                 size = min(max(self.slots[request_id] + step, self.smallest - 1), self.block_size - 1)
                 self.slots[request_id] = size

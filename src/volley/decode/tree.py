@@ -5,8 +5,9 @@ only if all its ancestors are accepted, so its worth is that product, and the be
 paths: a closed set, because no path is likelier than its beginning. A heap finds them best first.
 """
 
+from dataclasses import replace
 from heapq import heappop, heappush
-from math import inf
+from math import exp, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,7 @@ def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Propos
     belong.
     """
     costs, order = _sorted_families(lattice.scores / (temperature or 1.0))
-    chosen: list[tuple[int, int]] = []  # (slot, candidate) of each node
+    chosen: list[tuple[int, int, float]] = []  # (slot, candidate, cost of the path) of each node
     children: list[list[int]] = [[]]  # by node; the anchor is node 0
     # (cost of the path, serial number, parent, cost of the parent's path, slot, family, rank in the family)
     heap = [(costs[0][0][0], 0, 0, 0.0, 0, 0, 0)] if num_nodes > 0 else []
@@ -57,7 +58,7 @@ def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Propos
     while heap and len(chosen) < num_nodes and heap[0][0] < inf:
         cost, _, parent, base, slot, family, rank = heappop(heap)
         candidate = order[slot][family][rank]
-        chosen.append((slot, candidate))
+        chosen.append((slot, candidate, cost))
         children.append([])
         children[parent].append(len(chosen))
         siblings = costs[slot][family]
@@ -80,15 +81,35 @@ def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]
     return costs.tolist(), order.tolist()
 
 
-def _preorder(lattice: Lattice, chosen: list[tuple[int, int]], children: list[list[int]]) -> Proposal:
+def _preorder(lattice: Lattice, chosen: list[tuple[int, int, float]], children: list[list[int]]) -> Proposal:
     tokens: list[int] = []
     parents: list[int] = []
+    probabilities: list[float] = []
     stack = [(node, 0) for node in reversed(children[0])]
     while stack:
         node, parent = stack.pop()
-        slot, candidate = chosen[node - 1]
+        slot, candidate, cost = chosen[node - 1]
         tokens.append(int(lattice.tokens[slot, candidate]))
         parents.append(parent)
+        probabilities.append(exp(-cost))
         place = len(tokens)
         stack += [(child, place) for child in reversed(children[node])]
-    return Proposal(tokens, parents=tuple(parents))
+    return Proposal(tokens, parents=tuple(parents), confidence=probabilities)
+
+
+def likeliest_first(tree: Proposal) -> list[int]:
+    """The nodes' indices from the likeliest on; so many of the first as one likes are a tree themselves."""
+    return sorted(range(len(tree.token_ids)), key=lambda node: -tree.confidence[node])  # stable: parents come first
+
+
+def prune(tree: Proposal, size: int) -> Proposal:
+    """The ``size`` likeliest nodes of a tree."""
+    kept = sorted(likeliest_first(tree)[:size])
+    places = {0: 0} | {node + 1: place for place, node in enumerate(kept, start=1)}
+    assert tree.parents is not None
+    return replace(
+        tree,
+        token_ids=[tree.token_ids[node] for node in kept],
+        parents=tuple(places[tree.parents[node]] for node in kept),
+        confidence=[tree.confidence[node] for node in kept],
+    )

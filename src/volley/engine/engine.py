@@ -150,7 +150,7 @@ class Engine:
         """One cycle for every scheduled request; returns those that finished."""
         started = time.perf_counter()
         self.pacer.before_drafting(self.scheduler.running)
-        plan = self.scheduler.schedule(self.block_size, self.tree_nodes or 0)
+        plan = self.scheduler.schedule(self.block_size)
         if not plan:
             return []
         proposals = self.pacer.after_drafting(plan, self.runner.draft(plan))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding, Feedback,
 from volley.decode.cost import Costs
 from volley.decode.goodput import Goodput
 from volley.decode.pilot import load_pilot
+from volley.decode.tree import likeliest_first, prune
 from volley.engine.rehearsal import Rehearsal
 from volley.engine.request import Request
 from volley.engine.runner import Runner
@@ -53,6 +55,7 @@ class Pacer:
         self._asked: tuple[list[Request], Decoding] | None = None
         self._members: list[int] = []  # places in the plan of those that decode
         self._cycle: Cycle | None = None
+        self._proposals: list[Proposal] = []
         self._drafted_at = 0.0
         self._policy: BlockSizePolicy = Fixed(1)
 
@@ -74,7 +77,21 @@ class Pacer:
             [request.request_id for request in requests],
             [min(most, request.remaining - 1) for request in requests],
             [request.params.temperature > 0 for request in requests],
+            [request.draft_nodes > 0 for request in requests],
+            max((request.draft_nodes for request in requests), default=0),
         )
+
+    def _choose_shapes(self, requests: list[Request]) -> None:
+        """Chains or trees. What a sampled request was first drafted as decides how it is verified from then on."""
+        options = self._runner.options
+        if options.tree_nodes is not None:
+            nodes = options.tree_nodes - 1
+        else:
+            nodes = self._policy.tree_nodes(len(requests)) if options.may_grow_trees else 0
+        for request in requests:
+            if request.is_coupled is None:
+                request.is_coupled = options.matches(request.params) or nodes > 0
+            request.draft_nodes = nodes if request.is_coupled or request.params.temperature == 0 else 0
 
     def before_drafting(self, running: Sequence[Request]) -> None:
         """Set how many slots each decoding request drafts in this step."""
@@ -82,6 +99,7 @@ class Pacer:
         decoding = [request for request in running if request.is_decoding]
         if not decoding or self._largest == 1:
             return
+        self._choose_shapes(decoding)
         requests = self._decoding(decoding)
         self._asked = (decoding, requests)
         slots = self._policy.draft(requests)
@@ -107,14 +125,13 @@ class Pacer:
         requests = self._decoding([plan[place].request for place in self._members])
         drafted = verified = [plan[place].max_draft for place in self._members]
         if any(drafted):
-            confidence = [proposals[place].confidence for place in self._members]
-            wanted = self._policy.verify(requests, drafted, confidence)
-            if all(proposals[place].parents is None for place in self._members):  # a tree's size is its own affair
-                verified = wanted
-                for place, size, most in zip(self._members, wanted, drafted, strict=True):
-                    assert 0 <= size <= most, "a policy verifies no more than was drafted"
-                    _cut(proposals[place], size)
-        self._cycle = Cycle(requests, drafted, verified, [])
+            own = [proposals[place] for place in self._members]
+            verified = self._policy.verify(requests, drafted, [_likeliest_first(proposal) for proposal in own])
+            for place, size in zip(self._members, verified, strict=True):
+                assert 0 <= size <= len(proposals[place].token_ids), "a policy verifies no more than was drafted"
+                proposals[place] = _cut(proposals[place], size)
+        self._cycle = Cycle(requests, drafted, verified, [], [])
+        self._proposals = proposals
         self._drafted_at = time.perf_counter()
         return proposals
 
@@ -124,6 +141,7 @@ class Pacer:
         if cycle is None or not self._members or self._largest == 1:
             return
         cycle.accepted = [verdicts[place].accepted for place in self._members]
+        cycle.right = [_right(self._proposals[place], verdicts[place]) for place in self._members]
         if len(self._members) == len(plan):  # prompts in the pass would be counted as slow verification
             seconds = time.perf_counter() - self._drafted_at
             self._costs.target.observe(len(self._runner.batch), len(plan), seconds)
@@ -132,8 +150,22 @@ class Pacer:
         self._policy.observe(cycle)
 
 
-def _cut(proposal: Proposal, size: int) -> None:
-    if size < len(proposal.token_ids):
-        proposal.token_ids = proposal.token_ids[:size]
-        if proposal.draft_probs is not None:
-            proposal.draft_probs = proposal.draft_probs[:size]
+def _likeliest_first(proposal: Proposal) -> list[float]:
+    """Confidences in the order in which a policy verifies them."""
+    return sorted(proposal.confidence, reverse=True) if proposal.parents is not None else proposal.confidence
+
+
+def _cut(proposal: Proposal, size: int) -> Proposal:
+    if size == len(proposal.token_ids):
+        return proposal
+    if proposal.parents is not None:
+        return prune(proposal, size)
+    law = None if proposal.draft_probs is None else proposal.draft_probs[:size]
+    return replace(proposal, token_ids=proposal.token_ids[:size], draft_probs=law)
+
+
+def _right(proposal: Proposal, verdict: Verdict) -> list[bool]:
+    """For each token that was verified whether it was accepted, in the order of :func:`_likeliest_first`."""
+    if proposal.parents is None:
+        return [place < verdict.accepted for place in range(len(proposal.token_ids))]
+    return [node + 1 in (verdict.path or ()) for node in likeliest_first(proposal)]

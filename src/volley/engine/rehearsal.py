@@ -21,6 +21,7 @@ class Rehearsal:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
+    @torch.inference_mode()
     def target(self, tokens: int, requests: int) -> float:
         """Seconds of one target pass over ``tokens``, spread over ``requests``, all of them verified."""
         target = self._runner.target
@@ -29,6 +30,7 @@ class Rehearsal:
         rows = torch.arange(len(batch), device=target.device)
         return _timed(lambda: best_tokens(target.forward(batch, store, rows)))
 
+    @torch.inference_mode()
     def draft(self, tokens: int, requests: int) -> float:
         """Seconds to draft ``tokens``, anchors included, and to inject a token for each of ``requests``."""
         drafter, target, head = self._runner.drafter, self._runner.target, self._runner.head

@@ -70,6 +70,11 @@ class Request:
     computed: int = 0
     draft_slots: int = 0
     """Slots the block-size policy wants drafted in the next step."""
+    draft_nodes: int = 0
+    """Nodes of the tree it wants grown of them, at most; 0 is a chain."""
+    is_coupled: bool | None = None
+    """Whether a sampled request is verified by sample-and-match, decided when it first drafts, and for good: a draft that knew
+    the noise of positions must meet the same noise there again."""
     page_hashes: list[bytes] = field(default_factory=list)
     text: str = ""
     emitted_text: int = 0

@@ -56,7 +56,8 @@ class DraftingOptions:
     denoising_steps: int = 1
     denoising_schedule: str = "cosine"
     tree_nodes: int | None = None
-    """Verify the best tree of so many tokens, anchor included, that ``block_size`` levels can hold; ``None``: a chain."""
+    """Verify the best tree of so many tokens, anchor included, that ``block_size`` levels can hold; ``None``: what the
+    policy likes, which for most is a chain."""
     verification: str = "auto"
     """For sampled requests: ``speculative``, ``match``, or ``auto``: speculative sampling where the draft's law is known (a
     chain from one denoising step) and no seed asks for the same answer again, sample-and-match otherwise."""
@@ -87,10 +88,16 @@ class DraftingOptions:
                 "verification='match' or 'auto', or tree_nodes=None"
             )
 
+    @property
+    def may_grow_trees(self) -> bool:
+        """Whether a policy may choose trees by itself."""
+        return self.denoising_steps == 1 and self.verification != "speculative"
+
     def matches(self, params: SamplingParams) -> bool:
         """Whether a sampled request is verified by sample-and-match."""
         wants_repetition = self.verification == "auto" and params.seed is not None
-        return self.verification == "match" or self.denoising_steps > 1 or wants_repetition
+        draws_no_law = self.denoising_steps > 1 or self.tree_nodes is not None
+        return self.verification == "match" or draws_no_law or wants_repetition
 
 
 class Runner:
@@ -244,7 +251,7 @@ class Runner:
                 proposals.append(expand(slot_lattice(rows), scheduled.max_nodes, draft_temperature(request.params)))
             elif request.params.temperature == 0:
                 proposals.append(propose_greedy(best[row : row + size]))
-            elif self.options.matches(request.params):
+            elif request.is_coupled:
                 proposals.append(Proposal(self._draw(request, rows).tolist()))
             else:
                 proposals.append(propose_sampled(rows, request.params, request.noise, len(request.token_ids)))
@@ -277,16 +284,16 @@ class Runner:
             elif params.temperature == 0:
                 proposals[index] = walk_greedy(lattices[index])
             else:
-                alike.setdefault((self.options.matches(params), params.law), []).append(index)
+                alike.setdefault((scheduled.request.is_coupled, params.law), []).append(index)
         parts = list(zip(torch.split(hidden, sizes), torch.split(logits, sizes), strict=True)) if alike else []
-        for (matches, _), members in alike.items():
+        for (is_coupled, _), members in alike.items():
             after = head.transitions(*(torch.cat(rows) for rows in zip(*(parts[i] for i in members), strict=True)))
             requests = [plan[i].request for i in members]
             blocks = [
                 Block(sizes[i], anchors[i], request.noise, len(request.token_ids))
                 for i, request in zip(members, requests, strict=True)
             ]
-            walked = (walk_coupled if matches else walk_sampled)(after, blocks, requests[0].params)
+            walked = (walk_coupled if is_coupled else walk_sampled)(after, blocks, requests[0].params)
             for index, proposal in zip(members, walked, strict=True):
                 proposals[index] = proposal
         self.timings.walk = time.perf_counter() - started

@@ -69,14 +69,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self, block_size: int, tree_nodes: int = 0) -> list[Scheduled]:
-        """The next step's work; ``block_size`` and ``tree_nodes`` (0: chains) count the anchor. Empty only when there is
-        nothing to do.
-        """
+    def schedule(self, block_size: int) -> list[Scheduled]:
+        """The next step's work; ``block_size`` counts the anchor. Empty only when there is nothing to do."""
         plan: list[Scheduled] = []
         for request in list(self.running):
             if request.is_decoding:
-                self._schedule_decoding(request, block_size, tree_nodes, plan)
+                self._schedule_decoding(request, block_size, plan)
         budget = self.config.max_batch_tokens - sum(scheduled.num_tokens for scheduled in plan)
         for request in list(self.running):
             if budget > 0 and not request.is_decoding:
@@ -86,18 +84,18 @@ class Scheduler:
             if not self._admit(request, block_size):
                 break
             if request.is_decoding:
-                budget -= self._schedule_decoding(request, block_size, tree_nodes, plan)
+                budget -= self._schedule_decoding(request, block_size, plan)
             else:
                 budget -= self._schedule_prefill(request, budget, plan)
         self._grow_trees(plan)
         assert plan or not self.has_work, "a pool that fits every single request always schedules one"
         return plan
 
-    def _schedule_decoding(self, request: Request, block_size: int, tree_nodes: int, plan: list[Scheduled]) -> int:
+    def _schedule_decoding(self, request: Request, block_size: int, plan: list[Scheduled]) -> int:
         max_draft = max(0, min(block_size - 1, request.draft_slots, request.remaining - 1))
         if not self._grow(request, len(request.token_ids) + max_draft, plan):
             return 0
-        scheduled = Scheduled(request, 1, max_draft, max(0, tree_nodes - 1) if max_draft else 0)
+        scheduled = Scheduled(request, 1, max_draft, request.draft_nodes if max_draft else 0)
         plan.append(scheduled)
         return scheduled.num_tokens
 
