@@ -43,6 +43,7 @@ class Pacing:
                 )  # near the model's last position vLLM verifies tokens of its own
                 cycle.verified[index] = verified if known else 0
                 cycle.accepted.append(accepted if known else 0)
+                cycle.right.append([slot < cycle.accepted[-1] for slot in range(cycle.verified[index])])
             self.policy.observe(cycle)
         for request_id in self._known - judged.keys():
             self.policy.end(request_id)
@@ -62,12 +63,13 @@ class Pacing:
     def draft(self, request_ids: list[int], limits: list[int]) -> list[int]:
         """Slots to draft for each request, within its limit. vLLM does not tell which requests are sampled."""
         most = self.policy.block_size - 1
-        requests = Decoding(request_ids, [min(limit, most) for limit in limits], [False] * len(request_ids))
+        no = [False] * len(request_ids)
+        requests = Decoding(request_ids, [min(limit, most) for limit in limits], no, no)
         self._known.update(request_ids)
         if self.is_learning:
             return requests.limits
         slots = self.policy.draft(requests)
-        self._cycle = Cycle(requests, slots, list(slots), [])
+        self._cycle = Cycle(requests, slots, list(slots), [], [])
         return slots
 
     def verify(self, confidence: list[list[float]]) -> list[int]:

@@ -36,7 +36,6 @@ class Proposer:
         check_engine(vllm_config, vllm.__version__)
         self.config = vllm_config
         self.options = PluginOptions.from_config(vllm_config.additional_config)
-        self.policy = make_policy(self.options.policy)
         self._max_length: int = vllm_config.model_config.max_model_len
         self._request_at: dict[int, int] = {}  # last slot that each request's last pass filled → the request
         self._request_ids = count()
@@ -54,6 +53,7 @@ class Proposer:
         self.drafter = drafter.to(next(target_model.parameters()).device).requires_grad_(False)
         self.drafter.rotary.cover(self._max_length + drafter.config.block_size)
         accelerate(self.drafter)
+        self.policy = make_policy(self.options.policy, self.drafter)
         self._num_layers = layers
         self.taps = PassTaps(
             target_model, drafter.config.target_layer_ids, self.config.cache_config.block_size, self._inject_unread
