@@ -70,7 +70,7 @@ class Engine:
         """``policy`` decides how much is drafted and verified: ``goodput`` (the default), ``feedback``, ``pilot``,
         ``fixed``, ``fixed:8`` or a :class:`BlockSizePolicy`; ``block_size=8``, anchor included, is short for ``fixed:8``, and
         1 is plain decoding. ``tree_nodes`` verifies the best tree of so many tokens, anchor included, instead of a chain; its
-        levels are fixed unless a policy is named. ``num_pages`` pages of
+        levels are fixed unless a policy is named; ``None`` leaves it to the policy. ``num_pages`` pages of
         ``page_size`` tokens hold all K/V. ``draft_window`` bounds the drafter's context, and its cache, to that many
         tokens before the block. ``max_batch_tokens`` bounds the prompt tokens that share one target pass.
         ``kv_dtype`` and ``draft_kv_dtype`` say how the K/V of target and drafter are kept: "auto" (the model's dtype),
@@ -374,7 +374,8 @@ class Engine:
 
     @property
     def tree_nodes(self) -> int | None:
-        """Tokens of the draft tree verified per cycle, anchor included; ``None`` is a chain. May be set between steps."""
+        """Tokens of the draft tree verified per cycle, anchor included; ``None`` leaves it to the policy, whose choice for most
+        is a chain. May be set between steps."""
         return self.runner.options.tree_nodes
 
     @tree_nodes.setter
