@@ -89,6 +89,10 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
     [
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 4]}}, "do not all lie in a target of 4 layers"),
         ({"dflash_config": {"mask_token_id": 3}}, "lacks 'target_layer_ids'"),
+        ({"architectures": 5, "dflash_config": None}, "has no 'dflash_config'"),
+        ({"rope_parameters": {"rope_type": "odd"}}, "cannot use the rope parameters"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, 3"),
+        ({"layer_types": ["full_attention", "odd"]}, "a layer is full_attention or sliding_attention"),
         ({"hidden_size": "32"}, "hidden_size is '32'; it must be an integer"),
         ({"hiden_size": 32}, "did you mean 'hidden_size'"),
         ({"dflash_config": 1, "architectures": []}, "has no 'dflash_config'"),
@@ -107,7 +111,7 @@ def test_an_empty_folder_and_a_target_are_no_drafters(tmp_path: Path) -> None:
     eager_model(target_config()).save_pretrained(tmp_path)
     found = diagnose(tmp_path)
     assert found.title == "unreadable"
-    assert "config.json is of Qwen3ForCausalLM" in found.problems[0]
+    assert "config.json is of ['Qwen3ForCausalLM']" in found.problems[0]
 
 
 def test_a_pair_is_checked(folder: Path) -> None:

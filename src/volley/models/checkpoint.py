@@ -116,6 +116,15 @@ class DrafterConfig:
             ),
             (self.hidden_act != "silu", f"hidden_act {self.hidden_act!r} is not supported; drafters use 'silu'"),
             (
+                self.num_attention_heads % self.num_key_value_heads != 0,
+                f"num_attention_heads is {self.num_attention_heads}; it must be a multiple of num_key_value_heads, "
+                f"{self.num_key_value_heads}",
+            ),
+            (
+                not set(self.layer_types) <= {"full_attention", "sliding_attention"},
+                f"layer_types are {', '.join(map(str, self.layer_types))}; a layer is full_attention or sliding_attention",
+            ),
+            (
                 len(self.layer_types) != self.num_hidden_layers,
                 f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers",
             ),
@@ -217,11 +226,12 @@ class DrafterConfig:
             if not isinstance(taps, list) or not all(isinstance(tap, int) for tap in taps):
                 raise ConfigError(f"dflash_config.target_layer_ids is {taps!r}; it must be a list of layer numbers")
             values["target_layer_ids"] = tuple(taps)
+        if dflash.get("use_swa"):
+            values["sliding_window"] = dflash.get("swa_window_size", raw.get("sliding_window"))
         _check_types(values)
         values["layer_types"] = tuple(raw.get("layer_types") or ())
         if dflash.get("use_swa"):
             values["layer_types"] = ("sliding_attention",) * int(raw.get("num_hidden_layers", 0))
-            values["sliding_window"] = dflash.get("swa_window_size", raw.get("sliding_window"))
         if "sliding_attention" not in values["layer_types"]:
             values["sliding_window"] = None
         if raw.get("head") is not None:

@@ -91,8 +91,11 @@ def _stored_tensors(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
 
 
 def _weight_problems(config: DrafterConfig, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+    except VolleyError as error:
+        return [str(error)]
     optional = {"t2d"} | ({"d2t"} if config.draft_vocab_size == config.vocab_size else set())
     problems = [f"{name} is missing" for name in sorted(set(expected) - set(tensors))]
     problems += [f"{name} belongs to no part of a drafter" for name in sorted(set(tensors) - set(expected) - optional)]

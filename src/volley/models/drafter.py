@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from volley.errors import ConfigError
 from volley.models.checkpoint import DrafterConfig, check_weights, save_tensors, write_atomically
 from volley.models.formats import read_checkpoint, weight_files
 from volley.models.heads import ResidualHead
@@ -31,16 +32,19 @@ class Rotary:
     def __init__(self, config: DrafterConfig) -> None:
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
         self.length = config.max_position_embeddings + config.block_size  # a block may begin at the last position
-        self.source = Qwen3RotaryEmbedding(
-            Qwen3Config(
+        try:
+            shape = Qwen3Config(
                 head_dim=config.head_dim,
                 hidden_size=config.hidden_size,
                 num_attention_heads=config.num_attention_heads,
                 max_position_embeddings=config.max_position_embeddings,
                 rope_parameters=rope,
             )
-        )
-
+            self.source = Qwen3RotaryEmbedding(shape)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"drafter config: transformers cannot use the rope parameters {rope} ({error!r})"
+            ) from None
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def cover(self, length: int) -> None:

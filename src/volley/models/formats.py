@@ -38,7 +38,7 @@ _SPECULATORS_KEYS = {
     "architectures", "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
     "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
     "sliding_window_non_causal", "sample_from_anchor", "num_target_layers", "max_anchors", "tie_word_embeddings", "dtype",
-    "torch_dtype", "transformers_version", "auto_map", "has_no_defaults_at_init", "model_type",
+    "torch_dtype", "transformers_version", "auto_map", "model_type",
 }  # fmt: skip
 
 
@@ -60,12 +60,12 @@ def detect(raw: Mapping[str, Any]) -> Format:
         return "speculators"
     if raw.get("model_type") == _TRANSFORMERS_TYPE:
         return "transformers"
-    if "dflash_config" in raw or "DFlashDraftModel" in (raw.get("architectures") or ()):
+    architectures = str(raw.get("architectures") or raw.get("model_type") or "nothing known")
+    if "dflash_config" in raw or "DFlashDraftModel" in architectures:
         return "zlab"
-    kind = ", ".join(map(str, raw.get("architectures") or ())) or raw.get("model_type") or "nothing known"
     raise CheckpointError(
-        f"this is no DFlash drafter: config.json is of {kind} and has none of 'dflash_config', 'speculators_model_type'; "
-        "give a drafter in z-lab's, the speculators or transformers' format"
+        f"this is no DFlash drafter: config.json is of {architectures} and has neither 'dflash_config' nor "
+        "'speculators_model_type'; give a drafter in z-lab's, the speculators or transformers' format"
     )
 
 
@@ -248,7 +248,7 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _switches_on(key: str, value: object) -> bool:
     """Whether an extra field of a speculators config changes the drafter; sizes and weights belong to switches."""
-    return value is True or (value is not None and not key.startswith(("dflash_", "dflash2_")))
+    return value is True or (value not in (None, False) and not key.startswith(("dflash_", "dflash2_")))
 
 
 def transformers_config(config: DrafterConfig) -> dict[str, Any]:
