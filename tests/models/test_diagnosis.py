@@ -110,7 +110,7 @@ def test_an_empty_folder_and_a_target_are_no_drafters(tmp_path: Path) -> None:
     assert len(diagnose(tmp_path).problems) == 2
     eager_model(target_config()).save_pretrained(tmp_path)
     found = diagnose(tmp_path)
-    assert found.title == "unreadable"
+    assert found.title == "no drafter that volley can read"
     assert "config.json is of ['Qwen3ForCausalLM']" in found.problems[0]
 
 

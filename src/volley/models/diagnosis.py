@@ -36,7 +36,7 @@ class StoredTensor:
 class Diagnosis:
     """Facts by name, and problems; a checkpoint without problems loads and fits."""
 
-    title: str = "unreadable"
+    title: str = "no drafter that volley can read"
     facts: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
