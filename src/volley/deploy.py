@@ -115,7 +115,7 @@ def serve_vllm(context: typer.Context, options: VLLMOptions) -> None:
     from volley.engine.engine import REFERENCE
     from volley.models.checkpoint import read_json
     from volley.models.export import TargetShape
-    from volley.models.formats import parse_config
+    from volley.models.formats import detect, parse_config
     from volley.serve.vllm_server import check_installed, command, split_target
     from volley.vllm.options import TESTED
 
@@ -128,9 +128,14 @@ def serve_vllm(context: typer.Context, options: VLLMOptions) -> None:
         target, drafter = str(REFERENCE / "target"), drafter or str(REFERENCE / "drafter")
     engine_args: dict[str, Any] = {}
     if drafter is not None and drafter != "none":
-        config = parse_config(read_json(Path(drafter) / "config.json"))
+        raw = read_json(Path(drafter) / "config.json")
+        config = parse_config(raw)
         TargetShape.from_pretrained(target).check(config)
         engine_args = _speculation(drafter, config, options, args)
+        if engine_args["speculative_config"]["method"] == "dflash" and detect(raw) == "transformers":
+            raise ConfigError(
+                f"vLLM does not read {drafter}, which is in transformers' format; volley export it --to zlab"
+            )
     line = command(target, engine_args, args)
     typer.echo(shlex.join(line), err=not options.dry_run)
     if not options.dry_run:
@@ -139,6 +144,7 @@ def serve_vllm(context: typer.Context, options: VLLMOptions) -> None:
 
 def _speculation(drafter: str, config: "DrafterConfig", options: VLLMOptions, args: list[str]) -> dict[str, Any]:
     """vLLM's arguments for the drafter: its built-in method where that does all that is asked, volley's plugin otherwise."""
+    from volley.engine.pacing import make_policy
     from volley.serve.vllm_server import size_option
     from volley.vllm.options import PluginOptions, engine_args
 
@@ -149,6 +155,7 @@ def _speculation(drafter: str, config: "DrafterConfig", options: VLLMOptions, ar
         if not 2 <= block_size <= config.block_size or (size and not size.isdecimal()):
             raise ConfigError(f"policy is {options.policy!r}; this drafter has blocks of 2 to {config.block_size}")
         return {"speculative_config": {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}}
+    make_policy(options.policy or "goodput")
     plugin = PluginOptions(
         drafter=drafter,
         policy=options.policy or "goodput",

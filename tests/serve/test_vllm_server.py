@@ -14,6 +14,7 @@ from tests.tiny import random_drafter
 from volley.cli import app
 from volley.errors import ConfigError, MismatchError, UnsupportedModelError
 from volley.models.checkpoint import HeadConfig
+from volley.models.export import export
 from volley.serve import vllm_server
 from volley.serve.vllm_server import check_installed, command, option, size_option, split_target
 
@@ -106,6 +107,11 @@ def test_wrong_pairs_and_wishes_are_refused_before_the_start(tiny_pair: TinyPair
         line(tiny_pair.target, "--drafter", tmp_path)
     with pytest.raises(ConfigError, match="two targets are named"):
         line(tiny_pair.target, "--target", tiny_pair.target)
+    with pytest.raises(ConfigError, match="policy"):
+        line(tiny_pair.target, "--drafter", tiny_pair.drafter, "--policy", "magic")
+    export(tiny_pair.drafter, tmp_path / "theirs", "transformers")
+    with pytest.raises(ConfigError, match="volley export it --to zlab"):
+        line(tiny_pair.target, "--drafter", tmp_path / "theirs")
     for policy in ("fixed:7", "fixed:x", "fixed:1"):
         with pytest.raises(ConfigError, match="this drafter has blocks of 2 to 6"):
             line(tiny_pair.target, "--drafter", tiny_pair.drafter, "--policy", policy)
