@@ -145,6 +145,7 @@ def serve_vllm(context: typer.Context, options: VLLMOptions) -> None:
 def _speculation(drafter: str, config: "DrafterConfig", options: VLLMOptions, args: list[str]) -> dict[str, Any]:
     """vLLM's arguments for the drafter: its built-in method where that does all that is asked, volley's plugin otherwise."""
     from volley.engine.pacing import make_policy
+    from volley.models.drafter import Drafter
     from volley.serve.vllm_server import size_option
     from volley.vllm.options import PluginOptions, engine_args
 
@@ -155,7 +156,7 @@ def _speculation(drafter: str, config: "DrafterConfig", options: VLLMOptions, ar
         if not 2 <= block_size <= config.block_size or (size and not size.isdecimal()):
             raise ConfigError(f"policy is {options.policy!r}; this drafter has blocks of 2 to {config.block_size}")
         return {"speculative_config": {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}}
-    make_policy(options.policy or "goodput")
+    make_policy(options.policy or "goodput", Drafter.from_pretrained(drafter))
     plugin = PluginOptions(
         drafter=drafter,
         policy=options.policy or "goodput",
