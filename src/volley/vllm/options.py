@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from volley.decode.denoise import reveal_counts
 from volley.errors import ConfigError, UnsupportedModelError, unknown_key
 from volley.models.checkpoint import read_json
@@ -30,6 +32,8 @@ class PluginOptions:
     denoising_steps: int = 1
     denoising_schedule: str = "cosine"
     draft_window: int | None = None
+    greedy_only: bool = False
+    """That every request will have temperature 0: needed where vLLM's own verification is wrong for others."""
 
     def __post_init__(self) -> None:
         reveal_counts(1, self.denoising_steps, self.denoising_schedule)
@@ -107,6 +111,24 @@ def check_engine(config: Any, version: str) -> None:
     for wrong, message in problems:
         if wrong:
             raise UnsupportedModelError(message)
+
+
+def check_sampler(device: Any) -> None:
+    """Refuse a vLLM that verifies drafts at temperatures other than the requests'.
+
+    vLLM 0.32's CPU build spreads each request's temperature, top-k and top-p over its draft tokens with a kernel that writes
+    integers elsewhere: what is read is memory as it was found, whatever the method of drafting.
+    """
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    temperatures = torch.tensor([0.5, 2.0], device=device)
+    ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
+    if expand_batch_to_tokens(temperatures, ends, 3).tolist() != [0.5, 2.0, 2.0]:
+        raise UnsupportedModelError(
+            "this build of vLLM verifies drafts at wrong temperatures, whoever drafts (0.32 does so on CPUs): sampled answers "
+            "would not have the target's law. If all requests have temperature 0, say so with "
+            """--additional-config '{"volley": {"greedy_only": true, …}}'; else serve without speculation or on a GPU"""
+        )
 
 
 def register() -> None:

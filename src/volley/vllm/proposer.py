@@ -22,7 +22,7 @@ from volley.models.accelerate import accelerate
 from volley.models.drafter import Drafter
 from volley.types import Proposal
 from volley.vllm.drafting import SlotDrafter
-from volley.vllm.options import _LOG, PluginOptions, check_engine
+from volley.vllm.options import _LOG, PluginOptions, check_engine, check_sampler
 from volley.vllm.pacing import Pacing
 from volley.vllm.passes import IntArray, PassTaps, TargetPass, Tokens, decoder_layers
 
@@ -36,6 +36,8 @@ class Proposer:
         check_engine(vllm_config, vllm.__version__)
         self.config = vllm_config
         self.options = PluginOptions.from_config(vllm_config.additional_config)
+        if not self.options.greedy_only:
+            check_sampler(vllm_config.device_config.device)
         self._max_length: int = vllm_config.model_config.max_model_len
         self._request_at: dict[int, int] = {}  # last slot that each request's last pass filled → the request
         self._request_ids = count()
