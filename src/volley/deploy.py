@@ -49,6 +49,8 @@ class VLLMOptions:
     """Denoising passes of the drafter for each block; more than one needs volley's plugin."""
     draft_window: int | None = None
     """Tokens of context that the drafter sees; a window needs volley's plugin."""
+    greedy_only: bool = False
+    """Every request will have temperature 0: the plugin asks for this on CPUs, where vLLM 0.32 verifies others wrongly."""
     dry_run: bool = False
     """Check everything, print vLLM's command and do not run it."""
 
@@ -162,6 +164,7 @@ def _speculation(drafter: str, config: "DrafterConfig", options: VLLMOptions, ar
         policy=options.policy or "goodput",
         denoising_steps=options.denoising_steps,
         draft_window=options.draft_window,
+        greedy_only=options.greedy_only,
     )
     return engine_args(
         plugin,

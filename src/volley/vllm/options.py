@@ -127,6 +127,7 @@ def check_sampler(device: Any) -> None:
         raise UnsupportedModelError(
             "this build of vLLM verifies drafts at wrong temperatures, whoever drafts (0.32 does so on CPUs): sampled answers "
             "would not have the target's law. If all requests have temperature 0, say so with "
+            "`volley serve --engine vllm --greedy-only`, in vLLM's words "
             """--additional-config '{"volley": {"greedy_only": true, …}}'; else serve without speculation or on a GPU"""
         )
 
