@@ -3,8 +3,9 @@
     python benchmarks/drafters.py --data responses.jsonl --prompts held-out.jsonl --out runs/drafters --max-steps 800
 
 Every row is trained by ``volley.train`` and measured by decoding held-out prompts with the engine: τ at T = 0 and T = 1 over all
-prompts, many at a time, and with ``--timed-prompts`` the times at batch 1 and T = 0, beside plain decoding of the same prompt. A
-row that has been trained and measured is not done again. Prints a Markdown table; ``--rows`` picks rows by their keys.
+prompts, many at a time, and with ``--timed-prompts`` the times at batch 1, beside plain decoding of the same prompt. At T = 1
+chains are verified by speculative sampling, trees by sample-and-match. A row that has been trained and measured is not done
+again. Prints a Markdown table; ``--rows`` picks rows by their keys.
 """
 
 import argparse
@@ -64,48 +65,66 @@ def measure(target: Target, plain: Engine, row: Row, options: argparse.Namespace
     if row.candidates is not None and drafter.config.head is not None:
         drafter.config = replace(drafter.config, head=replace(drafter.config.head, candidates=row.candidates))
     accelerate(drafter)
-    engine = Engine(target, drafter, policy="fixed", **row.engine)
+    engine = Engine(target, drafter, policy="fixed", **(row.engine or {"verification": "speculative"}))
     chats = load_chats(options)
     found = {}
     for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=0)
+        params = [sampling(options, temperature, seed) for seed in range(len(chats))]
         found[f"tau {temperature:g}"] = tau([result.stats for result in engine.generate(chats, params)])
-    return found | times(plain, engine, chats[: options.timed_prompts], options.max_tokens)
+    if options.timed_prompts:
+        found |= times(plain, engine, chats[: options.timed_prompts], options)
+    return found
 
 
-def times(plain: Engine, engine: Engine, chats: list[Any], max_tokens: int) -> dict[str, float]:
-    """Milliseconds of a cycle's phases and the speedup over plain decoding of the same prompts, each in turn."""
-    if not chats:
-        return {}
-    params = SamplingParams(max_tokens=max_tokens)
-    stats: dict[Engine, list[GenerationStats]] = {plain: [], engine: []}
-    for number, chat in enumerate(chats):
-        for one in (plain, engine) if number % 2 else (engine, plain):
-            stats[one].append(next(iter(one.generate([chat], params))).stats)
-    cycles = sum(len(s.accepted_lengths) for s in stats[engine])
-    rates = {
-        one: sum(s.output_tokens - 1 for s in many) / sum(s.total_seconds - s.time_to_first_token for s in many)
-        for one, many in stats.items()
-    }
-    return {
-        "draft": 1000 * sum(s.draft_seconds for s in stats[engine]) / cycles,
-        "verify": 1000 * sum(s.verify_seconds for s in stats[engine]) / cycles,
-        "speedup": rates[engine] / rates[plain],
-        "efficiency": rates[engine] / rates[plain] / tau(stats[engine]),
-    }
+def sampling(options: argparse.Namespace, temperature: float, seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=seed)
 
 
-COLUMNS = {"tau 0": "τ, T = 0", "tau 1": "τ, T = 1", "draft": "T_draft ms", "verify": "T_verify ms"}
-COLUMNS |= {"speedup": "speedup", "efficiency": "efficiency"}
+def times(plain: Engine, engine: Engine, chats: list[Any], options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a cycle's phases at T = 0 and the speedup over plain decoding of the same prompts, each in turn."""
+    found: dict[str, float] = {}
+    for temperature in (0.0, 1.0):
+        stats: dict[Engine, list[GenerationStats]] = {plain: [], engine: []}
+        for number, chat in enumerate(chats):
+            params = sampling(options, temperature, number)
+            for one in (plain, engine) if number % 2 else (engine, plain):
+                stats[one].append(next(iter(one.generate([chat], params))).stats)
+        rates = {
+            one: sum(s.output_tokens - 1 for s in many) / sum(s.total_seconds - s.time_to_first_token for s in many)
+            for one, many in stats.items()
+        }
+        found[f"speedup {temperature:g}"] = rates[engine] / rates[plain]
+        if temperature == 0:
+            drafted = stats[engine]
+            per_cycle = 1000 / sum(len(s.accepted_lengths) for s in drafted)
+            found["draft"] = per_cycle * sum(s.draft_seconds for s in drafted)
+            found["walk"] = per_cycle * sum(s.walk_seconds for s in drafted)
+            found["verify"] = per_cycle * sum(s.verify_seconds for s in drafted)
+            found["efficiency"] = found["speedup 0"] / tau(drafted)
+    return found
+
+
+COLUMNS = {
+    "tau 0": "τ, T = 0",
+    "tau 1": "τ, T = 1",
+    "draft": "T_draft ms",
+    "walk": "of it the walk",
+    "verify": "T_verify ms",
+    "speedup 0": "speedup, T = 0",
+    "efficiency": "efficiency",
+    "speedup 1": "speedup, T = 1",
+}
 
 
 def main() -> None:
     own = parser(__doc__)
     own.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated, of {', '.join(ROWS)}")
     own.add_argument("--timed-prompts", type=int, default=12, help="prompts to time at batch 1; 0 times none")
+    own.add_argument("--threads", type=int, default=None, help="CPU threads of the decoding")
     options = own.parse_args()
     chosen = {key: ROWS[key] for key in options.rows.split(",")}
     train_rows(options, BASE, [row.changes for row in chosen.values()])
+    torch.set_num_threads(options.threads or torch.get_num_threads())
     target = Target.from_pretrained(options.target, dtype=torch.bfloat16)
     plain = Engine(target)
     facts = {name: getattr(options, name) for name in ("max_steps", "num_prompts", "max_tokens", "timed_prompts")}
