@@ -48,7 +48,7 @@ DRAFTER_CARD = """\
 
 A {kind} for the reference target beside it: {layers} layers, block size {block}, target layers {taps}, bf16,
 {megabytes:.1f} MB. Trained by `volley train` on {rows} responses ({tokens:.1f} M tokens) that `volley collect` took from the target, for
-{steps} steps{init}. τ, greedy, at the end of training, on prompts held out from the drafter (the target was trained on them): {tau:.2f}.
+{steps} steps{init}. τ, greedy, on prompts {prompts}: {tau:.2f}.
 It serves only this target.
 
 The prompts come from the text named in the target's model card, under the licences named there. Weights: Apache-2.0.
@@ -99,6 +99,7 @@ def write_drafter(source: Path, out: Path) -> None:
         tokens=report["data"]["response_tokens"] / 1e6,
         steps=report["position"]["step"],
         init=" after those of the drafter it began with" if report["options"].get("init") else "",
+        prompts=report["held_out"]["decoded"].get("prompts", "held out from the drafter (the target was trained on them)"),
         tau=report["held_out"]["decoded"]["tau"],
     )
     (out / "README.md").write_text(card, encoding="utf-8")

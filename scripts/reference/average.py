@@ -1,0 +1,45 @@
+"""Average two drafters of one shape, one trained on from the other, and measure the result on prompts nothing was trained on.
+
+Training on long contexts costs some of what was there before; half-way between the weights both are kept (docs/LOG.md).
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from volley import Drafter, Target
+from volley.prompts import load_prompts
+from volley.train.evaluate import evaluate_tau
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--first", type=Path, required=True, help="folder of a training")
+    parser.add_argument("--second", type=Path, required=True, help="folder of the training that went on from it")
+    parser.add_argument("--prompts", type=Path, required=True, help="held-out prompts")
+    parser.add_argument("--num-prompts", type=int, default=120)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    drafter, other = (Drafter.from_pretrained(path / "drafter", torch.float32) for path in (options.first, options.second))
+    with torch.no_grad():
+        for weight, theirs in zip(drafter.parameters(), other.parameters(), strict=True):
+            weight.lerp_(theirs, 0.5)
+    drafter.save_pretrained(options.out / "drafter")
+    tokenizer = Target.from_pretrained(options.target).tokenizer
+    chats = load_prompts(options.prompts, limit=options.num_prompts)
+    prompts = [
+        tokenizer.apply_chat_template(list(chat.messages), add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
+    report = json.loads((options.second / "training_report.json").read_text())
+    report["held_out"]["decoded"] = evaluate_tau(
+        drafter, options.target, prompts, max_tokens=128, dtype=torch.bfloat16, device="cpu"
+    ) | {"prompts": "that neither model was trained on"}
+    (options.out / "training_report.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
