@@ -4,7 +4,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -192,15 +192,17 @@ class Runner:
         """Note in ``proposals`` how sure the drafter's first pass was of each slot, before any token was drawn or any noise
         mixed in. A greedy walk already has.
         """
-        silent = [not proposal.confidence for proposal in proposals]
-        if not self.measures_confidence or not any(silent):
+        if not self.measures_confidence:
             return
-        if not all(silent):
-            rows = np.flatnonzero(np.repeat(silent, sizes))
-            logits, best = logits[torch.from_numpy(rows).to(logits.device)], [best[row] for row in rows]
-        found = iter(confidences(logits, best))
-        for proposal, size in zip(proposals, sizes, strict=True):
-            proposal.confidence = proposal.confidence or list(islice(found, size))
+        row = 0
+        for known, members in groupby(zip(proposals, sizes, strict=True), lambda member: bool(member[0].confidence)):
+            run = list(members)
+            end = row + sum(size for _, size in run)
+            if not known:
+                found = iter(confidences(logits[row:end], best[row:end]))
+                for proposal, size in run:
+                    proposal.confidence = list(islice(found, size))
+            row = end
 
     def _slot_logits(self, plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Target-head logits ``[Σ k, V]`` of every slot after the anchors, and the hidden states ``[Σ k, H]`` they are of.
