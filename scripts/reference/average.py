@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    drafter, other = (Drafter.from_pretrained(path / "drafter", torch.float32) for path in (options.first, options.second))
+    drafter, other = (
+        Drafter.from_pretrained(path / "drafter", torch.float32) for path in (options.first, options.second)
+    )
     with torch.no_grad():
         for weight, theirs in zip(drafter.parameters(), other.parameters(), strict=True):
             weight.lerp_(theirs, 0.5)
@@ -32,7 +34,8 @@ def main() -> None:
     tokenizer = Target.from_pretrained(options.target).tokenizer
     chats = load_prompts(options.prompts, limit=options.num_prompts)
     prompts = [
-        tokenizer.apply_chat_template(list(chat.messages), add_generation_prompt=True, return_dict=False) for chat in chats
+        tokenizer.apply_chat_template(list(chat.messages), add_generation_prompt=True, return_dict=False)
+        for chat in chats
     ]
     report = json.loads((options.second / "training_report.json").read_text())
     report["held_out"]["decoded"] = evaluate_tau(

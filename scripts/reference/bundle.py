@@ -99,7 +99,9 @@ def write_drafter(source: Path, out: Path) -> None:
         tokens=report["data"]["response_tokens"] / 1e6,
         steps=report["position"]["step"],
         init=" after those of the drafter it began with" if report["options"].get("init") else "",
-        prompts=report["held_out"]["decoded"].get("prompts", "held out from the drafter (the target was trained on them)"),
+        prompts=report["held_out"]["decoded"].get(
+            "prompts", "held out from the drafter (the target was trained on them)"
+        ),
         tau=report["held_out"]["decoded"]["tau"],
     )
     (out / "README.md").write_text(card, encoding="utf-8")
