@@ -72,6 +72,9 @@ class BlockSizePolicy:
         token's ``hidden [taps · H]`` states in the layers that the drafter reads.
         """
 
+    def rehearse(self) -> None:
+        """Time the passes of a single request, so that the first one need not wait for it; called where nothing runs yet."""
+
     def tree_nodes(self, num_requests: int) -> int:
         """Nodes to verify for each of so many requests as a tree, anchor not counted; 0: chains. Asked where the engine's
         options leave it open. A sampled request keeps to what was said when it first drafted.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding
-from volley.decode.cost import Costs, FloatArray
+from volley.decode.cost import FloatArray
 
 _REVIEW = 16  # cycles between two looks at what pays, while the number of requests stays the same
 _REMEMBERED = 64  # blocks that the look is based on
@@ -137,12 +137,11 @@ class Goodput(BlockSizePolicy):
         self._cycle = self._next_review = self._next_plain = 0
         self._next_probe = [0] * _KINDS
 
-    def attach(self, largest: int, costs: Costs) -> None:
-        """Times the passes of a single request at once, so that the first one need not wait for it."""
-        super().attach(largest, costs)
+    def rehearse(self) -> None:
+        assert self.costs is not None
         if self.block_size > 1:
             self.tree_nodes(1)
-            costs.draft(self.block_size, 1)
+            self.costs.draft(self.block_size, 1)
 
     def tree_nodes(self, num_requests: int) -> int:
         assert self.costs is not None

@@ -66,6 +66,7 @@ class Pacer:
     @policy.setter
     def policy(self, policy: BlockSizePolicy) -> None:
         policy.attach(self._largest, self._costs)
+        policy.rehearse()
         self._policy = policy
         self._runner.measures_confidence = policy.uses_confidence
 
