@@ -182,14 +182,14 @@ def test_sampled_answers(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_near_the_last_position(run: Run, expected: dict[str, Any]) -> None:
-    """vLLM asks for no drafts once any request is near its last position; the others draft on afterwards."""
+    """vLLM asks for no drafts while any request is near its last position; the others draft afterwards, having seen all."""
     tokenizer = run.llm.get_tokenizer()
     text = PROMPTS[7] * 20
-    long = tokenizer.decode(tokenizer.encode(text)[: 1024 - 20])
+    long = tokenizer.decode(tokenizer.encode(text)[: 1024 - 6])
     before = run.count("spec_decode_num_accepted_tokens")
     answers = run.answer([PROMPTS[2], long])
     assert answers[0] == expected["tokens"][2]
-    assert len(answers[1]) <= 20
+    assert len(answers[1]) <= 6
     assert run.count("spec_decode_num_accepted_tokens") > before
 
 
