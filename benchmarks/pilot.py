@@ -27,6 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=2, help="pilots trained of each kind; their mean is shown")
     parser.add_argument("--concurrency", type=int, default=1, help="requests at once that are made fastest")
+    parser.add_argument("--only", default="", help="only pilots whose name has this in it")
     parser.add_argument("--out", type=Path, default=Path("pilot"), help="folder of the labels")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cpu-time", action="store_true", help="cost in CPU seconds; for a machine with other work")
@@ -142,7 +143,7 @@ def rows(engine: Engine, kept: Labelled, found: Labelled, scale: Scale) -> Itera
     yield "|---" * (2 + len(names) * len(temperatures)) + "|"
     for place, size in enumerate(scale.sizes):
         yield scale.row(f"blocks of {size} for all", found, [torch.full((len(found),), place)])
-    for name, options in VARIANTS.items():
+    for name, options in ((name, options) for name, options in VARIANTS.items() if ARGS.only in name):
         yield scale.row(name, found, *train(engine, options, kept, found, scale))
     yield scale.row("the best of each", found, [found.rates(scale.seconds).argmax(dim=1)])
 
