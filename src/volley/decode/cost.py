@@ -49,7 +49,8 @@ class PassCost:
         ):
             self._measured.append(self._measure(_SIZES[len(self._measured)], 1))
         sizes = np.array(_SIZES[: len(self._measured)])
-        seconds = np.maximum.accumulate(self._measured)
+        # Interruptions only ever add time: a pass that seems slower than a larger one is as fast as that at least.
+        seconds = np.minimum.accumulate(self._measured[::-1])[::-1]
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
         every = np.arange(max(tokens, sizes[-1]) + 1)
         self._table = np.interp(every, sizes, seconds) + np.maximum(every - sizes[-1], 0) * slope
