@@ -120,7 +120,9 @@ def _current_pass(token_ids: Tensor | None, block_size: int) -> TargetPass | Non
     slot_mapping, offsets = found.slot_mapping.cpu().numpy(), found.query_start_loc.cpu().numpy().astype(np.int64)
     starts = found.seq_lens.cpu().numpy().astype(np.int64)[: len(offsets) - 1] - np.diff(offsets)
     num_slots = layer.kv_cache.numel() // (2 * layer.num_kv_heads * layer.head_size)
-    target_pass = TargetPass(starts, offsets, found.block_table.cpu().numpy(), block_size, num_slots, token_ids)
+    blocks = np.array(found.block_table.cpu())  # vLLM writes the next pass into the same buffers
+    token_ids = None if token_ids is None else token_ids.clone()
+    target_pass = TargetPass(starts, offsets, blocks, block_size, num_slots, token_ids)
     if target_pass.slots(0, int(starts[0]), int(starts[0]) + 1)[0] != slot_mapping[0]:
         raise UnsupportedModelError(
             f"vLLM does not keep this target's K/V in blocks of {block_size} tokens as its configuration says; "
