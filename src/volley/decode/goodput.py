@@ -2,8 +2,8 @@
 
 ``max  E[tokens of all requests] / (T_draft + T_target)`` (left as future work by DFlash §5.4.4). The best split of a pass among
 requests takes the most promising slots of all of them until one more costs more time than it brings tokens: so there is a price,
-the same for all, and a slot is verified if what it promises is worth it. Looking at the last blocks of this engine tells, for the
-number of requests there are now, the price and how many slots are worth drafting. A block is then cut where its own
+the same for all, and a slot, or a node of a tree, is verified if what it promises is worth it. Looking at the last blocks of this
+engine tells, for the requests there are now, the price and how many slots are worth drafting. A block is then cut where its own
 confidences fall below the price: a rule that looks at no slot behind the cut and at no token.
 """
 
@@ -153,7 +153,7 @@ class Goodput(BlockSizePolicy):
 
     def draft(self, requests: Decoding) -> list[int]:
         self._cycle += 1
-        self._kinds = [s + _TREE * tree for s, tree in zip(requests.sampled, requests.trees, strict=True)]
+        self._kinds = _kinds(requests)
         counts = [self._kinds.count(kind) for kind in range(_KINDS)]
         if all(len(self._worth[kind]) >= _LESSON for kind in self._kinds) and (
             counts != self._reviewed_for or self._cycle >= self._next_review
@@ -233,7 +233,7 @@ class Goodput(BlockSizePolicy):
         return float(rates[last]), float(gains[order[last]])
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
-        self._kinds = [s + _TREE * tree for s, tree in zip(requests.sampled, requests.trees, strict=True)]
+        self._kinds = _kinds(requests)
         self._confidence = confidence
         gains, price = self.acceptance.gains, self._price
         return [
@@ -262,3 +262,7 @@ class Goodput(BlockSizePolicy):
 
     def end(self, request_id: int) -> None:
         self.acceptance.end(request_id)
+
+
+def _kinds(requests: Decoding) -> list[int]:
+    return [sampled + _TREE * tree for sampled, tree in zip(requests.sampled, requests.trees, strict=True)]
