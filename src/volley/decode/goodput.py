@@ -133,6 +133,7 @@ class Goodput(BlockSizePolicy):
         self._price = 0.0  # gain below which a slot is not verified
         self._kinds: list[int] = []  # of the requests in the cycle under way
         self._confidence: list[list[float]] = []
+        self._whole: set[int] = set()  # requests that verify all they draft in this cycle
         self._reviewed_for = [0] * _KINDS
         self._cycle = self._next_review = self._next_plain = 0
         self._next_probe = [0] * _KINDS
@@ -163,9 +164,11 @@ class Goodput(BlockSizePolicy):
             self._next_plain = self._cycle + 2 * _REVIEW
             return [0] * len(requests)
         drafted = [min(limit, self._slots[kind]) for limit, kind in zip(requests.limits, self._kinds, strict=True)]
-        if self._cycle % _REVIEW == 0:  # now and then whole blocks, to know what the slots behind would be worth
+        self._whole.clear()
+        if self._cycle % _REVIEW == 0:  # whole blocks, verified whole, or low estimates would never be proved wrong
             for index in self._by_turns([index for index, size in enumerate(drafted) if size]):
                 drafted[index] = requests.limits[index]
+                self._whole.add(requests.request_ids[index])
         for kind in set(self._kinds):
             is_new = len(self._worth[kind]) < _LESSON
             if is_new or (not self._slots[kind] and self._cycle >= self._next_probe[kind]):
@@ -237,8 +240,8 @@ class Goodput(BlockSizePolicy):
         self._confidence = confidence
         gains, price = self.acceptance.gains, self._price
         return [
-            len(gains(request_id, self._kinds[index], confidence[index], price)) if drafted[index] else 0
-            for index, request_id in enumerate(requests.request_ids)
+            len(gains(request_id, kind, sure, 0.0 if request_id in self._whole else price)) if size else 0
+            for request_id, kind, sure, size in zip(requests.request_ids, self._kinds, confidence, drafted, strict=True)
         ]
 
     def observe(self, cycle: Cycle) -> None:
