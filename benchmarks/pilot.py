@@ -24,7 +24,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=512)
     parser.add_argument("--test-limit", type=int, default=96)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=2, help="pilots trained of each kind; their mean is shown")
     parser.add_argument("--concurrency", type=int, default=1, help="requests at once that are made fastest")
     parser.add_argument("--only", default="", help="only pilots whose name has this in it")
