@@ -1,12 +1,13 @@
 """Throughput and latency of every block-size policy and every fixed block against plain decoding, under load.
 
 python benchmarks/load.py --data-dir DIR --out load.json
-python benchmarks/load.py --data-dir DIR --out quick.json --concurrency 1,8 --rounds 2 --tokens 16 --sizes 2,8
+python benchmarks/load.py --data-dir DIR --out quick.json --concurrency 1,8 --rounds 2 --seconds 2 --sizes 2,8
 
 A closed loop: so many requests are always under way, math, code and prose in turn, every other one at T = 1; one that ends
-is replaced. All cases run in turn in every round on the same prompts, and what is compared is the ratio to plain decoding of the
-same round. Every round is saved; Ctrl-C prints what there is. On a machine that has other work, ``--cpu-time`` counts
-CPU seconds of this process instead of wall time (one thread only).
+is replaced. All cases run side by side on the same prompts, each for a fraction of a second at a time, so that a machine that
+is faster at one minute than at the next is so for all of them; what is compared is the ratio to plain decoding of the same
+round. Every round is saved; Ctrl-C prints what there is. On a machine that has other work, ``--cpu-time`` counts CPU seconds of
+this process instead of wall time (one thread only).
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PLAIN = "plain"
+PAGES_PER_REQUEST = 64
 
 
 def arguments() -> argparse.Namespace:
@@ -29,9 +31,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", default="1,2,4,8,16,32,64", help="requests under way at once")
     parser.add_argument("--sizes", default="2,3,4,5,6,7,8", help="fixed blocks")
     parser.add_argument("--policies", default="goodput,feedback", help="other policies")
-    parser.add_argument("--rounds", type=int, default=5, help="times that every case runs at every concurrency")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens measured a case, times the concurrency")
-    parser.add_argument("--min-tokens", type=int, default=384, help="tokens measured a case, at least")
+    parser.add_argument("--rounds", type=int, default=3, help="times that every case runs at every concurrency")
+    parser.add_argument("--seconds", type=float, default=6, help="that every case runs in a round")
+    parser.add_argument("--slice", type=float, default=0.25, help="seconds of a case at a time")
     parser.add_argument("--temperatures", default="0,1", help="taken by turns")
     parser.add_argument("--datasets", default="gsm8k,humaneval,mt-bench", help="taken by turns")
     parser.add_argument("--target", help="folder or hub name; by default the bundled pair")
@@ -48,8 +50,8 @@ if ARGS.cpu_time:
 import torch  # noqa: E402
 
 from volley import Engine, SamplingParams  # noqa: E402
-from volley.bench.run import without_drafter  # noqa: E402
 from volley.engine.pacing import make_policy  # noqa: E402
+from volley.engine.request import Request  # noqa: E402
 from volley.prompts import load_prompts  # noqa: E402
 
 Asked = tuple[list[int], SamplingParams]
@@ -70,55 +72,81 @@ def workload(engine: Engine, count: int, seed: int) -> list[Asked]:
     return asked
 
 
-def run(engine: Engine, asked: list[Asked], concurrency: int, tokens: int) -> dict[str, Any]:
-    """Keep ``concurrency`` requests under way until ``tokens`` are out, counted from when the first ones decode."""
-    engine.reset_prefix_cache()
-    queue = iter(asked)
-    open_requests = [engine.add_request(*next(queue)) for _ in range(concurrency)]
-    while any(request.num_output == 0 for request in open_requests):
-        engine.step()
-    every, ended, written = list(open_requests), [], 0
-    before = sum(request.num_output for request in open_requests)
-    started = time.perf_counter()
-    while written < tokens:
-        for request in engine.step():
-            open_requests.remove(request)
-            ended.append(request)
-            open_requests.append(engine.add_request(*next(queue)))
-            every.append(open_requests[-1])
-        written = sum(request.num_output for request in every) - before
-    seconds = time.perf_counter() - started
-    for request in open_requests:
-        engine.abort(request)
-    lengths = [n for request in every for n in request.stats.accepted_lengths]
-    blocks = [n for request in every for n in request.stats.block_sizes]
-    per_token = [1e3 * request.stats.total_seconds / request.num_output for request in ended]
-    return {
-        "tokens_per_second": written / seconds,
-        "tau": statistics.fmean(lengths),
-        "verified": statistics.fmean(blocks),
-        "latency_ms": statistics.median(per_token) if per_token else None,
-        "ttft_ms": 1e3
-        * statistics.median(request.stats.time_to_first_token for request in every[concurrency:] or every),
-    }
+class Case:
+    """One way of deciding, with an engine and a closed loop of its own; its clock stands still while another case runs."""
+
+    def __init__(self, name: str, pair: Engine, concurrency: int) -> None:
+        self.name, self.concurrency = name, concurrency
+        drafter = None if name == PLAIN else pair.drafter
+        policy = None if name == PLAIN else make_policy(name, drafter)
+        pages = concurrency * PAGES_PER_REQUEST
+        self.engine = Engine(pair.target, drafter, policy=policy, num_pages=pages, prefix_caching=False)
+        self.open: list[Request] = []
+
+    def begin(self, asked: list[Asked]) -> None:
+        """Start over with these requests; ends when the first of them decode."""
+        for request in self.open:
+            self.engine.abort(request)
+        self.queue, self.open = iter(asked), list[Request]()
+        self.begun: dict[int, float] = {}  # by request, on this case's clock
+        self.seconds = 0.0
+        self.written = 0
+        self.first_tokens: list[float] = []
+        self.per_token: list[float] = []
+        self.lengths: list[int] = []
+        self.blocks: list[int] = []
+        for _ in range(self.concurrency):
+            self.add()
+        while any(request.num_output == 0 for request in self.open):
+            self.engine.step()
+
+    def add(self) -> None:
+        request = self.engine.add_request(*next(self.queue))
+        self.open.append(request)
+        self.begun[request.request_id] = self.seconds
+
+    def advance(self, seconds: float) -> None:
+        """Steps until so many seconds have passed."""
+        end = self.seconds + seconds
+        while self.seconds < end:
+            before = sum(request.num_output for request in self.open)
+            fresh = [request for request in self.open if request.num_output == 0]
+            started = time.perf_counter()
+            finished = self.engine.step()
+            self.seconds += time.perf_counter() - started
+            self.written += sum(request.num_output for request in self.open) - before
+            self.first_tokens += [self.seconds - self.begun[r.request_id] for r in fresh if r.num_output]
+            for request in finished:
+                self.open.remove(request)
+                self.per_token.append((self.seconds - self.begun[request.request_id]) / request.num_output)
+                self.lengths += request.stats.accepted_lengths
+                self.blocks += request.stats.block_sizes
+                self.add()
+
+    def found(self) -> dict[str, Any]:
+        return {
+            "tokens_per_second": self.written / self.seconds,
+            "tau": statistics.fmean(self.lengths) if self.lengths else None,
+            "verified": statistics.fmean(self.blocks) if self.blocks else None,
+            "latency_ms": 1e3 * statistics.median(self.per_token) if self.per_token else None,
+            "ttft_ms": 1e3 * statistics.median(self.first_tokens) if self.first_tokens else None,
+        }
 
 
-def measure(engine: Engine, cases: list[str]) -> Iterator[dict[str, Any]]:
-    plain = without_drafter(engine)
-    policies = {case: make_policy(case, engine.drafter) for case in cases if case != PLAIN}
+def measure(pair: Engine, names: list[str]) -> Iterator[dict[str, Any]]:
+    order = random.Random(0)
     for concurrency in map(int, ARGS.concurrency.split(",")):
-        tokens = max(ARGS.tokens * concurrency, ARGS.min_tokens)
+        cases = [Case(name, pair, concurrency) for name in names]
         for number in range(-1, ARGS.rounds):  # the first one warms up, and policies learn
-            asked = workload(engine, 4 * concurrency + tokens // 8, seed=number)
-            shift = number % len(cases)
-            for case in cases[shift:] + cases[:shift]:
-                if case != PLAIN:
-                    engine.policy = policies[case]
-                found = run(
-                    plain if case == PLAIN else engine, asked, concurrency, tokens if number >= 0 else tokens // 2
-                )
-                if number >= 0:
-                    yield {"concurrency": concurrency, "round": number, "case": case, **found}
+            asked = workload(pair, 64 + 16 * concurrency + int(ARGS.seconds * 40), seed=number)
+            for case in cases:
+                case.begin(asked)
+            for _ in range(round(ARGS.seconds / ARGS.slice / (1 if number >= 0 else 2))):
+                for case in order.sample(cases, len(cases)):
+                    case.advance(ARGS.slice)
+            if number >= 0:
+                for case in cases:
+                    yield {"concurrency": concurrency, "round": number, "case": case.name, **case.found()}
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
