@@ -115,7 +115,8 @@ def test_noise_belongs_to_seed_purpose_and_position() -> None:
     both = noise.exponentials(Purpose.TARGET, [3, 4], 10)
     assert torch.equal(both[1:], PositionNoise(7).exponentials(Purpose.TARGET, [4], 10))
     assert torch.equal(both[:1], noise.exponentials(Purpose.TARGET, [3], 10))
-    assert torch.equal(noise.uniforms(Purpose.ACCEPT, [5, 6])[1:], noise.uniforms(Purpose.ACCEPT, [6]))
+    assert torch.equal(noise.uniforms(Purpose.ACCEPT, 5, 3)[:2], noise.uniforms(Purpose.ACCEPT, 5, 2))
+    assert not torch.isin(noise.uniforms(Purpose.ACCEPT, 5, 3), noise.uniforms(Purpose.ACCEPT, 6, 3)).any()
     others = [
         both[1:],
         PositionNoise(8).exponentials(Purpose.TARGET, [3], 10),
@@ -132,7 +133,7 @@ def test_noise_has_its_law_along_every_axis(seed: int) -> None:
     bins = torch.bucketize(-torch.expm1(-x), torch.linspace(0, 1, 11, dtype=torch.double)[1:-1])
     for column in bins.T:
         assert chi_square_p(torch.bincount(column, minlength=10), torch.full((10,), 0.1)) > 1e-4
-    u = PositionNoise(seed).uniforms(Purpose.ACCEPT, positions)
+    u = torch.cat([PositionNoise(seed).uniforms(Purpose.ACCEPT, position, 1) for position in positions])
     assert u.min() >= 0
     assert u.max() < 1
     assert chi_square_p(torch.bincount((u * 10).long(), minlength=10), torch.full((10,), 0.1)) > 1e-4
@@ -194,7 +195,7 @@ def test_one_stop_string_may_stand_alone() -> None:
 
 def test_draws_fall_on_tokens_as_often_as_the_law_says_and_never_on_impossible_ones() -> None:
     law = torch.tensor([0.0, 0.3, 0.0, 0.2, 0.5, 0.0])
-    uniforms = PositionNoise(3).uniforms(Purpose.DRAFT, range(20_000))
+    uniforms = PositionNoise(3).uniforms(Purpose.DRAFT, 0, 20_000)
     counts = torch.bincount(draw(law.expand(20_000, -1), uniforms), minlength=6)
     assert counts[law == 0].sum() == 0
     assert chi_square_p(counts[law > 0], law[law > 0]) > 1e-3

@@ -4,19 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 Measure = Callable[[int, int], float]
 """``measure(tokens, requests)``: seconds of one pass over so many tokens, spread over so many requests."""
 
+_QUICK = 0.1  # seconds of a pass that may be timed twice
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
 
 class PassCost:
     """Seconds of one model's pass: ``speed · table[tokens] + each · requests``.
 
-    The table is linear between the sizes that were measured. ``speed`` and ``each`` are fitted to what steps really took, by
+    The table is linear between sizes that were measured. ``speed`` and ``each`` are fitted to what steps really took, by
     least squares that forget, starting from what was measured: the machine has other work, texts grow longer.
     """
 
@@ -24,53 +26,80 @@ class PassCost:
         self._measure = measure
         self._measured: list[float] = []
         self._table = np.zeros(1)
+        self._seconds = [0.0]  # the same for one look at a time, which arrays make dear
         self._speed, self._each = 1.0, 0.0
         self._prior: tuple[float, float] | None = None  # each as it was measured, and how far it may be off
-        self._sums = np.zeros(5)
+        self._sums = [0.0] * 5
 
     def __call__(self, tokens: int, requests: int) -> float:
         """Seconds of a pass over ``tokens`` of ``requests`` requests."""
-        return float(self.upto(tokens, 0, requests)[0])
+        self._know(tokens, requests)
+        return self._speed * self._seconds[tokens] + self._each * requests
 
     def upto(self, tokens: int, more: int, requests: int) -> FloatArray:
         """Seconds of passes over ``tokens``, ``tokens + 1``, … ``tokens + more``: ``[more + 1]``."""
-        self._extend(tokens + more)
-        if self._prior is None and requests > 1:
-            self._each = max(0.0, self._measure(8, 8) - float(self._table[8])) / 8
-            self._prior = self._each, 0.3 * self._each + 0.01 * self._measured[0]
+        self._know(tokens + more, requests)
         return self._speed * self._table[tokens : tokens + more + 1] + self._each * requests
+
+    def _know(self, tokens: int, requests: int) -> None:
+        if tokens >= len(self._table):
+            self._extend(tokens)
+        if self._prior is None and requests > 1:
+            self._each = max(0.0, self._measure(8, 8) - self._seconds[8]) / 8
+            self._prior = self._each, 0.3 * self._each + 0.01 * self._measured[0]
 
     def _extend(self, tokens: int) -> None:
         """Measure and tabulate sizes up to ``tokens``."""
-        if tokens < len(self._table):
-            return
-        while len(self._measured) < 4 or (
-            _SIZES[len(self._measured) - 1] < tokens and len(self._measured) < len(_SIZES)
-        ):
-            self._measured.append(self._measure(_SIZES[len(self._measured)], 1))
+        known = len(self._measured)
+        wanted = max(4, min(int(np.searchsorted(_SIZES, tokens)) + 1, len(_SIZES)))
+        fresh = _SIZES[known:wanted]
+        found = {size: self._measure(size, 1) for size in fresh}
+        for size in reversed(fresh):  # once more at another time, unless that takes long
+            if found[size] < _QUICK:
+                found[size] = min(found[size], self._measure(size, 1))
+        self._measured += found.values()
         sizes = np.array(_SIZES[: len(self._measured)])
-        # Interruptions only ever add time: a pass that seems slower than a larger one is as fast as that at least.
-        seconds = np.minimum.accumulate(self._measured[::-1])[::-1]
-        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-        every = np.arange(max(tokens, sizes[-1]) + 1)
-        self._table = np.interp(every, sizes, seconds) + np.maximum(every - sizes[-1], 0) * slope
+        self._table = _from_below(sizes, np.array(self._measured), max(tokens, int(sizes[-1])))
+        self._seconds = self._table.tolist()
 
     def observe(self, tokens: int, requests: int, seconds: float) -> None:
         """A real pass took ``seconds``."""
-        if tokens >= len(self._table):
+        if tokens >= len(self._seconds):
             return
         # A step that took far longer was interrupted; it says little about the next.
         seconds = min(seconds, 2 * self(tokens, requests))
         # Ridge regression of relative errors of about 10 %; before anything is seen, speed is 1 ± 0.5.
-        x, y = (10 * part / seconds for part in (float(self._table[tokens]), requests))
-        new = np.array([x * x, x * y, y * y, 10 * x, 10 * y])
-        self._sums = 0.98 * self._sums + new
+        x, y = 10 * self._seconds[tokens] / seconds, 10 * requests / seconds
+        new = (x * x, x * y, y * y, 10 * x, 10 * y)
+        self._sums = [0.98 * old + more for old, more in zip(self._sums, new, strict=True)]
+        xx, xy, yy, x1, y1 = self._sums
         each, spread = self._prior or (0.0, 1e-9)
-        prior = np.array([4.0, 0.0, spread**-2, 4.0, each * spread**-2])
-        xx, xy, yy, x1, y1 = (self._sums + prior).tolist()
+        xx, x1, yy, y1 = xx + 4, x1 + 4, yy + spread**-2, y1 + each * spread**-2
         determinant = xx * yy - xy * xy
         self._speed = max(0.1, (yy * x1 - xy * y1) / determinant)
         self._each = max(0.0, (xx * y1 - xy * x1) / determinant)
+
+
+def _from_below(sizes: NDArray[np.int64], seconds: FloatArray, largest: int) -> FloatArray:
+    """The greatest convex curve below the points that never falls, at 0, 1, … ``largest``.
+
+    Passes get dearer the more there is to compute, ever more evenly; interruptions only ever add time, so a point above its
+    neighbours' line was interrupted.
+    """
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+    corners = [0]
+    for point in range(1, len(sizes)):
+        while len(corners) > 1 and _slope(sizes, seconds, *corners[-2:]) >= _slope(sizes, seconds, corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    last = _slope(sizes, seconds, *corners[-2:])
+    every = np.arange(largest + 1)
+    beyond = np.maximum(every - sizes[-1], 0) * last
+    return np.asarray(np.interp(every, sizes[corners], seconds[corners]) + beyond)
+
+
+def _slope(sizes: NDArray[np.int64], seconds: FloatArray, first: int, second: int) -> float:
+    return float((seconds[second] - seconds[first]) / (sizes[second] - sizes[first]))
 
 
 class Costs:

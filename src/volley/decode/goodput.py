@@ -17,17 +17,19 @@ from numpy.typing import NDArray
 from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding
 from volley.decode.cost import FloatArray
 
-_REVIEW = 16  # cycles between two looks at what pays, while the number of requests stays the same
+_REVIEW = 32  # cycles between two looks at what pays, fewer at the beginning
 _REMEMBERED = 64  # blocks that the look is based on
-_PROBING = 0.01  # share of the time that may go into drafting where it does not pay at present
-_PROBED = 4  # requests that draft whole blocks to learn what they are worth, and blocks remembered of a cycle
+_PROBING = 0.01  # share of the time that may go into drafting where it does not pay at present, or into not drafting
+_PROBED = 4  # requests that draft whole blocks to learn what they are worth, and blocks of a cycle that are learnt from
 _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
 _CLOSE = 1.4  # below this gain over plain decoding, a plain cycle now and then tells what it really takes
+_CHANGED = 0.25  # share of the requests that must have come or gone for another look before its time
 _TREE = 2  # kinds of requests are 0 and 1, greedy and sampled, and so many more where a tree is drafted
 _KINDS = 4
 _NODES = 15  # of a tree, anchor not counted
 _NEARLY_FREE = 1.5  # trees are grown where verifying whole ones takes at most so many times as long as plain decoding
-_LESSON = 8  # blocks learnt from at once, which costs less than one by one
+_LESSON = 16  # blocks learnt from at once, which costs less than one by one
+_FEW = 8  # blocks of a kind that say nothing yet
 
 
 class Acceptance:
@@ -129,14 +131,15 @@ class Goodput(BlockSizePolicy):
         self._worth = [deque[list[float]](maxlen=_REMEMBERED) for _ in range(_KINDS)]
         self._usual: list[list[float]] = [[] for _ in range(_KINDS)]
         self._slots = [0] * _KINDS
-        self._is_close = False  # whether it is worth knowing what a plain cycle takes
         self._price = 0.0  # gain below which a slot is not verified
         self._kinds: list[int] = []  # of the requests in the cycle under way
         self._confidence: list[list[float]] = []
         self._whole: set[int] = set()  # requests that verify all they draft in this cycle
         self._reviewed_for = [0] * _KINDS
-        self._cycle = self._next_review = self._next_plain = 0
+        self._cycle = self._next_review = self._last_plain = 0
+        self._plain_every = 0  # cycles, or 0 where it is not worth knowing what a plain one takes
         self._next_probe = [0] * _KINDS
+        self._turn = 0  # requests looked at more closely so far
 
     def rehearse(self) -> None:
         assert self.costs is not None
@@ -156,21 +159,19 @@ class Goodput(BlockSizePolicy):
         self._cycle += 1
         self._kinds = _kinds(requests)
         counts = [self._kinds.count(kind) for kind in range(_KINDS)]
-        if all(len(self._worth[kind]) >= _LESSON for kind in self._kinds) and (
-            counts != self._reviewed_for or self._cycle >= self._next_review
-        ):
+        if all(len(self._worth[kind]) >= _FEW for kind in self._kinds) and self._is_due(counts):
             self._review(counts)
-        if self._is_close and self._cycle >= self._next_plain:
-            self._next_plain = self._cycle + 2 * _REVIEW
+        if self._plain_every and self._cycle >= self._last_plain + self._plain_every:
+            self._last_plain = self._cycle
             return [0] * len(requests)
         drafted = [min(limit, self._slots[kind]) for limit, kind in zip(requests.limits, self._kinds, strict=True)]
         self._whole.clear()
         if self._cycle % _REVIEW == 0:  # whole blocks, verified whole, or low estimates would never be proved wrong
-            for index in self._by_turns([index for index, size in enumerate(drafted) if size]):
+            for index in self._by_turns([index for index, size in enumerate(drafted) if size], 1 + len(requests) // 4):
                 drafted[index] = requests.limits[index]
                 self._whole.add(requests.request_ids[index])
         for kind in set(self._kinds):
-            is_new = len(self._worth[kind]) < _LESSON
+            is_new = len(self._worth[kind]) < _FEW
             if is_new or (not self._slots[kind] and self._cycle >= self._next_probe[kind]):
                 self._probe(kind, requests, drafted)
         return drafted
@@ -187,16 +188,24 @@ class Goodput(BlockSizePolicy):
         extra = self.costs.draft(len(chosen) + slots, len(chosen)) + verifying[-1] - verifying[0]
         self._next_probe[kind] = self._cycle + int(extra / verifying[0] / _PROBING)
 
-    def _by_turns(self, members: list[int]) -> set[int]:
-        """A few of ``members``, others in every cycle."""
-        return {members[(self._cycle * _PROBED + i) % len(members)] for i in range(min(len(members), _PROBED))}
+    def _by_turns(self, members: list[int], most: int = _PROBED) -> set[int]:
+        """A few of ``members``, others each time."""
+        count = min(len(members), most, _PROBED)
+        self._turn += count
+        return {members[(self._turn + i) % len(members)] for i in range(count)}
+
+    def _is_due(self, counts: list[int]) -> bool:
+        before = self._reviewed_for
+        return (
+            self._cycle >= self._next_review
+            or any((old == 0) != (new == 0) for old, new in zip(before, counts, strict=True))
+            or abs(sum(counts) - sum(before)) > _CHANGED * sum(before)
+        )
 
     def _review(self, counts: list[int]) -> None:
         """The price, and how many slots to draft, that would have paid most for so many requests with the last blocks."""
         assert self.costs is not None
-        if counts != self._reviewed_for:
-            self._next_plain = self._cycle + 4
-        self._reviewed_for, self._next_review = counts, self._cycle + _REVIEW
+        self._reviewed_for, self._next_review = counts, self._cycle + min(self._cycle, _REVIEW)
         worth = [np.array(list(zip_longest(*blocks, fillvalue=0.0))).T for blocks in self._worth]
         self._usual = [blocks.mean(axis=0).tolist() if blocks.size else [] for blocks in worth]
         plain = sum(counts) / self.costs.target(sum(counts), sum(counts))
@@ -210,7 +219,8 @@ class Goodput(BlockSizePolicy):
                 rate, price = self._promise(worth, counts, wanted)
                 if rate > best:
                     best, self._slots, self._price = rate, wanted, price
-        self._is_close = any(self._slots) and best < _CLOSE * plain
+        is_close = any(self._slots) and best < _CLOSE * plain
+        self._plain_every = 1 + int((1 - plain / best) / _PROBING) if is_close else 0
 
     def _promise(self, worth: list[FloatArray], counts: list[int], slots: list[int]) -> tuple[float, float]:
         """Tokens per second if each kind drafts so many slots, and the smallest gain that is then worth verifying."""
@@ -246,13 +256,16 @@ class Goodput(BlockSizePolicy):
 
     def observe(self, cycle: Cycle) -> None:
         drew = [index for index, size in enumerate(cycle.drafted) if size]
-        blocks = [(cycle.requests.request_ids[i], self._kinds[i], self._confidence[i]) for i in drew]
-        for index, block in zip(drew, blocks, strict=True):
-            self.acceptance.observe(*block, cycle.right[index])
+        for turn in range(min(len(drew), _PROBED)):
+            index = drew[(self._cycle * _PROBED + turn) % len(drew)]
+            request_id, kind, confidence = (
+                cycle.requests.request_ids[index],
+                self._kinds[index],
+                self._confidence[index],
+            )
+            self.acceptance.observe(request_id, kind, confidence, cycle.right[index])
+            self._remember(kind, self.acceptance.gains(request_id, kind, confidence))
         self.acceptance.learn()
-        for turn in range(min(len(blocks), _PROBED)):
-            block = blocks[(self._cycle + turn) % len(blocks)]
-            self._remember(block[1], self.acceptance.gains(*block))
 
     def _remember(self, kind: int, gains: list[float]) -> None:
         """Slots that were not drafted are taken to be as good as they usually are, given those before them."""

@@ -20,8 +20,7 @@ def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise
     tokens before it, which speculative sampling needs.
     """
     probs = token_probs(logits, params, draft_temperature(params))
-    positions = range(first, first + len(logits))
-    return Proposal(draw(probs, noise.uniforms(Purpose.DRAFT, positions)).tolist(), probs)
+    return Proposal(draw(probs, noise.uniforms(Purpose.DRAFT, first, len(logits))).tolist(), probs)
 
 
 def propose_coupled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:

@@ -37,9 +37,12 @@ class PositionNoise:
         rows = [self._generator(purpose, p).standard_exponential(size, dtype=np.float32) for p in positions]
         return torch.from_numpy(np.stack(rows)).clamp_min_(1e-30)
 
-    def uniforms(self, purpose: Purpose, positions: Sequence[int]) -> Tensor:
-        """Uniforms in [0, 1) ``[len(positions)]``, double precision."""
-        return torch.tensor([self._generator(purpose, p).random() for p in positions], dtype=torch.float64)
+    def uniforms(self, purpose: Purpose, first: int, count: int) -> Tensor:
+        """Uniforms in [0, 1) ``[count]``, double precision, of the cycle that begins at position ``first``.
+
+        They belong to the cycle: another one begins elsewhere and shares none, though it may come to the same positions.
+        """
+        return torch.from_numpy(self._generator(purpose, first).random(count))
 
 
 def best_tokens(logits: Tensor) -> list[int]:

@@ -62,44 +62,69 @@ def verify_speculative(
     uniforms: Sequence[Tensor],
     draw: Draw,
 ) -> list[Verdict]:
-    """Speculative sampling (Leviathan et al. 2023): accept d with ``min(1, p(d) / q(d))``, else draw from ``(p − q)⁺``.
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): keep the longest beginning of a draft that may be kept, then draw
+    the token behind it from what the target has left over.
+
+    The first i tokens of a draft have the level ``l_i = min(1, l_{i−1} · p(d_i) / q(d_i))``, ``l_0 = 1``. All k are kept with
+    probability ``l_k``; otherwise the first i, if nothing longer is, with ``s_i / (s_i + 1 − l_i)``, where ``s_i`` is the sum of
+    ``(l_i · p − q)⁺`` over the tokens that may follow, one of which is then drawn in proportion to it. On average no fewer are
+    kept than by judging one token after the other with ``min(1, p / q)``.
 
     Lossless only if ``draft_probs[i] [k, V]`` is the law each token of ``drafts[i]`` was really drawn from given the ones
-    before it, after temperature and truncation. ``target_probs`` is ``[R, V]``; ``uniforms[i]`` is ``[k]``.
+    before it, after temperature and truncation, and if no noise of the draft or of ``uniforms[i] [k]`` serves another cycle:
+    what came behind the kept tokens had a say. A rule that ends a draft may look at the tokens before. ``target_probs`` is
+    ``[R, V]``.
     """
     sizes = [len(draft) for draft in drafts]
     starts = np.cumsum([0, *(size + 1 for size in sizes)]).tolist()
-    kept = _kept(target_probs, draft_probs, drafts, uniforms, starts)
+    rows = [start + i for start, size in zip(starts, sizes, strict=False) for i in range(size)]
+    tokens = [token for draft in drafts for token in draft]
+    laws = torch.cat(list(draft_probs)) if tokens else target_probs[:0]
+    ratios = (target_probs[rows, tokens].double() / laws[range(len(tokens)), tokens].double()).tolist()
+    levels = _levels(ratios, sizes)
+    before = torch.tensor([level for own in levels for level in own[:-1]], dtype=target_probs.dtype)
+    surplus = (target_probs[rows] * before[:, None].to(target_probs.device)).sub_(laws).clamp_min_(0)
+    masses = surplus.sum(dim=-1).tolist()
+
     accepted = []
-    row = 0
-    for size in sizes:
-        accepted.append(next((i for i in range(size) if not kept[row + i]), size))
-        row += size
-    final_rows = [start + count for start, count in zip(starts, accepted, strict=False)]
+    final_rows = []
+    left_over: list[tuple[int, int]] = []  # draft that was cut, row of its surplus
+    first = 0
+    for index, (size, own) in enumerate(zip(sizes, levels, strict=True)):
+        kept = _kept(own, masses[first : first + size], uniforms[index].tolist())
+        if kept < size and masses[first + kept] > 0:
+            left_over.append((index, first + kept))
+        accepted.append(kept)
+        final_rows.append(starts[index] + kept)
+        first += size
     finals = target_probs[final_rows]
-    if rejected := [i for i, size in enumerate(sizes) if accepted[i] < size]:
-        residual = finals[rejected] - torch.stack([draft_probs[i][accepted[i]] for i in rejected])
-        total = residual.clamp_min_(0).sum(dim=-1, keepdim=True)
-        finals[rejected] = torch.where(total > 0, residual / total, finals[rejected])
+    if left_over:
+        cut, behind = map(list, zip(*left_over, strict=True))
+        finals[cut] = surplus[behind] / surplus[behind].sum(dim=-1, keepdim=True)
     bonus = draw(finals, final_rows)
     return [
         Verdict(count, [*draft[:count], token]) for count, draft, token in zip(accepted, drafts, bonus, strict=True)
     ]
 
 
-def _kept(
-    target_probs: Tensor,
-    draft_probs: Sequence[Tensor],
-    drafts: Sequence[Sequence[int]],
-    uniforms: Sequence[Tensor],
-    starts: Sequence[int],
-) -> list[bool]:
-    """For each draft token of all requests whether ``u · q < p``."""
-    tokens = [token for draft in drafts for token in draft]
-    if not tokens:
-        return []
-    rows = [start + i for start, draft in zip(starts, drafts, strict=False) for i in range(len(draft))]
-    p = target_probs[rows, tokens].double()
-    q = torch.cat([law[range(len(draft)), draft] for law, draft in zip(draft_probs, drafts, strict=True)]).double()
-    kept: list[bool] = (torch.cat(list(uniforms)).to(p.device) * q < p).tolist()
-    return kept
+def _levels(ratios: Sequence[float], sizes: Sequence[int]) -> list[list[float]]:
+    """``l_0 … l_k`` of each draft, from ``p / q`` of all draft tokens."""
+    levels = []
+    upcoming = iter(ratios)
+    for size in sizes:
+        own = [1.0]
+        for _ in range(size):
+            own.append(min(1.0, own[-1] * next(upcoming)))
+        levels.append(own)
+    return levels
+
+
+def _kept(levels: Sequence[float], masses: Sequence[float], uniforms: Sequence[float]) -> int:
+    """How many tokens of a draft are kept; ``masses`` are ``s_0 … s_{k−1}``."""
+    for count in range(len(uniforms), 0, -1):
+        level = chance = levels[count]
+        if count < len(masses):
+            chance = masses[count] / (masses[count] + 1 - level) if masses[count] > 0 else 0.0
+        if uniforms[count - 1] < chance:
+            return count
+    return 0

@@ -47,12 +47,12 @@ def walk_sampled(after: Transitions, blocks: Sequence[Block], params: SamplingPa
     """Draw every slot from its law after the token drawn before it, for speculative sampling; all blocks side by side."""
     laws: list[Tensor] = []
     order: list[int] = []
+    uniforms = torch.cat([block.noise.uniforms(Purpose.DRAFT, block.first, block.slots) for block in blocks])
 
-    def choose(law: Tensor, rows: list[int], members: list[Block], slot: int) -> Tensor:
+    def choose(law: Tensor, rows: list[int], _: list[Block], __: int) -> Tensor:
         laws.append(law)
         order.extend(rows)
-        uniforms = [block.noise.uniforms(Purpose.DRAFT, [block.first + slot]) for block in members]
-        return draw(law, torch.cat(uniforms))
+        return draw(law, uniforms[rows])
 
     tokens = _walk(after, blocks, params, choose)
     drawn = torch.cat(laws)[torch.tensor(order).argsort().to(laws[0].device)]

@@ -70,7 +70,7 @@ def _judge_sampled(requests: list[Request], proposals: list[Proposal], logits: l
         return chosen
 
     uniforms = [
-        request.noise.uniforms(Purpose.ACCEPT, range(len(request.token_ids), len(request.token_ids) + size))
+        request.noise.uniforms(Purpose.ACCEPT, len(request.token_ids), size)
         for request, size in zip(requests, sizes, strict=True)
     ]
     probs = token_probs(torch.cat(logits), requests[0].params)

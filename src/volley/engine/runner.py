@@ -189,11 +189,14 @@ class Runner:
         return proposals
 
     def _note_confidence(self, proposals: list[Proposal], sizes: list[int], logits: Tensor, best: list[int]) -> None:
-        """Note in ``proposals`` how sure the drafter's first pass was of each slot, before any token was drawn or any noise
-        mixed in. A greedy walk already has.
+        """Note in ``proposals`` how sure the drafter was of each slot, before its token was drawn or any noise mixed in: of the
+        law it was drawn from if that is known, else of the first pass. A greedy walk already has.
         """
         if not self.measures_confidence:
             return
+        for proposal in proposals:
+            if proposal.draft_probs is not None:
+                proposal.confidence = proposal.draft_probs.amax(dim=-1).tolist()
         row = 0
         for known, members in groupby(zip(proposals, sizes, strict=True), lambda member: bool(member[0].confidence)):
             run = list(members)
