@@ -49,6 +49,12 @@ class VLLMOptions:
     """Denoising passes of the drafter for each block; more than one needs volley's plugin."""
     draft_window: int | None = None
     """Tokens of context that the drafter sees; a window needs volley's plugin."""
+    record: Path | None = None
+    """Draft nothing and record the target's features of every prompt in this folder, for volley train --feature-server."""
+    taps: str | None = None
+    """With --record: the layers, by number or how many, as volley train's. By default what it would tap."""
+    record_final: bool = False
+    """With --record: the final states too, for volley train's --soft-targets and --total-variation."""
     greedy_only: bool = False
     """Every request will have temperature 0: the plugin asks for this on CPUs, where vLLM 0.32 verifies others wrongly."""
     dry_run: bool = False
@@ -127,9 +133,12 @@ def serve_vllm(context: typer.Context, options: VLLMOptions) -> None:
     check_installed(TESTED)
     target, drafter = options.target or named, options.drafter
     if target is None:
-        target, drafter = str(REFERENCE / "target"), drafter or str(REFERENCE / "drafter")
+        target = str(REFERENCE / "target")
+        drafter = drafter if drafter or options.record else str(REFERENCE / "drafter")
     engine_args: dict[str, Any] = {}
-    if drafter is not None and drafter != "none":
+    if options.record is not None or options.taps is not None or options.record_final:
+        engine_args = _recording(options, TargetShape.from_pretrained(target).num_layers)
+    elif drafter is not None and drafter != "none":
         raw = read_json(Path(drafter) / "config.json")
         config = parse_config(raw)
         TargetShape.from_pretrained(target).check(config)
@@ -142,6 +151,20 @@ def serve_vllm(context: typer.Context, options: VLLMOptions) -> None:
     typer.echo(shlex.join(line), err=not options.dry_run)
     if not options.dry_run:
         os.execv(line[0], line)
+
+
+def _recording(options: VLLMOptions, num_layers: int) -> dict[str, Any]:
+    """vLLM's arguments for a target whose features are recorded."""
+    from volley.train.options import parse_taps
+    from volley.train.shape import choose_taps
+    from volley.vllm.recorder import RecordOptions, recorder_args
+
+    if options.record is None:
+        raise ConfigError("taps and record_final say what to record; give --record FOLDER")
+    if options.drafter not in (None, "none") or options.policy is not None:
+        raise ConfigError("a vLLM that records does not draft; leave out --drafter and --policy, or --record")
+    taps = choose_taps(parse_taps(options.taps), num_layers)
+    return recorder_args(RecordOptions(record=str(options.record.resolve()), taps=taps, final=options.record_final))
 
 
 def _speculation(drafter: str, config: "DrafterConfig", options: VLLMOptions, args: list[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from volley.errors import ConfigError
 from volley.train.data import Document
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, parse_taps
 from volley.train.shape import choose_mask_token, choose_taps, spread_taps
 
 from ..conftest import byte_tokenizer
@@ -29,6 +29,8 @@ NEEDED: dict[str, Any] = {"target": "t", "data": ("d",), "out": "o"}
         ({"taps": "1,x"}, "give a count"),
         ({"taps": 0}, "use no_features"),
         ({"taps": (1, 2), "no_features": True}, "exclude each other"),
+        ({"feature_server": "http://host/v1"}, "give both or neither"),
+        ({"feature_server": "http://host/v1", "feature_dir": "f", "no_features": True}, "needs no feature_server"),
         ({"learning_rat": 1.0}, "did you mean 'learning_rate'"),
     ],
 )
@@ -49,10 +51,9 @@ def test_one_data_file_may_be_given_by_itself() -> None:
 def test_taps_are_the_papers() -> None:
     assert spread_taps(5, 36) == (1, 9, 17, 25, 33)
     assert spread_taps(5, 20) == (1, 5, 9, 13, 17)
-    assert choose_taps(TrainConfig(**NEEDED), 20) == (1, 5, 9, 13, 17)
-    assert choose_taps(TrainConfig(**NEEDED), 2) == (1,)
-    assert choose_taps(TrainConfig(**NEEDED, taps="1,3"), 4) == (1, 3)
-    assert choose_taps(TrainConfig(**NEEDED, no_features=True), 4) == (-1,)
+    assert choose_taps(None, 20) == (1, 5, 9, 13, 17)
+    assert choose_taps(None, 2) == (1,)
+    assert choose_taps(parse_taps("1,3"), 4) == (1, 3)
 
 
 def plain_tokenizer(*specials: str) -> PreTrainedTokenizerFast:

@@ -1,19 +1,14 @@
 """vLLM's OpenAI server with volley's proposer, in processes of its own."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from tests.vllm.running import metric, running, wait_for
 from volley import Engine, SamplingParams
 from volley.engine.engine import REFERENCE
 from volley.vllm import PluginOptions, engine_args
@@ -26,44 +21,14 @@ PROMPT = "Question: Tom has 3 apples and buys 5 more. How many apples does he ha
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     args = engine_args(PluginOptions(drafter=str(REFERENCE / "drafter"), policy="goodput", greedy_only=True))
-    log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(REFERENCE / "target")]
-    command += ["--served-model-name", "reference", "--dtype", "float32", "--enforce-eager", "--port", str(port)]
-    command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**27), "--host", "127.0.0.1"]
+    command += ["--served-model-name", "reference", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**27)]
     command += ["--speculative-config", json.dumps(args["speculative_config"])]
     command += ["--additional-config", json.dumps(args["additional_config"])]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
-        try:
-            wait_for(lambda: is_healthy(process, port, log), 240)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def is_healthy(process: "subprocess.Popen[bytes]", port: int, log: Path) -> bool:
-    assert process.poll() is None, log.read_text()[-4000:]
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
-    except httpx.TransportError:
-        return False
-
-
-def wait_for(condition: Any, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.2)
-
-
-def metric(server: str, name: str) -> float:
-    lines = httpx.get(f"{server}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"vllm:{name}{{", f"vllm:{name} ")))
+    with running(command, tmp_path_factory.mktemp("server") / "log") as url:
+        yield url
 
 
 def test_the_openai_client_is_answered_and_may_vanish(server: str) -> None:

@@ -65,5 +65,6 @@ def command(target: str, engine_args: Mapping[str, Any], args: Sequence[str]) ->
         flag = f"--{name.replace('_', '-')}"
         if name == "additional_config" and option(args, flag) is not None:
             raise ConfigError(f"{flag} cannot be given here: volley's plugin reads its options there")
-        made += [flag] if value is True else [flag, json.dumps(value)]
+        switch = {True: flag, False: f"--no-{flag[2:]}"}
+        made += [switch[value]] if isinstance(value, bool) else [flag, json.dumps(value)]
     return [sys.executable, "-m", MODULE, "--model", target, *made, *args]

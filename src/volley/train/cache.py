@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from volley.errors import CheckpointError, ConfigError
 from volley.models.checkpoint import read_json, save_tensors, write_atomically
 from volley.train.data import Document, split_batches
-from volley.train.features import Features, OnlineFeatures
+from volley.train.features import Features, FeatureSource
 from volley.train.parallel import Ranks
 
 SHARD_TOKENS = 65_536
@@ -28,14 +28,14 @@ class FeatureCache:
     """
 
     def __init__(
-        self, directory: Path, documents: Sequence[Document], online: OnlineFeatures, facts: dict[str, str]
+        self, directory: Path, documents: Sequence[Document], online: FeatureSource, facts: dict[str, str]
     ) -> None:
         self.directory = directory
         self.documents = documents
         self.online = online
         self.manifest: dict[str, Any] = {
             **facts,
-            "taps": list(online.taps.layer_ids),
+            "taps": list(online.layer_ids),
             "final": online.with_final,
             "shard_tokens": SHARD_TOKENS,
         }
@@ -72,7 +72,7 @@ class FeatureCache:
         tokens = sum(map(len, self.documents))
         responses = sum(len(document) - document.response_start for document in self.documents)
         final = responses * hidden if self.online.with_final else 0
-        return 2 * (tokens * hidden * len(self.online.taps.layer_ids) + final)
+        return 2 * (tokens * hidden * len(self.online.layer_ids) + final)
 
     def build(self, ranks: Ranks, say: Callable[[str], None]) -> None:
         """Write the shards that are not there yet; a cache of another target, data or taps is refused."""

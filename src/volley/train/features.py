@@ -3,15 +3,15 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from volley.errors import CheckpointError
 from volley.models.accelerate import accelerate
-from volley.models.taps import Taps
+from volley.models.taps import Taps, decoder_layers
 from volley.train.data import Document, pad
 
 
@@ -25,9 +25,12 @@ class Features:
 
 
 class FrozenTarget:
-    """The target as training needs it: dense, frozen, without a KV cache."""
+    """The target as training needs it: dense, frozen, without a KV cache.
 
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
+    ``with_layers`` false leaves the embedding and the head, which is all that is needed of a target that runs elsewhere.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device, with_layers: bool = True) -> None:
         try:
             model = _load(path, dtype)
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
@@ -35,6 +38,11 @@ class FrozenTarget:
             raise CheckpointError(
                 f"cannot load the target {path!r} ({error}); give a causal LM with its tokenizer"
             ) from None
+        self.fingerprint = _fingerprint(model)
+        if not with_layers:
+            layers = decoder_layers(model)
+            for index in range(len(layers)):  # their number is asked for
+                layers[index] = nn.Module()
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         accelerate(self.model)  # as the engine does: features in training are rounded like those in decoding
         self.text_config: Any = model.config.get_text_config()
@@ -65,14 +73,15 @@ class FrozenTarget:
         embedded: Tensor = self.model.get_input_embeddings()(token_ids)
         return embedded
 
-    def fingerprint(self) -> str:
-        """A digest of every weight's name, shape and a sample of its values: another training gives another one."""
-        digest = hashlib.sha256()
-        for name, weight in sorted(self.model.state_dict().items()):
-            flat = weight.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
-            digest.update(f"{name}{list(weight.shape)}".encode() + sample.numpy().tobytes())
-        return digest.hexdigest()[:32]
+
+def _fingerprint(model: nn.Module) -> str:
+    """A digest of every weight's name, shape and a sample of its values: another training gives another one."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
+        digest.update(f"{name}{list(weight.shape)}".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -86,11 +95,24 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
+class FeatureSource(Protocol):
+    """Where features come from: the target here (:class:`OnlineFeatures`) or one that another process runs."""
+
+    target: FrozenTarget
+    layer_ids: tuple[int, ...]
+    with_final: bool
+
+    def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
+        """Features of ``documents``, whose places in the data are ``indices``."""
+        ...
+
+
 class OnlineFeatures:
     """Runs the target on each batch. ``with_final`` also asks for the final states of response positions."""
 
     def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool) -> None:
         self.target = target
+        self.layer_ids = tuple(layer_ids)
         self.taps = Taps(target.model, layer_ids)
         self.with_final = with_final
 

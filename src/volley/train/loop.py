@@ -21,13 +21,14 @@ from volley.train.anchors import draw_anchors
 from volley.train.cache import FeatureCache
 from volley.train.data import Document, Row, encode_rows, fingerprint, plan_epoch, prompt_ids, read_rows, split_batches
 from volley.train.evaluate import evaluate_tau
-from volley.train.features import FrozenTarget, OnlineFeatures
+from volley.train.features import FeatureSource, FrozenTarget, OnlineFeatures
 from volley.train.fused import fuse, keep_freed_memory
 from volley.train.losses import accepted_prefix
 from volley.train.optimizer import MuonWithAdamW
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.report import Reporter
+from volley.train.server import ServerFeatures
 from volley.train.shape import choose_mask_token, drafter_config, drafter_to_adapt, start_from
 from volley.train.state import (
     NAME,
@@ -119,9 +120,11 @@ class Trainer:
         self.ranks = ranks
         self.out = Path(config.out)
         self.reporter = Reporter(self.out, ranks.first)
-        self.target = FrozenTarget(config.target, getattr(torch, config.dtype), ranks.device)
+        self.target = FrozenTarget(
+            config.target, getattr(torch, config.dtype), ranks.device, with_layers=config.feature_server is None
+        )
         self.data = Data(config, self.target)
-        self.facts = {"target": self.target.fingerprint(), "data": self.data.fingerprint}
+        self.facts = {"target": self.target.fingerprint, "data": self.data.fingerprint}
         self.adapter: AdapterConfig | None = None
         torch.manual_seed(config.seed)
         drafter = self._new_drafter() if config.lora_rank is None else self._adapted_drafter(config.lora_rank)
@@ -135,10 +138,8 @@ class Trainer:
         self.step_function = StepFunction(config, self.target, self.shape, self.model)
         self.optimizer = self._optimizer()
         self.position = Position()
-        self.online = OnlineFeatures(
-            self.target, self.shape.target_layer_ids, self.step_function.objective.needs_target
-        )
-        self.source: OnlineFeatures | FeatureCache = self.online
+        self.online = self._feature_source()
+        self.source: FeatureSource | FeatureCache = self.online
         self.losses: list[float] = []
         self.interrupted = False
 
@@ -157,6 +158,13 @@ class Trainer:
         self.adapter = AdapterConfig(r=rank, lora_alpha=2.0 * rank, drafter=self.facts["drafter"])
         attach(drafter, self.adapter)
         return drafter
+
+    def _feature_source(self) -> FeatureSource:
+        config, taps, with_final = self.config, self.shape.target_layer_ids, self.step_function.objective.needs_target
+        if config.feature_server is None or config.feature_dir is None:
+            return OnlineFeatures(self.target, taps, with_final)
+        longest = max(len(document) for document in [*self.data.documents, *self.data.held_out])
+        return ServerFeatures(self.target, taps, with_final, config.feature_server, Path(config.feature_dir), longest)
 
     def _attention(self) -> str:
         if self.config.attention != "auto":

@@ -18,9 +18,11 @@ REPORTING_OPTIONS = frozenset(
         "save_minutes",
         "save_steps",
         "threads",
+        "feature_server",
+        "feature_dir",
     }
 )
-"""Options that say when to report and save, not what is learnt: a resumed run may change them."""
+"""Options that say when to report and save and whom to ask, not what is learnt: a resumed run may change them."""
 
 SHAPE_OPTIONS = (
     "block_size",
@@ -143,6 +145,11 @@ class TrainConfig:
 
     features: str = "online"
     """``online`` runs the target in every step; ``cache`` runs it once and keeps its features on disk."""
+    feature_server: str | None = None
+    """URL of a vLLM that runs the target instead (``http://host:8000/v1``), started with ``volley serve --engine vllm
+    --record``; this process holds the target's embedding and head only."""
+    feature_dir: str | None = None
+    """The folder that ``feature_server`` records in."""
     cache_dir: str | None = None
     """Folder of the feature cache; by default ``features`` inside ``out``."""
     device: str = "cpu"
@@ -182,7 +189,10 @@ class TrainConfig:
             raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
         if self.no_features and self.taps is not None:
             raise ConfigError("no_features and taps exclude each other; drop one of the two")
-
+        if (self.feature_server is None) != (self.feature_dir is None):
+            raise ConfigError("feature_server records in feature_dir; give both or neither")
+        if self.feature_server is not None and self.no_features:
+            raise ConfigError("a drafter without features needs no feature_server; leave it out")
         if self.lora_rank is not None:
             self._check_adapter()
 

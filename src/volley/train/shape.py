@@ -13,7 +13,7 @@ from volley.models.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafter import Drafter
 from volley.models.taps import decoder_layers
 from volley.train.data import Document
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, parse_taps
 
 _MASK_NAME = re.compile(r"^\W*mask\W*$", re.IGNORECASE)
 _UNUSED_NAME = re.compile(r"reserved|unused", re.IGNORECASE)
@@ -33,19 +33,17 @@ def spread_taps(count: int, num_layers: int) -> tuple[int, ...]:
     return tuple(round(first + index * (last - first) / (count - 1)) for index in range(count))
 
 
-def choose_taps(config: TrainConfig, num_layers: int) -> tuple[int, ...]:
-    if config.no_features:
-        return (-1,)
-    if isinstance(config.taps, tuple):
-        deep = [layer for layer in config.taps if not -1 <= layer < num_layers]
+def choose_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """The layers to tap: those named, or so many (5) spread over the target's."""
+    if isinstance(taps, tuple):
+        deep = [layer for layer in taps if not -1 <= layer < num_layers]
         if deep:
             raise ConfigError(
-                f"taps {list(config.taps)}: the target has {num_layers} layers, 0 to {num_layers - 1}; "
+                f"taps {list(taps)}: the target has {num_layers} layers, 0 to {num_layers - 1}; "
                 f"layer {deep[0]} does not exist, name others"
             )
-        return config.taps
-    assert not isinstance(config.taps, str), "TrainConfig has parsed it"
-    return spread_taps(config.taps or min(5, max(1, num_layers - 3)), num_layers)
+        return taps
+    return spread_taps(taps or min(5, max(1, num_layers - 3)), num_layers)
 
 
 def choose_mask_token(
@@ -102,7 +100,7 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
         num_target_layers=num_layers,
         block_size=config.block_size,
         mask_token_id=mask_token_id,
-        target_layer_ids=choose_taps(config, num_layers),
+        target_layer_ids=(-1,) if config.no_features else choose_taps(parse_taps(config.taps), num_layers),
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta") or 10_000.0),
         max_position_embeddings=text.max_position_embeddings,

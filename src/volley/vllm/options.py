@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from volley.models.formats import parse_config
 
 TESTED = "0.32"
 PROPOSER = "volley.vllm.Proposer"
+T = TypeVar("T")
 _LOG = logging.getLogger("vllm.volley")  # below vLLM's own logger, so that its settings hold
 
 
@@ -51,11 +52,16 @@ class PluginOptions:
                 "volley's proposer was not told its drafter; give vLLM "
                 """--additional-config '{"volley": {"drafter": "FOLDER"}}'"""
             )
-        known = [field.name for field in fields(cls)]
-        for key in raw:
-            if key not in known:
-                raise unknown_key("option of volley's vLLM plugin", str(key), known)
-        return cls(**raw)
+        return parse_options(cls, raw, "option of volley's vLLM plugin")
+
+
+def parse_options(cls: type[T], raw: Mapping[Any, Any], what: str) -> T:
+    """An options dataclass from a mapping that has all it needs; unknown keys are errors."""
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    for key in raw:
+        if key not in known:
+            raise unknown_key(what, str(key), known)
+    return cls(**raw)
 
 
 def engine_args(
@@ -88,8 +94,11 @@ def engine_args(
     return {"speculative_config": {"method": "dflash", "model": options.drafter, "num_speculative_tokens": slots}}
 
 
-def check_engine(config: Any, version: str) -> None:
-    """Refuse a vLLM that this proposer was not tested with, or whose configuration keeps it from seeing the target."""
+def check_engine(config: Any, version: str, split: bool = False) -> None:
+    """Refuse a vLLM that this proposer was not tested with, or whose configuration keeps it from seeing the target.
+
+    ``split``: the proposer can do with a target whose weights are split over processes.
+    """
     if not _is_tested(version):
         raise UnsupportedModelError(
             f"this is vLLM {version}; volley's plugin is tested with {TESTED}.x, and vLLM calls its proposer interface "
@@ -103,7 +112,7 @@ def check_engine(config: Any, version: str) -> None:
             "pass --enforce-eager (enforce_eager=True)",
         ),
         (
-            parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1,
+            not split and (parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1),
             "volley's proposer needs the whole target in one process; with tensor or pipeline parallelism use vLLM's own "
             '{"method": "dflash"}',
         ),

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from volley.errors import MismatchError, UnsupportedModelError
 
+FINAL = -2
+"""Key of the final normed states among :attr:`TargetPass.states`; -1 is the embedding wherever layers are numbered."""
+
 IntArray = NDArray[np.int64]
 Tokens = NDArray[np.int32]
 
@@ -39,11 +42,19 @@ class TargetPass:
     def lengths(self) -> IntArray:
         return np.diff(self.offsets)
 
+    @property
+    def ends(self) -> IntArray:
+        """Position after each request's last token of the pass ``[R]``."""
+        return self.starts + self.lengths
+
     def slots(self, row: int, start: int, end: int) -> IntArray:
         """Where vLLM keeps the K/V of positions ``[start, end)`` of a request."""
         positions = np.arange(start, end)
         found = self.blocks[row, positions // self.block_size].astype(np.int64) * self.block_size
         return np.asarray(found + positions % self.block_size)
+
+    def slot(self, row: int, position: int) -> int:
+        return int(self.slots(row, position, position + 1)[0])
 
     def span(self, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """Of the tokens before position ``ends [R]`` of their requests: their rows of the pass, positions and slots."""
@@ -63,25 +74,33 @@ class PassTaps:
     """Keeps the last pass until it is taken; hands it to ``skipped`` if the next one begins before that."""
 
     def __init__(
-        self, model: nn.Module, layer_ids: Sequence[int], block_size: int, skipped: Callable[[TargetPass], None]
+        self,
+        model: nn.Module,
+        layer_ids: Sequence[int],
+        block_size: int,
+        skipped: Callable[[TargetPass], None],
+        with_final: bool = False,
     ) -> None:
         layers = decoder_layers(model)
         missing = [i for i in layer_ids if not 0 <= i < len(layers) or type(layers[i]).__name__ == "PPMissingLayer"]
         if missing:
             raise MismatchError(
-                f"the drafter taps target layers {list(layer_ids)} and layers {missing} are not here ({len(layers)} layers in "
-                "this process); use the drafter of this target, without pipeline parallelism"
+                f"volley taps target layers {list(layer_ids)} and layers {missing} are not here ({len(layers)} layers in "
+                "this process); use this target's drafter, or taps that it has, without pipeline parallelism"
             )
-        self._layer_ids, self._block_size, self._skipped = set(layer_ids), block_size, skipped
+        self._wanted, self._block_size, self._skipped = set(layer_ids), block_size, skipped
         self._pass: TargetPass | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        for index in self._layer_ids:
+        for index in self._wanted:
             layers[index].register_forward_hook(self._keeper(index))
+        if with_final:
+            self._wanted.add(FINAL)
+            final_norm(model).register_forward_hook(self._keep_final)
 
     def take(self) -> TargetPass | None:
         """The last pass; ``None`` if there was none or its layers did not call the hooks."""
         found, self._pass = self._pass, None
-        return found if found is not None and found.states.keys() == self._layer_ids else None
+        return found if found is not None and found.states.keys() == self._wanted else None
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (unread := self.take()) is not None:
@@ -96,12 +115,30 @@ class PassTaps:
 
         return keep
 
+    def _keep_final(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._pass is not None:
+            self._pass.states[FINAL] = (output[0] if isinstance(output, tuple) else output).clone()
+
+
+def _decoder(model: nn.Module) -> Any:
+    get_language_model = getattr(model, "get_language_model", None)
+    language = get_language_model() if callable(get_language_model) else model
+    return getattr(language, "model", None)
+
+
+def final_norm(model: nn.Module) -> nn.Module:
+    """The norm after the last layer: it gives what the head reads, alone or with the residual."""
+    norm = getattr(_decoder(model), "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise UnsupportedModelError(
+            f'vLLM\'s {type(model).__name__} has no `model.norm` to tap; leave out "final", and losses against its distributions'
+        )
+    return norm
+
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers of one of vLLM's causal LMs."""
-    get_language_model = getattr(model, "get_language_model", None)
-    language = get_language_model() if callable(get_language_model) else model
-    layers = getattr(getattr(language, "model", None), "layers", None)
+    layers = getattr(_decoder(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise UnsupportedModelError(
             f"vLLM's {type(model).__name__} has no `model.layers` to tap; use vLLM's own drafting methods with this target"
@@ -123,7 +160,7 @@ def _current_pass(token_ids: Tensor | None, block_size: int) -> TargetPass | Non
     blocks = np.array(found.block_table.cpu())  # vLLM writes the next pass into the same buffers
     token_ids = None if token_ids is None else token_ids.clone()
     target_pass = TargetPass(starts, offsets, blocks, block_size, num_slots, token_ids)
-    if target_pass.slots(0, int(starts[0]), int(starts[0]) + 1)[0] != slot_mapping[0]:
+    if target_pass.slot(0, int(starts[0])) != slot_mapping[0]:
         raise UnsupportedModelError(
             f"vLLM does not keep this target's K/V in blocks of {block_size} tokens as its configuration says; "
             "use vLLM's own drafting methods with this target"

@@ -111,13 +111,13 @@ class Proposer:
             if not tokens:
                 continue  # its prompt goes on
             start, known = int(done.starts[row]), lengths[row] - 1
-            request_id = before.get(int(done.slots(row, start - 1, start)[0])) if start else None
+            request_id = before.get(done.slot(row, start - 1)) if start else None
             if request_id is None:
                 request_id = next(self._request_ids)
             else:
                 judged[request_id] = (int(done.lengths[row]) - 1, len(tokens) - 1)
             ids[row] = request_id
-            after[int(done.slots(row, known - 1, known)[0])] = request_id
+            after[done.slot(row, known - 1)] = request_id
         self._request_at = after
         self.pacing.after_pass(judged)
         if len(judged) == len(sampled):  # nobody's prompt was in the pass
@@ -127,7 +127,7 @@ class Proposer:
     def _inject(self, done: TargetPass, lengths: Sequence[int], token_ids: Tokens) -> None:
         """The features of positions that stay: tokens that were known, and those of the drafts that were accepted."""
         last = np.array(lengths, dtype=np.int64) - 1  # has not been through the target
-        ends = np.minimum(done.starts + done.lengths, last)
+        ends = np.minimum(done.ends, last)
         spans = zip(done.starts.tolist(), ends.tolist(), strict=True)
         tokens = [token_ids[row, start:end] for row, (start, end) in enumerate(spans)]
         self._inject_until(done, ends, np.concatenate(tokens))
@@ -144,7 +144,7 @@ class Proposer:
         """A pass after which vLLM did not ask for drafts; what it rejected will be overwritten before it is read."""
         if done.token_ids is not None:
             token_ids = done.token_ids[: int(done.offsets[-1])].cpu().numpy()
-            self._inject_until(done, done.starts + done.lengths, token_ids)
+            self._inject_until(done, done.ends, token_ids)
 
     def _draft(
         self, done: TargetPass, ids: dict[int, int], lengths: Sequence[int], token_ids: Tokens

@@ -1,0 +1,59 @@
+"""Features that one process records and another trains on: a file for each prompt, named by a digest of its token ids."""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from volley.errors import CheckpointError
+from volley.models.checkpoint import save_tensors
+
+
+class Recorded(NamedTuple):
+    """Of a prompt of n tokens, in bf16: the outputs of ``layer_ids``, ``taps [n, taps · H]``, and, if they were asked for, the
+    normed states that the head reads, ``final [n, H]``."""
+
+    layer_ids: tuple[int, ...]
+    taps: Tensor
+    final: Tensor | None
+
+
+def recorded_path(directory: Path, token_ids: ArrayLike) -> Path:
+    """Where the features of the prompt ``token_ids [n]`` are written and looked for."""
+    digest = hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes()).hexdigest()
+    return directory / f"{digest[:32]}.safetensors"
+
+
+def save_recorded(path: Path, recorded: Recorded) -> None:
+    tensors = {"taps": recorded.taps} | ({} if recorded.final is None else {"final": recorded.final})
+    save_tensors(path, tensors, {"layer_ids": ",".join(map(str, recorded.layer_ids))})
+
+
+def take_recorded(path: Path) -> Recorded | None:
+    """Read a file and remove it; ``None`` if there is none."""
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            layer_ids = tuple(int(part) for part in file.metadata()["layer_ids"].split(","))
+            final = file.get_tensor("final") if "final" in file.keys() else None  # noqa: SIM118
+            recorded = Recorded(layer_ids, file.get_tensor("taps"), final)
+    except FileNotFoundError:
+        return None
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a file of recorded features ({error}); remove it") from None
+    remove_recorded(path)
+    return recorded
+
+
+def remove_recorded(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"recorded features cannot be removed once they are used ({error}); let this user write in {path.parent}"
+        ) from None
