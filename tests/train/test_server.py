@@ -125,14 +125,15 @@ def assert_rounded(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=2**-8)
 
 
-def test_a_target_that_runs_elsewhere_keeps_its_ends_and_its_identity(
-    tiny_pair: TinyPair, target: FrozenTarget
-) -> None:
-    ends = FrozenTarget(str(tiny_pair.target), torch.float32, torch.device("cpu"), with_layers=False)
-    assert ends.fingerprint == target.fingerprint
-    assert torch.equal(ends.head, target.head)
-    assert torch.equal(ends.embed(torch.arange(9)), target.embed(torch.arange(9)))
-    assert sum(p.numel() for p in ends.model.parameters()) < 0.5 * sum(p.numel() for p in target.model.parameters())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_that_runs_elsewhere_keeps_its_ends_and_its_identity(tiny_pair: TinyPair, dtype: torch.dtype) -> None:
+    whole, ends = (
+        FrozenTarget(str(tiny_pair.target), dtype, torch.device("cpu"), with_layers=layers) for layers in (True, False)
+    )
+    assert ends.fingerprint == whole.fingerprint
+    assert torch.equal(ends.head, whole.head)
+    assert torch.equal(ends.embed(torch.arange(9)), whole.embed(torch.arange(9)))
+    assert {name for name, _ in ends.model.named_parameters()} == {"model.embed_tokens.weight", "model.norm.weight"}
 
 
 @pytest.mark.parametrize("features", ["online", "cache"])

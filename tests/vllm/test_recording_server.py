@@ -64,6 +64,7 @@ def test_features_are_those_of_the_target_here(server: str, folder: Path) -> Non
     found = ask()(documents, range(len(documents)))
     expected = local(documents, range(len(documents)))
     assert metric(server, "num_preemptions_total") > 0
+    assert metric(server, "request_success_total") == len(documents), "nothing was asked for twice"
     for row, document in enumerate(documents):
         for one, other in ((found.taps, expected.taps), (found.final, expected.final)):
             ours, theirs = other[row, : len(document)], one[row, : len(document)]
