@@ -161,8 +161,9 @@ def _recording(options: VLLMOptions, num_layers: int) -> dict[str, Any]:
 
     if options.record is None:
         raise ConfigError("taps and record_final say what to record; give --record FOLDER")
-    if options.drafter not in (None, "none") or options.policy is not None:
-        raise ConfigError("a vLLM that records does not draft; leave out --drafter and --policy, or --record")
+    for name in ("drafter", "policy", "denoising_steps", "draft_window", "greedy_only"):
+        if getattr(options, name) != VLLMOptions.__dataclass_fields__[name].default:
+            raise ConfigError(f"a vLLM that records does not draft; leave out --{name.replace('_', '-')}, or --record")
     taps = choose_taps(parse_taps(options.taps), num_layers)
     return recorder_args(RecordOptions(record=str(options.record.resolve()), taps=taps, final=options.record_final))
 

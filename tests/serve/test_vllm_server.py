@@ -132,7 +132,8 @@ def test_a_server_that_records(tiny_pair: TinyPair, tmp_path: Path) -> None:
     assert str(REFERENCE / "target") in line("--record", tmp_path)
     for wrong, message in [
         (("--record", tmp_path, "--drafter", tiny_pair.drafter), "does not draft; leave out --drafter"),
-        (("--record", tmp_path, "--policy", "goodput"), "does not draft"),
+        (("--record", tmp_path, "--policy", "goodput"), "does not draft; leave out --policy"),
+        (("--record", tmp_path, "--draft-window", 9), "does not draft; leave out --draft-window"),
         (("--taps", "0,2"), "give --record FOLDER"),
         (("--record", tmp_path, "--taps", "0,9"), "layer 9 does not exist"),
     ]:

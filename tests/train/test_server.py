@@ -107,6 +107,7 @@ def test_what_is_read_is_what_the_target_computes(stub: Stub, target: FrozenTarg
     rng = random.Random(0)
     for with_final in (True, False):
         local, remote = OnlineFeatures(target, TAPS, with_final), source(stub, target, tmp_path, with_final)
+        leftover = set((tmp_path / "shared").glob("*"))
         for _ in range(10):
             lengths = [rng.randint(2, 12) for _ in range(rng.randint(1, 5))]
             documents = [document([rng.randrange(260) for _ in range(length)]) for length in lengths]
@@ -114,11 +115,12 @@ def test_what_is_read_is_what_the_target_computes(stub: Stub, target: FrozenTarg
             expected, found = (ask(documents, range(len(documents))) for ask in (local, remote))
             assert found.taps.shape == expected.taps.shape
             assert (found.final is not None) == with_final
+            files = {recorded_path(tmp_path / "shared", one.token_ids) for one in documents}
+            assert files >= set((tmp_path / "shared").iterdir()) - leftover, "what was read before is removed"
             for row, one in enumerate(documents):
                 assert_rounded(found.taps[row, : len(one)], expected.taps[row, : len(one)])
                 if found.final is not None and expected.final is not None:
                     assert_rounded(found.final[row, : len(one)], expected.final[row, : len(one)])
-    assert not list((tmp_path / "shared").iterdir()), "what was read is removed"
 
 
 def assert_rounded(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -151,11 +153,10 @@ def test_training_with_a_server_is_training_with_the_target(
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, atol=2e-3, rtol=0.02, msg=name)
     assert stub.prompts
-    assert not list((tmp_path / "shared").iterdir())
 
 
 def test_when_the_server_is_gone_the_run_goes_on_with_another(
-    stub: Stub, tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stub: Stub, target: FrozenTarget, tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, log_steps=1, save_steps=1, max_steps=6, epochs=99, eval_share=0.0)
     options["feature_dir"] = str(tmp_path / "shared")
@@ -176,7 +177,30 @@ def test_when_the_server_is_gone_the_run_goes_on_with_another(
     with Stub(record) as moved:
         train(TrainConfig(**options, feature_server=moved.url))
     assert "going on from step 4" in capsys.readouterr().out
-    assert not list((tmp_path / "shared").iterdir())
+    with Stub(lambda _: None) as forgetful, pytest.raises(EndpointError, match="there are no features"):
+        source(forgetful, target, tmp_path)([document(stub.prompts[0])], [0])
+
+
+def test_processes_that_ask_for_the_same_document_all_find_it(
+    stub: Stub, target: FrozenTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "LOOKS", (0.0, 0.01, 0.1))
+    everyone = threading.Barrier(4)
+    found: list[torch.Tensor] = []
+
+    def ask() -> None:
+        asking = source(stub, target, tmp_path)
+        for first in range(5, 10):
+            everyone.wait(10)
+            features = asking([document([first, 6, 7]), document([7, first])], [0, 1])
+            found.append(features.taps)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 20
 
 
 def test_a_server_that_is_not_one(stub: Stub, target: FrozenTarget, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from volley.errors import ConfigError, MismatchError, UnsupportedModelError
-from volley.models.recorded import Recorded, recorded_path, take_recorded
+from volley.models.recorded import Recorded, load_recorded, recorded_path
 from volley.vllm import Recorder
 from volley.vllm.passes import FINAL, PassTaps, TargetPass
 from volley.vllm.recorder import RecordOptions, recorder_args
@@ -184,9 +184,7 @@ def test_what_is_recorded_is_what_the_layers_said(
         if not engine.interrupted:
             assert not recorder._beginnings, "nothing is kept of prompts that were read"
     for path in written:
-        recorded = take_recorded(path)
-        assert recorded is not None
-        check(recorded, paths[path], final)
+        check(load_recorded(path), paths[path], final)
 
 
 def test_a_beginning_whose_slots_are_used_again_is_forgotten(tmp_path: Path) -> None:

@@ -33,27 +33,11 @@ def save_recorded(path: Path, recorded: Recorded) -> None:
     save_tensors(path, tensors, {"layer_ids": ",".join(map(str, recorded.layer_ids))})
 
 
-def take_recorded(path: Path) -> Recorded | None:
-    """Read a file and remove it; ``None`` if there is none."""
-    if not path.exists():
-        return None
+def load_recorded(path: Path) -> Recorded:
     try:
         with safe_open(path, "pt") as file:
             layer_ids = tuple(int(part) for part in file.metadata()["layer_ids"].split(","))
             final = file.get_tensor("final") if "final" in file.keys() else None  # noqa: SIM118
-            recorded = Recorded(layer_ids, file.get_tensor("taps"), final)
-    except FileNotFoundError:
-        return None
+            return Recorded(layer_ids, file.get_tensor("taps"), final)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a file of recorded features ({error}); remove it") from None
-    remove_recorded(path)
-    return recorded
-
-
-def remove_recorded(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"recorded features cannot be removed once they are used ({error}); let this user write in {path.parent}"
-        ) from None

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ import httpx
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from volley.errors import ConfigError, EndpointError, MismatchError
-from volley.models.recorded import Recorded, recorded_path, remove_recorded, take_recorded
+from volley.errors import CheckpointError, ConfigError, EndpointError, MismatchError
+from volley.models.recorded import Recorded, load_recorded, recorded_path
 from volley.train.data import Document
 from volley.train.features import Features, FrozenTarget
 
@@ -22,7 +22,8 @@ LOOKS = (0.0, 1.0, 10.0)
 class ServerFeatures:
     """Asks ``url`` (``http://host:8000/v1``) for one token after each document, and reads what it has recorded in ``directory``.
 
-    A file is removed once it is read, so the folder holds no more than the documents being asked for.
+    What one call has read, the next one removes: the folder holds little, and processes that ask for the same document at once
+    all find it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ServerFeatures:
         transport = httpx.HTTPTransport(retries=3)
         self._client = httpx.Client(headers=headers, timeout=600, transport=transport)
         self._model = self._check_served(longest)
+        self._read: set[Path] = set()
 
     @property
     def _command(self) -> str:
@@ -90,6 +92,8 @@ class ServerFeatures:
         """Features of ``documents``, whose places in the data are ``indices``."""
         paths = [recorded_path(self.directory, document.token_ids) for document in documents]
         found = self._record(dict(zip(paths, documents, strict=True)))
+        self._remove(self._read - found.keys())
+        self._read = set(found)
         taps = self._pad([found[path].taps for path in paths])
         final = [state for path in paths if (state := found[path].final) is not None]
         return Features(taps, self._pad(final) if self.with_final else None)
@@ -100,25 +104,34 @@ class ServerFeatures:
     def _record(self, missing: dict[Path, Document]) -> dict[Path, Recorded]:
         """Have documents recorded, by the files they are looked for in.
 
-        Another process may ask for, and take, the same one, and the server loses some; what is not there is asked for again.
+        A file that was there before may be another target's. Another process may remove one, and the server may lose one: what
+        is not there is asked for again.
         """
-        for path in missing:
-            remove_recorded(path)  # what a killed run left may be another target's
         found: dict[Path, Recorded] = {}
         for wait in LOOKS:
-            prompts = [missing[path].token_ids.tolist() for path in missing]
+            before = {path: _version(path) for path in missing}
+            prompts = [document.token_ids.tolist() for document in missing.values()]
             request = {"model": self._model, "prompt": prompts, "max_tokens": 1, "temperature": 0}
             self._request("POST", "/completions", request)
             time.sleep(wait)
-            for path in list(missing):
-                if recorded := take_recorded(path):
-                    found[path] = self._checked(recorded, len(missing.pop(path)))
+            for path, old in before.items():
+                if _version(path) not in (None, old):
+                    found[path] = self._checked(load_recorded(path), len(missing.pop(path)))
             if not missing:
                 return found
         raise EndpointError(
             f"{self.url} answers, and there are no features in {self.directory.resolve()}: it does not record, or elsewhere. "
             f"Start it with `{self._command}`; both must see the folder"
         )
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        try:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"used features cannot be removed ({error}); let this user write in {self.directory.resolve()}"
+            ) from None
 
     def _checked(self, recorded: Recorded, length: int) -> Recorded:
         if recorded.layer_ids != self.layer_ids:
@@ -138,3 +151,12 @@ class ServerFeatures:
                 "serve the same target"
             )
         return recorded if self.with_final else recorded._replace(final=None)
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What changes whenever a file is written anew; ``None`` if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
