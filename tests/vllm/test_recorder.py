@@ -190,13 +190,13 @@ def test_what_is_recorded_is_what_the_layers_said(
 def test_a_beginning_whose_slots_are_used_again_is_forgotten(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path)
 
-    def read(tokens: list[int], start: int, block: int) -> None:
+    def read(tokens: list[int], start: int, block: int, sampled: Sequence[int] = ()) -> None:
         prefixes = [tokens[: end + 1] for end in range(start, len(tokens))]
         states = {layer: torch.tensor([state(layer, prefix) for prefix in prefixes]) for layer in TAPS}
         bounds = np.array([start]), np.array([0, len(prefixes)])
         done = TargetPass(*bounds, np.array([[block]], dtype=np.int32), BLOCK, 99, None, states)
         recorder.passes = cast(PassTaps, SimpleNamespace(take=lambda: done))
-        recorder.propose([[]], np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32))
+        recorder.propose([list(sampled)], np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32))
 
     read([1, 2, 3], 0, block=5)
     assert list(recorder._beginnings) == [22]
@@ -206,6 +206,9 @@ def test_a_beginning_whose_slots_are_used_again_is_forgotten(tmp_path: Path) -> 
     assert list(recorder._beginnings) == [22, 26], "a prompt that goes on has one place"
     read([4, 4, 4, 4], 0, block=5)
     assert list(recorder._beginnings) == [26, 23]
+    read([2, 2, 2, 6], 3, block=6, sampled=[1])  # 2, 2, 2 took the place of 7, 8, 9 in a pass that was not shown
+    assert list(recorder._beginnings) == [23]
+    assert not list(tmp_path.iterdir())
 
 
 def test_of_several_processes_the_first_records(tmp_path: Path, ranks: SimpleNamespace) -> None:

@@ -149,7 +149,6 @@ class Recorder:
         """Features depend on nothing but the tokens so far: pieces that spell the prompt are the prompt's."""
         if np.array_equal(np.concatenate(beginning.token_ids), token_ids):
             states = torch.cat(beginning.states)
-            hidden_size = states.shape[1] // (len(self.options.taps) + self.options.final)
-            taps, final = states.split([len(self.options.taps) * hidden_size, self.options.final * hidden_size], dim=1)
-            recorded = Recorded(self.options.taps, taps, final if self.options.final else None)
-            save_recorded(recorded_path(self._folder, token_ids), recorded)
+            width = states.shape[1] * len(self.options.taps) // (len(self.options.taps) + self.options.final)
+            final = states[:, width:] if self.options.final else None
+            save_recorded(recorded_path(self._folder, token_ids), Recorded(self.options.taps, states[:, :width], final))
