@@ -71,6 +71,10 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("export", "d", "--to", "zlab", "--out", "o", "--with-embeddings"), "name it as target"),
         (("export", "d", "--to", "zlab", "--out", "o", "--draft-vocab-size", "9"), "give both or neither"),
         (("train", "--target", "t", "--data", "d", "--out", "o", "--block-size", "1"), "block_size is 1"),
+        (
+            ("train", "--target", "t", "--data", "d", "--out", "o", "--device", "gpu"),
+            "device 'gpu' cannot be used here",
+        ),
     ],
 )
 def test_errors_are_one_line(

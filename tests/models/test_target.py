@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.conftest import TinyPair
 from tests.tiny import SHAPE, Pair, eager_model, target_config
 from volley import Engine
-from volley.errors import CheckpointError, InputError, UnsupportedModelError
+from volley.errors import CheckpointError, ConfigError, InputError, UnsupportedModelError
 from volley.memory.attention import paged_attention, reference_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
@@ -242,6 +242,19 @@ def test_a_truncated_target_is_a_clear_error(tiny_pair: TinyPair, tmp_path: Path
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="the target cannot be read"):
         Target.from_pretrained(tmp_path)
+
+
+def test_a_target_without_tokenizer_files_is_a_clear_error(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((tiny_pair.target / name).read_bytes())
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        Target.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_a_clear_error(tiny_pair: TinyPair, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device '{device}' cannot be used here"):
+        Target.from_pretrained(tiny_pair.target, device=device)
 
 
 def test_a_missing_folder_is_a_clear_error(tmp_path: Path) -> None:

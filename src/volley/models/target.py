@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from volley.errors import CheckpointError, UnsupportedModelError
+from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.memory.attention import AttentionOptions, attention_for
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import KVStore
@@ -170,6 +170,7 @@ class Target:
         cls, path: str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
     ) -> Self:
         """Load model and tokenizer from a folder or the hub."""
+        device = usable_device(device)
         try:
             config = AutoConfig.from_pretrained(path)
             check_config(config)
@@ -178,15 +179,33 @@ class Target:
         except UnsupportedModelError:
             raise
         except ValueError as error:
-            raise UnsupportedModelError(f"{path}: transformers cannot load this as a causal LM ({error})") from error
+            raise UnsupportedModelError(
+                f"{path}: transformers cannot load this as a causal LM ({error}); give a hub name or a folder of one"
+            ) from error
         except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
             raise CheckpointError(
                 f"{path}: the target cannot be read ({error}); give a hub name or a folder with config.json, "
                 "model.safetensors and tokenizer files"
             ) from error
+        if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
+            raise CheckpointError(
+                f"{path} has no tokenizer that knows any text; put the target's tokenizer files there"
+            )
         model = model.to(device).eval()
         accelerate(model)
         return cls(model, tokenizer)
+
+
+def usable_device(name: str | torch.device) -> torch.device:
+    """A device that this machine has; an error that says why otherwise."""
+    try:
+        torch.zeros(1, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:  # torch raises either, and lists every device it was ever built for
+        reason = str(error).partition("\n")[0][:120]
+        raise ConfigError(
+            f"device {str(name)!r} cannot be used here ({reason}); use cpu, or one that torch sees"
+        ) from None
 
 
 def check_config(config: Any) -> None:
