@@ -64,7 +64,9 @@ class BlockSizePolicy:
         if size < 1 or (largest == 1 and size != 1):
             raise ConfigError(f"block_size {size} cannot be used; it is 1 (plain decoding) or more, with a drafter")
         if size > largest:
-            raise ConfigError(f"block_size {size} is beyond the {largest} the drafter was trained for")
+            raise ConfigError(
+                f"block_size {size} is beyond the {largest} the drafter was trained for; give that or less"
+            )
         self.block_size, self.costs = size, costs
 
     def prefilled(self, request_id: int, temperature: float, logits: Tensor, hidden: Tensor) -> None:
