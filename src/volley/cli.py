@@ -267,7 +267,9 @@ def bench(
     from volley.bench.report import to_tables
     from volley.bench.run import run_bench
     from volley.engine.engine import REFERENCE
+    from volley.models.checkpoint import make_folder
 
+    make_folder(out)
     names = {
         "target": models.target or "bundled",
         "drafter": models.drafter or ("bundled" if models.target is None else "none"),
@@ -296,7 +298,7 @@ def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
     """Load on a server at each rate, or at the concurrency when no rate was given."""
     from volley import console
     from volley.bench.load import LoadConfig, run_load, to_markdown
-    from volley.models.checkpoint import write_atomically
+    from volley.models.checkpoint import make_folder, write_atomically
 
     load = LoadConfig(
         url=options.server or "",
@@ -310,6 +312,7 @@ def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
         seed=config.seed,
         raw=config.raw,
     )
+    make_folder(out)
     conversations = [conversation for many in config.load().values() for conversation in many]
     errors = console.stderr()
     levels = run_load(

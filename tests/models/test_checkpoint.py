@@ -200,9 +200,15 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
         raise OSError("disk full")
 
     monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be written \(disk full\)"):
         write_atomically(file, "new")
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match="disk full"):
         save_tensors(tmp_path / "model.safetensors", {"x": torch.ones(1)})
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file cannot be made a folder \(File exists\)"):
+        write_atomically(tmp_path / "file" / "config.json", "{}")

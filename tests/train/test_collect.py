@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,8 @@ def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:
     collect(config, EngineSource(FakeEngine(), "tiny"))
     with pytest.raises(ConfigError, match="holds responses of 'tiny', not of 'other'"):
         collect(config, EngineSource(FakeEngine(), "other"))
+    with pytest.raises(ConfigError, match=r"cannot be written .*; name another file as out"):
+        collect(replace(config, out=tmp_path), EngineSource(FakeEngine(), "tiny"))
     config.out.write_text('{"prompt": "precious"}\n')
     with pytest.raises(InputError, match="line 1 was not written by volley collect"):
         collect(config, EngineSource(FakeEngine(), "tiny"))

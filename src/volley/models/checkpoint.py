@@ -2,8 +2,8 @@
 
 import json
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -274,7 +274,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; give a folder with config.json and model.safetensors") from None
+        raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch or save the checkpoint again") from None
     if not isinstance(found, dict):
@@ -282,32 +282,41 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write a whole file or nothing: a temporary file beside it, then a rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def make_folder(path: Path) -> None:
+    """Make ``path`` a folder, or say now that nothing can be written there rather than after the work."""
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made a folder ({error.strerror}); name another") from None
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path`` to write; it becomes ``path`` when all is on the disk, and goes if anything fails."""
+    make_folder(path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
         os.chmod(temporary, 0o644)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be written ({error}); make room, or name another folder") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Write a whole file or nothing."""
+    with replaced(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replaced(path) as temporary:
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, dict(metadata or {}))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -316,7 +325,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = load_file(path)
         return tensors
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; give a folder with config.json and model.safetensors") from None
+        raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is truncated or damaged ({error}); fetch or save the checkpoint again") from None
 

@@ -51,7 +51,7 @@ class CollectConfig:
     system: str | None = None
     """System message put before prompts that have none."""
     thinking: bool | None = None
-    """Passed to the chat template as ``enable_thinking``; ``None`` leaves it to the template."""
+    """Passed to the chat template as ``enable_thinking``; left out, the template decides."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -138,10 +138,13 @@ class Journal:
     def __init__(self, path: Path, model: str) -> None:
         self.path = path
         self.keys: set[str] = set()
-        if path.exists():
-            self._recover(model)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        try:
+            if path.exists():
+                self._recover(model)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error.strerror}); name another file as out") from None
 
     def _recover(self, model: str) -> None:
         with self.path.open("r+b") as file:

@@ -22,7 +22,7 @@ from volley.engine.engine import Engine
 from volley.engine.rehearsal import Rehearsal
 from volley.errors import ConfigError, InputError
 from volley.models.adapter import drafter_fingerprint
-from volley.models.checkpoint import load_tensors, save_tensors
+from volley.models.checkpoint import load_tensors, make_folder, save_tensors
 from volley.models.drafter import Drafter
 from volley.prompts import load_prompts
 from volley.train.options import PilotOptions
@@ -228,6 +228,7 @@ def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, in
     folder = options.out or drafter.folder
     if folder is None:
         raise ConfigError("this drafter was not loaded from a folder that its pilot could be kept in; give one as out")
+    make_folder(folder)
     sizes = options.block_sizes(drafter.config.block_size)
     config = PilotConfig(
         drafter=drafter_fingerprint(drafter),

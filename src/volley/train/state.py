@@ -1,6 +1,5 @@
 """The state of a run on disk: everything that a killed run needs to go on to the same weights, bit for bit."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from volley.errors import CheckpointError, ConfigError
+from volley.models.checkpoint import replaced
 from volley.train.options import REPORTING_OPTIONS, TrainConfig
 
 NAME = "checkpoint.pt"
@@ -38,16 +38,8 @@ class Position:
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write atomically: a killed process leaves the old state or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replaced(path) as temporary:
+        torch.save(dict(state), temporary)
 
 
 def load_state(path: Path) -> dict[str, Any] | None:
