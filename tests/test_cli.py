@@ -51,6 +51,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     [
         (("generate",), "give either a prompt or --prompts FILE"),
         (("generate", "hi", "--prompts", "f.jsonl"), "give either a prompt or --prompts FILE"),
+        (("generate", ""), "the prompt is empty"),
         (("generate", "--prompts", "none.jsonl"), "none.jsonl does not exist"),
         (("generate", "hi", "--temperature", "-1"), "SamplingParams.temperature is -1.0"),
         (("generate", "hi", "--threads", "0"), "threads is 0"),

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from volley.bench.tasks import BenchConfig
 from volley.deploy import export, inspect, serve_vllm
-from volley.errors import ConfigError, VolleyError
+from volley.errors import ConfigError, InputError, VolleyError
 from volley.options import expand
 from volley.prompts import Conversation, load_prompts
 from volley.serve.config import ServeConfig
@@ -168,6 +168,8 @@ def generate(
     """
     if (prompt is None) == (prompts is None):
         raise ConfigError("give either a prompt or --prompts FILE")
+    if prompt == "":
+        raise InputError("the prompt is empty; give at least one word to answer")
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley import console
     from volley.types import SamplingParams
