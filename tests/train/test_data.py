@@ -63,8 +63,8 @@ def test_thinking_recorded_with_a_row_reaches_the_template() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: not JSON"),
-        ("[1]", "line 2: not a JSON object"),
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 is not a JSON object"),
         ('{"text": "hi"}', "line 2: no 'messages'"),
         ('{"messages": []}', "line 2: no 'messages'"),
         ('{"messages": [{"role": "user"}]}', "line 2: a message is not"),
@@ -83,7 +83,7 @@ def test_no_rows_no_file_and_no_text_are_errors(tmp_path: Path) -> None:
     empty.write_text("\n")
     with pytest.raises(InputError, match="no rows"):
         read_rows([empty])
-    with pytest.raises(InputError, match="is not a file"):
+    with pytest.raises(InputError, match="does not exist"):
         read_rows([tmp_path / "absent.jsonl"])
     empty.write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="UTF-8"):

@@ -1,7 +1,6 @@
 """Training rows: read them, turn them into the token ids the target would have produced, and lay them out in batches."""
 
 import hashlib
-import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from volley.errors import InputError
+from volley.prompts import read_jsonl
 
 Row = dict[str, Any]
 
@@ -32,30 +32,13 @@ class Document:
 
 def read_rows(paths: Sequence[str | Path]) -> list[Row]:
     """Rows of JSONL files; a bad line is an error that names file and line."""
-    rows = []
-    for path in paths:
-        path = Path(path)
-        try:
-            with path.open(encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        rows.append(_parse(line, f"{path}, line {number}"))
-        except (FileNotFoundError, IsADirectoryError):
-            raise InputError(f"{path} is not a file; give a JSONL file of rows with messages") from None
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
+    rows = [_check(row, f"{path} line {number}") for path in paths for number, row in read_jsonl(Path(path))]
     if not rows:
         raise InputError(f"{', '.join(map(str, paths))}: no rows; collect responses with `volley collect` first")
     return rows
 
 
-def _parse(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error}); each line must be one JSON object") from None
-    if not isinstance(row, dict):
-        raise InputError(f'{where}: not a JSON object; each line must be {{"messages": [...]}}')
+def _check(row: Row, where: str) -> Row:
     if _has_ids(row):
         return row
     messages = row.get("messages")
