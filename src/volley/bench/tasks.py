@@ -11,10 +11,8 @@ from volley.prompts import Conversation, load_prompts
 if TYPE_CHECKING:
     from volley.types import SamplingParams
 
-PEERS = ("transformers", "transformers-lookup", "transformers-dflash")
 
-
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Case:
     """One way to decode. ``name`` is ``plain``, ``volley`` or a peer; sizes are 1 where volley drafts nothing."""
 
