@@ -71,6 +71,7 @@ class BlockTable:
         return torch.from_numpy(self.slot_array(start, end))
 
     def slot_array(self, start: int, end: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """:meth:`slots` as indices ``[n]`` in any case."""
         positions = np.arange(start, end)
         pages = np.asarray(self.pages, dtype=np.int64)
         blocks = positions // self.page_size

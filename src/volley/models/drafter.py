@@ -94,13 +94,15 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def split_heads(self, x: Tensor) -> Tensor:
+        """``[..., heads · d]`` → ``[..., heads, d]``."""
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries ``[T, heads, d]`` of block states ``[T, H]``."""
         return rotate(self.q_norm(self.split_heads(self.q_proj(x))), cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V ``[T, kv_heads, d]`` of block states or of context features: the same projections serve both."""
+        """K and V ``[T, kv_heads, d]`` of block states or context features ``[T, H]``: the same projections serve both."""
         keys = rotate(self.k_norm(self.split_heads(self.k_proj(x))), cos, sin)
         return keys, self.split_heads(self.v_proj(x))
 

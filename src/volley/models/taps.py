@@ -49,6 +49,7 @@ class Taps:
         return keep
 
     def take(self) -> Tensor:
+        """What the last forward pass left, ``[..., len(layer_ids) · H]``; forgets it."""
         states = [self._states[index] for index in self.layer_ids]
         self._states = {}
         return torch.cat(states, dim=-1)

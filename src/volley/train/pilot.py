@@ -193,6 +193,7 @@ def fit(
 
 
 def inputs_of(config: PilotConfig, examples: Labelled) -> Tensor:
+    """What the network sees of each example, ``[N, D]``."""
     return features(config.input, examples.temperature, examples.logits, examples.hidden)
 
 
