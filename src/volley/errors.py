@@ -11,7 +11,7 @@ VolleyError
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class VolleyError(Exception):
@@ -44,6 +44,13 @@ class CapacityError(VolleyError):
 
 class EndpointError(VolleyError):
     """A remote endpoint failed after all retries."""
+
+
+def check_keys(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a key nobody reads."""
+    for key in given:
+        if key not in known:
+            raise unknown_key(what, str(key), known)
 
 
 def unknown_key(what: str, key: str, known: Iterable[str]) -> ConfigError:

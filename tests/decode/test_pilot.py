@@ -134,7 +134,7 @@ def test_damaged_weights(saved: tuple[Path, Drafter]) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     tensors = load_tensors(folder / WEIGHTS)
     save_tensors(folder / WEIGHTS, {**tensors, "0.bias": tensors["0.bias"] * torch.nan})
-    with pytest.raises(CheckpointError, match="not finite; train the pilot again"):
+    with pytest.raises(CheckpointError, match="not finite; train it again"):
         load_pilot(drafter)
     (folder / WEIGHTS).write_bytes(whole[:-9])
     with pytest.raises(CheckpointError, match="truncated or damaged"):

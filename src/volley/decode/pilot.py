@@ -14,9 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from volley.decode.block_size import BlockSizePolicy, Decoding
-from volley.errors import CheckpointError, ConfigError, MismatchError, unknown_key
+from volley.errors import ConfigError, MismatchError, check_keys, unknown_key
 from volley.models.adapter import drafter_fingerprint
-from volley.models.checkpoint import check_weights, load_tensors, read_json, save_tensors, write_atomically
+from volley.models.checkpoint import (
+    check_finite,
+    check_weights,
+    load_tensors,
+    read_json,
+    save_tensors,
+    write_atomically,
+)
 from volley.models.drafter import Drafter
 
 CONFIG, WEIGHTS = "pilot.json", "pilot.safetensors"
@@ -49,9 +56,7 @@ class PilotConfig:
     def from_json(cls, raw: Mapping[str, Any]) -> "PilotConfig":
         """Unknown and missing entries are errors that name them."""
         known = cls.__dataclass_fields__
-        for key in raw:
-            if key not in known:
-                raise unknown_key("pilot config key", key, known)
+        check_keys("pilot config key", raw, known)
         missing = [name for name in known if name not in raw]
         if missing:
             raise ConfigError(f"pilot config lacks {', '.join(map(repr, missing))}; train it again with `volley pilot`")
@@ -73,16 +78,6 @@ def features(kind: PilotInput, temperature: Tensor, logits: Tensor, hidden: Tens
     else:
         found = nn.functional.layer_norm(hidden.float(), hidden.shape[-1:])
     return torch.cat([found, temperature.to(found)[:, None]], dim=-1)
-
-
-def make_net(config: PilotConfig, vocab_size: int, hidden_size: int) -> nn.Sequential:
-    """The network, with random weights; ``hidden_size`` is that of all tapped states together."""
-    sizes = {"top": min(_TOP, vocab_size), "hidden": hidden_size}
-    widths = [sizes.get(config.input, vocab_size) + 1, *[config.width] * (config.layers - 1), len(config.block_sizes)]
-    net = nn.Sequential(nn.Linear(widths[0], widths[1]))
-    for inputs, outputs in pairwise(widths[1:]):
-        net.extend([nn.ReLU(), nn.Linear(inputs, outputs)])
-    return net
 
 
 class Pilot(BlockSizePolicy):
@@ -109,8 +104,14 @@ class Pilot(BlockSizePolicy):
 
 
 def net_for(config: PilotConfig, drafter: Drafter) -> nn.Sequential:
-    shape = drafter.config
-    return make_net(config, shape.vocab_size, len(shape.target_layer_ids) * shape.hidden_size)
+    """A pilot's network, with random weights, for the target of ``drafter``: ``features`` ``[N, D]`` to sizes ``[N, S]``."""
+    vocab_size = drafter.config.vocab_size
+    inputs = {"top": min(_TOP, vocab_size), "hidden": drafter.fc.in_features}.get(config.input, vocab_size)
+    widths = [inputs + 1, *[config.width] * (config.layers - 1), len(config.block_sizes)]
+    net = nn.Sequential(nn.Linear(widths[0], widths[1]))
+    for before, after in pairwise(widths[1:]):
+        net.extend([nn.ReLU(), nn.Linear(before, after)])
+    return net
 
 
 def save_pilot(folder: Path, config: PilotConfig, net: nn.Sequential) -> None:
@@ -133,7 +134,6 @@ def load_pilot(drafter: Drafter, folder: Path | str | None = None) -> Pilot:
         )
     net, weights = net_for(config, drafter), load_tensors(folder / WEIGHTS)
     check_weights(folder / WEIGHTS, net.state_dict(), weights)
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
-        raise CheckpointError(f"{folder / WEIGHTS} holds numbers that are not finite; train the pilot again")
+    check_finite(folder / WEIGHTS, weights)
     net.load_state_dict(weights)
     return Pilot(config, net.to(drafter.fc.weight.device).requires_grad_(False))

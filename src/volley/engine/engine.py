@@ -19,7 +19,7 @@ from volley.engine.pacing import Pacer, make_policy
 from volley.engine.request import Detokenizer, Request
 from volley.engine.runner import DraftingOptions, Runner
 from volley.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
-from volley.errors import CapacityError, ConfigError, InputError, unknown_key
+from volley.errors import CapacityError, ConfigError, InputError, check_keys
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVDtype, bytes_per_token
@@ -70,9 +70,11 @@ class Engine:
         """``policy`` decides how much is drafted and verified: ``goodput`` (the default), ``feedback``, ``pilot``,
         ``fixed``, ``fixed:8`` or a :class:`BlockSizePolicy`; ``block_size=8``, anchor included, is short for ``fixed:8``, and
         1 is plain decoding. ``tree_nodes`` verifies the best tree of so many tokens, anchor included, instead of a chain; its
-        levels are fixed unless a policy is named; ``None`` leaves it to the policy. ``num_pages`` pages of
-        ``page_size`` tokens hold all K/V. ``draft_window`` bounds the drafter's context, and its cache, to that many
-        tokens before the block. ``max_batch_tokens`` bounds the prompt tokens that share one target pass.
+        levels are fixed unless a policy is named; ``None`` leaves it to the policy. ``denoising_steps``,
+        ``denoising_schedule`` and ``verification`` are described in :class:`DraftingOptions`. ``num_pages`` pages of
+        ``page_size`` tokens hold all K/V; ``prefix_caching`` lets prompts that begin alike share them. ``draft_window``
+        bounds the drafter's context, and its cache, to that many tokens before the block. ``max_running`` requests decode
+        at once; ``max_batch_tokens`` bounds the prompt tokens that share one target pass.
         ``kv_dtype`` and ``draft_kv_dtype`` say how the K/V of target and drafter are kept: "auto" (the model's dtype),
         "int8" or "int4". A quantised target pool changes what the target computes, with a drafter and without alike.
         """
@@ -131,8 +133,7 @@ class Engine:
         ``target`` and ``drafter`` are folders, hub names (target) or loaded models; ``options`` are the constructor's.
         """
         known = inspect.signature(cls).parameters.keys() - {"target", "drafter"}
-        for option in options.keys() - known:
-            raise unknown_key("engine option", option, known)
+        check_keys("engine option", options, known)
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
         if not isinstance(target, Target):

@@ -37,12 +37,10 @@ class Rehearsal:
         """Seconds to draft ``tokens``, anchors included, and to inject a token for each of ``requests``."""
         drafter, target, head = self._runner.drafter, self._runner.target, self._runner.head
         assert drafter is not None
-        config = drafter.config
         batch = self._batch(tokens, requests, causal=False)
-        store = self._store([(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers, batch)
-        options = AttentionOptions(config.head_dim**-0.5)
-        size = len(config.target_layer_ids) * config.hidden_size
-        features = torch.zeros(requests, size, dtype=target.dtype, device=target.device)
+        store = self._store(drafter.kv_shapes, batch)
+        options = AttentionOptions(drafter.config.head_dim**-0.5)
+        features = torch.zeros(requests, drafter.fc.in_features, dtype=target.dtype, device=target.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return target.attention(batch, store, layer, q, k, v, options)

@@ -14,10 +14,7 @@ from torch import Tensor
 from volley.decode.denoise import reveal, reveal_counts
 from volley.decode.processors import process
 from volley.decode.propose import draft_temperature, propose_coupled, propose_greedy, propose_sampled
-from volley.decode.sampling import (
-    best_tokens,
-    confidences,
-)
+from volley.decode.sampling import best_tokens, confidences
 from volley.decode.tree import coupled_logits, expand, slot_lattice
 from volley.decode.walk import Block, walk_coupled, walk_greedy, walk_sampled
 from volley.engine.judging import judge, kept_rows
@@ -344,7 +341,7 @@ class Runner:
         self.timings.verify += time.perf_counter() - started
         return verdicts
 
-    # -- keep -----------------------------------------------------------------------------------------------------------
+    # -- keep ----------------------------------------------------------------------------------------------------------
     def compact(self, plan: Sequence[Scheduled], verdicts: Sequence[Verdict]) -> None:
         """Move the target's K/V of accepted tree nodes to the positions their tokens now have."""
         started = time.perf_counter()

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from volley.errors import CheckpointError, ConfigError, MismatchError, unknown_key
-from volley.models.checkpoint import check_weights, load_tensors, read_json, save_tensors, write_atomically
+from volley.errors import ConfigError, MismatchError, check_keys
+from volley.models.checkpoint import (
+    check_finite,
+    check_weights,
+    load_tensors,
+    read_json,
+    save_tensors,
+    write_atomically,
+)
 from volley.models.drafter import Drafter
 from volley.models.inject import Injection
 
@@ -44,9 +51,7 @@ class AdapterConfig:
     def from_json(cls, raw: Mapping[str, Any]) -> "AdapterConfig":
         """Unknown, missing and unusable entries are errors that name them."""
         own = cls.__dataclass_fields__
-        for key in raw:
-            if key not in own and key not in _SAME_IN_ALL:
-                raise unknown_key("adapter config key", key, [*own, *_SAME_IN_ALL])
+        check_keys("adapter config key", raw, [*own, *_SAME_IN_ALL])
         for key, value in _SAME_IN_ALL.items():
             if raw.get(key) != value:
                 raise ConfigError(f"adapter config: {key} is {raw.get(key)!r}; volley's adapters have {value!r}")
@@ -151,8 +156,7 @@ def adapted(drafter: Drafter, path: Path | str) -> Drafter:
     attach(changed, config)
     expected = _tensors(changed)
     check_weights(path / WEIGHTS, expected, weights)
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
-        raise CheckpointError(f"{path / WEIGHTS} holds numbers that are not finite; train the adapter again")
+    check_finite(path / WEIGHTS, weights)
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(weights[name])

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from volley.errors import CheckpointError, ConfigError, MismatchError, unknown_key
+from volley.errors import CheckpointError, ConfigError, MismatchError, check_keys, unknown_key
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -24,8 +25,6 @@ _IGNORED_KEYS = {
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size"}
-
-
 HEADS = ("residual",)
 
 
@@ -52,9 +51,7 @@ class HeadConfig:
         if not isinstance(raw, Mapping):
             raise ConfigError(f"drafter config: head is {raw!r}; it must be an object with 'type' and 'rank'")
         known = cls.__dataclass_fields__
-        for key in raw:
-            if key not in known:
-                raise unknown_key("drafter head key", str(key), known)
+        check_keys("drafter head key", raw, known)
         missing = [name for name in ("type", "rank") if name not in raw]
         if missing:
             raise ConfigError(f"drafter config: head lacks {', '.join(map(repr, missing))}; these cannot be guessed")
@@ -201,17 +198,14 @@ class DrafterConfig:
     def from_json(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
         """Parse a z-lab config; unknown and missing keys are errors that name them."""
         own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids", "own_embedding"}
-        for key in raw:
-            if key not in own | _IGNORED_KEYS | {"dflash_config", "rope_parameters", "use_sliding_window"}:
-                raise unknown_key("drafter config key", key, own | {"dflash_config"})
+        read = own | {"dflash_config", "rope_parameters", "use_sliding_window"}
+        check_keys("drafter config key", [key for key in raw if key not in _IGNORED_KEYS], read)
         if raw.get("attention_bias"):
             raise ConfigError("drafter config: attention_bias is true; DFlash drafters have no attention bias")
         dflash = raw.get("dflash_config")
         if not isinstance(dflash, Mapping):
             raise ConfigError("drafter config has no 'dflash_config'; is this a DFlash drafter in z-lab's format?")
-        for key in dflash:
-            if key not in _DFLASH_KEYS:
-                raise unknown_key("dflash_config key", key, _DFLASH_KEYS)
+        check_keys("dflash_config key", dflash, _DFLASH_KEYS)
         values = {key: raw[key] for key in own if key in raw}
         for key in ("rope_parameters", "rope_scaling", "layer_types"):
             if not isinstance(raw.get(key), dict if key.startswith("rope") else list) and raw.get(key) is not None:
@@ -328,6 +322,12 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is truncated or damaged ({error}); fetch or save the checkpoint again") from None
+
+
+def check_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that a training which went wrong has left."""
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
+        raise CheckpointError(f"{path} holds numbers that are not finite; train it again")
 
 
 def check_weights(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
