@@ -138,9 +138,10 @@ def test_bytes_per_token() -> None:
     shapes = [(8, 128)] * 36
     sizes = {kind: bytes_per_token(kind, shapes, torch.bfloat16) for kind in KINDS}
     assert sizes == {"auto": 36 * 2 * 8 * 256, "int8": 36 * 2 * 8 * 130, "int4": 36 * 2 * 8 * 66}
+    shapes = [(2, 8), (1, 6)]
     for kind in KINDS:
-        store = make_store(kind, [(2, 8), (1, 6)], 5, torch.float32, CPU)
-        assert store.nbytes == 5 * bytes_per_token(kind, store.shapes, torch.float32)
+        store = make_store(kind, shapes, 5, torch.float32, CPU)
+        assert store.nbytes == 5 * bytes_per_token(kind, shapes, torch.float32)
 
 
 def test_an_unknown_kind_is_refused() -> None:

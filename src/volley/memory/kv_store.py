@@ -27,10 +27,6 @@ class KVStore(ABC):
     into it and :meth:`unrotate` takes outputs back; :meth:`extract` has done so already.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
-        self.shapes = list(shapes)
-        self.dtype = dtype
-
     @abstractmethod
     def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``keys`` and ``values`` ``[T, kv_heads, head_dim]``."""
@@ -76,7 +72,6 @@ class DenseKVStore(KVStore):
     def __init__(
         self, shapes: Sequence[tuple[int, int]], num_slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(shapes, dtype)
         sizes = [(num_slots, *shape) for shape in shapes]
         self.keys, self.all_keys = _allocate(sizes, dtype, device)
         self.values, self.all_values = _allocate(sizes, dtype, device)
@@ -107,7 +102,6 @@ class QuantisedKVStore(KVStore):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(shapes, dtype)
         by_size = {dim: codec(dim, dtype, device) for _, dim in shapes}
         self.codecs = [by_size[dim] for _, dim in shapes]
         sizes = [(num_slots, 2, heads, by_size[dim].width) for heads, dim in shapes]
