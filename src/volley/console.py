@@ -124,9 +124,8 @@ def demo(engine: "Engine", out: Console) -> bool:
         if not rows:
             compare(engine, plain, prompt, WARM_UP)
         out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
-        streamed = stream(engine, prompt, params, out)
+        stream(engine, prompt, params, out)
         rows[name] = compare(engine, plain, prompt, params)
-        assert streamed.token_ids == rows[name].speculative.token_ids, "greedy decoding must repeat itself"
     out.print()
     if out.is_terminal:
         out.print(Text.assemble("Text in ", ("this colour", DRAFTED), " was drafted, the rest is the target's own.\n"))
