@@ -309,11 +309,12 @@ class Engine:
         self.pool.check_fits(len(token_ids))
         if not self.pool.grow(table, len(token_ids)):
             raise CapacityError(f"no {len(token_ids)} tokens of K/V are free now; finish or abort requests first")
-        batch = RaggedBatch([Segment(table, 0, len(token_ids))], torch.tensor(token_ids, device=self.target.device))
-        last = torch.tensor([len(token_ids) - 1], device=self.target.device)
-        logits = self.target.forward(batch, self.runner.store, last)[0].float()
-        self.pool.release(table)
-        return logits
+        try:
+            batch = RaggedBatch([Segment(table, 0, len(token_ids))], torch.tensor(token_ids, device=self.target.device))
+            last = torch.tensor([len(token_ids) - 1], device=self.target.device)
+            return self.target.forward(batch, self.runner.store, last)[0].float()
+        finally:
+            self.pool.release(table)
 
     # -- adapters ------------------------------------------------------------------------------------------------------
     def load_adapter(self, name: str, path: str | Path) -> None:
