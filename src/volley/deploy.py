@@ -109,9 +109,10 @@ def _token_counts(target: str, data: list[Path]) -> list[int]:
     from volley.models.export import TargetShape
     from volley.train.data import count_response_tokens, read_rows
 
+    vocab_size = TargetShape.from_pretrained(target).vocab_size  # first: it says what is wrong with a name
     tokenizer = AutoTokenizer.from_pretrained(target)
     stop = {tokenizer.eos_token_id} - {None}
-    return count_response_tokens(tokenizer, read_rows(data), stop, TargetShape.from_pretrained(target).vocab_size)
+    return count_response_tokens(tokenizer, read_rows(data), stop, vocab_size)
 
 
 @expand

@@ -192,6 +192,14 @@ def test_a_damaged_config_is_a_clear_error(tmp_path: Path, text: str) -> None:
         read_json(tmp_path / "config.json")
 
 
+def test_a_file_where_a_folder_should_be_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"file/config\.json does not exist; give a folder"):
+        read_json(tmp_path / "file" / "config.json")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_json(tmp_path)
+
+
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.json"
     write_atomically(file, "old")

@@ -265,10 +265,13 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an error that names the file if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); give a folder that holds {path.name}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch or save the checkpoint again") from None
     if not isinstance(found, dict):
