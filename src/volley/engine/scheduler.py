@@ -37,10 +37,10 @@ class Scheduled:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    max_running: int = 64
-    max_batch_tokens: int = 512
+    max_running: int
+    max_batch_tokens: int
     """Tokens of one target pass. Decoding requests always take part; prompts share what is left."""
-    prefix_caching: bool = True
+    prefix_caching: bool
 
 
 class Scheduler:
