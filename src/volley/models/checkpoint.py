@@ -271,7 +271,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); give a folder that holds {path.name}") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); give a folder that holds {path.name}"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); fetch or save the checkpoint again") from None
     if not isinstance(found, dict):

@@ -6,6 +6,7 @@ arguments, so nothing is global and one process can hold many targets.
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Self
 
 import torch
@@ -202,7 +203,7 @@ def usable_device(name: str | torch.device) -> torch.device:
         torch.zeros(1, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:  # torch raises either, and lists every device it was ever built for
-        reason = str(error).partition("\n")[0][:120]
+        reason = shorten(str(error), 80, placeholder=" …")
         raise ConfigError(
             f"device {str(name)!r} cannot be used here ({reason}); use cpu, or one that torch sees"
         ) from None
