@@ -276,7 +276,7 @@ def test_minutes_bound_a_run(tiny_pair: TinyPair, tmp_path: Path) -> None:
         ({"max_length": 8}, InputError, "raise --max-length"),
         ({"num_heads": 3, "num_kv_heads": 2}, ConfigError, "must be a multiple"),
         ({"target": "/nowhere"}, CheckpointError, "cannot load the target"),
-        ({"data": ["/nowhere.jsonl"]}, InputError, "is not a file"),
+        ({"data": ["/nowhere.jsonl"]}, InputError, "does not exist"),
         ({"fsdp": True}, ConfigError, "torchrun"),
     ],
 )
