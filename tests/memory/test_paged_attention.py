@@ -32,8 +32,10 @@ def lineage(segment: Segment, row: int) -> list[int]:
     return line
 
 
-def visible(segment: Segment, row: int, key: int, window: int | None) -> bool:
+def visible(segment: Segment, row: int, key: int, window: int | None, symmetric: bool) -> bool:
     """The definition: who sees whom; ``row`` in the segment, ``key`` in the table."""
+    if not segment.causal and symmetric:
+        return window is None or abs(key - segment.start - row) <= window
     if not segment.causal:
         return window is None or key >= segment.start - window
     if segment.parents is None or key < segment.start:
@@ -53,7 +55,7 @@ def by_definition(
     for segment, offset, (keys, values) in zip(batch.segments, batch.offsets, histories, strict=False):
         groups = queries.shape[1] // keys.shape[1]
         for row in range(segment.length):
-            seen = [k for k in range(segment.end) if visible(segment, row, k, options.window)]
+            seen = [k for k in range(segment.end) if visible(segment, row, k, options.window, options.symmetric)]
             for head in range(queries.shape[1]):
                 scores = keys[seen, head // groups] @ queries[offset + row, head] * options.scale
                 if options.softcap is not None:
@@ -88,6 +90,7 @@ def check(
     sinks: bool,
     seed: int,
     trees: bool = False,
+    symmetric: bool = False,
     kind: KVDtype = "auto",
 ) -> None:
     """Both implementations against the definition, or against each other where the store is not exact.
@@ -117,7 +120,7 @@ def check(
     keys, values = (torch.cat([h[i][s.start :] for s, h in zip(segments, histories, strict=True)]) for i in range(2))
     queries = torch.randn(len(batch), kv_heads * groups, DIM)
     sink_logits = torch.randn(kv_heads * groups) if sinks else None
-    options = AttentionOptions(0.4, window, softcap, sink_logits)
+    options = AttentionOptions(0.4, window, softcap, sink_logits, symmetric)
 
     slow = reference_attention(batch, stores[0], 1, queries, keys, values, options)
     fast = paged_attention(batch, stores[1], 1, queries, keys, values, options)
@@ -144,12 +147,13 @@ SEGMENTS = st.lists(
     sinks=st.booleans(),
     copy_limit=st.sampled_from([0, 200, attention._COPY_LIMIT]),
     trees=st.booleans(),
+    symmetric=st.booleans(),
     kind=st.sampled_from(["auto", "auto", "int8", "int4"]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=200)
 def test_random_ragged_batches(  # type: ignore[no-untyped-def]
-    shapes, page_size, layout, window, heads, softcap, sinks, copy_limit, trees, kind, seed
+    shapes, page_size, layout, window, heads, softcap, sinks, copy_limit, trees, symmetric, kind, seed
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_COPY_LIMIT", copy_limit)
@@ -162,6 +166,7 @@ def test_random_ragged_batches(  # type: ignore[no-untyped-def]
             softcap=softcap,
             sinks=sinks,
             trees=trees,
+            symmetric=symmetric,
             kind=kind,
             seed=seed,
         )
@@ -172,11 +177,12 @@ def test_random_ragged_batches(  # type: ignore[no-untyped-def]
     page_size=st.integers(1, 4),
     window=st.integers(1, 9),
     heads=st.sampled_from([(1, 1), (2, 2)]),
+    symmetric=st.booleans(),
     kind=st.sampled_from(["auto", "auto", "int8", "int4"]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=80)
-def test_random_ring_tables(shapes, page_size, window, heads, kind, seed) -> None:  # type: ignore[no-untyped-def]
+def test_random_ring_tables(shapes, page_size, window, heads, symmetric, kind, seed) -> None:  # type: ignore[no-untyped-def]
     check(
         shapes,
         page_size=page_size,
@@ -186,6 +192,7 @@ def test_random_ring_tables(shapes, page_size, window, heads, kind, seed) -> Non
         softcap=None,
         sinks=False,
         seed=seed,
+        symmetric=symmetric,
         kind=kind,
     )
 

@@ -31,6 +31,8 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     """One learnt logit per head ``[heads]`` that takes probability and gives nothing (gpt-oss)."""
+    symmetric: bool = False
+    """A token of a bidirectional segment sees ``window`` positions before it and after it."""
 
 
 def first_visible(segment: Segment, window: int | None) -> int:
@@ -40,9 +42,11 @@ def first_visible(segment: Segment, window: int | None) -> int:
     return max(0, segment.start - window + segment.causal)
 
 
-def visible_mask(segment: Segment, window: int | None, first: int) -> Tensor:
+def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bool = False) -> Tensor:
     """Which of positions ``[first, end)`` each token of the segment sees: boolean ``[length, end − first]``."""
     keys = torch.arange(first, segment.end)
+    if not segment.causal and symmetric and window is not None:
+        return (keys - torch.arange(segment.start, segment.end)[:, None]).abs() <= window
     if not segment.causal:
         return (keys >= first_visible(segment, window)).expand(segment.length, -1)
     if segment.parents is not None:
@@ -88,7 +92,7 @@ def reference_attention(
         scores = torch.einsum("qhd,khd->hqk", queries[rows].float(), k) * options.scale
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
-        visible = visible_mask(segment, options.window, first)
+        visible = visible_mask(segment, options.window, first, options.symmetric)
         scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
         if options.sinks is not None:
             sink = options.sinks.float()[:, None, None].expand(-1, segment.length, 1)
@@ -205,7 +209,7 @@ def write_slots(batch: RaggedBatch) -> slice | Tensor:
 
 def _plan(batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, token_bytes: int) -> list[_Group]:
     window = options.window
-    key = (window, dtype, token_bytes)
+    key = (window, options.symmetric, dtype, token_bytes)
     plan = batch.plans.get(key)
     if plan is None:
         alone: list[list[int]] = []
@@ -247,7 +251,7 @@ def _build_group(batch: RaggedBatch, members: list[int], options: AttentionOptio
     slots: slice | Tensor
     if len(segments) == 1:
         slots = segments[0].table.slots(firsts[0], segments[0].end)
-        visible = visible_mask(segments[0], window, firsts[0])[None]
+        visible = visible_mask(segments[0], window, firsts[0], options.symmetric)[None]
     else:
         longest = max(segment.end - first for segment, first in zip(segments, firsts, strict=True))
         every = np.zeros((len(segments), longest), dtype=np.int64)
@@ -272,11 +276,12 @@ def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: A
     queries = (np.minimum(np.arange(lengths.max()), lengths[:, None] - 1) + starts[:, None])[:, :, None]
     if not segments[0].causal:
         inside: BoolArray = keys < (starts + lengths)[:, None, None]
-        return inside.repeat(lengths.max(), axis=1)
+        near: BoolArray = np.abs(keys - queries) <= window if options.symmetric and window is not None else queries >= 0
+        return inside & near
     visible: BoolArray = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
     for row, segment in enumerate(segments):
         if segment.parents is not None:
-            tree = visible_mask(segment, window, int(firsts[row])).numpy()
+            tree = visible_mask(segment, window, int(firsts[row]), options.symmetric).numpy()
             visible[row] = False
             visible[row, :, : tree.shape[1]] = tree[np.minimum(np.arange(lengths.max()), segment.length - 1)]
     return visible

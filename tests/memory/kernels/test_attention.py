@@ -68,6 +68,7 @@ SEGMENTS = st.lists(
     shapes=SEGMENTS,
     page_size=st.integers(1, 5),
     window=st.none() | st.integers(1, 20),
+    symmetric=st.booleans(),
     ring=st.booleans(),
     heads=st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (1, 20)]),
     dim=st.sampled_from([8, 16, 24]),
@@ -78,12 +79,12 @@ SEGMENTS = st.lists(
 )
 @settings(max_examples=30)
 def test_random_ragged_batches(  # type: ignore[no-untyped-def]
-    shapes, page_size, window, ring, heads, dim, softcap, sinks, splits, seed
+    shapes, page_size, window, symmetric, ring, heads, dim, softcap, sinks, splits, seed
 ) -> None:
     torch.manual_seed(seed)
     segments = make_segments(shapes, page_size, window, ring)
     sink_logits = torch.randn(heads[0] * heads[1], device=DEVICE) if sinks else None
-    check(segments, AttentionOptions(0.3, window, softcap, sink_logits), heads, dim, splits)
+    check(segments, AttentionOptions(0.3, window, softcap, sink_logits, symmetric), heads, dim, splits)
 
 
 def test_a_prompt_of_many_tiles_beside_a_single_token() -> None:

@@ -50,6 +50,7 @@ def _attention_kernel(
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
@@ -111,6 +112,9 @@ def _attention_kernel(
             lowest = query_position - window + 1
             if kind == _BIDIRECTIONAL:
                 lowest = tl.zeros_like(query_position) + start - window
+                if SYMMETRIC:
+                    lowest = query_position - window
+                    visible &= key_position[None, :] <= query_position[:, None] + window
             visible &= key_position[None, :] >= lowest[:, None]
 
         scores = tl.where(visible, scores, -float("inf"))
@@ -239,6 +243,7 @@ def launch(
         KEYS=_KEYS,
         SPLITS=splits,
         WINDOWED=options.window is not None,
+        SYMMETRIC=options.symmetric,
         CAPPED=options.softcap is not None,
         SINKS=options.sinks is not None,
     )
@@ -257,7 +262,7 @@ def _choose_splits(plan: _Plan, kv_heads: int, device: torch.device) -> int:
 
 
 def _make_plan(batch: RaggedBatch, options: AttentionOptions, groups: int) -> _Plan:
-    key = ("triton", options.window, groups)
+    key = ("triton", options.window, options.symmetric, groups)
     plan = batch.plans.get(key)
     if plan is None:
         plan = batch.plans[key] = _build_plan(batch, options, groups)
@@ -305,4 +310,6 @@ def _seen(segment: Segment, first: int, count: int, options: AttentionOptions) -
     start, end = segment.start + first, min(segment.start + first + count, high)
     if segment.causal and segment.parents is None:
         return low if options.window is None else max(low, start - options.window + 1), end
+    if not segment.causal and options.symmetric and options.window is not None:
+        return max(low, start - options.window), min(high, end + options.window)
     return low, high
