@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -285,6 +286,20 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(error, match=message):
         train(TrainConfig(**tiny_run(tiny_pair.target, tmp_path, **changes)))
+
+
+def test_a_damaged_target_is_refused(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(tiny_pair.target, target)
+    weights = target / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(CheckpointError, match="cannot load the target"):
+        train(TrainConfig(**tiny_run(target, tmp_path)))
+    shutil.copy(Path(tiny_pair.target) / "model.safetensors", weights)
+    for path in target.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        train(TrainConfig(**tiny_run(target, tmp_path)))
 
 
 def test_token_ids_of_another_target_are_refused(tiny_pair: TinyPair, tmp_path: Path) -> None:

@@ -176,8 +176,8 @@ class Target:
             config = AutoConfig.from_pretrained(path)
             check_config(config)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except UnsupportedModelError:
+            tokenizer = load_tokenizer(path)
+        except (UnsupportedModelError, CheckpointError):
             raise
         except ValueError as error:
             raise UnsupportedModelError(
@@ -188,13 +188,16 @@ class Target:
                 f"{path}: the target cannot be read ({error}); give a hub name or a folder with config.json, "
                 "model.safetensors and tokenizer files"
             ) from error
-        if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
-            raise CheckpointError(
-                f"{path} has no tokenizer that knows any text; put the target's tokenizer files there"
-            )
         model = model.to(device).eval()
         accelerate(model)
         return cls(model, tokenizer)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
+        raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
+    return tokenizer
 
 
 def usable_device(name: str | torch.device) -> torch.device:

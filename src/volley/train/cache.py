@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from volley.errors import CheckpointError, ConfigError
-from volley.models.checkpoint import read_json, save_tensors, write_atomically
+from volley.models.checkpoint import make_folder, read_json, save_tensors, write_atomically
 from volley.train.data import Document, split_batches
 from volley.train.features import Features, FeatureSource
 from volley.train.parallel import Ranks
@@ -120,7 +120,7 @@ class FeatureCache:
 
     def _check_room(self, missing: int) -> None:
         need = self.size * missing / len(self.shards)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_folder(self.directory)
         free = shutil.disk_usage(self.directory).free
         if need > free:
             raise ConfigError(

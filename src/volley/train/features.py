@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from volley.errors import CheckpointError
 from volley.models.accelerate import accelerate
 from volley.models.taps import Taps, decoder_layers
+from volley.models.target import load_tokenizer
 from volley.train.data import Document, pad
 
 
@@ -33,8 +34,10 @@ class FrozenTarget:
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device, with_layers: bool = True) -> None:
         try:
             model = _load(path, dtype)
-            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
+            self.tokenizer = load_tokenizer(path)
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
             raise CheckpointError(
                 f"cannot load the target {path!r} ({error}); give a causal LM with its tokenizer"
             ) from None
