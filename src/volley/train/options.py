@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from volley.errors import ConfigError, unknown_key
+from volley.errors import ConfigError, check_keys, unknown_key
 from volley.prompts import check_training
 
 REPORTING_OPTIONS = frozenset(
@@ -246,10 +246,7 @@ class TrainConfig:
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> "TrainConfig":
         """Build from a mapping; an unknown option is an error that names the nearest known one."""
-        known = {field.name for field in fields(cls)}
-        for name in options:
-            if name not in known:
-                raise unknown_key("training option", name, known)
+        check_keys("training option", options, {field.name for field in fields(cls)})
         missing = [name for name in ("target", "data", "out") if name not in options]
         if missing:
             raise ConfigError(f"training needs {', '.join(missing)}; give them as options")

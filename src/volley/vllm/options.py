@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from volley.decode.denoise import reveal_counts
-from volley.errors import ConfigError, UnsupportedModelError, unknown_key
+from volley.errors import ConfigError, UnsupportedModelError, check_keys
 from volley.models.checkpoint import read_json
 from volley.models.formats import parse_config
 
@@ -57,10 +57,7 @@ class PluginOptions:
 
 def parse_options(cls: type[T], raw: Mapping[Any, Any], what: str) -> T:
     """An options dataclass from a mapping that has all it needs; unknown keys are errors."""
-    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    for key in raw:
-        if key not in known:
-            raise unknown_key(what, str(key), known)
+    check_keys(what, raw, [field.name for field in fields(cls)])  # type: ignore[arg-type]
     return cls(**raw)
 
 
