@@ -15,9 +15,11 @@ import torch
 
 from tests.chi_square import chi_square_p
 from volley import Engine, SamplingParams
+from volley.decode.pilot import PilotConfig, net_for, save_pilot
 from volley.decode.sampling import token_probs
 from volley.engine.engine import REFERENCE
 from volley.errors import MismatchError
+from volley.models.adapter import drafter_fingerprint
 from volley.models.checkpoint import read_json, write_atomically
 from volley.models.drafter import Drafter
 from volley.vllm import PluginOptions, engine_args
@@ -131,6 +133,38 @@ def test_the_proposer_drafts_what_volley_drafts(expected: dict[str, Any], drafte
     assert run.count("spec_decode_num_drafts") == expected["drafts"]
     assert run.count("spec_decode_num_accepted_tokens") == expected["accepted"]
     assert_near_the_last_position(run, expected)
+
+
+def test_a_pilot_chooses_as_it_does_in_volley(expected: dict[str, Any], drafter: str) -> None:
+    loaded = Drafter.from_pretrained(drafter, dtype=torch.float32)
+    shape = {"input": "normalised", "block_sizes": (2, 3, 5, 8), "width": 16, "layers": 2}
+    config = PilotConfig(drafter=drafter_fingerprint(loaded), **shape)
+    torch.manual_seed(1)
+    net = net_for(config, loaded)
+    net[-1].bias.data.zero_()  # so that prompts differ in what is chosen
+    save_pilot(Path(drafter), config, net)
+    engine = Engine.from_pretrained(REFERENCE / "target", drafter=drafter, dtype=torch.float32, policy="pilot")
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=True)) for prompt in PROMPTS]
+    while any(request.num_output == 0 for request in requests):
+        engine.step()
+    wanted = [engine.policy.slots[request.request_id] for request in requests]  # type: ignore[attr-defined]
+    assert len(set(wanted)) > 1
+
+    run = Run(**plugin(drafter, policy="pilot"))
+    chosen: dict[int, int] = {}
+    prefilled = run.proposer.policy.prefilled
+
+    def watched(request_id: int, *shown: Any) -> None:
+        prefilled(request_id, *shown)
+        chosen[request_id] = run.proposer.policy.slots[request_id]
+
+    run.proposer.policy.prefilled = watched
+    assert run.answer() == expected["tokens"]
+    assert sorted(chosen.values()) == sorted(wanted)
+    run.answer(PROMPTS[:1])
+    assert not [size for name, size in run.proposer.policy.slots.items() if name < max(chosen)], (
+        "kept after their requests"
+    )
 
 
 def law_of_three(temperature: float, rare: float = 0.004) -> dict[tuple[int, ...], float]:

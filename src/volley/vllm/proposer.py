@@ -24,7 +24,7 @@ from volley.types import Proposal
 from volley.vllm.drafting import SlotDrafter
 from volley.vllm.options import _LOG, PluginOptions, check_engine, check_sampler
 from volley.vllm.pacing import Pacing
-from volley.vllm.passes import IntArray, PassTaps, TargetPass, Tokens, decoder_layers
+from volley.vllm.passes import FINAL, IntArray, PassTaps, TargetPass, Tokens, decoder_layers
 
 
 class Proposer:
@@ -58,9 +58,14 @@ class Proposer:
         self.policy = make_policy(self.options.policy, self.drafter)
         self._num_layers = layers
         self.taps = PassTaps(
-            target_model, drafter.config.target_layer_ids, self.config.cache_config.block_size, self._inject_unread
+            target_model,
+            drafter.config.target_layer_ids,
+            self.config.cache_config.block_size,
+            self._inject_unread,
+            self.policy.uses_prefill,
         )
         target: Any = target_model
+        self._compute_logits = target.compute_logits
         self.slots = SlotDrafter(
             self.drafter,
             self.options,
@@ -106,23 +111,34 @@ class Proposer:
         The block a request writes to is nobody else's, so that slot names it. A request that sat out a pass gets a new name: its
         policy begins anew, nothing else is lost.
         """
-        before, after, judged, ids = self._request_at, {}, {}, {}
+        before, after, judged, ids, fresh = self._request_at, {}, {}, {}, {}
         for row, tokens in enumerate(sampled):
             if not tokens:
                 continue  # its prompt goes on
             start, known = int(done.starts[row]), lengths[row] - 1
             request_id = before.get(done.slot(row, start - 1)) if start else None
             if request_id is None:
-                request_id = next(self._request_ids)
+                request_id = fresh[row] = next(self._request_ids)
             else:
                 judged[request_id] = (int(done.lengths[row]) - 1, len(tokens) - 1)
             ids[row] = request_id
             after[done.slot(row, known - 1)] = request_id
         self._request_at = after
         self.pacing.after_pass(judged)
+        if fresh and self.policy.uses_prefill:
+            self._show_prompts(done, fresh)
         if len(judged) == len(sampled):  # nobody's prompt was in the pass
             self.pacing.timed(int(done.offsets[-1]), len(sampled), now - self._ended)
         return ids
+
+    @torch.inference_mode()
+    def _show_prompts(self, done: TargetPass, fresh: dict[int, int]) -> None:
+        """What the target expects after the prompts that ended in this pass, for the policy; all are taken for greedy."""
+        last = torch.from_numpy(done.offsets[[row + 1 for row in fresh]] - 1).to(done.states[FINAL].device)
+        logits = self._compute_logits(done.states[FINAL][last])
+        hidden = done.features(self.drafter.config.target_layer_ids)[last]
+        for request_id, *shown in zip(fresh.values(), logits, hidden, strict=True):
+            self.policy.prefilled(request_id, 0.0, *shown)
 
     def _inject(self, done: TargetPass, lengths: Sequence[int], token_ids: Tokens) -> None:
         """The features of positions that stay: tokens that were known, and those of the drafts that were accepted."""
