@@ -1,13 +1,14 @@
 """Throughput and latency of every block-size policy and every fixed block against plain decoding, under load.
 
 python benchmarks/load.py --data-dir DIR --out load.json
-python benchmarks/load.py --data-dir DIR --out quick.json --concurrency 1,8 --rounds 2 --seconds 2 --sizes 2,8
+python benchmarks/load.py --data-dir DIR --out quick.json --concurrency 1,8 --rounds 2 --tokens 500 --sizes 2,8
 
 A closed loop: so many requests are always under way, math, code and prose in turn, every other one at T = 1; one that ends
-is replaced. All cases run side by side on the same prompts, each for a fraction of a second at a time, so that a machine that
-is faster at one minute than at the next is so for all of them; what is compared is the ratio to plain decoding of the same
-round. Every round is saved; Ctrl-C prints what there is. On a machine that has other work, ``--cpu-time`` counts CPU seconds of
-this process instead of wall time (one thread only).
+is replaced, and the first ones are at all stages of their answers, so that prompts are read as evenly as in a long run. All
+cases write the same number of tokens for the same prompts, by turns, a few at a time, so that a machine that is faster at one
+minute than at the next is so for all of them; what is compared is the ratio to plain decoding of the same round. Every round is
+saved; Ctrl-C prints what there is. On a machine that has other work, ``--cpu-time`` counts CPU seconds of this process instead
+of wall time (one thread only).
 """
 
 import argparse
@@ -18,11 +19,13 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 PLAIN = "plain"
-PAGES_PER_REQUEST = 24  # of 16 tokens: prompts and answers of these sets are shorter
+TURNS = 40  # that the cases take in a round
+PAGES_PER_REQUEST, PAGES_OF_LONGEST = 24, 40  # of 16 tokens: prompts and answers of these sets are shorter
 
 
 def arguments() -> argparse.Namespace:
@@ -33,8 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", default="2,3,4,5,6,7,8", help="fixed blocks")
     parser.add_argument("--policies", default="goodput,feedback", help="other policies")
     parser.add_argument("--rounds", type=int, default=3, help="times that every case runs at every concurrency")
-    parser.add_argument("--seconds", type=float, default=6, help="that every case runs in a round")
-    parser.add_argument("--slice", type=float, default=0.25, help="seconds of a case at a time")
+    parser.add_argument("--tokens", type=int, default=1500, help="of a round; at least 100 a request that is under way")
     parser.add_argument("--temperatures", default="0,1", help="taken by turns")
     parser.add_argument("--datasets", default="gsm8k,humaneval,mt-bench", help="taken by turns")
     parser.add_argument("--target", help="folder or hub name; by default the bundled pair")
@@ -80,36 +82,36 @@ class Case:
         self.name, self.concurrency = name, concurrency
         drafter = None if name == PLAIN else pair.drafter
         policy = None if name == PLAIN else make_policy(name, drafter)
-        pages = concurrency * PAGES_PER_REQUEST
+        pages = PAGES_OF_LONGEST + concurrency * PAGES_PER_REQUEST
         self.engine = Engine(pair.target, drafter, policy=policy, num_pages=pages, prefix_caching=False)
         self.open: list[Request] = []
 
     def begin(self, asked: list[Asked]) -> None:
-        """Start over with these requests; ends when the first of them decode."""
-        for request in self.open:
-            self.engine.abort(request)
-        self.queue, self.open = iter(asked), list[Request]()
+        """Start the loop as if it had long been going on: the first requests are at all stages of their answers."""
+        self.queue = iter(asked)
         self.begun: dict[int, float] = {}  # by request, on this case's clock
-        self.seconds = 0.0
-        self.written = 0
+        self.seconds, self.written = 0.0, 0
+        shuffle = random.Random(0)
+        for _ in range(self.concurrency):
+            prompt, params = next(self.queue)
+            self.add(prompt, replace(params, max_tokens=shuffle.randint(1, params.max_tokens)))
+
+    def count(self) -> None:
+        """Forget what was measured so far."""
+        self.seconds_before, self.written_before = self.seconds, self.written
         self.first_tokens: list[float] = []
         self.per_token: list[float] = []
         self.lengths: list[int] = []
         self.blocks: list[int] = []
-        for _ in range(self.concurrency):
-            self.add()
-        while any(request.num_output == 0 for request in self.open):
-            self.engine.step()
 
-    def add(self) -> None:
-        request = self.engine.add_request(*next(self.queue))
+    def add(self, prompt: list[int], params: SamplingParams) -> None:
+        request = self.engine.add_request(prompt, params)
         self.open.append(request)
         self.begun[request.request_id] = self.seconds
 
-    def advance(self, seconds: float) -> None:
-        """Steps until so many seconds have passed."""
-        end = self.seconds + seconds
-        while self.seconds < end:
+    def advance(self, written: int) -> None:
+        """Steps until so many tokens have been written in all."""
+        while self.written < written:
             before = sum(request.num_output for request in self.open)
             fresh = [request for request in self.open if request.num_output == 0]
             started = time.perf_counter()
@@ -122,11 +124,11 @@ class Case:
                 self.per_token.append((self.seconds - self.begun[request.request_id]) / request.num_output)
                 self.lengths += request.stats.accepted_lengths
                 self.blocks += request.stats.block_sizes
-                self.add()
+                self.add(*next(self.queue))
 
     def found(self) -> dict[str, Any]:
         return {
-            "tokens_per_second": self.written / self.seconds,
+            "tokens_per_second": (self.written - self.written_before) / (self.seconds - self.seconds_before),
             "tau": statistics.fmean(self.lengths) if self.lengths else None,
             "verified": statistics.fmean(self.blocks) if self.blocks else None,
             "latency_ms": 1e3 * statistics.median(self.per_token) if self.per_token else None,
@@ -140,16 +142,20 @@ def measure(pair: Engine, names: list[str]) -> Iterator[dict[str, Any]]:
         cases: list[Case] = []  # the last ones' memory first
         gc.collect()
         cases += [Case(name, pair, concurrency) for name in names]
-        for number in range(-1, ARGS.rounds):  # the first one warms up, and policies learn
-            asked = workload(pair, 64 + 16 * concurrency + int(ARGS.seconds * 40), seed=number)
-            for case in cases:
-                case.begin(asked)
-            for _ in range(round(ARGS.seconds / ARGS.slice / (1 if number >= 0 else 2))):
-                for case in order.sample(cases, len(cases)):
-                    case.advance(ARGS.slice)
-            if number >= 0:
+        tokens = max(ARGS.tokens, 100 * concurrency)
+        asked = workload(pair, 3 * concurrency + (ARGS.rounds + 1) * tokens // 32, seed=concurrency)
+        for case in cases:
+            case.begin(asked)
+            case.count()
+        for turn in range(TURNS // 2 + ARGS.rounds * TURNS):  # half a round to warm up, and for policies to learn
+            number, part = divmod(turn - TURNS // 2, TURNS)
+            for case in order.sample(cases, len(cases)):
+                case.advance((turn + 1) * tokens // TURNS)
+            if part == TURNS - 1:
                 for case in cases:
-                    yield {"concurrency": concurrency, "round": number, "case": case.name, **case.found()}
+                    if number >= 0:
+                        yield {"concurrency": concurrency, "round": number, "case": case.name, **case.found()}
+                    case.count()
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -10,4 +10,5 @@ def settle(monkeypatch: pytest.MonkeyPatch, *, draft: float = 0.1, token: float 
     """A target pass takes 1 and ``token`` for each token, a draft pass ``draft``, whatever the clock says."""
     monkeypatch.setattr(Rehearsal, "target", lambda self, tokens, requests: 1 + token * tokens)
     monkeypatch.setattr(Rehearsal, "draft", lambda self, tokens, requests: draft)
+    monkeypatch.setattr(Rehearsal, "rows", lambda self: (0.0, 0.0))
     monkeypatch.setattr(PassCost, "observe", lambda *_: None)

@@ -126,7 +126,7 @@ def test_the_sampled_law_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy:
 
 @pytest.mark.parametrize("policy", [Climbing, Goodput])
 def test_the_law_of_requests_without_a_seed_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
-    """Chains are then sampled speculatively and trees matched, and a policy may go from one to the other."""
+    """They are drafted as chains, whatever the policy would grow."""
     settle(monkeypatch, token=1e-3)
     numbers = itertools.count()
     monkeypatch.setattr("volley.engine.engine.secrets.randbits", lambda bits: next(numbers))
@@ -135,8 +135,8 @@ def test_the_law_of_requests_without_a_seed_is_the_targets(monkeypatch: pytest.M
         HOT, policy=policy(), seeded=False, listener=lambda request, proposal, _: ways.add(proposal.parents is None)
     )
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
-    assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
-    assert policy is not Climbing or ways == {False, True}
+    assert accepted > 0.05, "drafts must have been accepted for this to mean anything"
+    assert ways == {True}
 
 
 def peeking(self: Pacer, plan: list[Scheduled], proposals: list[Proposal]) -> list[Proposal]:

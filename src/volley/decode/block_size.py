@@ -79,7 +79,7 @@ class BlockSizePolicy:
 
     def tree_nodes(self, num_requests: int) -> int:
         """Nodes to verify for each of so many requests as a tree, anchor not counted; 0: chains. Asked where the engine's
-        options leave it open. A sampled request keeps to what was said when it first drafted.
+        options leave it open. Requests that are sampled without a seed stay chains, which are sampled speculatively.
         """
         return 0
 

@@ -11,6 +11,11 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 Measure = Callable[[int, int], float]
 """``measure(tokens, requests)``: seconds of one pass over so many tokens, spread over so many requests."""
 
+MeasureRows = Callable[[], tuple[float, float]]
+"""Seconds that a row adds to a pass without choosing a token: one of a prompt that is read on the side, and one of padding,
+which makes a request as long as the longest.
+"""
+
 _QUICK = 0.1  # seconds of a pass that may be timed twice
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
@@ -22,8 +27,9 @@ class PassCost:
     least squares that forget, starting from what was measured: the machine has other work, texts grow longer.
     """
 
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
+    def __init__(self, measure: Measure, measure_rows: MeasureRows = lambda: (0.0, 0.0)) -> None:
+        self._measure, self._measure_rows = measure, measure_rows
+        self._rows: tuple[float, float] | None = None
         self._measured: list[float] = []
         self._table = np.zeros(1)
         self._seconds = [0.0]  # the same for one look at a time, which arrays make dear
@@ -40,6 +46,15 @@ class PassCost:
         """Seconds of passes over ``tokens``, ``tokens + 1``, … ``tokens + more``: ``[more + 1]``."""
         self._know(tokens + more, requests)
         return self._speed * self._table[tokens : tokens + more + 1] + self._each * requests
+
+    def padding(self, rows: FloatArray) -> FloatArray:
+        """Seconds that so many rows of padding add to a pass."""
+        return self._speed * self._row_costs()[1] * rows
+
+    def _row_costs(self) -> tuple[float, float]:
+        if self._rows is None:
+            self._rows = self._measure_rows()
+        return self._rows
 
     def _know(self, tokens: int, requests: int) -> None:
         if tokens >= len(self._table):
@@ -62,14 +77,18 @@ class PassCost:
         self._table = _from_below(sizes, np.array(self._measured), max(tokens, int(sizes[-1])))
         self._seconds = self._table.tolist()
 
-    def observe(self, tokens: int, requests: int, seconds: float) -> None:
-        """A real pass took ``seconds``."""
+    def observe(self, tokens: int, requests: int, seconds: float, read: int = 0, padding: int = 0) -> None:
+        """A real pass took ``seconds``; beside the tokens of ``requests`` it had rows of prompts and of padding."""
         if tokens >= len(self._seconds):
             return
+        x, y = self._seconds[tokens], float(requests)
+        if read or padding:
+            per_read, per_padding = self._row_costs()
+            x += per_read * read + per_padding * padding
         # A step that took far longer was interrupted; it says little about the next.
-        seconds = min(seconds, 2 * self(tokens, requests))
+        seconds = min(seconds, 2 * (self._speed * x + self._each * y))
         # Ridge regression of relative errors of about 10 %; before anything is seen, speed is 1 ± 0.5.
-        x, y = 10 * self._seconds[tokens] / seconds, 10 * requests / seconds
+        x, y = 10 * x / seconds, 10 * y / seconds
         new = (x * x, x * y, y * y, 10 * x, 10 * y)
         self._sums = [0.98 * old + more for old, more in zip(self._sums, new, strict=True)]
         xx, xy, yy, x1, y1 = self._sums
@@ -105,6 +124,8 @@ def _slope(sizes: NDArray[np.int64], seconds: FloatArray, first: int, second: in
 class Costs:
     """Both models' passes of one engine."""
 
-    def __init__(self, measure_draft: Measure, measure_target: Measure) -> None:
+    def __init__(
+        self, measure_draft: Measure, measure_target: Measure, measure_rows: MeasureRows = lambda: (0.0, 0.0)
+    ) -> None:
         self.draft = PassCost(measure_draft)
-        self.target = PassCost(measure_target)
+        self.target = PassCost(measure_target, measure_rows)

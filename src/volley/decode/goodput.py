@@ -1,15 +1,18 @@
 """The default policy: verify exactly as much as makes the most tokens per second, and draft only where that pays.
 
-``max  E[tokens of all requests] / (T_draft + T_target)`` (left as future work by DFlash §5.4.4). The best split of a pass among
-requests takes the most promising slots of all of them until one more costs more time than it brings tokens: so there is a price,
-the same for all, and a slot, or a node of a tree, is verified if what it promises is worth it. Looking at the last blocks of this
-engine tells, for the requests there are now, the price and how many slots are worth drafting. A block is then cut where its own
-confidences fall below the price: a rule that looks at no slot behind the cut and at no token.
+``max  E[tokens of a request in a cycle] / (T_draft + T_target)`` (left as future work by DFlash §5.4.4), as the geometric mean of
+all requests: whoever serves the fast ones first soon has a batch of slow ones, and in the long run most tokens are written where
+a slot is worth what it adds to its request's speed *relative to that speed*. The best split of a pass takes the most promising
+slots of all requests until one more costs more than it brings: so there is a price, and a slot, or a node of a tree, is verified
+if what it promises is worth it. Looking at the last blocks of this engine tells, for the requests there are now, the price and
+how many slots are worth drafting. A block is then cut where its own confidences fall below the price: a rule that looks at no
+slot behind the cut and at no token.
 """
 
 import math
 from collections import deque
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +25,30 @@ _REMEMBERED = 64  # blocks that the look is based on
 _PROBING = 0.01  # share of the time that may go into drafting where it does not pay at present, or into not drafting
 _PROBED = 4  # requests that draft whole blocks to learn what they are worth, and blocks of a cycle that are learnt from
 _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
+_AS_GOOD = (
+    0.97  # of the best promise for blocks that are not cut to be preferred: a choice among estimates flatters itself
+)
 _CLOSE = 1.4  # below this gain over plain decoding, a plain cycle now and then tells what it really takes
 _CHANGED = 0.25  # share of the requests that must have come or gone for another look before its time
+_MISJUDGED = 0.1  # relative change of what a plain pass takes, for the same
 _TREE = 2  # kinds of requests are 0 and 1, greedy and sampled, and so many more where a tree is drafted
 _KINDS = 4
 _NODES = 15  # of a tree, anchor not counted
 _NEARLY_FREE = 1.5  # trees are grown where verifying whole ones takes at most so many times as long as plain decoding
 _LESSON = 16  # blocks learnt from at once, which costs less than one by one
 _FEW = 8  # blocks of a kind that say nothing yet
+
+
+class _Plan(NamedTuple):
+    """What is drafted and verified until the next look, and what was promised for it."""
+
+    rate: float  # tokens per second if all requests were as fast as their geometric mean
+    slots: list[int]  # drafted for each request of a kind
+    prices: list[float]  # by kind, the gain below which a slot is not verified
+    pace: list[float]  # by kind, tokens of a request in a cycle
+
+
+_PLAIN = _Plan(0.0, [0] * _KINDS, [0.0] * _KINDS, [1.0] * _KINDS)
 
 
 class Acceptance:
@@ -127,15 +146,14 @@ class Goodput(BlockSizePolicy):
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
-        # By kind: gains of the last blocks, their mean at the last look, and the slots drafted per request at present.
+        # By kind: gains of the last blocks, and their mean at the last look.
         self._worth = [deque[list[float]](maxlen=_REMEMBERED) for _ in range(_KINDS)]
         self._usual: list[list[float]] = [[] for _ in range(_KINDS)]
-        self._slots = [0] * _KINDS
-        self._price = 0.0  # gain below which a slot is not verified
+        self._plan = _PLAIN
         self._kinds: list[int] = []  # of the requests in the cycle under way
         self._confidence: list[list[float]] = []
         self._whole: set[int] = set()  # requests that verify all they draft in this cycle
-        self._reviewed_for = [0] * _KINDS
+        self._reviewed_for, self._reviewed_cost = [0] * _KINDS, 1.0  # requests by kind, seconds of a plain pass
         self._cycle = self._next_review = self._last_plain = 0
         self._plain_every = 0  # cycles, or 0 where it is not worth knowing what a plain one takes
         self._next_probe = [0] * _KINDS
@@ -164,15 +182,15 @@ class Goodput(BlockSizePolicy):
         if self._plain_every and self._cycle >= self._last_plain + self._plain_every:
             self._last_plain = self._cycle
             return [0] * len(requests)
-        drafted = [min(limit, self._slots[kind]) for limit, kind in zip(requests.limits, self._kinds, strict=True)]
+        drafted = [min(limit, self._plan.slots[kind]) for limit, kind in zip(requests.limits, self._kinds, strict=True)]
         self._whole.clear()
         if self._cycle % _REVIEW == 0:  # whole blocks, verified whole, or low estimates would never be proved wrong
-            for index in self._by_turns([index for index, size in enumerate(drafted) if size], 1 + len(requests) // 4):
+            for index in self._by_turns([index for index, size in enumerate(drafted) if size], 1 + len(requests) // 8):
                 drafted[index] = requests.limits[index]
                 self._whole.add(requests.request_ids[index])
         for kind in set(self._kinds):
             is_new = len(self._worth[kind]) < _FEW
-            if is_new or (not self._slots[kind] and self._cycle >= self._next_probe[kind]):
+            if is_new or (not self._plan.slots[kind] and self._cycle >= self._next_probe[kind]):
                 self._probe(kind, requests, drafted)
         return drafted
 
@@ -195,11 +213,13 @@ class Goodput(BlockSizePolicy):
         return {members[(self._turn + i) % len(members)] for i in range(count)}
 
     def _is_due(self, counts: list[int]) -> bool:
+        assert self.costs is not None
         before = self._reviewed_for
         return (
             self._cycle >= self._next_review
             or any((old == 0) != (new == 0) for old, new in zip(before, counts, strict=True))
             or abs(sum(counts) - sum(before)) > _CHANGED * sum(before)
+            or abs(self.costs.target(sum(counts), sum(counts)) / self._reviewed_cost - 1) > _MISJUDGED
         )
 
     def _review(self, counts: list[int]) -> None:
@@ -208,53 +228,73 @@ class Goodput(BlockSizePolicy):
         self._reviewed_for, self._next_review = counts, self._cycle + min(self._cycle, _REVIEW)
         worth = [np.array(list(zip_longest(*blocks, fillvalue=0.0))).T for blocks in self._worth]
         self._usual = [blocks.mean(axis=0).tolist() if blocks.size else [] for blocks in worth]
-        plain = sum(counts) / self.costs.target(sum(counts), sum(counts))
-        best, self._slots, self._price = _WORTHWHILE * plain, [0] * _KINDS, 0.0
+        self._reviewed_cost = self.costs.target(sum(counts), sum(counts))
+        plain = sum(counts) / self._reviewed_cost
+        best = _PLAIN._replace(rate=_WORTHWHILE * plain)
         kinds = [kind for kind in range(_KINDS) if counts[kind]]
         most = self.block_size - 1
         for kind in kinds * len(kinds):  # by turns, the others' slots given
             choices = {0, most} if kind >= _TREE else {0, 1, 2, 3, 4, 6, 8, 11, most} & set(range(most + 1))
-            for slots in sorted(choices):
-                wanted = [slots if other == kind else self._slots[other] for other in range(_KINDS)]
-                rate, price = self._promise(worth, counts, wanted)
-                if rate > best:
-                    best, self._slots, self._price = rate, wanted, price
-        is_close = any(self._slots) and best < _CLOSE * plain
-        self._plain_every = 1 + int((1 - plain / best) / _PROBING) if is_close else 0
+            plans = [self._promise(worth, counts, [*best.slots[:kind], k, *best.slots[kind + 1 :]]) for k in choices]
+            best = max(best, *plans, key=lambda plan: plan.rate)
+        self._plan = best
+        is_close = any(best.slots) and best.rate < _CLOSE * plain
+        self._plain_every = 1 + int((1 - plain / best.rate) / _PROBING) if is_close else 0
 
-    def _promise(self, worth: list[FloatArray], counts: list[int], slots: list[int]) -> tuple[float, float]:
-        """Tokens per second if each kind drafts so many slots, and the smallest gain that is then worth verifying."""
+    def _promise(self, worth: list[FloatArray], counts: list[int], slots: list[int]) -> _Plan:
+        """The best that can come of drafting so many slots for each kind."""
         assert self.costs is not None
         drafting = [kind for kind in range(_KINDS) if counts[kind] and slots[kind]]
         if not drafting:
-            return 0.0, 0.0
+            return _PLAIN
         total = sum(counts)
         parts = [worth[kind] if kind >= _TREE else worth[kind][:, : slots[kind]] for kind in drafting]
+        sizes = [part.size for part in parts]
         gains = np.concatenate([part.ravel() for part in parts])
         # Each remembered token stands for this many of the requests there are.
-        each = [counts[kind] / len(worth[kind]) for kind in drafting]
-        shares = np.repeat(each, [part.size for part in parts])
-        order = np.argsort(-gains)
-        expected = total + np.cumsum(gains[order] * shares[order])
-        tokens = sum(counts[kind] * part.shape[1] for kind, part in zip(drafting, parts, strict=True))
-        verifying = self.costs.target.upto(total, tokens, total)
-        verified = np.minimum(np.cumsum(shares[order]).astype(np.int64), tokens)
-        requests = sum(counts[kind] for kind in drafting)
-        slots_of_all = sum(counts[kind] * slots[kind] for kind in drafting)
-        rates = expected / (self.costs.draft(requests + slots_of_all, requests) + verifying[verified])
-        last = int(rates.argmax())
-        return float(rates[last]), float(gains[order[last]])
+        shares = np.repeat([counts[kind] / len(worth[kind]) for kind in drafting], sizes)
+        values = gains / np.repeat([self._plan.pace[kind] for kind in drafting], sizes)
+        order = np.argsort(-values)
+        owners = np.repeat(drafting, sizes)[order]
+        paces = [1 + np.cumsum((gains * shares)[order] * (owners == kind)) / counts[kind] for kind in drafting]
+        logs = sum(counts[kind] / total * np.log(each) for kind, each in zip(drafting, paces, strict=True))
+        seconds = self._seconds(counts, slots, drafting, [part.shape[1] for part in parts], np.cumsum(shares[order]))
+        rates = total * np.exp(logs) / seconds
+        last, is_cut = int(rates.argmax()), rates[-1] < _AS_GOOD * rates.max()
+        if not is_cut:
+            last = len(rates) - 1
+        pace = list(_PLAIN.pace)
+        for kind, each in zip(drafting, paces, strict=True):
+            pace[kind] = float(each[last])
+        price = float(values[order[last]]) if is_cut else 0.0
+        return _Plan(float(rates[last]), slots, [price * each for each in self._plan.pace], pace)
+
+    def _seconds(
+        self, counts: list[int], slots: list[int], drafting: list[int], longest: list[int], verified: FloatArray
+    ) -> FloatArray:
+        """Of cycles that verify so many tokens of blocks that have up to ``longest``, for each kind that is ``drafting``."""
+        assert self.costs is not None
+        total, requests = sum(counts), sum(counts[kind] for kind in drafting)
+        most = sum(counts[kind] * length for kind, length in zip(drafting, longest, strict=True))
+        verified = np.minimum(verified.astype(np.int64), most)
+        drafted = requests + sum(counts[kind] * slots[kind] for kind in drafting)
+        # Of few requests often none is as long as it might be; one alone is never padded.
+        padding = (1 - 1 / total) * (total * max(longest) - verified)
+        verifying = self.costs.target.upto(total, most, total)[verified]
+        return self.costs.draft(drafted, requests) + verifying + self.costs.target.padding(padding)
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
         self._kinds = _kinds(requests)
         self._confidence = confidence
-        gains, price = self.acceptance.gains, self._price
+        gains, prices = self.acceptance.gains, self._plan.prices
         return [
-            len(gains(request_id, kind, sure, 0.0 if request_id in self._whole else price)) if size else 0
+            len(gains(request_id, kind, sure, 0.0 if request_id in self._whole else prices[kind])) if size else 0
             for request_id, kind, sure, size in zip(requests.request_ids, self._kinds, confidence, drafted, strict=True)
         ]
 
     def observe(self, cycle: Cycle) -> None:
+        if self._cycle % 2 and all(self._plan.slots[kind] for kind in self._kinds):
+            return  # every other cycle teaches enough, unless it was a probe
         drew = [index for index, size in enumerate(cycle.drafted) if size]
         for turn in range(min(len(drew), _PROBED)):
             index = drew[(self._cycle * _PROBED + turn) % len(drew)]

@@ -51,12 +51,12 @@ class Pacer:
         self._runner = runner
         self._largest = largest
         rehearsal = Rehearsal(runner)
-        self._costs = Costs(rehearsal.draft, rehearsal.target)
+        self._costs = Costs(rehearsal.draft, rehearsal.target, rehearsal.rows)
         self._asked: tuple[list[Request], Decoding] | None = None
         self._members: list[int] = []  # places in the plan of those that decode
         self._cycle: Cycle | None = None
         self._proposals: list[Proposal] = []
-        self._drafted_at = 0.0
+        self._drafted_at = self._drafting = 0.0  # when drafting ended and how long it took, in seconds
         self._policy: BlockSizePolicy = Fixed(1)
 
     @property
@@ -83,7 +83,7 @@ class Pacer:
         )
 
     def _choose_shapes(self, requests: list[Request]) -> None:
-        """Chains or trees. What a sampled request was first drafted as decides how it is verified from then on."""
+        """Chains or trees. A sampled request keeps the verifier that it was first drafted for."""
         options = self._runner.options
         if options.tree_nodes is not None:
             nodes = options.tree_nodes - 1
@@ -91,7 +91,7 @@ class Pacer:
             nodes = self._policy.tree_nodes(len(requests)) if options.may_grow_trees else 0
         for request in requests:
             if request.is_coupled is None:
-                request.is_coupled = options.matches(request.params) or nodes > 0
+                request.is_coupled = options.matches(request.params)
             request.draft_nodes = nodes if request.is_coupled or request.params.temperature == 0 else 0
 
     def before_drafting(self, running: Sequence[Request]) -> None:
@@ -133,7 +133,7 @@ class Pacer:
                 proposals[place] = _cut(proposals[place], size)
         self._cycle = Cycle(requests, drafted, verified, [], [])
         self._proposals = proposals
-        self._drafted_at = time.perf_counter()
+        self._drafted_at, self._drafting = time.perf_counter(), self._runner.timings.draft
         return proposals
 
     def after_judging(self, plan: Sequence[Scheduled], verdicts: Sequence[Verdict]) -> None:
@@ -143,11 +143,12 @@ class Pacer:
             return
         cycle.accepted = [verdicts[place].accepted for place in self._members]
         cycle.right = [_right(self._proposals[place], verdicts[place]) for place in self._members]
-        if len(self._members) == len(plan):  # prompts in the pass would be counted as slow verification
-            seconds = time.perf_counter() - self._drafted_at
-            self._costs.target.observe(len(self._runner.batch), len(plan), seconds)
-            if drafting := sum(size > 0 for size in cycle.drafted):
-                self._costs.draft.observe(drafting + sum(cycle.drafted), drafting, self._runner.timings.draft)
+        seconds, requests = time.perf_counter() - self._drafted_at, len(self._members)
+        tokens = requests + sum(cycle.verified)
+        read, padding = len(self._runner.batch) - tokens, requests * (1 + max(cycle.verified)) - tokens
+        self._costs.target.observe(tokens, requests, seconds, read, padding)
+        if drafting := sum(size > 0 for size in cycle.drafted):
+            self._costs.draft.observe(drafting + sum(cycle.drafted), drafting, self._drafting)
         self._policy.observe(cycle)
 
 

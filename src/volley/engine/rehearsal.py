@@ -23,24 +23,44 @@ class Rehearsal:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    @torch.inference_mode()
     def target(self, tokens: int, requests: int) -> float:
-        """Seconds of one target pass over ``tokens``, spread over ``requests``, all of them verified."""
-        target = self._runner.target
-        batch = self._batch(tokens, requests, causal=True)
+        """Seconds of one target pass over ``tokens``, spread over ``requests``, all of them verified and one of each injected."""
+        return self._pass(_spread(tokens, requests), chosen=tokens, injected=requests)
+
+    def rows(self) -> tuple[float, float]:
+        """Seconds that each token of a prompt, and each row of padding, adds to a target pass."""
+        prompt = min(_CONTEXT, self._runner.target.context_length)
+        reading = self._pass([prompt], chosen=1, injected=prompt) - self.target(1, 1)
+        even, uneven = _spread(16, 8), [9, *_spread(7, 7)]
+        rows = 8 * max(uneven) - sum(uneven)
+        padding = self._pass(uneven, chosen=16, injected=8) - self._pass(even, chosen=16, injected=8)
+        return max(0.0, reading) / prompt, max(0.0, padding) / rows
+
+    @torch.inference_mode()
+    def _pass(self, lengths: list[int], *, chosen: int, injected: int) -> float:
+        """Seconds of one target pass over requests of so many tokens."""
+        target, drafter = self._runner.target, self._runner.drafter
+        batch = self._batch(lengths, causal=True)
         store = self._store(target.kv_shapes, batch)
-        rows = torch.arange(len(batch), device=target.device)
-        return _timed(lambda: best_tokens(target.forward(batch, store, rows)))
+        rows = torch.arange(len(batch), device=target.device)[-chosen:]
+        width = 0 if drafter is None else drafter.fc.in_features
+        features = torch.zeros(injected, width, dtype=target.dtype, device=target.device)
+
+        def run() -> None:
+            best_tokens(target.forward(batch, store, rows))
+            if drafter is not None:
+                drafter.context_kv(features, batch.positions[:injected])
+
+        return _timed(run)
 
     @torch.inference_mode()
     def draft(self, tokens: int, requests: int) -> float:
-        """Seconds to draft ``tokens``, anchors included, and to inject a token for each of ``requests``."""
+        """Seconds to draft ``tokens``, anchors included, for ``requests``."""
         drafter, target, head = self._runner.drafter, self._runner.target, self._runner.head
         assert drafter is not None
-        batch = self._batch(tokens, requests, causal=False)
+        batch = self._batch(_spread(tokens, requests), causal=False)
         store = self._store(drafter.kv_shapes, batch)
         options = AttentionOptions(drafter.config.head_dim**-0.5)
-        features = torch.zeros(requests, drafter.fc.in_features, dtype=target.dtype, device=target.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return target.attention(batch, store, layer, q, k, v, options)
@@ -51,22 +71,25 @@ class Rehearsal:
             best_tokens(logits)
             if head is not None:
                 head.lattices(hidden, logits, [0] * requests, [len(batch) // requests] * requests)
-            drafter.context_kv(features, batch.positions[:requests])
 
         return _timed(run)
 
-    def _batch(self, tokens: int, requests: int, *, causal: bool) -> RaggedBatch:
-        length = -(-tokens // requests)
-        context = min(_CONTEXT, max(0, self._runner.target.context_length - length))
-        tables = [BlockTable(context + length, [index]) for index in range(requests)]
-        segments = [Segment(table, context, length, causal) for table in tables]
-        token_ids = torch.zeros(requests * length, dtype=torch.long, device=self._runner.target.device)
+    def _batch(self, lengths: list[int], *, causal: bool) -> RaggedBatch:
+        context = min(_CONTEXT, max(0, self._runner.target.context_length - max(lengths)))
+        segments: list[Segment] = []
+        for index, length in enumerate(lengths):
+            segments.append(Segment(BlockTable(context + max(lengths), [index]), context, length, causal))
+        token_ids = torch.zeros(sum(lengths), dtype=torch.long, device=self._runner.target.device)
         return RaggedBatch(segments, token_ids)
 
     def _store(self, shapes: list[tuple[int, int]], batch: RaggedBatch) -> KVStore:
         target = self._runner.target
         slots = sum(segment.table.capacity for segment in batch.segments)
         return make_store("auto", shapes, slots, target.dtype, target.device)
+
+
+def _spread(tokens: int, requests: int) -> list[int]:
+    return [-(-tokens // requests)] * requests
 
 
 def _timed(run: Callable[[], object]) -> float:

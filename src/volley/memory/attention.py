@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from volley.memory import kernels
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.kv_store import KVStore
+from volley.memory.kv_store import KVStore, take_rows
 
 Attention = Callable[[RaggedBatch, KVStore, int, Tensor, Tensor, Tensor, "AttentionOptions"], Tensor]
 
@@ -149,8 +149,12 @@ def paged_attention(
     output = torch.empty_like(queries)
     for group in groups:
         rows = group.rows if group.padded is None else group.padded
-        mixed = _attend_group(group, store, layer, queries[rows], options)
-        output[group.rows] = mixed if group.real is None else mixed[group.real]
+        mixed = _attend_group(group, store, layer, take_rows(queries, rows), options)
+        mixed = mixed if group.real is None else mixed.index_select(0, group.real)
+        if isinstance(group.rows, slice):
+            output[group.rows] = mixed
+        else:
+            output.index_copy_(0, group.rows, mixed)
     return store.unrotate(layer, output)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from volley.errors import ConfigError, InputError
 from volley.models.adapter import AdapterConfig, attach, drafter_fingerprint, merge, save_adapter
+from volley.models.checkpoint import make_folder
 from volley.models.drafter import Drafter
 from volley.train.anchors import draw_anchors
 from volley.train.cache import FeatureCache
@@ -51,6 +52,7 @@ def train(config: TrainConfig) -> Path:
     """Train, or go on with, the run in ``config.out``; returns the folder of the drafter or adapter."""
     if config.threads:
         torch.set_num_threads(config.threads)
+    make_folder(config.out)  # before anything that takes long
     ranks = Ranks(config.device, config.fsdp)
     if ranks.device.type == "cpu":
         keep_freed_memory()

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from volley.models.checkpoint import make_folder, write_atomically
+from volley.models.checkpoint import write_atomically
 from volley.train.state import Position
 
 
@@ -25,7 +25,6 @@ class Reporter:
     def start(self, position: Position) -> None:
         """Begin, or go on, at ``position``: what a killed run logged after its last checkpoint is done again."""
         self._last = (time.monotonic(), Position(**asdict(position)))
-        make_folder(self.out)
         path = self.out / "log.jsonl"
         if self.speaks and path.exists():
             lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= position.step]
