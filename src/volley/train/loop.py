@@ -52,7 +52,7 @@ def train(config: TrainConfig) -> Path:
     """Train, or go on with, the run in ``config.out``; returns the folder of the drafter or adapter."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    make_folder(config.out)  # before anything that takes long
+    make_folder(Path(config.out))  # before anything that takes long
     ranks = Ranks(config.device, config.fsdp)
     if ranks.device.type == "cpu":
         keep_freed_memory()
