@@ -280,8 +280,9 @@ class Goodput(BlockSizePolicy):
         drafted = requests + sum(counts[kind] * slots[kind] for kind in drafting)
         # Of few requests often none is as long as it might be; one alone is never padded.
         padding = (1 - 1 / total) * (total * max(longest) - verified)
-        verifying = self.costs.target.upto(total, most, total)[verified]
-        return self.costs.draft(drafted, requests) + verifying + self.costs.target.padding(padding)
+        seconds: FloatArray = self.costs.target.upto(total, most, total)[verified]
+        seconds += self.costs.draft(drafted, requests)
+        return seconds + self.costs.target.padding(padding)
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
         self._kinds = _kinds(requests)
