@@ -197,7 +197,7 @@ def test_a_probe_is_for_a_few_requests_in_turn() -> None:
     assert set().union(*chosen) == set(range(16))
 
 
-def verified_of_two_kinds(policy: Goodput, cycles: int = 120) -> tuple[float, float]:
+def verified_of_two_kinds(policy: Goodput, cycles: int = 600) -> tuple[float, float]:
     """Slots that are verified of a greedy request, each right with 0.9, and of a sampled one, with 0.5; four of each."""
     random = np.random.default_rng(0)
     requests = Decoding(list(range(8)), [7] * 8, [index >= 4 for index in range(8)], [False] * 8)

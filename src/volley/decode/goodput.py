@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding
 from volley.decode.cost import FloatArray
 
-_REVIEW = 32  # cycles between two looks at what pays, fewer at the beginning
+_REVIEW = 64  # cycles between two looks at what pays, fewer at the beginning
+_WHOLE = 32  # cycles between two in which a few requests verify whole blocks
 _REMEMBERED = 64  # blocks that the look is based on
 _PROBING = 0.01  # share of the time that may go into drafting where it does not pay at present, or into not drafting
 _PROBED = 4  # requests that draft whole blocks to learn what they are worth, and blocks of a cycle that are learnt from
@@ -184,7 +185,7 @@ class Goodput(BlockSizePolicy):
             return [0] * len(requests)
         drafted = [min(limit, self._plan.slots[kind]) for limit, kind in zip(requests.limits, self._kinds, strict=True)]
         self._whole.clear()
-        if self._cycle % _REVIEW == 0:  # whole blocks, verified whole, or low estimates would never be proved wrong
+        if self._cycle % _WHOLE == 0:  # whole blocks, verified whole, or low estimates would never be proved wrong
             for index in self._by_turns([index for index, size in enumerate(drafted) if size], 1 + len(requests) // 8):
                 drafted[index] = requests.limits[index]
                 self._whole.add(requests.request_ids[index])
