@@ -76,25 +76,26 @@ def workload(engine: Engine, count: int, seed: int) -> list[Asked]:
 
 
 class Case:
-    """One way of deciding, with an engine and a closed loop of its own; its clock stands still while another case runs."""
+    """One way of deciding, with an engine and a closed loop of its own; its clock stands still while another case runs.
 
-    def __init__(self, name: str, pair: Engine, concurrency: int) -> None:
-        self.name, self.concurrency = name, concurrency
+    The loop begins as if it had long been going on: the first requests are at all stages of their answers.
+    """
+
+    def __init__(self, name: str, pair: Engine, concurrency: int, asked: list[Asked]) -> None:
+        self.name = name
         drafter = None if name == PLAIN else pair.drafter
         policy = None if name == PLAIN else make_policy(name, drafter)
         pages = PAGES_OF_LONGEST + concurrency * PAGES_PER_REQUEST
         self.engine = Engine(pair.target, drafter, policy=policy, num_pages=pages, prefix_caching=False)
         self.open: list[Request] = []
-
-    def begin(self, asked: list[Asked]) -> None:
-        """Start the loop as if it had long been going on: the first requests are at all stages of their answers."""
         self.queue = iter(asked)
         self.begun: dict[int, float] = {}  # by request, on this case's clock
         self.seconds, self.written = 0.0, 0
         shuffle = random.Random(0)
-        for _ in range(self.concurrency):
+        for _ in range(concurrency):
             prompt, params = next(self.queue)
             self.add(prompt, replace(params, max_tokens=shuffle.randint(1, params.max_tokens)))
+        self.count()
 
     def count(self) -> None:
         """Forget what was measured so far."""
@@ -141,12 +142,9 @@ def measure(pair: Engine, names: list[str]) -> Iterator[dict[str, Any]]:
     for concurrency in map(int, ARGS.concurrency.split(",")):
         cases: list[Case] = []  # the last ones' memory first
         gc.collect()
-        cases += [Case(name, pair, concurrency) for name in names]
         tokens = max(ARGS.tokens, 100 * concurrency)
         asked = workload(pair, 3 * concurrency + (ARGS.rounds + 1) * tokens // 32, seed=concurrency)
-        for case in cases:
-            case.begin(asked)
-            case.count()
+        cases += [Case(name, pair, concurrency, asked) for name in names]
         for turn in range(TURNS // 2 + ARGS.rounds * TURNS):  # half a round to warm up, and for policies to learn
             number, part = divmod(turn - TURNS // 2, TURNS)
             for case in order.sample(cases, len(cases)):

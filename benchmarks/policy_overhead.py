@@ -35,50 +35,32 @@ import torch  # noqa: E402
 
 from volley import Engine, SamplingParams  # noqa: E402
 from volley.decode.pilot import Pilot, PilotConfig, net_for  # noqa: E402
+from volley.engine import rehearsal  # noqa: E402
 from volley.engine.pacing import make_policy  # noqa: E402
-from volley.engine.rehearsal import Rehearsal  # noqa: E402
 from volley.prompts import load_prompts  # noqa: E402
 from volley.train.options import PilotOptions  # noqa: E402
 
 PARTS = {"before_drafting": "pacer", "after_prefill": "pacer", "after_drafting": "pacer", "after_judging": "pacer"}
 PARTS |= {"_note_confidence": "runner"}
-
-
-class Rehearsed:
-    """Seconds that went into timing passes."""
-
-    seconds = 0.0
-
-    @classmethod
-    def watch(cls) -> None:
-        def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapper(*args: Any, **options: Any) -> Any:
-                started = time.perf_counter()
-                found = call(*args, **options)
-                cls.seconds += time.perf_counter() - started
-                return found
-
-            return wrapper
-
-        for name in ("_pass", "draft"):
-            setattr(Rehearsal, name, timed(getattr(Rehearsal, name)))
+REHEARSED = "rehearsed"  # timing passes, in the middle of some part
 
 
 def watch(engine: Engine) -> dict[str, float]:
-    """Seconds spent in each part of ``engine`` that works for its policy, growing as it steps."""
+    """Seconds spent in each part of ``engine`` that works for its policy, growing as it steps, and in rehearsal."""
     seconds: dict[str, float] = defaultdict(float)
     looks = [time.perf_counter() for _ in range(1001)]
     clock = (looks[-1] - looks[0]) / 1000  # looking at it takes time too
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any) -> Any:
-            started, rehearsed = time.perf_counter(), Rehearsed.seconds
+            started, rehearsed = time.perf_counter(), seconds[REHEARSED]
             found = call(*args)
-            seconds[name] += time.perf_counter() - started - clock - (Rehearsed.seconds - rehearsed)
+            seconds[name] += time.perf_counter() - started - clock - (seconds[REHEARSED] - rehearsed)
             return found
 
         return wrapper
 
+    rehearsal._timed = timed(REHEARSED, rehearsal._timed)
     for name, owner in PARTS.items():
         setattr(getattr(engine, owner), name, timed(name, getattr(getattr(engine, owner), name)))
     return seconds
@@ -104,9 +86,9 @@ def turn(
         engine.step()
     before, total = dict(seconds), 0.0
     for _ in range(ARGS.cycles):
-        started, rehearsed = time.perf_counter(), Rehearsed.seconds
+        started, rehearsed = time.perf_counter(), seconds[REHEARSED]
         ended = engine.step()
-        total += time.perf_counter() - started - (Rehearsed.seconds - rehearsed)
+        total += time.perf_counter() - started - (seconds[REHEARSED] - rehearsed)
         for _ in ended:
             add()
     spent = {name: seconds[name] - before.get(name, 0.0) for name in PARTS}
@@ -134,7 +116,6 @@ def untrained(engine: Engine) -> Pilot:
 
 def main() -> None:
     torch.set_num_threads(ARGS.threads)
-    Rehearsed.watch()
     engine = Engine.from_pretrained(policy="fixed")
     prompts = [engine.encode(list(chat.messages)) for chat in load_prompts(ARGS.prompts, limit=64)]
     seconds = watch(engine)
@@ -152,7 +133,7 @@ def main() -> None:
                     found[name].append(result)
         for name, results in found.items():
             print(row(f"{concurrency} | {name}", results), flush=True)
-    print(f"\n{Rehearsed.seconds:.2f} s in all went into timing passes, once for each size.")
+    print(f"\n{seconds[REHEARSED]:.2f} s in all went into timing passes, once for each size.")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Costs, acceptance estimates and what goodput makes of them."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from volley.decode.block_size import Cycle, Decoding
-from volley.decode.cost import Costs, PassCost
+from volley.decode.cost import Costs, FloatArray, PassCost
 from volley.decode.goodput import Acceptance, Goodput
 
 # -- costs -------------------------------------------------------------------------------------------------------------
@@ -122,21 +125,37 @@ def simulate(policy: Goodput, count: int, cycles: int, sure: float, seed: int = 
     """Run ``count`` greedy requests whose slots are right as often as they claim, about ``sure``; what was drafted and
     verified per cycle."""
     random = np.random.default_rng(seed)
-    requests = Decoding(list(range(count)), [7] * count, [False] * count, [False] * count)
-    drafted_sums, verified_sums = [], []
+    drafted, verified = played(
+        policy, [False] * count, cycles, random, lambda _, size: np.clip(random.normal(sure, 0.15, size), 0.02, 0.98)
+    )
+    return drafted.sum(axis=1).tolist(), verified.sum(axis=1).tolist()
+
+
+def played(
+    policy: Goodput,
+    sampled: list[bool],
+    cycles: int,
+    random: np.random.Generator,
+    chances: Callable[[int, int], FloatArray],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Slots drafted and verified per cycle and request ``[cycles, R]``; ``chances(request, size)`` is how likely they are
+    right, which they claim."""
+    count = len(sampled)
+    requests = Decoding(list(range(count)), [7] * count, sampled, [False] * count)
+    sizes: list[tuple[list[int], list[int]]] = []
     for _ in range(cycles):
         drafted = policy.draft(requests)
-        confidence = [np.clip(random.normal(sure, 0.15, size), 0.02, 0.98).tolist() for size in drafted]
+        confidence = [chances(request, size).tolist() for request, size in enumerate(drafted)]
         verified = policy.verify(requests, drafted, confidence) if any(drafted) else drafted
         accepted = [
             int(np.cumprod(random.random(size) < np.array(row[:size])).sum())
             for row, size in zip(confidence, verified, strict=True)
         ]
-        right = [[slot < count for slot in range(size)] for size, count in zip(verified, accepted, strict=True)]
+        right = [[slot < kept for slot in range(size)] for size, kept in zip(verified, accepted, strict=True)]
         policy.observe(Cycle(requests, drafted, verified, accepted, right))
-        drafted_sums.append(sum(drafted))
-        verified_sums.append(sum(verified))
-    return drafted_sums, verified_sums
+        sizes.append((drafted, verified))
+    drafted_all, verified_all = np.array(sizes).transpose(1, 0, 2)
+    return drafted_all, verified_all
 
 
 def goodput(token: float, draft: float = 0.1, padding: float = 0.0) -> Goodput:
@@ -197,31 +216,19 @@ def test_a_probe_is_for_a_few_requests_in_turn() -> None:
     assert set().union(*chosen) == set(range(16))
 
 
-def verified_of_two_kinds(policy: Goodput, cycles: int = 600) -> tuple[float, float]:
-    """Slots that are verified of a greedy request, each right with 0.9, and of a sampled one, with 0.5; four of each."""
-    random = np.random.default_rng(0)
-    requests = Decoding(list(range(8)), [7] * 8, [index >= 4 for index in range(8)], [False] * 8)
-    chances = [0.9] * 4 + [0.5] * 4
-    verified: list[list[int]] = []
-    for _ in range(cycles):
-        drafted = policy.draft(requests)
-        confidence = [[chance] * size for chance, size in zip(chances, drafted, strict=True)]
-        verified.append(policy.verify(requests, drafted, confidence) if any(drafted) else drafted)
-        accepted = [
-            int(np.cumprod(random.random(size) < chance).sum())
-            for chance, size in zip(chances, verified[-1], strict=True)
-        ]
-        right = [[slot < count for slot in range(size)] for size, count in zip(verified[-1], accepted, strict=True)]
-        policy.observe(Cycle(requests, drafted, verified[-1], accepted, right))
-    settled = np.array(verified[cycles // 2 :])
-    return float(settled[:, :4].mean()), float(settled[:, 4:].mean())
-
-
 def test_a_slot_is_worth_what_it_adds_to_the_speed_of_its_own_request() -> None:
     """Five slots for the greedy requests and none for the others make 5.8 tokens in a unit of time, two and one only 5.4. But
     then greedy requests end almost five times as fast as the others and are soon the fewer: if as many of each arrive, 3.4
     and 5.0 tokens come of it."""
-    greedy, sampled = verified_of_two_kinds(goodput(token=0.1))
+    is_sampled = [False] * 4 + [True] * 4
+    _, verified = played(
+        goodput(token=0.1),
+        is_sampled,
+        600,
+        np.random.default_rng(0),
+        lambda request, size: np.full(size, 0.5 if is_sampled[request] else 0.9),
+    )
+    greedy, sampled = verified[300:, :4].mean(), verified[300:, 4:].mean()
     assert sampled > 0.3
     assert greedy > sampled
 

@@ -20,14 +20,19 @@ _QUICK = 0.1  # seconds of a pass that may be timed twice
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
 
+def _free_rows() -> tuple[float, float]:
+    return 0.0, 0.0
+
+
 class PassCost:
     """Seconds of one model's pass: ``speed · table[tokens] + each · requests``.
 
     The table is linear between sizes that were measured. ``speed`` and ``each`` are fitted to what steps really took, by
-    least squares that forget, starting from what was measured: the machine has other work, texts grow longer.
+    least squares that forget, starting from what was measured: the machine has other work, texts grow longer. Rows that choose
+    no token cost ``speed`` times what they were measured to cost.
     """
 
-    def __init__(self, measure: Measure, measure_rows: MeasureRows = lambda: (0.0, 0.0)) -> None:
+    def __init__(self, measure: Measure, measure_rows: MeasureRows = _free_rows) -> None:
         self._measure, self._measure_rows = measure, measure_rows
         self._rows: tuple[float, float] | None = None
         self._measured: list[float] = []
@@ -124,8 +129,6 @@ def _slope(sizes: NDArray[np.int64], seconds: FloatArray, first: int, second: in
 class Costs:
     """Both models' passes of one engine."""
 
-    def __init__(
-        self, measure_draft: Measure, measure_target: Measure, measure_rows: MeasureRows = lambda: (0.0, 0.0)
-    ) -> None:
+    def __init__(self, measure_draft: Measure, measure_target: Measure, measure_rows: MeasureRows = _free_rows) -> None:
         self.draft = PassCost(measure_draft)
         self.target = PassCost(measure_target, measure_rows)

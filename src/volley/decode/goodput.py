@@ -137,7 +137,7 @@ class Acceptance:
 
 
 class Goodput(BlockSizePolicy):
-    """Most expected tokens per second of the whole batch.
+    """The speeds of all requests, as their geometric mean, as high as can be expected.
 
     Greedy and sampled requests, chains and trees differ in what they promise, so each kind has its own memory and number
     of slots. Trees are for few requests: they verify more than they draft, which pays while verifying is nearly free.
@@ -261,9 +261,8 @@ class Goodput(BlockSizePolicy):
         logs = sum(counts[kind] / total * np.log(each) for kind, each in zip(drafting, paces, strict=True))
         seconds = self._seconds(counts, slots, drafting, [part.shape[1] for part in parts], np.cumsum(shares[order]))
         rates = total * np.exp(logs) / seconds
-        last, is_cut = int(rates.argmax()), rates[-1] < _AS_GOOD * rates.max()
-        if not is_cut:
-            last = len(rates) - 1
+        is_cut = rates[-1] < _AS_GOOD * rates.max()
+        last = int(rates.argmax()) if is_cut else len(rates) - 1
         pace = list(_PLAIN.pace)
         for kind, each in zip(drafting, paces, strict=True):
             pace[kind] = float(each[last])
