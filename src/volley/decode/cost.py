@@ -17,6 +17,9 @@ which makes a request as long as the longest.
 """
 
 _QUICK = 0.1  # seconds of a pass that may be timed twice
+_NOISE = 0.1  # of what a step takes, relative
+_LESSON = 32  # steps learnt from at once in the long run, which costs less than one by one
+_REMEMBERED = 0.99  # of what was seen, a step later
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
 
@@ -27,9 +30,9 @@ def _free_rows() -> tuple[float, float]:
 class PassCost:
     """Seconds of one model's pass: ``speed · table[tokens] + each · requests``.
 
-    The table is linear between sizes that were measured. ``speed`` and ``each`` are fitted to what steps really took, by
-    least squares that forget, starting from what was measured: the machine has other work, texts grow longer. Rows that choose
-    no token cost ``speed`` times what they were measured to cost.
+    The table is linear between sizes that were measured. ``speed``, ``each`` and what rows take that choose no token are fitted
+    to what steps really took, by least squares that forget, starting from what was measured: the machine has other work, texts
+    grow longer.
     """
 
     def __init__(self, measure: Measure, measure_rows: MeasureRows = _free_rows) -> None:
@@ -39,8 +42,11 @@ class PassCost:
         self._table = np.zeros(1)
         self._seconds = [0.0]  # the same for one look at a time, which arrays make dear
         self._speed, self._each = 1.0, 0.0
+        self._padding = 1.0  # what a row of padding takes, in units of what was measured
         self._prior: tuple[float, float] | None = None  # each as it was measured, and how far it may be off
-        self._sums = [0.0] * 5
+        self._squares, self._products = np.zeros((4, 4)), np.zeros(4)
+        self._steps: list[tuple[float, ...]] = []  # yet to be learnt from
+        self._lesson = 4  # so many at once
 
     def __call__(self, tokens: int, requests: int) -> float:
         """Seconds of a pass over ``tokens`` of ``requests`` requests."""
@@ -54,7 +60,7 @@ class PassCost:
 
     def padding(self, rows: FloatArray) -> FloatArray:
         """Seconds that so many rows of padding add to a pass."""
-        return self._speed * self._row_costs()[1] * rows
+        return self._padding * self._row_costs()[1] * rows
 
     def _row_costs(self) -> tuple[float, float]:
         if self._rows is None:
@@ -86,22 +92,31 @@ class PassCost:
         """A real pass took ``seconds``; beside the tokens of ``requests`` it had rows of prompts and of padding."""
         if tokens >= len(self._seconds):
             return
-        x, y = self._seconds[tokens], float(requests)
-        if read or padding:
-            per_read, per_padding = self._row_costs()
-            x += per_read * read + per_padding * padding
+        self._steps.append((self._seconds[tokens], requests, read, padding, seconds))
+        if len(self._steps) == self._lesson:
+            self._fit()
+            self._lesson = min(2 * self._lesson, _LESSON)
+
+    def _fit(self) -> None:
+        """Ridge regression: before anything is seen speed is 1 ± 0.5, and prompts and padding take what was measured, times
+        speed, give or take as much again."""
+        steps = np.array(self._steps)
+        self._steps.clear()
+        seconds, rows = steps[:, 4], steps[:, :4]
+        rows[:, 2:] *= self._row_costs() if rows[:, 2:].any() else 0.0
+        rows[:, 0] += rows[:, 2] + rows[:, 3]
         # A step that took far longer was interrupted; it says little about the next.
-        seconds = min(seconds, 2 * (self._speed * x + self._each * y))
-        # Ridge regression of relative errors of about 10 %; before anything is seen, speed is 1 ± 0.5.
-        x, y = 10 * x / seconds, 10 * y / seconds
-        new = (x * x, x * y, y * y, 10 * x, 10 * y)
-        self._sums = [0.98 * old + more for old, more in zip(self._sums, new, strict=True)]
-        xx, xy, yy, x1, y1 = self._sums
+        seconds = np.minimum(seconds, 2 * rows[:, :2] @ (self._speed, self._each))
+        rows /= _NOISE * seconds[:, None]
+        remembered = _REMEMBERED ** len(rows)
+        self._squares = remembered * self._squares + rows.T @ rows
+        self._products = remembered * self._products + rows.sum(axis=0) / _NOISE
         each, spread = self._prior or (0.0, 1e-9)
-        xx, x1, yy, y1 = xx + 4, x1 + 4, yy + spread**-2, y1 + each * spread**-2
-        determinant = xx * yy - xy * xy
-        self._speed = max(0.1, (yy * x1 - xy * y1) / determinant)
-        self._each = max(0.0, (xx * y1 - xy * x1) / determinant)
+        usual, certainty = np.array((1.0, each, 0.0, 0.0)), np.array((0.5, spread, 1.0, 1.0)) ** -2
+        speed, each, _, padding = np.linalg.solve(
+            self._squares + np.diag(certainty), self._products + certainty * usual
+        ).tolist()
+        self._speed, self._each, self._padding = max(0.1, speed), max(0.0, each), max(0.0, speed + padding)
 
 
 def _from_below(sizes: NDArray[np.int64], seconds: FloatArray, largest: int) -> FloatArray:

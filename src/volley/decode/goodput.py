@@ -29,7 +29,8 @@ _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promis
 _AS_GOOD = (
     0.97  # of the best promise for blocks that are not cut to be preferred: a choice among estimates flatters itself
 )
-_CLOSE = 1.4  # below this gain over plain decoding, a plain cycle now and then tells what it really takes
+_HOPELESS = 0.9  # of the best promise: more slots still are not looked at
+_FAR = 0.3  # by which plain decoding must be behind for not being tried now and then; drafting always is
 _CHANGED = 0.25  # share of the requests that must have come or gone for another look before its time
 _MISJUDGED = 0.1  # relative change of what a plain pass takes, for the same
 _TREE = 2  # kinds of requests are 0 and 1, greedy and sampled, and so many more where a tree is drafted
@@ -150,13 +151,14 @@ class Goodput(BlockSizePolicy):
         # By kind: gains of the last blocks, and their mean at the last look.
         self._worth = [deque[list[float]](maxlen=_REMEMBERED) for _ in range(_KINDS)]
         self._usual: list[list[float]] = [[] for _ in range(_KINDS)]
-        self._plan = _PLAIN
+        self._plan = self._other = self._followed = _PLAIN
+        self._pace = _PLAIN.pace  # of the best plan that drafts
         self._kinds: list[int] = []  # of the requests in the cycle under way
         self._confidence: list[list[float]] = []
         self._whole: set[int] = set()  # requests that verify all they draft in this cycle
         self._reviewed_for, self._reviewed_cost = [0] * _KINDS, 1.0  # requests by kind, seconds of a plain pass
-        self._cycle = self._next_review = self._last_plain = 0
-        self._plain_every = 0  # cycles, or 0 where it is not worth knowing what a plain one takes
+        self._cycle = self._next_review = self._last_other = 0
+        self._other_every = 0  # cycles between two that follow the plan not chosen, or 0: it is far behind
         self._next_probe = [0] * _KINDS
         self._turn = 0  # requests looked at more closely so far
 
@@ -180,18 +182,22 @@ class Goodput(BlockSizePolicy):
         counts = [self._kinds.count(kind) for kind in range(_KINDS)]
         if all(len(self._worth[kind]) >= _FEW for kind in self._kinds) and self._is_due(counts):
             self._review(counts)
-        if self._plain_every and self._cycle >= self._last_plain + self._plain_every:
-            self._last_plain = self._cycle
-            return [0] * len(requests)
-        drafted = [min(limit, self._plan.slots[kind]) for limit, kind in zip(requests.limits, self._kinds, strict=True)]
+        self._followed = self._plan
+        is_trial = self._other_every > 0 and self._cycle >= self._last_other + self._other_every
+        if is_trial:
+            self._last_other, self._followed = self._cycle, self._other
+        slots = self._followed.slots
+        drafted = [min(limit, slots[kind]) for limit, kind in zip(requests.limits, self._kinds, strict=True)]
         self._whole.clear()
-        if self._cycle % _WHOLE == 0:  # whole blocks, verified whole, or low estimates would never be proved wrong
+        if (
+            is_trial or self._cycle % _WHOLE == 0
+        ):  # whole blocks, verified whole, or low estimates would never be proved wrong
             for index in self._by_turns([index for index, size in enumerate(drafted) if size], 1 + len(requests) // 8):
                 drafted[index] = requests.limits[index]
                 self._whole.add(requests.request_ids[index])
         for kind in set(self._kinds):
             is_new = len(self._worth[kind]) < _FEW
-            if is_new or (not self._plan.slots[kind] and self._cycle >= self._next_probe[kind]):
+            if is_new or (any(slots) and not slots[kind] and self._cycle >= self._next_probe[kind]):
                 self._probe(kind, requests, drafted)
         return drafted
 
@@ -231,16 +237,24 @@ class Goodput(BlockSizePolicy):
         self._usual = [blocks.mean(axis=0).tolist() if blocks.size else [] for blocks in worth]
         self._reviewed_cost = self.costs.target(sum(counts), sum(counts))
         plain = sum(counts) / self._reviewed_cost
-        best = _PLAIN._replace(rate=_WORTHWHILE * plain)
+        best, most = _PLAIN, self.block_size - 1
+        choices = [0, *sorted({1, 2, 3, 4, 6, 8, 11, most} & set(range(1, most + 1)))]
         kinds = [kind for kind in range(_KINDS) if counts[kind]]
-        most = self.block_size - 1
-        for kind in kinds * len(kinds):  # by turns, the others' slots given
-            choices = {0, most} if kind >= _TREE else {0, 1, 2, 3, 4, 6, 8, 11, most} & set(range(most + 1))
-            plans = [self._promise(worth, counts, [*best.slots[:kind], k, *best.slots[kind + 1 :]]) for k in choices]
-            best = max(best, *plans, key=lambda plan: plan.rate)
-        self._plan = best
-        is_close = any(best.slots) and best.rate < _CLOSE * plain
-        self._plain_every = 1 + int((1 - plain / best.rate) / _PROBING) if is_close else 0
+        # All together first: where drafting for one kind alone would not pay, it may for all.
+        for changing in [kinds, *([kind] for kind in kinds if len(kinds) > 1)]:
+            for k in choices:
+                slots = list(best.slots)
+                for kind in changing:
+                    slots[kind] = most if k and kind >= _TREE else k
+                plan = self._promise(worth, counts, slots)
+                if k > best.slots[changing[0]] and plan.rate < _HOPELESS * best.rate:
+                    break  # larger passes take long to measure
+                best = max(best, plan, key=lambda plan: plan.rate)
+        self._pace = best.pace
+        pays = best.rate > _WORTHWHILE * plain
+        self._plan, self._other = (best, _PLAIN) if pays else (_PLAIN, best)
+        behind = 1 - (plain / best.rate if pays else best.rate / plain)
+        self._other_every = 1 + int(max(0.0, behind) / _PROBING) if behind < _FAR or not pays else 0
 
     def _promise(self, worth: list[FloatArray], counts: list[int], slots: list[int]) -> _Plan:
         """The best that can come of drafting so many slots for each kind."""
@@ -254,7 +268,7 @@ class Goodput(BlockSizePolicy):
         gains = np.concatenate([part.ravel() for part in parts])
         # Each remembered token stands for this many of the requests there are.
         shares = np.repeat([counts[kind] / len(worth[kind]) for kind in drafting], sizes)
-        values = gains / np.repeat([self._plan.pace[kind] for kind in drafting], sizes)
+        values = gains / np.repeat([self._pace[kind] for kind in drafting], sizes)
         order = np.argsort(-values)
         owners = np.repeat(drafting, sizes)[order]
         paces = [1 + np.cumsum((gains * shares)[order] * (owners == kind)) / counts[kind] for kind in drafting]
@@ -267,7 +281,7 @@ class Goodput(BlockSizePolicy):
         for kind, each in zip(drafting, paces, strict=True):
             pace[kind] = float(each[last])
         price = float(values[order[last]]) if is_cut else 0.0
-        return _Plan(float(rates[last]), slots, [price * each for each in self._plan.pace], pace)
+        return _Plan(float(rates[last]), slots, [price * each for each in self._pace], pace)
 
     def _seconds(
         self, counts: list[int], slots: list[int], drafting: list[int], longest: list[int], verified: FloatArray
@@ -287,14 +301,20 @@ class Goodput(BlockSizePolicy):
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
         self._kinds = _kinds(requests)
         self._confidence = confidence
-        gains, prices = self.acceptance.gains, self._plan.prices
+        prices = [
+            0.0 if i in self._whole else self._followed.prices[k]
+            for i, k in zip(requests.request_ids, self._kinds, strict=True)
+        ]
+        gains = self.acceptance.gains
         return [
-            len(gains(request_id, kind, sure, 0.0 if request_id in self._whole else prices[kind])) if size else 0
-            for request_id, kind, sure, size in zip(requests.request_ids, self._kinds, confidence, drafted, strict=True)
+            len(gains(request_id, kind, sure, price) if price else sure) if size else 0
+            for request_id, kind, sure, price, size in zip(
+                requests.request_ids, self._kinds, confidence, prices, drafted, strict=True
+            )
         ]
 
     def observe(self, cycle: Cycle) -> None:
-        if self._cycle % 2 and all(self._plan.slots[kind] for kind in self._kinds):
+        if self._cycle % 2 and all(self._followed.slots[kind] for kind in self._kinds):
             return  # every other cycle teaches enough, unless it was a probe
         drew = [index for index, size in enumerate(cycle.drafted) if size]
         for turn in range(min(len(drew), _PROBED)):
