@@ -49,18 +49,21 @@ def test_costs_follow_what_steps_really_take() -> None:
         cost.observe(tokens, 32, truth(tokens, 32, speed=1.7))
     assert cost(40, 32) == pytest.approx(truth(40, 32, speed=1.7), rel=0.05)
     assert cost(4, 4) == pytest.approx(truth(4, 4, speed=1.7), rel=0.3), "never seen with so few"
-    cost.observe(64, 32, 50.0)
-    assert cost(40, 32) < 2 * truth(40, 32, speed=1.7), "one interrupted step does not upset it"
+    for tokens in [64] + [32, 64, 48, 60] * 8:
+        cost.observe(tokens, 32, 50.0 if tokens == 48 else truth(tokens, 32, speed=1.7))
+    assert cost(40, 32) < 2 * truth(40, 32, speed=1.7), "interrupted steps do not upset it"
 
 
 def test_prompts_and_padding_are_told_apart_from_tokens() -> None:
+    """Though they take three and four times what was measured when the engine was made."""
     cost = PassCost(truth, lambda: (5e-5, 2e-5))
-    cost(64, 32)
-    for read, padding in [(0, 0), (200, 0), (100, 50), (300, 100)] * 20:
-        seconds = truth(64, 32, speed=1.7) + 1.7 * (5e-5 * read + 2e-5 * padding)
-        cost.observe(64, 32, seconds, read, padding)
-    assert cost(64, 32) == pytest.approx(truth(64, 32, speed=1.7), rel=0.05)
-    assert cost.padding(np.array(10.0)) == pytest.approx(10 * 1.7 * 2e-5, rel=0.1)
+    cost(96, 32)
+    for tokens, read, padding in [(64, 0, 0), (32, 200, 0), (96, 100, 50), (64, 300, 100), (96, 0, 200)] * 40:
+        seconds = truth(tokens, 32, speed=1.7) + 15e-5 * read + 8e-5 * padding
+        cost.observe(tokens, 32, seconds, read, padding)
+    for tokens in (32, 64, 96):
+        assert cost(tokens, 32) == pytest.approx(truth(tokens, 32, speed=1.7), rel=0.05)
+    assert cost.padding(np.array(10.0)) == pytest.approx(10 * 8e-5, rel=0.1)
 
 
 # -- acceptance --------------------------------------------------------------------------------------------------------
@@ -181,6 +184,27 @@ def test_drafting_stops_where_it_cannot_pay_and_comes_back() -> None:
     assert np.mean([size > 0 for size in cheap_drafted[50:]]) < 0.6, "hopeless text is decoded plainly"
     back, _ = simulate(cheap, 1, 600, sure=0.95, seed=1)
     assert np.mean([size > 0 for size in back[-50:]]) > 0.9, "and drafted again once it is easy"
+
+
+def test_the_plan_that_was_not_chosen_is_tried_as_often_as_that_is_cheap() -> None:
+    """Two slots of 0.5 make 1.75 tokens in 1.6 units of time and the draft's, plain decoding 1 in 1.2: an eighth more or less."""
+    for draft, least, most in ((0.24, 0.85, 0.97), (0.8, 0.03, 0.15)):
+        policy = goodput(token=0.05, draft=draft)
+        drafted, _ = played(policy, [False] * 4, 500, np.random.default_rng(0), lambda _, size: np.full(size, 0.5))
+        assert least < drafted[100:].any(axis=1).mean() < most
+
+
+def test_drafting_may_pay_for_all_kinds_together_though_for_none_alone() -> None:
+    """Three slots of 0.8 make 2.95 tokens: for half of the requests in 1.2 + 0.3 + 0.7 units of time, for all in 2.5, against one
+    in 1.2 without; the geometric means are 0.78, 1.18 and 0.83."""
+    drafted, _ = played(
+        goodput(token=0.05, draft=0.7),
+        [False, False, True, True],
+        200,
+        np.random.default_rng(0),
+        lambda _, size: np.full(size, 0.8),
+    )
+    assert (drafted[100:] > 0).mean() > 0.8
 
 
 def tree_simulation(token: float, count: int, cycles: int = 60) -> tuple[list[int], list[int]]:

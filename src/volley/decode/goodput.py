@@ -23,14 +23,12 @@ from volley.decode.cost import FloatArray
 _REVIEW = 64  # cycles between two looks at what pays, fewer at the beginning
 _WHOLE = 32  # cycles between two in which a few requests verify whole blocks
 _REMEMBERED = 64  # blocks that the look is based on
-_PROBING = 0.01  # share of the time that may go into drafting where it does not pay at present, or into not drafting
+_PROBING = 0.01  # share of the time that may be lost by drafting where it does not pay at present, or by not drafting
 _PROBED = 4  # requests that draft whole blocks to learn what they are worth, and blocks of a cycle that are learnt from
 _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
-_AS_GOOD = (
-    0.97  # of the best promise for blocks that are not cut to be preferred: a choice among estimates flatters itself
-)
+_AS_GOOD = 0.97  # of the best promise for blocks not to be cut: the best of many estimates flatters itself
 _HOPELESS = 0.9  # of the best promise: more slots still are not looked at
-_FAR = 0.3  # by which plain decoding must be behind for not being tried now and then; drafting always is
+_CLOSE = 1.4  # below this gain over plain decoding, a plain cycle now and then tells what it really takes
 _CHANGED = 0.25  # share of the requests that must have come or gone for another look before its time
 _MISJUDGED = 0.1  # relative change of what a plain pass takes, for the same
 _TREE = 2  # kinds of requests are 0 and 1, greedy and sampled, and so many more where a tree is drafted
@@ -45,12 +43,13 @@ class _Plan(NamedTuple):
     """What is drafted and verified until the next look, and what was promised for it."""
 
     rate: float  # tokens per second if all requests were as fast as their geometric mean
+    seconds: float  # of a cycle
     slots: list[int]  # drafted for each request of a kind
     prices: list[float]  # by kind, the gain below which a slot is not verified
     pace: list[float]  # by kind, tokens of a request in a cycle
 
 
-_PLAIN = _Plan(0.0, [0] * _KINDS, [0.0] * _KINDS, [1.0] * _KINDS)
+_PLAIN = _Plan(0.0, 0.0, [0] * _KINDS, [0.0] * _KINDS, [1.0] * _KINDS)
 
 
 class Acceptance:
@@ -189,9 +188,7 @@ class Goodput(BlockSizePolicy):
         slots = self._followed.slots
         drafted = [min(limit, slots[kind]) for limit, kind in zip(requests.limits, self._kinds, strict=True)]
         self._whole.clear()
-        if (
-            is_trial or self._cycle % _WHOLE == 0
-        ):  # whole blocks, verified whole, or low estimates would never be proved wrong
+        if is_trial or self._cycle % _WHOLE == 0:  # whole blocks, or low estimates would never be proved wrong
             for index in self._by_turns([index for index, size in enumerate(drafted) if size], 1 + len(requests) // 8):
                 drafted[index] = requests.limits[index]
                 self._whole.add(requests.request_ids[index])
@@ -235,8 +232,8 @@ class Goodput(BlockSizePolicy):
         self._reviewed_for, self._next_review = counts, self._cycle + min(self._cycle, _REVIEW)
         worth = [np.array(list(zip_longest(*blocks, fillvalue=0.0))).T for blocks in self._worth]
         self._usual = [blocks.mean(axis=0).tolist() if blocks.size else [] for blocks in worth]
-        self._reviewed_cost = self.costs.target(sum(counts), sum(counts))
-        plain = sum(counts) / self._reviewed_cost
+        self._reviewed_cost = seconds = self.costs.target(sum(counts), sum(counts))
+        plain = _PLAIN._replace(rate=sum(counts) / seconds, seconds=seconds)
         best, most = _PLAIN, self.block_size - 1
         choices = [0, *sorted({1, 2, 3, 4, 6, 8, 11, most} & set(range(1, most + 1)))]
         kinds = [kind for kind in range(_KINDS) if counts[kind]]
@@ -251,10 +248,10 @@ class Goodput(BlockSizePolicy):
                     break  # larger passes take long to measure
                 best = max(best, plan, key=lambda plan: plan.rate)
         self._pace = best.pace
-        pays = best.rate > _WORTHWHILE * plain
-        self._plan, self._other = (best, _PLAIN) if pays else (_PLAIN, best)
-        behind = 1 - (plain / best.rate if pays else best.rate / plain)
-        self._other_every = 1 + int(max(0.0, behind) / _PROBING) if behind < _FAR or not pays else 0
+        self._plan, self._other = (best, plain) if best.rate > _WORTHWHILE * plain.rate else (plain, best)
+        lost = self._other.seconds * max(0.0, 1 - self._other.rate / self._plan.rate)
+        is_close = best.rate < _CLOSE * plain.rate
+        self._other_every = 1 + int(lost / self._plan.seconds / _PROBING) if is_close else 0
 
     def _promise(self, worth: list[FloatArray], counts: list[int], slots: list[int]) -> _Plan:
         """The best that can come of drafting so many slots for each kind."""
@@ -281,7 +278,8 @@ class Goodput(BlockSizePolicy):
         for kind, each in zip(drafting, paces, strict=True):
             pace[kind] = float(each[last])
         price = float(values[order[last]]) if is_cut else 0.0
-        return _Plan(float(rates[last]), slots, [price * each for each in self._pace], pace)
+        prices = [price * each for each in self._pace]
+        return _Plan(float(rates[last]), float(seconds[last]), slots, prices, pace)
 
     def _seconds(
         self, counts: list[int], slots: list[int], drafting: list[int], longest: list[int], verified: FloatArray
