@@ -17,7 +17,7 @@ which makes a request as long as the longest.
 """
 
 _QUICK = 0.1  # seconds of a pass that may be timed twice
-_NOISE = 0.1  # of what a step takes, relative
+_NOISE = 0.05  # of what a step takes, relative
 _LESSON = 32  # steps learnt from at once in the long run, which costs less than one by one
 _REMEMBERED = 0.99  # of what was seen, a step later
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]

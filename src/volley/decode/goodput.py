@@ -23,8 +23,10 @@ from volley.decode.cost import FloatArray
 _REVIEW = 64  # cycles between two looks at what pays, fewer at the beginning
 _WHOLE = 32  # cycles between two in which a few requests verify whole blocks
 _REMEMBERED = 64  # blocks that the look is based on
-_PROBING = 0.01  # share of the time that may be lost by drafting where it does not pay at present, or by not drafting
-_PROBED = 4  # requests that draft whole blocks to learn what they are worth, and blocks of a cycle that are learnt from
+_PROBING = 0.005  # share of the time that may be lost by drafting where it does not pay at present, or by not drafting
+_PROBED = (
+    4  # requests that draft whole blocks to learn what they are worth; about as many blocks of a cycle are learnt from
+)
 _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
 _AS_GOOD = 0.97  # of the best promise for blocks not to be cut: the best of many estimates flatters itself
 _HOPELESS = 0.9  # of the best promise: more slots still are not looked at
@@ -315,8 +317,9 @@ class Goodput(BlockSizePolicy):
         if self._cycle % 2 and all(self._followed.slots[kind] for kind in self._kinds):
             return  # every other cycle teaches enough, unless it was a probe
         drew = [index for index, size in enumerate(cycle.drafted) if size]
-        for turn in range(min(len(drew), _PROBED)):
-            index = drew[(self._cycle * _PROBED + turn) % len(drew)]
+        count = min(len(drew), _PROBED + len(drew) // 8)
+        for turn in range(count):
+            index = drew[(self._cycle * count + turn) % len(drew)]
             request_id, kind, confidence = (
                 cycle.requests.request_ids[index],
                 self._kinds[index],

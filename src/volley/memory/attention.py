@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from volley.memory import kernels
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.kv_store import KVStore, take_rows
+from volley.memory.kv_store import KVStore
 
 Attention = Callable[[RaggedBatch, KVStore, int, Tensor, Tensor, Tensor, "AttentionOptions"], Tensor]
 
@@ -122,13 +122,19 @@ _PADDING_LIMIT = 512  # keys that a call may read in vain before another call is
 class _Group:
     """Segments of one causality and about one length, attended in one call as if all were as long as the longest."""
 
-    rows: slice | Tensor  # their tokens in the batch
-    padded: Tensor | None  # [count · length] tokens in the batch, of shorter segments the first again; None: rows
-    real: Tensor | None  # which of ``padded`` are ``rows``
+    rows: slice  # their tokens among all of the plan's
     count: int
     slots: slice | Tensor  # where their keys live: a slice or [S] for one segment, [count · S] padded for several
     mask: Tensor | None  # additive [count, 1, length, S]; None when every token sees every key
     repeated: dict[int, Tensor] = field(default_factory=dict)  # the mask once for each of so many heads that share keys
+
+
+class _Plan(NamedTuple):
+    groups: list[_Group]
+    taken: Tensor | None
+    """Tokens of the batch in the order of the groups, for padding the first of the segment again; ``None``: as they are."""
+    places: Tensor | None
+    """Where each token of the batch is among these; ``None``: as they are."""
 
 
 def paged_attention(
@@ -142,19 +148,14 @@ def paged_attention(
 ) -> Tensor:
     """The fast path; same contract as :func:`reference_attention`."""
     store.write(layer, write_slots(batch), keys, values)
-    groups = _plan(batch, options, queries.dtype, keys[0].nbytes + values[0].nbytes)
+    groups, taken, places = _plan(batch, options, queries.dtype, keys[0].nbytes + values[0].nbytes)
     queries = store.rotate(layer, queries)
-    if len(groups) == 1 and isinstance(groups[0].rows, slice) and groups[0].padded is None:
-        return store.unrotate(layer, _attend_group(groups[0], store, layer, queries, options))
-    output = torch.empty_like(queries)
-    for group in groups:
-        rows = group.rows if group.padded is None else group.padded
-        mixed = _attend_group(group, store, layer, take_rows(queries, rows), options)
-        mixed = mixed if group.real is None else mixed.index_select(0, group.real)
-        if isinstance(group.rows, slice):
-            output[group.rows] = mixed
-        else:
-            output.index_copy_(0, group.rows, mixed)
+    if taken is not None:
+        queries = queries.index_select(0, taken)
+    outputs = [_attend_group(group, store, layer, queries[group.rows], options) for group in groups]
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    if places is not None:
+        output = output.index_select(0, places)
     return store.unrotate(layer, output)
 
 
@@ -211,7 +212,7 @@ def write_slots(batch: RaggedBatch) -> slice | Tensor:
     return slots  # type: ignore[return-value]
 
 
-def _plan(batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, token_bytes: int) -> list[_Group]:
+def _plan(batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, token_bytes: int) -> _Plan:
     window = options.window
     key = (window, options.symmetric, dtype, token_bytes)
     plan = batch.plans.get(key)
@@ -224,8 +225,25 @@ def _plan(batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, tok
             else:
                 shapes.setdefault((max(segment.length, _SHORT), segment.causal), []).append(index)
         groups = [group for members in shapes.values() for group in _split_by_context(batch, members, window)]
-        plan = batch.plans[key] = [_build_group(batch, each, options, dtype) for each in (*alone, *groups)]
+        plan = batch.plans[key] = _build_plan(batch, [*alone, *groups], options, dtype)
     return plan  # type: ignore[return-value]
+
+
+def _build_plan(batch: RaggedBatch, groups: list[list[int]], options: AttentionOptions, dtype: torch.dtype) -> _Plan:
+    device = batch.token_ids.device
+    padded = [_padded(batch, members) for members in groups]
+    ends = np.cumsum([rows.size for rows, _ in padded])
+    built = [
+        _build_group(batch, members, slice(int(end) - rows.size, int(end)), options, dtype)
+        for members, (rows, _), end in zip(groups, padded, ends, strict=True)
+    ]
+    taken = np.concatenate([rows.ravel() for rows, _ in padded])
+    if np.array_equal(taken, np.arange(len(batch))):
+        return _Plan(built, None, None)
+    real = np.concatenate([inside.ravel() for _, inside in padded])
+    places = np.empty(len(batch), dtype=np.int64)
+    places[taken[real]] = np.flatnonzero(real)
+    return _Plan(built, torch.from_numpy(taken).to(device), torch.from_numpy(places).to(device))
 
 
 def _split_by_context(batch: RaggedBatch, members: list[int], window: int | None) -> list[list[int]]:
@@ -248,7 +266,9 @@ def _worth_a_call(segment: Segment, window: int | None, token_bytes: int, device
     return device.type == "cpu" and size >= _COPY_LIMIT and segment.table.is_consecutive
 
 
-def _build_group(batch: RaggedBatch, members: list[int], options: AttentionOptions, dtype: torch.dtype) -> _Group:
+def _build_group(
+    batch: RaggedBatch, members: list[int], rows: slice, options: AttentionOptions, dtype: torch.dtype
+) -> _Group:
     device, window = batch.token_ids.device, options.window
     segments = [batch.segments[index] for index in members]
     firsts = [first_visible(segment, window) for segment in segments]
@@ -267,7 +287,7 @@ def _build_group(batch: RaggedBatch, members: list[int], options: AttentionOptio
     if not bool(visible.all()):
         bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None].to(device)
     slots = slots.to(device) if isinstance(slots, Tensor) else slots
-    return _Group(_rows(batch, members), *_padding(batch, members), len(segments), slots, bias)
+    return _Group(rows, len(segments), slots, bias)
 
 
 def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: AttentionOptions) -> BoolArray:
@@ -291,20 +311,10 @@ def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: A
     return visible
 
 
-def _padding(batch: RaggedBatch, members: list[int]) -> tuple[Tensor | None, Tensor | None]:
-    """``padded`` and ``real`` of a group (see there)."""
-    lengths = np.array([batch.segments[index].length for index in members])
-    inside = np.arange(lengths.max()) < lengths[:, None]
-    if inside.all():
-        return None, None
+def _padded(batch: RaggedBatch, members: list[int]) -> tuple[IntArray, BoolArray]:
+    """The batch's tokens of some segments ``[count, longest]``, of shorter ones the first again, and which are no padding."""
+    lengths = np.array([batch.segments[index].length for index in members])[:, None]
     starts = np.array([batch.offsets[index] for index in members])[:, None]
-    padded = np.where(inside, starts + np.arange(lengths.max()), starts).ravel()
-    device = batch.token_ids.device
-    return torch.from_numpy(padded).to(device), torch.from_numpy(np.flatnonzero(inside)).to(device)
-
-
-def _rows(batch: RaggedBatch, members: list[int]) -> slice | Tensor:
-    if members == list(range(members[0], members[-1] + 1)):
-        return slice(batch.offsets[members[0]], batch.offsets[members[-1] + 1])
-    spans = [torch.arange(batch.offsets[i], batch.offsets[i + 1]) for i in members]
-    return torch.cat(spans).to(batch.token_ids.device)
+    places = np.arange(lengths.max())
+    inside = places < lengths
+    return np.where(inside, starts + places, starts), inside
