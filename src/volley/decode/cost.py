@@ -18,7 +18,7 @@ which makes a request as long as the longest.
 
 _QUICK = 0.1  # seconds of a pass that may be timed twice
 _NOISE = 0.05  # of what a step takes, relative
-_LESSON = 32  # steps learnt from at once in the long run, which costs less than one by one
+_LESSON = 0.5  # seconds of steps learnt from at once, which costs less than one by one
 _REMEMBERED = 0.99  # of what was seen, a step later
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
@@ -46,7 +46,7 @@ class PassCost:
         self._prior: tuple[float, float] | None = None  # each as it was measured, and how far it may be off
         self._squares, self._products = np.zeros((4, 4)), np.zeros(4)
         self._steps: list[tuple[float, ...]] = []  # yet to be learnt from
-        self._lesson = 4  # so many at once
+        self._waiting = 0.0  # seconds of these
 
     def __call__(self, tokens: int, requests: int) -> float:
         """Seconds of a pass over ``tokens`` of ``requests`` requests."""
@@ -93,15 +93,16 @@ class PassCost:
         if tokens >= len(self._seconds):
             return
         self._steps.append((self._seconds[tokens], requests, read, padding, seconds))
-        if len(self._steps) == self._lesson:
+        self._waiting += seconds
+        if self._waiting > _LESSON:
             self._fit()
-            self._lesson = min(2 * self._lesson, _LESSON)
 
     def _fit(self) -> None:
         """Ridge regression: before anything is seen speed is 1 ± 0.5, and prompts and padding take what was measured, times
         speed, give or take as much again."""
         steps = np.array(self._steps)
         self._steps.clear()
+        self._waiting = 0.0
         seconds, rows = steps[:, 4], steps[:, :4]
         rows[:, 2:] *= self._row_costs() if rows[:, 2:].any() else 0.0
         rows[:, 0] += rows[:, 2] + rows[:, 3]

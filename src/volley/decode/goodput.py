@@ -24,9 +24,7 @@ _REVIEW = 64  # cycles between two looks at what pays, fewer at the beginning
 _WHOLE = 32  # cycles between two in which a few requests verify whole blocks
 _REMEMBERED = 64  # blocks that the look is based on
 _PROBING = 0.005  # share of the time that may be lost by drafting where it does not pay at present, or by not drafting
-_PROBED = (
-    4  # requests that draft whole blocks to learn what they are worth; about as many blocks of a cycle are learnt from
-)
+_PROBED = 4  # requests at most whose whole blocks tell what they are worth; a little more are learnt from in a cycle
 _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
 _AS_GOOD = 0.97  # of the best promise for blocks not to be cut: the best of many estimates flatters itself
 _HOPELESS = 0.9  # of the best promise: more slots still are not looked at
@@ -191,9 +189,8 @@ class Goodput(BlockSizePolicy):
         drafted = [min(limit, slots[kind]) for limit, kind in zip(requests.limits, self._kinds, strict=True)]
         self._whole.clear()
         if is_trial or self._cycle % _WHOLE == 0:  # whole blocks, or low estimates would never be proved wrong
-            for index in self._by_turns([index for index, size in enumerate(drafted) if size], 1 + len(requests) // 8):
-                drafted[index] = requests.limits[index]
-                self._whole.add(requests.request_ids[index])
+            drafting = [index for index, size in enumerate(drafted) if size]
+            self._extend(drafting, min(_PROBED, 1 + len(requests) // 8), requests, drafted)
         for kind in set(self._kinds):
             is_new = len(self._worth[kind]) < _FEW
             if is_new or (any(slots) and not slots[kind] and self._cycle >= self._next_probe[kind]):
@@ -203,20 +200,23 @@ class Goodput(BlockSizePolicy):
     def _probe(self, kind: int, requests: Decoding, drafted: list[int]) -> None:
         """Whole blocks for a few requests of a kind, by turns, so that what is known stays true; seldom enough to be cheap."""
         assert self.costs is not None
-        chosen = self._by_turns([index for index, other in enumerate(self._kinds) if other == kind])
-        for index in chosen:
-            drafted[index] = requests.limits[index]
+        members = [index for index, other in enumerate(self._kinds) if other == kind]
+        chosen = self._extend(members, _PROBED, requests, drafted)
         slots = sum(requests.limits[index] for index in chosen)
         more = requests.nodes * len(chosen) if kind >= _TREE else slots
         verifying = self.costs.target.upto(len(requests), more, len(requests))
         extra = self.costs.draft(len(chosen) + slots, len(chosen)) + verifying[-1] - verifying[0]
         self._next_probe[kind] = self._cycle + int(extra / verifying[0] / _PROBING)
 
-    def _by_turns(self, members: list[int], most: int = _PROBED) -> set[int]:
-        """A few of ``members``, others each time."""
-        count = min(len(members), most, _PROBED)
+    def _extend(self, members: list[int], most: int, requests: Decoding, drafted: list[int]) -> set[int]:
+        """Whole blocks, verified whole, for a few of ``members``, others each time."""
+        count = min(len(members), most)
         self._turn += count
-        return {members[(self._turn + i) % len(members)] for i in range(count)}
+        chosen = {members[(self._turn + i) % len(members)] for i in range(count)}
+        for index in chosen:
+            drafted[index] = requests.limits[index]
+            self._whole.add(requests.request_ids[index])
+        return chosen
 
     def _is_due(self, counts: list[int]) -> bool:
         assert self.costs is not None
@@ -317,7 +317,8 @@ class Goodput(BlockSizePolicy):
         if self._cycle % 2 and all(self._followed.slots[kind] for kind in self._kinds):
             return  # every other cycle teaches enough, unless it was a probe
         drew = [index for index, size in enumerate(cycle.drafted) if size]
-        count = min(len(drew), _PROBED + len(drew) // 8)
+        is_new = any(len(self._worth[kind]) < _REMEMBERED for kind in self._kinds)
+        count = len(drew) if is_new else min(len(drew), _PROBED + len(drew) // 8)
         for turn in range(count):
             index = drew[(self._cycle * count + turn) % len(drew)]
             request_id, kind, confidence = (
