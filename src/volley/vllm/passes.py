@@ -157,7 +157,7 @@ def _current_pass(token_ids: Tensor | None, block_size: int) -> TargetPass | Non
     slot_mapping, offsets = found.slot_mapping.cpu().numpy(), found.query_start_loc.cpu().numpy().astype(np.int64)
     starts = found.seq_lens.cpu().numpy().astype(np.int64)[: len(offsets) - 1] - np.diff(offsets)
     num_slots = layer.kv_cache.numel() // (2 * layer.num_kv_heads * layer.head_size)
-    blocks = np.array(found.block_table.cpu())  # vLLM writes the next pass into the same buffers
+    blocks = found.block_table.cpu().numpy().copy()  # vLLM writes the next pass into the same buffers
     token_ids = None if token_ids is None else token_ids.clone()
     target_pass = TargetPass(starts, offsets, blocks, block_size, num_slots, token_ids)
     if target_pass.slot(0, int(starts[0])) != slot_mapping[0]:
