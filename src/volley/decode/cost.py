@@ -1,6 +1,7 @@
 """What a pass costs on this machine: measured when first asked, refined by every step."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,6 @@ class PassCost:
 
     def __init__(self, measure: Measure, measure_rows: MeasureRows = _free_rows) -> None:
         self._measure, self._measure_rows = measure, measure_rows
-        self._rows: tuple[float, float] | None = None
         self._measured: list[float] = []
         self._table = np.zeros(1)
         self._seconds = [0.0]  # the same for one look at a time, which arrays make dear
@@ -60,12 +60,11 @@ class PassCost:
 
     def padding(self, rows: FloatArray) -> FloatArray:
         """Seconds that so many rows of padding add to a pass."""
-        return self._padding * self._row_costs()[1] * rows
+        return self._padding * self._row_costs[1] * rows
 
+    @cached_property
     def _row_costs(self) -> tuple[float, float]:
-        if self._rows is None:
-            self._rows = self._measure_rows()
-        return self._rows
+        return self._measure_rows()
 
     def _know(self, tokens: int, requests: int) -> None:
         if tokens >= len(self._table):
@@ -104,7 +103,7 @@ class PassCost:
         self._steps.clear()
         self._waiting = 0.0
         seconds, rows = steps[:, 4], steps[:, :4]
-        rows[:, 2:] *= self._row_costs() if rows[:, 2:].any() else 0.0
+        rows[:, 2:] *= self._row_costs if rows[:, 2:].any() else 0.0
         rows[:, 0] += rows[:, 2] + rows[:, 3]
         # A step that took far longer was interrupted; it says little about the next.
         seconds = np.minimum(seconds, 2 * rows[:, :2] @ (self._speed, self._each))

@@ -237,7 +237,7 @@ class Goodput(BlockSizePolicy):
         self._reviewed_cost = seconds = self.costs.target(sum(counts), sum(counts))
         plain = _PLAIN._replace(rate=sum(counts) / seconds, seconds=seconds)
         best, most = _PLAIN, self.block_size - 1
-        choices = [0, *sorted({1, 2, 3, 4, 6, 8, 11, most} & set(range(1, most + 1)))]
+        choices = [k for k in (0, 1, 2, 3, 4, 6, 8, 11) if k < most] + [most]
         kinds = [kind for kind in range(_KINDS) if counts[kind]]
         # All together first: where drafting for one kind alone would not pay, it may for all.
         for changing in [kinds, *([kind] for kind in kinds if len(kinds) > 1)]:

@@ -31,9 +31,9 @@ class Rehearsal:
         """Seconds that each token of a prompt, and each row of padding, adds to a target pass."""
         prompt = min(_CONTEXT, self._runner.target.context_length)
         reading = self._pass([prompt], chosen=1, injected=prompt) - self.target(1, 1)
-        even, uneven = _spread(32, 16), [12, *_spread(10, 5), *_spread(10, 10)]
+        uneven = [12, *_spread(10, 5), *_spread(10, 10)]
         rows = 16 * max(uneven) - sum(uneven)
-        padding = self._pass(uneven, chosen=32, injected=16) - self._pass(even, chosen=32, injected=16)
+        padding = self._pass(uneven, chosen=32, injected=16) - self.target(32, 16)
         return max(0.0, reading) / prompt, max(0.0, padding) / rows
 
     @torch.inference_mode()
