@@ -53,6 +53,16 @@ def test_costs_follow_what_steps_really_take() -> None:
     assert cost(40, 32) < 2 * truth(40, 32, speed=1.7), "one interrupted step does not upset it"
 
 
+def test_what_the_first_short_passes_take_is_learnt_at_once() -> None:
+    cost = PassCost(truth)
+    cost(64, 32)
+    spent = 0.0
+    while spent < 0.1:
+        spent += truth(64, 32, speed=1.7)
+        cost.observe(64, 32, truth(64, 32, speed=1.7))
+    assert cost(64, 32) == pytest.approx(truth(64, 32, speed=1.7), rel=0.1)
+
+
 def test_prompts_and_padding_are_told_apart_from_tokens() -> None:
     """Though they take three and four times what was measured when the engine was made."""
     cost = PassCost(truth, lambda: (5e-5, 2e-5))

@@ -115,8 +115,11 @@ def test_noise_belongs_to_seed_purpose_and_position() -> None:
     both = noise.exponentials(Purpose.TARGET, [3, 4], 10)
     assert torch.equal(both[1:], PositionNoise(7).exponentials(Purpose.TARGET, [4], 10))
     assert torch.equal(both[:1], noise.exponentials(Purpose.TARGET, [3], 10))
-    assert torch.equal(noise.uniforms(Purpose.ACCEPT, 5, 3)[:2], noise.uniforms(Purpose.ACCEPT, 5, 2))
-    assert not torch.isin(noise.uniforms(Purpose.ACCEPT, 5, 3), noise.uniforms(Purpose.ACCEPT, 6, 3)).any()
+    uniforms = noise.uniforms(Purpose.ACCEPT, 5, 3)
+    assert uniforms[:2] == PositionNoise(7).uniforms(Purpose.ACCEPT, 5, 2)
+    others_of_it = [(7, Purpose.ACCEPT, 6), (7, Purpose.DRAFT, 5), (8, Purpose.ACCEPT, 5), (75, Purpose.ACCEPT, 5)]
+    for seed, purpose, first in others_of_it:
+        assert not set(uniforms) & set(PositionNoise(seed).uniforms(purpose, first, 3))
     others = [
         both[1:],
         PositionNoise(8).exponentials(Purpose.TARGET, [3], 10),
@@ -133,13 +136,15 @@ def test_noise_has_its_law_along_every_axis(seed: int) -> None:
     bins = torch.bucketize(-torch.expm1(-x), torch.linspace(0, 1, 11, dtype=torch.double)[1:-1])
     for column in bins.T:
         assert chi_square_p(torch.bincount(column, minlength=10), torch.full((10,), 0.1)) > 1e-4
-    u = torch.cat([PositionNoise(seed).uniforms(Purpose.ACCEPT, position, 1) for position in positions])
+    drawn = [PositionNoise(seed).uniforms(Purpose.ACCEPT, position, 2) for position in positions]
+    u, second = torch.tensor(drawn, dtype=torch.double).T
     assert u.min() >= 0
     assert u.max() < 1
     assert chi_square_p(torch.bincount((u * 10).long(), minlength=10), torch.full((10,), 0.1)) > 1e-4
     draft = PositionNoise(seed).exponentials(Purpose.DRAFT, positions, 4).double()
     neighbour = PositionNoise(seed ^ 1).exponentials(Purpose.TARGET, positions, 4).double()
-    columns = torch.stack([x[:, 0], x[:, 1], draft[:, 0], neighbour[:, 0], u, x[:, 0].roll(1), draft[:, 0].roll(1)])
+    shifted = [x[:, 0].roll(1), draft[:, 0].roll(1), u.roll(1)]
+    columns = torch.stack([x[:, 0], x[:, 1], draft[:, 0], neighbour[:, 0], u, second, *shifted])
     correlation = torch.corrcoef(columns) - torch.eye(len(columns), dtype=torch.double)
     assert correlation.abs().max() < 4.5 / math.sqrt(len(positions))
 
@@ -199,5 +204,19 @@ def test_draws_fall_on_tokens_as_often_as_the_law_says_and_never_on_impossible_o
     counts = torch.bincount(draw(law.expand(20_000, -1), uniforms), minlength=6)
     assert counts[law == 0].sum() == 0
     assert chi_square_p(counts[law > 0], law[law > 0]) > 1e-3
-    edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw(law.expand(2, -1), edges).tolist() == [1, 4]
+    assert draw(law.expand(2, -1), [0.0, 1 - 2**-53]).tolist() == [1, 4]
+
+
+@given(parts=st.integers(1, 5), rows=st.integers(1, 12), seed=st.integers(0, 999))
+def test_drawing_from_parts_of_the_vocabulary_is_drawing_from_all_of_it(parts: int, rows: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(rows, 128 * parts, generator=generator).mul(4).exp()
+    weights[torch.rand(weights.shape, generator=generator) < 0.5] = 0
+    weights[:, int(torch.randint(128 * parts, (1,), generator=generator))] = 1e-3
+    uniforms = torch.rand(rows, generator=generator, dtype=torch.double).tolist()
+    uniforms[0] = 1 - 2**-53 if seed % 2 else 0.0
+    sums = weights.double().cumsum(dim=-1)
+    for token, row, total, uniform in zip(draw(weights, uniforms).tolist(), weights, sums, uniforms, strict=True):
+        assert row[token] > 0
+        place, error = uniform * total[-1], 1e-6 * total[-1]
+        assert total[token] - row[token].double() - error <= place <= total[token] + error

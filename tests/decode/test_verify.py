@@ -97,7 +97,7 @@ def speculative(drafts: Tensor, scored_with: Tensor, seed: int, lengths: Tensor 
     """One ragged call for all ``drafts [N, 3]``, the first ``lengths [N]`` of each, scored with laws ``[N, 3, V]``."""
     draws = len(drafts)
     sizes = [K] * draws if lengths is None else lengths.tolist()
-    uniforms = torch.from_numpy(np.random.default_rng(seed).random((draws, K)))
+    uniforms = np.random.default_rng(seed).random((draws, K)).tolist()
     kept = torch.arange(LENGTH) <= torch.tensor(sizes)[:, None]
     noise_seed = seed + 1
 
@@ -186,8 +186,8 @@ def test_the_verifier_keeps_what_the_slow_one_keeps(size: int, seed: int) -> Non
     assert sum(probability for probability, _ in weighted) == pytest.approx(1)
     seen: list[Tensor] = []
 
-    def draw(probs: Tensor, rows: list[int]) -> list[int]:
-        seen.append(probs[0])
+    def draw(weights: Tensor, rows: list[int]) -> list[int]:
+        seen.append(weights[0] / weights[0].sum())
         return [0]
 
     longer = 0.0
@@ -195,11 +195,11 @@ def test_the_verifier_keeps_what_the_slow_one_keeps(size: int, seed: int) -> Non
         probability, behind = weighted[count]
         if probability < 1e-6:
             continue
-        uniforms = torch.ones(size, dtype=torch.double)
+        uniforms = [1.0] * size
         if count:
             chance = probability / (1 - longer)
             uniforms[count - 1] = chance - 1e-6
-            (verdict,) = verify_speculative(target, [laws], [list(draft)], [uniforms.clone()], draw)
+            (verdict,) = verify_speculative(target, [laws], [list(draft)], [list(uniforms)], draw)
             assert verdict.accepted == count
             torch.testing.assert_close(seen[-1].double(), behind, atol=1e-5, rtol=1e-3)
             uniforms[count - 1] = chance + 1e-5
@@ -308,7 +308,7 @@ def test_speculative_requests_do_not_mix(data: st.DataObject, sizes: list[int]) 
     targets = [random_laws(size + 1, seed + i) for i, size in enumerate(sizes)]
     laws = [random_laws(size, seed + 50 + i) for i, size in enumerate(sizes)]
     drafts = [torch.multinomial(law, 1, generator=generator)[:, 0].tolist() if len(law) else [] for law in laws]
-    uniforms = [torch.rand(size, generator=generator) for size in sizes]
+    uniforms = [torch.rand(size, generator=generator).tolist() for size in sizes]
     noise = torch.rand(sum(sizes) + len(sizes), V, generator=generator) + 0.01
 
     def drawer(offset: int) -> Callable[[Tensor, list[int]], list[int]]:
@@ -325,8 +325,7 @@ def test_speculative_requests_do_not_mix(data: st.DataObject, sizes: list[int]) 
 def test_identical_laws_accept_everything() -> None:
     laws = random_laws(3, 0)
     drafts = laws[:2].argmax(dim=-1).tolist()
-    ones = torch.full((2,), 1 - 1e-12, dtype=torch.float64)
-    (verdict,) = verify_speculative(laws, [laws[:2]], [drafts], [ones], lambda probs, rows: [4])
+    (verdict,) = verify_speculative(laws, [laws[:2]], [drafts], [[1 - 1e-12] * 2], lambda probs, rows: [4])
     assert verdict == Verdict(2, [*drafts, 4])
 
 
@@ -334,14 +333,13 @@ def test_an_impossible_token_is_never_accepted() -> None:
     target = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
     seen: list[Tensor] = []
 
-    def draw(laws: Tensor, rows: list[int]) -> list[int]:
-        seen.append(laws)
+    def draw(weights: Tensor, rows: list[int]) -> list[int]:
+        seen.append(weights)
         return [1]
 
-    zero = torch.zeros(1, dtype=torch.float64)
-    (verdict,) = verify_speculative(target, [torch.tensor([[0.5, 0.5]])], [[0]], [zero], draw)
+    (verdict,) = verify_speculative(target, [torch.tensor([[0.5, 0.5]])], [[0]], [[0.0]], draw)
     assert verdict == Verdict(0, [1])
-    assert seen[0].tolist() == [[0, 1]]
+    assert seen[0][0, 0] == 0 < seen[0][0, 1]
 
 
 # -- what must fail ----------------------------------------------------------------------------------------------------

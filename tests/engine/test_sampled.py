@@ -104,6 +104,20 @@ def test_auto_verifies_speculatively_where_the_law_is_known_and_no_seed_asks_for
         seen.clear()
 
 
+def test_once_a_draft_knew_a_requests_noise_it_is_matched_to_its_end(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, policy="fixed")
+    request = engine.add_request(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=40))
+    drafted_from_a_law: list[bool] = []
+    engine.on_verified.append(lambda _, proposal, __: drafted_from_a_law.append(proposal.draft_probs is not None))
+    for steps, known in ((1, True), (2, False), (1, False)):
+        engine.denoising_steps = steps
+        while len(drafted_from_a_law) < 2:
+            engine.step()
+        assert drafted_from_a_law[-1] is known
+        drafted_from_a_law.clear()
+    assert request.finish_reason is None
+
+
 # -- the law, end to end -----------------------------------------------------------------------------------------------
 
 V, TOKENS, SEEDS = 6, 3, 4000

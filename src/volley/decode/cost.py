@@ -19,7 +19,7 @@ which makes a request as long as the longest.
 
 _QUICK = 0.1  # seconds of a pass that may be timed twice
 _NOISE = 0.05  # of what a step takes, relative
-_LESSON = 0.5  # seconds of steps learnt from at once, which costs less than one by one
+_FIRST_LESSON, _LESSON = 0.05, 0.5  # seconds of steps learnt from at once, which costs less than one by one
 _REMEMBERED = 0.99  # of what was seen, a step later
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
@@ -46,7 +46,7 @@ class PassCost:
         self._prior: tuple[float, float] | None = None  # each as it was measured, and how far it may be off
         self._squares, self._products = np.zeros((4, 4)), np.zeros(4)
         self._steps: list[tuple[float, ...]] = []  # yet to be learnt from
-        self._waiting = 0.0  # seconds of these
+        self._waiting, self._lesson = 0.0, _FIRST_LESSON  # seconds of these, and how many will do
 
     def __call__(self, tokens: int, requests: int) -> float:
         """Seconds of a pass over ``tokens`` of ``requests`` requests."""
@@ -93,7 +93,8 @@ class PassCost:
             return
         self._steps.append((self._seconds[tokens], requests, read, padding, seconds))
         self._waiting += seconds
-        if self._waiting > _LESSON:
+        if self._waiting > self._lesson:
+            self._lesson = min(2 * self._lesson, _LESSON)
             self._fit()
 
     def _fit(self) -> None:

@@ -7,12 +7,17 @@ with others therefore cannot change what it samples, and sample-and-match gives 
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from hashlib import shake_128
+from struct import unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from volley.types import SamplingParams
+
+_MANY = 8  # rows for which drawing in two steps is faster
+_PART = 128  # tokens of a vocabulary that are drawn together at first
 
 
 class Purpose(IntEnum):
@@ -24,7 +29,7 @@ class Purpose(IntEnum):
 
 
 class PositionNoise:
-    """Random numbers of one request, addressed by purpose and position (counter-based Philox)."""
+    """Random numbers of one request, addressed by purpose and position: counter-based Philox, or a hash where few are wanted."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -37,12 +42,13 @@ class PositionNoise:
         rows = [self._generator(purpose, p).standard_exponential(size, dtype=np.float32) for p in positions]
         return torch.from_numpy(np.stack(rows)).clamp_min_(1e-30)
 
-    def uniforms(self, purpose: Purpose, first: int, count: int) -> Tensor:
-        """Uniforms in [0, 1) ``[count]``, double precision, of the cycle that begins at position ``first``.
+    def uniforms(self, purpose: Purpose, first: int, count: int) -> list[float]:
+        """Uniforms in [0, 1), double precision, of the cycle that begins at position ``first``.
 
         They belong to the cycle: another one begins elsewhere and shares none, though it may come to the same positions.
         """
-        return torch.from_numpy(self._generator(purpose, first).random(count))
+        stream = shake_128(b"%d %d %d" % (self.seed, purpose, first)).digest(8 * count)
+        return [(word >> 11) * 2.0**-53 for word in unpack(f"<{count}Q", stream)]
 
 
 def best_tokens(logits: Tensor) -> list[int]:
@@ -75,12 +81,29 @@ def race(probs: Tensor, exponentials: Tensor) -> Tensor:
     return (probs / exponentials.to(probs.device)).argmax(dim=-1)
 
 
-def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token a row by inverting the law's sums; a quarter of a race's cost. ``[R, V]`` and ``[R]`` → ``[R]``."""
-    sums = probs.cumsum(dim=-1, dtype=torch.float64)
+def draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Draw one token a row by inverting the sums of ``weights [R, V]``, which need not add up to 1; tokens ``[R]``.
+
+    Of many rows first a part of the vocabulary is drawn, then a token of it: running sums over all of it are slow.
+    """
+    places = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)[:, None]
+    if len(weights) < _MANY or weights.shape[-1] % _PART:
+        return _invert(weights, places)[0][:, 0]
+    parts = weights.view(len(weights), -1, _PART)
+    masses = parts.sum(dim=-1)
+    part, left = _invert(masses, places)
+    inside = (1 - left / masses.gather(-1, part)).clamp_min_(0)
+    token, _ = _invert(parts.take_along_dim(part[..., None], dim=1)[:, 0], inside)
+    return (part * _PART + token)[:, 0]
+
+
+def _invert(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The entry of each row at ``places [R, 1]`` of its sum, in [0, 1), and what is left of it behind; both ``[R, 1]``."""
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:]
-    places = uniforms[:, None].to(total.device) * total
-    return torch.searchsorted(sums, places.minimum(total.nextafter(torch.zeros_like(total))), right=True)[:, 0]
+    places = (places * total).minimum(total.nextafter(torch.zeros_like(total)))
+    entry = torch.searchsorted(sums, places, right=True)
+    return entry, sums.gather(-1, entry) - places
 
 
 def token_probs(logits: Tensor, params: SamplingParams, temperature: float | None = None) -> Tensor:
@@ -92,7 +115,8 @@ def token_probs(logits: Tensor, params: SamplingParams, temperature: float | Non
     logits = logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    logits = logits / temperature
+    if temperature != 1:
+        logits = logits / temperature
     if 0 < params.top_k < logits.shape[-1]:
         smallest = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)

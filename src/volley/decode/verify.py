@@ -13,7 +13,8 @@ from torch import Tensor
 from volley.types import Verdict
 
 Draw = Callable[[Tensor, list[int]], list[int]]
-"""``draw(probs [n, V], rows)`` samples one token from each of ``probs``; ``rows`` says whose row each is."""
+"""``draw(weights [n, V], rows)`` samples one token from each of ``weights``, which need not add up to 1; ``rows`` says whose row
+each is."""
 
 
 def verify_choices(choices: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[Verdict]:
@@ -59,7 +60,7 @@ def verify_speculative(
     target_probs: Tensor,
     draft_probs: Sequence[Tensor],
     drafts: Sequence[Sequence[int]],
-    uniforms: Sequence[Tensor],
+    uniforms: Sequence[Sequence[float]],
     draw: Draw,
 ) -> list[Verdict]:
     """Block verification (Sun et al. 2024, arXiv 2403.10444): keep the longest beginning of a draft that may be kept, then draw
@@ -83,7 +84,7 @@ def verify_speculative(
     ratios = (target_probs[rows, tokens].double() / laws[range(len(tokens)), tokens].double()).tolist()
     levels = _levels(ratios, sizes)
     before = torch.tensor([level for own in levels for level in own[:-1]], dtype=target_probs.dtype)
-    surplus = (target_probs[rows] * before[:, None].to(target_probs.device)).sub_(laws).clamp_min_(0)
+    surplus = target_probs[rows].mul_(before[:, None].to(target_probs.device)).sub_(laws).clamp_min_(0)
     masses = surplus.sum(dim=-1).tolist()
 
     accepted = []
@@ -91,7 +92,7 @@ def verify_speculative(
     left_over: list[tuple[int, int]] = []  # draft that was cut, row of its surplus
     first = 0
     for index, (size, own) in enumerate(zip(sizes, levels, strict=True)):
-        kept = _kept(own, masses[first : first + size], uniforms[index].tolist())
+        kept = _kept(own, masses[first : first + size], uniforms[index])
         if kept < size and masses[first + kept] > 0:
             left_over.append((index, first + kept))
         accepted.append(kept)
@@ -100,7 +101,7 @@ def verify_speculative(
     finals = target_probs[final_rows]
     if left_over:
         cut, behind = map(list, zip(*left_over, strict=True))
-        finals[cut] = surplus[behind] / surplus[behind].sum(dim=-1, keepdim=True)
+        finals[cut] = surplus[behind]
     bonus = draw(finals, final_rows)
     return [
         Verdict(count, [*draft[:count], token]) for count, draft, token in zip(accepted, drafts, bonus, strict=True)

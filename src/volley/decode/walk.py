@@ -45,19 +45,18 @@ def walk_greedy(lattice: Lattice) -> Proposal:
 
 def walk_sampled(after: Transitions, blocks: Sequence[Block], params: SamplingParams) -> list[Proposal]:
     """Draw every slot from its law after the token drawn before it, for speculative sampling; all blocks side by side."""
-    laws: list[Tensor] = []
-    order: list[int] = []
-    uniforms = torch.cat([block.noise.uniforms(Purpose.DRAFT, block.first, block.slots) for block in blocks])
+    uniforms = [u for block in blocks for u in block.noise.uniforms(Purpose.DRAFT, block.first, block.slots)]
+    drawn: list[Tensor] = []  # the law of every slot of all blocks, once the first ones say of what size it is
 
-    def choose(law: Tensor, rows: list[int], _: list[Block], __: int) -> Tensor:
-        laws.append(law)
-        order.extend(rows)
-        return draw(law, uniforms[rows])
+    def choose(laws: Tensor, rows: list[int], _: list[Block], __: int) -> Tensor:
+        if not drawn:
+            drawn.append(laws.new_empty(len(uniforms), laws.shape[-1]))
+        drawn[0][rows] = laws
+        return draw(laws, [uniforms[row] for row in rows])
 
     tokens = _walk(after, blocks, params, choose)
-    drawn = torch.cat(laws)[torch.tensor(order).argsort().to(laws[0].device)]
-    parts = torch.split(drawn, [block.slots for block in blocks])
-    return [Proposal(own, law) for own, law in zip(tokens, parts, strict=True)]
+    parts = torch.split(drawn[0], [block.slots for block in blocks])
+    return [Proposal(own, laws) for own, laws in zip(tokens, parts, strict=True)]
 
 
 def walk_coupled(after: Transitions, blocks: Sequence[Block], params: SamplingParams) -> list[Proposal]:

@@ -251,6 +251,7 @@ class Engine:
             counts=counts,
             adapter=adapter,
             prefix_root=b"" if adapter is None or in_ring else adapter.digest,
+            is_coupled=self.runner.options.matches(params),
         )
         self._next_id += 1
         return request

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from volley.decode.processors import preceding, process
-from volley.decode.sampling import Purpose, best_tokens, chosen_logprobs, race, token_probs, top_logprobs
+from volley.decode.sampling import Purpose, best_tokens, chosen_logprobs, draw, race, token_probs, top_logprobs
 from volley.decode.verify import verify_choices, verify_speculative, verify_tree
 from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
@@ -38,7 +38,7 @@ def judge(plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tens
             choices = _choices(request, own[place])
             verdicts[place] = verify_choices(choices, [proposal.token_ids])[0]
         else:
-            sampled.setdefault(request.params.law, []).append(place)
+            sampled.setdefault((request.is_coupled, request.params.law), []).append(place)
     for places in sampled.values():
         found = _judge_sampled(
             [plan[i].request for i in places], [proposals[i] for i in places], [own[i] for i in places]
@@ -55,7 +55,10 @@ def judge(plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tens
 
 
 def _judge_sampled(requests: list[Request], proposals: list[Proposal], logits: list[Tensor]) -> list[Verdict]:
-    """Speculative sampling for requests that sample alike; one without a draft just draws its token."""
+    """Speculative sampling for requests that sample alike; one without a draft just draws its token.
+
+    Requests that may also be verified by matching draw it with the noise that is matched; a uniform costs far less.
+    """
     sizes = [len(proposal.token_ids) for proposal in proposals]
     positions = [
         (request.noise, len(request.token_ids) + i)
@@ -63,11 +66,15 @@ def _judge_sampled(requests: list[Request], proposals: list[Proposal], logits: l
         for i in range(size + 1)
     ]
 
-    def choose(laws: Tensor, rows: list[int]) -> list[int]:
+    def choose(weights: Tensor, rows: list[int]) -> list[int]:
         where = [positions[row] for row in rows]
-        noise = [noise.exponentials(Purpose.TARGET, [position], laws.shape[-1]) for noise, position in where]
-        chosen: list[int] = race(laws, torch.cat(noise)).tolist()
-        return chosen
+        if requests[0].is_coupled:
+            noise = [noise.exponentials(Purpose.TARGET, [position], weights.shape[-1]) for noise, position in where]
+            chosen = race(weights, torch.cat(noise))
+        else:
+            chosen = draw(weights, [noise.uniforms(Purpose.TARGET, position, 1)[0] for noise, position in where])
+        tokens: list[int] = chosen.tolist()
+        return tokens
 
     uniforms = [
         request.noise.uniforms(Purpose.ACCEPT, len(request.token_ids), size)

@@ -83,15 +83,14 @@ class Pacer:
         )
 
     def _choose_shapes(self, requests: list[Request]) -> None:
-        """Chains or trees. A sampled request keeps the verifier that it was first drafted for."""
+        """Chains or trees, and who is matched from now on: the options may have changed."""
         options = self._runner.options
         if options.tree_nodes is not None:
             nodes = options.tree_nodes - 1
         else:
             nodes = self._policy.tree_nodes(len(requests)) if options.may_grow_trees else 0
         for request in requests:
-            if request.is_coupled is None:
-                request.is_coupled = options.matches(request.params)
+            request.is_coupled = request.is_coupled or options.matches(request.params)
             request.draft_nodes = nodes if request.is_coupled or request.params.temperature == 0 else 0
 
     def before_drafting(self, running: Sequence[Request]) -> None:

@@ -72,9 +72,9 @@ class Request:
     """Slots the block-size policy wants drafted in the next step."""
     draft_nodes: int = 0
     """Nodes of the tree it wants grown of them, at most; 0 is a chain."""
-    is_coupled: bool | None = None
-    """Whether a sampled request is verified by sample-and-match, decided when it first drafts, and for good: a draft that knew
-    the noise of positions must meet the same noise there again."""
+    is_coupled: bool = False
+    """Whether a sampled request is verified by sample-and-match; once so, for good: a draft that knew the noise of positions must
+    meet the same noise there again."""
     page_hashes: list[bytes] = field(default_factory=list)
     text: str = ""
     emitted_text: int = 0
