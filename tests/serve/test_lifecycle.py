@@ -36,8 +36,9 @@ def begin(server: Running, *, stream: bool = True, **body: Any) -> httpx.Respons
 
 def test_a_client_that_goes_frees_its_pages(server: Running) -> None:
     response = begin(server, n=3)
-    next(response.iter_lines())
-    assert server.engine.pool.num_used > 0
+    lines = response.iter_lines()  # kept: closing it closes the response
+    next(lines)
+    wait_until(lambda: server.engine.pool.num_used > 0)
     response.close()
     server.settle()
     metrics = server.metrics()
