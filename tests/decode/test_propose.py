@@ -4,7 +4,7 @@ import torch
 
 from tests.chi_square import chi_square_p
 from volley.decode.propose import propose_coupled, propose_greedy, propose_sampled
-from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
+from volley.decode.sampling import PositionNoise, race, token_probs
 from volley.types import SamplingParams
 
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
@@ -34,7 +34,7 @@ def test_the_law_of_a_sampled_proposal_is_the_one_it_was_drawn_from() -> None:
 
 def test_coupled_proposals_use_the_targets_own_noise() -> None:
     params, noise = SamplingParams(temperature=0.9), PositionNoise(3)
-    target_choice = race(token_probs(LOGITS, params), noise.exponentials(Purpose.TARGET, range(7, 10), 5))
+    target_choice = race(token_probs(LOGITS, params), noise.exponentials(range(7, 10), 5))
     assert torch.equal(propose_coupled(LOGITS, params, noise, 7), target_choice)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.decode import test_verify as law
-from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
+from volley.decode.sampling import PositionNoise, race, token_probs
 from volley.decode.tree import coupled_logits, expand, slot_lattice
 from volley.decode.verify import verify_choices, verify_tree
 from volley.types import Lattice, Proposal, SamplingParams, Verdict
@@ -122,7 +122,7 @@ def test_sampled_scores_put_the_race_of_the_target_first() -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9)
     noise = PositionNoise(5)
     tree = expand(slot_lattice(coupled_logits(logits, params, noise, 10)), 4)
-    drawn = race(token_probs(logits, params), noise.exponentials(Purpose.TARGET, range(10, 14), 20))
+    drawn = race(token_probs(logits, params), noise.exponentials(range(10, 14), 20))
     assert tree.token_ids[0] == drawn[0]
     wide = expand(slot_lattice(coupled_logits(logits, params, noise, 10)), 60)
     assert wide.token_ids[:4] == drawn.tolist()

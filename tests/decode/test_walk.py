@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.chi_square import chi_square_p
-from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
+from volley.decode.sampling import PositionNoise, race, token_probs
 from volley.decode.walk import Block, Transitions, walk_coupled, walk_greedy, walk_sampled
 from volley.types import Lattice, SamplingParams
 
@@ -38,7 +38,7 @@ def test_walks_equal_choosing_slot_by_slot(slots: int, anchor: int, seed: int) -
     token, expected, greedy = anchor, [], [anchor]
     for slot in range(slots):
         law = token_probs(table[slot, token][None], PARAMS, PARAMS.draft_temperature)
-        token = int(race(law, noise.exponentials(Purpose.TARGET, [first + slot], VOCAB)))
+        token = int(race(law, noise.exponentials([first + slot], VOCAB)))
         expected.append(token)
         greedy.append(int(table[slot, greedy[-1]].argmax()))
     (found,) = walk_coupled(after, [Block(slots, anchor, noise, first)], PARAMS)

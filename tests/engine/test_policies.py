@@ -44,15 +44,11 @@ class Restless(BlockSizePolicy):
         return [max(0, size - (self.turn + i) % 3) for i, size in zip(requests.request_ids, drafted, strict=True)]
 
 
-class Growing(Restless):
-    """Asks for chains and trees by turns."""
+class Climbing(Restless):
+    """Asks for chains and trees by turns, and prunes the trees."""
 
-    def tree_nodes(self, num_requests: int) -> int:
-        return (0, 7, 0, 3)[self.turn % 4]
-
-
-class Climbing(Growing):
-    """And prunes the trees."""
+    def tree_nodes(self, num_requests: int, *, sampled: bool) -> int:
+        return (0, 7, 0, 3)[(self.turn + sampled) % 4]
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
         assert all(
@@ -129,16 +125,20 @@ def test_the_sampled_law_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy:
     assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
 
 
-@pytest.mark.parametrize("policy", [Growing, Goodput])
-def test_the_law_of_requests_without_a_seed_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
-    """They are drafted as chains, whatever the policy would grow."""
-    settle(monkeypatch, token=1e-3)
+@pytest.mark.parametrize(
+    ("policy", "token", "grown"), [(Climbing, 1e-3, True), (Goodput, 1e-3, False), (Goodput, 0.0, True)]
+)
+def test_the_law_of_requests_without_a_seed_is_the_targets(
+    monkeypatch: pytest.MonkeyPatch, policy: Any, token: float, grown: bool
+) -> None:
+    """Speculatively sampled as chains, until a policy grows trees for them."""
+    settle(monkeypatch, token=token)
     numbers = itertools.count()
     monkeypatch.setattr("volley.engine.engine.secrets.randbits", lambda bits: next(numbers))
     sequences, accepted, ways = sampled_ways(policy(), seeded=False)
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
     assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
-    assert ways == {True}
+    assert ways == ({False, True} if grown else {True})
 
 
 def test_the_law_of_trees_and_chains_by_turns_is_the_targets() -> None:

@@ -77,9 +77,11 @@ class BlockSizePolicy:
     def rehearse(self) -> None:
         """Time the passes of a single request, so that the first one need not wait for it; called where nothing runs yet."""
 
-    def tree_nodes(self, num_requests: int) -> int:
-        """Nodes to verify for each of so many requests as a tree, anchor not counted; 0: chains. Asked where the engine's
-        options leave it open. Requests that are sampled without a seed stay chains, which are sampled speculatively.
+    def tree_nodes(self, num_requests: int, *, sampled: bool) -> int:
+        """Nodes to verify as a tree for each greedy, or each ``sampled`` request while so many are under way, anchor not counted;
+        0: chains. Asked where the engine's options leave it open.
+
+        A sampled request that has grown a tree is verified by sample-and-match to its end, its chains as well.
         """
         return 0
 

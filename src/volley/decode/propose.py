@@ -27,7 +27,7 @@ def propose_coupled(logits: Tensor, params: SamplingParams, noise: PositionNoise
     """Draw every slot with the noise the target will use at that position; tokens ``[k]``, for sample-and-match only."""
     probs = token_probs(logits, params, draft_temperature(params))
     positions = range(first, first + len(logits))
-    return race(probs, noise.exponentials(Purpose.TARGET, positions, logits.shape[-1]))
+    return race(probs, noise.exponentials(positions, logits.shape[-1]))
 
 
 def draft_temperature(params: SamplingParams) -> float:

@@ -7,15 +7,18 @@ with others therefore cannot change what it samples, and sample-and-match gives 
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 from hashlib import shake_128
 from struct import unpack
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.types import SamplingParams
 
+_KEPT = 64  # rows of exponentials: the blocks of a few requests, which draft and target and the next draft all ask for
 _MANY = 8  # rows for which drawing in two steps is faster
 _PART = 128  # tokens of a vocabulary that are drawn together at first
 
@@ -34,13 +37,9 @@ class PositionNoise:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def _generator(self, purpose: Purpose, position: int) -> np.random.Generator:
-        return np.random.Generator(np.random.Philox(key=[self.seed, int(purpose)], counter=[0, 0, position, 0]))
-
-    def exponentials(self, purpose: Purpose, positions: Sequence[int], size: int) -> Tensor:
-        """Unit exponentials ``[len(positions), size]``."""
-        rows = [self._generator(purpose, p).standard_exponential(size, dtype=np.float32) for p in positions]
-        return torch.from_numpy(np.stack(rows)).clamp_min_(1e-30)
+    def exponentials(self, positions: Sequence[int], size: int) -> Tensor:
+        """Unit exponentials ``[len(positions), size]``: what the target races with, and drafts that are to match it."""
+        return torch.from_numpy(np.stack([_exponentials(self.seed, position, size) for position in positions]))
 
     def uniforms(self, purpose: Purpose, first: int, count: int) -> list[float]:
         """Uniforms in [0, 1), double precision, of the cycle that begins at position ``first``.
@@ -49,6 +48,12 @@ class PositionNoise:
         """
         stream = shake_128(b"%d %d %d" % (self.seed, purpose, first)).digest(8 * count)
         return [(word >> 11) * 2.0**-53 for word in unpack(f"<{count}Q", stream)]
+
+
+@lru_cache(maxsize=_KEPT)
+def _exponentials(seed: int, position: int, size: int) -> NDArray[np.float32]:
+    generator = np.random.Generator(np.random.Philox(key=[seed, int(Purpose.TARGET)], counter=[0, 0, position, 0]))
+    return generator.standard_exponential(size, dtype=np.float32).clip(1e-30)
 
 
 def best_tokens(logits: Tensor) -> list[int]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.decode.propose import draft_temperature
-from volley.decode.sampling import PositionNoise, Purpose, token_probs
+from volley.decode.sampling import PositionNoise, token_probs
 from volley.types import Lattice, Proposal, SamplingParams
 
 CANDIDATES = 16
@@ -32,7 +32,7 @@ def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise,
     temperature = draft_temperature(params)
     weights = token_probs(logits, params, temperature)
     positions = range(first, first + len(logits))
-    weights /= noise.exponentials(Purpose.TARGET, positions, logits.shape[-1]).to(weights.device)
+    weights /= noise.exponentials(positions, logits.shape[-1]).to(weights.device)
     return weights.log_() * (temperature or 1.0)
 
 

@@ -64,9 +64,7 @@ def walk_coupled(after: Transitions, blocks: Sequence[Block], params: SamplingPa
 
     def choose(law: Tensor, rows: list[int], members: list[Block], slot: int) -> Tensor:
         size = law.shape[-1]
-        return race(
-            law, torch.cat([block.noise.exponentials(Purpose.TARGET, [block.first + slot], size) for block in members])
-        )
+        return race(law, torch.cat([block.noise.exponentials([block.first + slot], size) for block in members]))
 
     return [Proposal(own) for own in _walk(after, blocks, params, choose)]
 

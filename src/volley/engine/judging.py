@@ -69,7 +69,7 @@ def _judge_sampled(requests: list[Request], proposals: list[Proposal], logits: l
     def choose(weights: Tensor, rows: list[int]) -> list[int]:
         where = [positions[row] for row in rows]
         if requests[0].is_coupled:
-            noise = [noise.exponentials(Purpose.TARGET, [position], weights.shape[-1]) for noise, position in where]
+            noise = [noise.exponentials([position], weights.shape[-1]) for noise, position in where]
             chosen = race(weights, torch.cat(noise))
         else:
             chosen = draw(weights, [noise.uniforms(Purpose.TARGET, position, 1)[0] for noise, position in where])
@@ -92,7 +92,7 @@ def _chooser(request: Request, logits: Tensor, best: list[int]) -> Callable[[int
         if request.params.temperature == 0:
             return best[node]
         probs = token_probs(logits[node : node + 1], request.params)
-        noise = request.noise.exponentials(Purpose.TARGET, [len(request.token_ids) + depth], logits.shape[-1])
+        noise = request.noise.exponentials([len(request.token_ids) + depth], logits.shape[-1])
         return int(race(probs, noise))
 
     return choose
@@ -102,7 +102,7 @@ def _choices(request: Request, logits: Tensor) -> list[int]:
     """What the target itself would sample in each of ``logits [k + 1, V]``, with the noise of its position."""
     probs = token_probs(logits, request.params)
     first = len(request.token_ids)
-    noise = request.noise.exponentials(Purpose.TARGET, range(first, first + len(logits)), logits.shape[-1])
+    noise = request.noise.exponentials(range(first, first + len(logits)), logits.shape[-1])
     chosen: list[int] = race(probs, noise).tolist()
     return chosen
 

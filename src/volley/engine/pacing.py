@@ -82,16 +82,17 @@ class Pacer:
             max((request.draft_nodes for request in requests), default=0),
         )
 
-    def _choose_shapes(self, requests: list[Request]) -> None:
-        """Chains or trees, and who is matched from now on: the options may have changed."""
-        options = self._runner.options
+    def _choose_shapes(self, requests: list[Request], running: int) -> None:
+        """Chains or trees, and which sampled requests are matched from now on."""
+        options, nodes = self._runner.options, [0, 0]  # greedy, sampled
         if options.tree_nodes is not None:
-            nodes = options.tree_nodes - 1
-        else:
-            nodes = self._policy.tree_nodes(len(requests)) if options.may_grow_trees else 0
+            nodes = [options.tree_nodes - 1] * 2
+        elif options.may_grow_trees:
+            nodes = [self._policy.tree_nodes(running, sampled=sampled) for sampled in (False, True)]
         for request in requests:
-            request.is_coupled = request.is_coupled or options.matches(request.params)
-            request.draft_nodes = nodes if request.is_coupled or request.params.temperature == 0 else 0
+            is_sampled = request.params.temperature > 0
+            request.is_coupled = request.is_coupled or nodes[True] > 0 or options.matches(request.params)
+            request.draft_nodes = nodes[is_sampled]
 
     def before_drafting(self, running: Sequence[Request]) -> None:
         """Set how many slots each decoding request drafts in this step."""
@@ -99,7 +100,7 @@ class Pacer:
         decoding = [request for request in running if request.is_decoding]
         if not decoding or self._largest == 1:
             return
-        self._choose_shapes(decoding)
+        self._choose_shapes(decoding, len(running))
         requests = self._decoding(decoding)
         self._asked = (decoding, requests)
         slots = self._policy.draft(requests)
