@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from volley.decode.sampling import token_probs
 from volley.decode.walk import Block, Transitions
 from volley.engine import runner
 from volley.engine.engine import OnVerified
+from volley.engine.request import Request
 from volley.models.checkpoint import HeadConfig
-from volley.types import Proposal
+from volley.types import Proposal, Verdict
 
 PROMPTS = random_prompts(6, longest=30, seed=2)
 PARAMS = [
@@ -104,18 +106,28 @@ def test_auto_verifies_speculatively_where_the_law_is_known_and_no_seed_asks_for
         seen.clear()
 
 
-def test_once_a_draft_knew_a_requests_noise_it_is_matched_to_its_end(pair: Pair) -> None:
-    engine = Engine(pair.target, pair.drafter, policy="fixed")
-    request = engine.add_request(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=40))
-    drafted_from_a_law: list[bool] = []
-    engine.on_verified.append(lambda _, proposal, __: drafted_from_a_law.append(proposal.draft_probs is not None))
-    for steps, known in ((1, True), (2, False), (1, False)):
-        engine.denoising_steps = steps
-        while len(drafted_from_a_law) < 2:
-            engine.step()
-        assert drafted_from_a_law[-1] is known
-        drafted_from_a_law.clear()
-    assert request.finish_reason is None
+@pytest.mark.parametrize("options", [{"denoising_steps": 2}, {"tree_nodes": 8}])
+def test_noise_that_a_draft_knew_is_what_its_positions_are_sampled_with(pair: Pair, options: dict[str, int]) -> None:
+    """Whatever is asked for in between; a draft with a law of its own comes only behind them."""
+    engine = Engine(pair.target, pair.drafter, policy="fixed", page_size=4)
+    request = engine.add_request(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=80))
+    foreseen, matched = 0, [False]
+
+    def see(_: Request, proposal: Proposal, verdict: Verdict) -> None:
+        nonlocal foreseen
+        first = len(request.token_ids) - len(verdict.token_ids)
+        matched.append(request.is_coupled)
+        assert matched[-1] or first >= foreseen
+        assert proposal.draft_probs is None or not matched[-1]
+        if matched[-1] and proposal.token_ids:
+            foreseen = max(foreseen, first + request.draft_slots)
+
+    engine.on_verified.append(see)
+    (name, value), usual = *options.items(), {"denoising_steps": 1, "tree_nodes": None}
+    while request.finish_reason is None:
+        setattr(engine, name, value if len(matched) // 6 % 2 else usual[name])
+        engine.step()
+    assert sum(before and not after for before, after in pairwise(matched)) >= 2
 
 
 # -- the law, end to end -----------------------------------------------------------------------------------------------

@@ -79,9 +79,8 @@ class BlockSizePolicy:
 
     def tree_nodes(self, num_requests: int, *, sampled: bool) -> int:
         """Nodes to verify as a tree for each greedy, or each ``sampled`` request while so many are under way, anchor not counted;
-        0: chains. Asked where the engine's options leave it open.
-
-        A sampled request that has grown a tree is verified by sample-and-match to its end, its chains as well.
+        0: chains. Asked where the engine's options leave it open. Trees of sampled requests are matched, as chains with a seed
+        are; other chains are sampled speculatively.
         """
         return 0
 

@@ -34,9 +34,9 @@ _MISJUDGED = 0.1  # relative change of what a plain pass takes, for the same
 _TREE = 2  # kinds of requests are 0 and 1, greedy and sampled, and so many more where a tree is drafted
 _KINDS = 4
 _NODES = 15  # of a tree, anchor not counted
-# Trees are grown where verifying whole ones takes at most so many times as long as plain decoding. For sampled requests, which
-# they bind to sample-and-match, they gain less: chains are better judged by speculative sampling.
-_NEARLY_FREE = (1.5, 1.4)  # greedy, sampled
+# Trees are grown where verifying whole ones takes at most so many times as long as plain decoding: for greedy requests, and for
+# sampled ones, whose chains are judged by speculative sampling and are not so far behind.
+_NEARLY_FREE = (1.5, 1.4)
 _LESSON = 16  # blocks learnt from at once, which costs less than one by one
 _FEW = 8  # blocks of a kind that say nothing yet
 

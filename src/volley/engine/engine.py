@@ -150,7 +150,7 @@ class Engine:
     def step(self) -> list[Request]:
         """One cycle for every scheduled request; returns those that finished."""
         started = time.perf_counter()
-        self.pacer.before_drafting(self.scheduler.running)
+        self.pacer.before_drafting(self.scheduler.running, len(self.scheduler.waiting))
         plan = self.scheduler.schedule(self.block_size)
         if not plan:
             return []

@@ -76,31 +76,37 @@ class Pacer:
         most = self._policy.block_size - 1
         return Decoding(
             [request.request_id for request in requests],
-            [min(most, request.remaining - 1) for request in requests],
+            [min(most, self._most_slots(request)) for request in requests],
             [request.params.temperature > 0 for request in requests],
             [request.draft_nodes > 0 for request in requests],
             max((request.draft_nodes for request in requests), default=0),
         )
 
-    def _choose_shapes(self, requests: list[Request], running: int) -> None:
-        """Chains or trees, and which sampled requests are matched from now on."""
+    def _most_slots(self, request: Request) -> int:
+        most = request.remaining - 1
+        if request.is_coupled and not request.draft_nodes and not self._runner.options.matches(request.params):
+            return min(most, request.foreseen - len(request.token_ids))  # it is to foresee no more
+        return most
+
+    def _choose_shapes(self, requests: list[Request], num_requests: int) -> None:
+        """Chains or trees, and which sampled requests are matched in this step."""
         options, nodes = self._runner.options, [0, 0]  # greedy, sampled
         if options.tree_nodes is not None:
             nodes = [options.tree_nodes - 1] * 2
         elif options.may_grow_trees:
-            nodes = [self._policy.tree_nodes(running, sampled=sampled) for sampled in (False, True)]
+            nodes = [self._policy.tree_nodes(num_requests, sampled=sampled) for sampled in (False, True)]
         for request in requests:
-            is_sampled = request.params.temperature > 0
-            request.is_coupled = request.is_coupled or nodes[True] > 0 or options.matches(request.params)
+            is_sampled, is_bound = request.params.temperature > 0, len(request.token_ids) < request.foreseen
             request.draft_nodes = nodes[is_sampled]
+            request.is_coupled = is_sampled and (is_bound or nodes[True] > 0 or options.matches(request.params))
 
-    def before_drafting(self, running: Sequence[Request]) -> None:
+    def before_drafting(self, running: Sequence[Request], num_waiting: int) -> None:
         """Set how many slots each decoding request drafts in this step."""
         self._asked = None
         decoding = [request for request in running if request.is_decoding]
         if not decoding or self._largest == 1:
             return
-        self._choose_shapes(decoding, len(running))
+        self._choose_shapes(decoding, len(running) + num_waiting)
         requests = self._decoding(decoding)
         self._asked = (decoding, requests)
         slots = self._policy.draft(requests)
@@ -123,6 +129,9 @@ class Pacer:
     def after_drafting(self, plan: list[Scheduled], proposals: list[Proposal]) -> list[Proposal]:
         """Cut the proposals to what the policy wants verified."""
         self._members = [place for place, scheduled in enumerate(plan) if scheduled.request.is_decoding]
+        for request, size in ((scheduled.request, scheduled.max_draft) for scheduled in plan):
+            if request.is_coupled and size > 0:
+                request.foreseen = max(request.foreseen, len(request.token_ids) + size)
         requests = self._decoding([plan[place].request for place in self._members])
         drafted = verified = [plan[place].max_draft for place in self._members]
         if any(drafted):

@@ -73,8 +73,10 @@ class Request:
     draft_nodes: int = 0
     """Nodes of the tree it wants grown of them, at most; 0 is a chain."""
     is_coupled: bool = False
-    """Whether a sampled request is verified by sample-and-match; once so, for good: a draft that knew the noise of positions must
-    meet the same noise there again."""
+    """Whether a sampled request is verified by sample-and-match, with drafts that know the noise its target will use."""
+    foreseen: int = 0
+    """Positions before this one whose noise a draft may have known. They must be sampled with it: how far that draft was right
+    depends on it."""
     page_hashes: list[bytes] = field(default_factory=list)
     text: str = ""
     emitted_text: int = 0
