@@ -1,7 +1,7 @@
 """Multi-step denoising: how many slots each step reveals, and which (AitherOS DFlash; DFlash is the one-step case)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,33 @@ def reveal_counts(num_slots: int, num_steps: int, schedule: str) -> list[int]:
     for step in heaviest[: num_slots - sum(counts)]:
         counts[step] += 1
     return counts
+
+
+def denoise(
+    blocks: Sequence[Tensor],
+    num_steps: int,
+    schedule: str,
+    look: Callable[[Sequence[Tensor]], Tensor],
+    choose: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """Fill the masks of ``blocks``, token ids ``[1 + k]`` of anchor and slots, in place, the most confident slots first.
+
+    ``look`` gives the logits ``[Σ k, V]`` of all slots of the blocks as they are, ``choose(block, logits [k, V])`` a token
+    for each slot of one of them. Returns the logits of the first look.
+    """
+    sizes = [len(block) - 1 for block in blocks]
+    counts = [reveal_counts(size, num_steps, schedule) for size in sizes]
+    masked = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
+    looks = []
+    for step in range(num_steps):
+        looks.append(look(blocks))
+        for index, rows in enumerate(torch.split(looks[-1], sizes)):
+            tokens = choose(index, rows).cpu()
+            confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()
+            chosen = reveal(masked[index], confidence[None], counts[index][step])
+            blocks[index][1:][chosen[0]] = tokens[chosen[0]]
+            masked[index] &= ~chosen
+    return looks[0]
 
 
 def reveal(masked: Tensor, confidence: Tensor, count: int) -> Tensor:

@@ -4,14 +4,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from volley.decode.sampling import best_tokens
 from volley.engine.runner import Runner
-from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore, make_store
+from volley.models.blocks import block_states
 
 _CONTEXT = 128  # tokens before each made-up segment
 _MOST_RUNS = 8
@@ -60,13 +59,9 @@ class Rehearsal:
         assert drafter is not None
         batch = self._batch(_spread(tokens, requests), causal=False)
         store = self._store(drafter.kv_shapes, batch)
-        options = AttentionOptions(drafter.config.head_dim**-0.5)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return target.attention(batch, store, layer, q, k, v, options)
 
         def run() -> None:
-            hidden = drafter(drafter.embed(batch.token_ids, target.embed), batch.positions, attend)
+            hidden = block_states(drafter, batch, store, target.attention, target.embed)
             logits = drafter.logits(hidden, target.head)
             best_tokens(logits)
             if head is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.denoise import reveal, reveal_counts
+from volley.decode.denoise import denoise, reveal_counts
 from volley.decode.processors import process
 from volley.decode.propose import draft_temperature, propose_coupled, propose_greedy, propose_sampled
 from volley.decode.sampling import best_tokens, confidences
@@ -21,11 +21,11 @@ from volley.engine.judging import judge, kept_rows
 from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError
-from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVDtype, make_store
 from volley.models.accelerate import accelerate
 from volley.models.adapter import Adapter, adapted, drafter_fingerprint
+from volley.models.blocks import block_states, without_anchors
 from volley.models.drafter import Drafter
 from volley.models.heads import BoundHead
 from volley.models.inject import Injection
@@ -129,7 +129,6 @@ class Runner:
             if drafter.head is not None and config.head is not None:
                 embedding = target.embed(torch.arange(target.vocab_size, device=target.device)).detach()
                 self.head = BoundHead(drafter.head, config.head.candidates, embedding, target.head_weight)
-            self._windows = [_narrower(draft_window, drafter.window(i)) for i in range(config.num_hidden_layers)]
 
     def load_adapter(self, path: Path | str) -> Adapter:
         """The drafter with the adapter in folder ``path``; both keep their K/V in the same store."""
@@ -167,20 +166,14 @@ class Runner:
             proposals = self._walk(plan, head, hidden, noisy) if head else self._propose(plan, noisy, best)
             self._note_confidence(proposals, sizes, logits, best)
             return proposals
-        steps = self.options.denoising_steps
-        counts = [reveal_counts(size, steps, self.options.denoising_schedule) for size in sizes]
-        hidden_slots = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
         blocks = [torch.tensor(block) for block in tokens]
-        for step in range(steps):
-            logits = _processed(plan, self._slot_logits(plan, torch.cat(blocks))[0])
-            if step == 0:
-                first = logits
-            for i, (scheduled, rows) in enumerate(zip(plan, torch.split(logits, sizes), strict=True)):
-                drawn = self._draw(scheduled.request, rows).cpu()
-                confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()[None]
-                chosen = reveal(hidden_slots[i], confidence, counts[i][step])
-                blocks[i][1:][chosen[0]] = drawn[chosen[0]]
-                hidden_slots[i] &= ~chosen
+        first = denoise(
+            blocks,
+            self.options.denoising_steps,
+            self.options.denoising_schedule,
+            lambda blocks: _processed(plan, self._slot_logits(plan, torch.cat(list(blocks)))[0]),
+            lambda index, rows: self._draw(plan[index].request, rows),
+        )
         proposals = [Proposal(block[1:].tolist()) for block in blocks]
         self._note_confidence(proposals, sizes, first, best_tokens(first))
         return proposals
@@ -230,18 +223,10 @@ class Runner:
         assert drafter is not None
         segments = [Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=False) for s in plan]
         batch = RaggedBatch(segments, token_ids.to(self.target.device))
-        attention, store, windows = self.target.attention, self.draft_store, self._windows
-        scale = drafter.config.head_dim**-0.5
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(batch, store, layer, q, k, v, AttentionOptions(scale, windows[layer]))
-
-        hidden: Tensor = drafter(drafter.embed(batch.token_ids, self.target.embed), batch.positions, attend)
-        if len(segments) == 1:
-            return hidden[1:]
-        keep = torch.ones(len(batch), dtype=torch.bool)
-        keep[batch.offsets[:-1]] = False
-        return hidden[keep.to(hidden.device)]
+        states = block_states(
+            drafter, batch, self.draft_store, self.target.attention, self.target.embed, self.draft_window
+        )
+        return without_anchors(batch, states)
 
     def _propose(self, plan: list[Scheduled], logits: Tensor, best: list[int]) -> list[Proposal]:
         proposals = []
@@ -420,10 +405,6 @@ def _processed(plan: Sequence[Scheduled], logits: Tensor) -> Tensor:
         request = scheduled.request
         parts.append(rows if request.counts is None else process(rows, request.params, request.counts))
     return torch.cat(parts)
-
-
-def _narrower(first: int | None, second: int | None) -> int | None:
-    return min((w for w in (first, second) if w is not None), default=None)
 
 
 def _as_indices(slots: slice | Tensor) -> Tensor:

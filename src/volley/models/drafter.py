@@ -165,9 +165,12 @@ class Drafter(nn.Module):
         """``(kv_heads, head_dim)`` of every layer: all the same."""
         return [(self.config.num_key_value_heads, self.config.head_dim)] * self.config.num_hidden_layers
 
-    def window(self, layer: int) -> int | None:
-        """Tokens of context that ``layer`` attends to before the block, or ``None`` for all."""
-        return self.config.sliding_window if self.config.layer_types[layer] == "sliding_attention" else None
+    def windows(self, bound: int | None = None) -> list[int | None]:
+        """Tokens of context that each layer attends to before the block, at most ``bound``; ``None`` for all."""
+        sliding = [
+            self.config.sliding_window if kind == "sliding_attention" else None for kind in self.config.layer_types
+        ]
+        return [min((size for size in (own, bound) if size is not None), default=None) for own in sliding]
 
     def context_kv(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """K and V ``[T, kv_heads, d]`` of every layer for tapped features ``[T, taps · H]`` at ``positions [T]``."""

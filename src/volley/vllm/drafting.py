@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.denoise import reveal, reveal_counts
+from volley.decode.denoise import denoise
 from volley.decode.propose import propose_greedy
 from volley.decode.sampling import best_tokens, confidences
 from volley.decode.walk import walk_greedy
-from volley.memory.attention import AttentionOptions, attention_for
+from volley.memory.attention import attention_for
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore, make_store
+from volley.models.blocks import block_states, without_anchors
 from volley.models.drafter import Drafter
 from volley.models.heads import BoundHead
 from volley.models.inject import Injection
@@ -63,8 +64,6 @@ class SlotDrafter:
         self._scratch = max_requests * config.block_size  # slots for the blocks themselves
         self._tokens = np.empty(0, dtype=np.int32)  # which token a slot's K/V are of
         self._attention = attention_for(self.device)
-        windows = [(options.draft_window, drafter.window(i)) for i in range(config.num_hidden_layers)]
-        self._windows = [min((w for w in pair if w is not None), default=None) for pair in windows]
         self.bound_head: BoundHead | None = None
         if drafter.head is not None and config.head is not None:
             vocabulary = torch.arange(config.vocab_size, device=self.device)
@@ -89,8 +88,9 @@ class SlotDrafter:
     def has_seen(self, slots: IntArray, token_ids: Tokens) -> bool:
         """Whether all that a block after context ``token_ids [n]`` in ``slots [n]`` would look at has been injected."""
         first = 0
-        if None not in self._windows:
-            first = max(0, len(slots) - max(window for window in self._windows if window is not None))
+        windows = [window for window in self.drafter.windows(self.options.draft_window) if window is not None]
+        if len(windows) == self.drafter.config.num_hidden_layers:
+            first = max(0, len(slots) - max(windows))
         return bool((self._tokens[slots[first:]] == token_ids[first:]).all())
 
     # -- blocks --------------------------------------------------------------------------------------------------------
@@ -107,51 +107,35 @@ class SlotDrafter:
         blocks = [
             torch.tensor([anchor] + [config.mask_token_id] * size) for anchor, size in zip(anchors, sizes, strict=True)
         ]
-        logits, hidden = self._slot_logits(segments, blocks)
-        best = best_tokens(logits)
         if steps > 1:
-            sure = confidences(logits, best) if with_confidence else []
-            proposals = self._denoise(segments, blocks, logits)
-        elif self.bound_head is not None:
-            return [walk_greedy(lattice) for lattice in self.bound_head.lattices(hidden, logits, anchors, sizes)]
+            logits = denoise(
+                blocks,
+                steps,
+                self.options.denoising_schedule,
+                lambda blocks: self._slot_logits(segments, blocks)[0],
+                lambda _, rows: rows.argmax(dim=-1),
+            )
+            proposals = [Proposal(block[1:].tolist()) for block in blocks]
+            best = best_tokens(logits)
         else:
-            sure = confidences(logits, best) if with_confidence else []
+            logits, hidden = self._slot_logits(segments, blocks)
+            if self.bound_head is not None:
+                return [walk_greedy(lattice) for lattice in self.bound_head.lattices(hidden, logits, anchors, sizes)]
+            best = best_tokens(logits)
             proposals = [propose_greedy(tokens) for tokens in _parts(best, sizes)]
+        sure = confidences(logits, best) if with_confidence else []
         for proposal, own in zip(proposals, _parts(sure, sizes), strict=True):
             proposal.confidence = own
         return proposals
 
-    def _denoise(self, segments: list[Segment], blocks: list[Tensor], logits: Tensor) -> list[Proposal]:
-        """Reveal the surest tokens of each block and look again; ``logits`` are of the blocks as they are."""
-        sizes, steps = [len(block) - 1 for block in blocks], self.options.denoising_steps
-        counts = [reveal_counts(size, steps, self.options.denoising_schedule) for size in sizes]
-        masked = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
-        for step in range(steps):
-            if step:
-                logits = self._slot_logits(segments, blocks)[0]
-            surest, tokens = (x.cpu() for x in logits.float().log_softmax(dim=-1).max(dim=-1))
-            for i, (own, found) in enumerate(zip(torch.split(surest, sizes), torch.split(tokens, sizes), strict=True)):
-                chosen = reveal(masked[i], own[None], counts[i][step])
-                blocks[i][1:][chosen[0]] = found[chosen[0]]
-                masked[i] &= ~chosen
-        return [Proposal(block[1:].tolist()) for block in blocks]
-
-    def _slot_logits(self, segments: list[Segment], blocks: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _slot_logits(self, segments: list[Segment], blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Logits ``[Σ k, V]`` of every slot after the anchors, and the states ``[Σ k, H]`` they are of."""
-        batch = RaggedBatch(segments, torch.cat(blocks).to(self.device))
-        keep = torch.ones(len(batch), dtype=torch.bool)
-        keep[batch.offsets[:-1]] = False
-        hidden = self._states(batch, self._store)[keep.to(self.device)]
+        batch = RaggedBatch(segments, torch.cat(list(blocks)).to(self.device))
+        hidden = without_anchors(batch, self._states(batch, self._store))
         return self.drafter.logits(hidden, self.head), hidden
 
     def _states(self, batch: RaggedBatch, store: KVStore) -> Tensor:
-        scale = self.drafter.config.head_dim**-0.5
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attention(batch, store, layer, q, k, v, AttentionOptions(scale, self._windows[layer]))
-
-        hidden: Tensor = self.drafter(self.drafter.embed(batch.token_ids, self.embed), batch.positions, attend)
-        return hidden
+        return block_states(self.drafter, batch, store, self._attention, self.embed, self.options.draft_window)
 
     # -- costs ---------------------------------------------------------------------------------------------------------
     def seconds(self, tokens: int, requests: int) -> tuple[float, float]:
