@@ -14,7 +14,7 @@ import torch
 
 from volley import Engine
 from volley.bench.report import Report, Summary, to_markdown
-from volley.bench.run import run_bench
+from volley.bench.run import run_bench, save
 from volley.bench.tasks import PLAIN, BenchConfig
 from volley.engine.engine import REFERENCE
 
@@ -82,12 +82,12 @@ def main() -> None:
         against=("transformers",),
     )
     single = run_bench(engine, config, models)
-    single.save(arguments.out / "single")
+    save(single, arguments.out / "single")
     print(f"## One prompt at a time\n\n{describe(single)}\n{to_markdown(single.summaries)}")
     print(f"### Acceptance by position\n\n{acceptance_table(single.summaries)}")
     batched = replace(config, temperatures=(0.0,), concurrency=arguments.at_once, against=())
     many = run_bench(engine, batched, models)
-    many.save(arguments.out / "at-once")
+    save(many, arguments.out / "at-once")
     print(f"## {arguments.at_once} prompts at once\n\n{to_markdown(many.summaries)}")
     print(f"### Plain decoding, one and {arguments.at_once} at once\n\n{throughput_table(single, many)}")
 

@@ -13,7 +13,7 @@ import torch
 
 from volley import Engine
 from volley.bench.report import Report, Summary
-from volley.bench.run import run_bench
+from volley.bench.run import run_bench, save
 from volley.bench.tasks import PLAIN, BenchConfig
 from volley.engine.engine import REFERENCE
 
@@ -73,7 +73,7 @@ def main() -> None:
     )
     models = {"target": arguments.target, "drafter": arguments.drafter, "path": arguments.target}
     report = run_bench(engine, config, models)
-    report.save(arguments.out)
+    save(report, arguments.out)
     print(", ".join(f"{name} {value}" for name, value in report.machine.items()) + "\n")
     print(to_table(report) + ("\n\n**Interrupted.**" if report.measurements.partial else ""))
 

@@ -267,7 +267,7 @@ def bench(
     engine = load_engine(models, caches)
     from volley import console
     from volley.bench.report import to_tables
-    from volley.bench.run import run_bench
+    from volley.bench.run import run_bench, save
     from volley.engine.engine import REFERENCE
     from volley.models.checkpoint import make_folder
 
@@ -285,7 +285,7 @@ def bench(
         errors.print(line, end="\r" if errors.is_terminal else "\n", overflow="ellipsis", no_wrap=True)
 
     report = run_bench(engine, config, names, progress)
-    report.save(out)
+    save(report, out)
     wide = console.stdout()
     wide.width = max(wide.width, 110)
     wide.print(*to_tables(report.summaries))

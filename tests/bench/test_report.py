@@ -7,6 +7,7 @@ import pytest
 from volley.bench.html import to_html
 from volley.bench.measure import Measurements, Record
 from volley.bench.report import Report, Spread, machine, summarise, to_markdown, to_tables
+from volley.bench.run import save
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 
 DRAFTED = Case("volley", 4)
@@ -79,7 +80,7 @@ def report(partial: bool = False) -> Report:
 
 
 def test_json_holds_summaries_and_every_run(tmp_path: Path) -> None:
-    report().save(tmp_path)
+    save(report(), tmp_path)
     saved = json.loads((tmp_path / "report.json").read_text())
     assert len(saved["records"]) == 8
     assert saved["summaries"][1]["efficiency"] == pytest.approx(1 / 2.5)
@@ -100,7 +101,7 @@ def test_the_html_is_whole_and_asks_nothing_of_the_network() -> None:
 
 
 def test_an_interrupt_before_the_first_record_still_reports(tmp_path: Path) -> None:
-    Report(BenchConfig(), Measurements(partial=True), machine(1), {}).save(tmp_path)
+    save(Report(BenchConfig(), Measurements(partial=True), machine(1), {}), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["partial"] is True
 
 

@@ -1,18 +1,15 @@
 """Sum up the records of a benchmark: one ``Summary`` per dataset, temperature and case; table, Markdown and JSON."""
 
-import json
 import os
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from volley.bench.measure import Measurements, Record
 from volley.bench.tasks import PLAIN, BenchConfig, Case
-from volley.models.checkpoint import write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -264,11 +261,3 @@ class Report:
             "summaries": [summary.to_json() for summary in self.summaries],
             "records": [asdict(record) for record in measured.records],
         }
-
-    def save(self, folder: Path) -> None:
-        """Write ``report.json``, ``report.md`` and ``report.html``."""
-        from volley.bench.html import to_html
-
-        write_atomically(folder / "report.json", json.dumps(self.to_json(), indent=1, default=str) + "\n")
-        write_atomically(folder / "report.md", to_markdown(self.summaries))
-        write_atomically(folder / "report.html", to_html(self))

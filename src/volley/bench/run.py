@@ -1,14 +1,18 @@
 """A whole benchmark: load the workload, set up the cases on an engine and the peers beside it, measure, report."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from volley.bench.html import to_html
 from volley.bench.measure import Record, Runner, configure, engine_runner, measure
-from volley.bench.report import Report, machine
+from volley.bench.report import Report, machine, to_markdown
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.bench.ties import tied_logits
 from volley.engine.engine import Engine
+from volley.models.checkpoint import write_atomically
 from volley.prompts import Message
 
 
@@ -65,3 +69,10 @@ def run_bench(
     facts = {name: value for name, value in models.items() if name != "path"}
     facts |= {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
     return Report(config, measured, machine(torch.get_num_threads()), facts)
+
+
+def save(report: Report, folder: Path) -> None:
+    """Write ``report.json``, ``report.md`` and ``report.html``."""
+    write_atomically(folder / "report.json", json.dumps(report.to_json(), indent=1, default=str) + "\n")
+    write_atomically(folder / "report.md", to_markdown(report.summaries))
+    write_atomically(folder / "report.html", to_html(report))

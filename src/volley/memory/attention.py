@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from volley.memory import kernels
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
 
@@ -100,15 +99,6 @@ def reference_attention(
         weights = scores.softmax(dim=-1)[..., : len(k)]
         output[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(output.dtype)
     return output
-
-
-def attention_for(device: torch.device) -> Attention:
-    """The fastest implementation on ``device``."""
-    if kernels.usable(device):
-        from volley.memory.kernels.attention import ragged_attention
-
-        return ragged_attention
-    return paged_attention
 
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]

@@ -23,8 +23,9 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
-from volley.memory.attention import AttentionOptions, attention_for
+from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
+from volley.memory.kernels import attention_for
 from volley.memory.kv_store import KVStore
 from volley.models.accelerate import accelerate
 from volley.models.taps import decoder_layers

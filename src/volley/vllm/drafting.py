@@ -17,8 +17,8 @@ from volley.decode.denoise import denoise
 from volley.decode.propose import propose_greedy
 from volley.decode.sampling import best_tokens, confidences
 from volley.decode.walk import walk_greedy
-from volley.memory.attention import attention_for
 from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kernels import attention_for
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore, make_store
 from volley.models.blocks import block_states, without_anchors

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory.kernels import DEVICE
-from volley.memory.attention import AttentionOptions, attention_for, paged_attention, reference_attention
+from volley.memory.attention import AttentionOptions, paged_attention, reference_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kernels import attention as kernel
+from volley.memory.kernels import attention_for
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore, make_store
 

@@ -4,7 +4,18 @@ import importlib.util
 
 import torch
 
+from volley.memory.attention import Attention, paged_attention
+
 
 def usable(device: torch.device) -> bool:
     """Whether kernels can run on ``device``."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def attention_for(device: torch.device) -> Attention:
+    """The fastest attention on ``device``."""
+    if usable(device):
+        from volley.memory.kernels.attention import ragged_attention
+
+        return ragged_attention
+    return paged_attention
