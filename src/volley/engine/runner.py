@@ -31,7 +31,7 @@ from volley.models.heads import BoundHead
 from volley.models.inject import Injection
 from volley.models.taps import Taps
 from volley.models.target import Target
-from volley.types import Lattice, Proposal, SamplingParams, Verdict
+from volley.types import Proposal, SamplingParams, Verdict
 
 _NOTHING = Proposal([])
 
@@ -258,30 +258,18 @@ class Runner:
         """A drafter with a sequential head chooses each token knowing the one before."""
         started = time.perf_counter()
         sizes = [scheduled.max_draft for scheduled in plan]
-        anchors = [scheduled.request.token_ids[-1] for scheduled in plan]
-        lattices: list[Lattice] = []
-        if any(s.max_nodes or s.request.params.temperature == 0 for s in plan):
-            lattices = head.lattices(hidden, logits, anchors, sizes)
-        proposals = [_NOTHING] * len(plan)
-        alike: dict[tuple[object, ...], list[int]] = {}
+        parts = list(zip(torch.split(hidden, sizes), torch.split(logits, sizes), strict=True))
+        alike: dict[tuple[object, ...] | None, list[int]] = {}  # requests that are walked side by side
         for index, scheduled in enumerate(plan):
-            params = scheduled.request.params
-            if scheduled.max_nodes:
-                proposals[index] = expand(lattices[index], scheduled.max_nodes, draft_temperature(params))
-            elif params.temperature == 0:
-                proposals[index] = walk_greedy(lattices[index])
-            else:
-                alike.setdefault((scheduled.request.is_coupled, params.law), []).append(index)
-        parts = list(zip(torch.split(hidden, sizes), torch.split(logits, sizes), strict=True)) if alike else []
-        for (is_coupled, _), members in alike.items():
-            after = head.transitions(*(torch.cat(rows) for rows in zip(*(parts[i] for i in members), strict=True)))
-            requests = [plan[i].request for i in members]
-            blocks = [
-                Block(sizes[i], anchors[i], request.noise, len(request.token_ids))
-                for i, request in zip(members, requests, strict=True)
-            ]
-            walked = (walk_coupled if is_coupled else walk_sampled)(after, blocks, requests[0].params)
-            for index, proposal in zip(members, walked, strict=True):
+            request, on_lattice = scheduled.request, scheduled.max_nodes or scheduled.request.params.temperature == 0
+            alike.setdefault(None if on_lattice else (request.is_coupled, request.params.law), []).append(index)
+        proposals = [_NOTHING] * len(plan)
+        for law, members in alike.items():
+            own = hidden, logits
+            if len(alike) > 1:
+                own = torch.cat([parts[i][0] for i in members]), torch.cat([parts[i][1] for i in members])
+            walk = _walk_lattices if law is None else _walk_laws
+            for index, proposal in zip(members, walk([plan[i] for i in members], head, *own), strict=True):
                 proposals[index] = proposal
         self.timings.walk = time.perf_counter() - started
         return proposals
@@ -379,6 +367,27 @@ class Runner:
         if len(kept) > 1:
             rows, where = (torch.cat([_as_indices(s) for s in parts]).to(features.device) for parts in (kept, slots))
         injection(features[rows], self.batch.positions[rows], where)
+
+
+def _walk_lattices(plan: list[Scheduled], head: BoundHead, hidden: Tensor, logits: Tensor) -> list[Proposal]:
+    """Trees and greedy chains."""
+    anchors = [scheduled.request.token_ids[-1] for scheduled in plan]
+    lattices = head.lattices(hidden, logits, anchors, [scheduled.max_draft for scheduled in plan])
+    return [
+        expand(lattice, s.max_nodes, draft_temperature(s.request.params)) if s.max_nodes else walk_greedy(lattice)
+        for lattice, s in zip(lattices, plan, strict=True)
+    ]
+
+
+def _walk_laws(plan: list[Scheduled], head: BoundHead, hidden: Tensor, logits: Tensor) -> list[Proposal]:
+    """Chains of requests that sample alike, all matched or none."""
+    requests = [scheduled.request for scheduled in plan]
+    blocks = [
+        Block(scheduled.max_draft, request.token_ids[-1], request.noise, len(request.token_ids))
+        for scheduled, request in zip(plan, requests, strict=True)
+    ]
+    walk = walk_coupled if requests[0].is_coupled else walk_sampled
+    return walk(head.transitions(hidden, logits), blocks, requests[0].params)
 
 
 def _by_adapter(plan: Sequence[Scheduled]) -> dict[Adapter | None, list[int]]:
