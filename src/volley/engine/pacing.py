@@ -90,15 +90,19 @@ class Pacer:
 
     def _choose_shapes(self, requests: list[Request], num_requests: int) -> None:
         """Chains or trees, and which sampled requests are matched in this step."""
-        options, nodes = self._runner.options, [0, 0]  # greedy, sampled
-        if options.tree_nodes is not None:
-            nodes = [options.tree_nodes - 1] * 2
-        elif options.may_grow_trees:
-            nodes = [self._policy.tree_nodes(num_requests, sampled=sampled) for sampled in (False, True)]
+        options, nodes = self._runner.options, dict[bool, int]()  # for greedy and for sampled requests
         for request in requests:
             is_sampled, is_bound = request.params.temperature > 0, len(request.token_ids) < request.foreseen
+            if is_sampled not in nodes:
+                nodes[is_sampled] = self._tree_nodes(num_requests, is_sampled)
             request.draft_nodes = nodes[is_sampled]
             request.is_coupled = is_sampled and (is_bound or nodes[True] > 0 or options.matches(request.params))
+
+    def _tree_nodes(self, num_requests: int, is_sampled: bool) -> int:
+        options = self._runner.options
+        if options.tree_nodes is not None:
+            return options.tree_nodes - 1
+        return self._policy.tree_nodes(num_requests, sampled=is_sampled) if options.may_grow_trees else 0
 
     def before_drafting(self, running: Sequence[Request], num_waiting: int) -> None:
         """Set how many slots each decoding request drafts in this step."""
