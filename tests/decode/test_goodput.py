@@ -51,6 +51,9 @@ def test_costs_follow_what_steps_really_take() -> None:
     assert cost(4, 4) == pytest.approx(truth(4, 4, speed=1.7), rel=0.3), "never seen with so few"
     cost.observe(64, 32, 50.0)
     assert cost(40, 32) < 2 * truth(40, 32, speed=1.7), "one interrupted step does not upset it"
+    for tokens in [64] + [32, 64, 48, 60] * 8:
+        cost.observe(tokens, 32, 50.0 if tokens == 48 else truth(tokens, 32, speed=1.7))
+    assert cost(40, 32) < 2 * truth(40, 32, speed=1.7), "interrupted steps do not upset it"
 
 
 def test_what_the_first_short_passes_take_is_learnt_at_once() -> None:

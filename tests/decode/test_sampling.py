@@ -117,8 +117,8 @@ def test_noise_belongs_to_seed_purpose_and_position() -> None:
     assert torch.equal(both[:1], noise.exponentials([3], 10))
     uniforms = noise.uniforms(Purpose.ACCEPT, 5, 3)
     assert uniforms[:2] == PositionNoise(7).uniforms(Purpose.ACCEPT, 5, 2)
-    others = [(7, Purpose.ACCEPT, 6), (7, Purpose.DRAFT, 5), (8, Purpose.ACCEPT, 5), (75, Purpose.ACCEPT, 5)]
-    for seed, purpose, first in others:
+    others = [(7, Purpose.ACCEPT, 6), (8, Purpose.ACCEPT, 5), (75, Purpose.ACCEPT, 5)]
+    for seed, purpose, first in [*others, (7, Purpose.DRAFT, 5), (7, Purpose.TARGET, 5)]:
         assert not set(uniforms) & set(PositionNoise(seed).uniforms(purpose, first, 3))
     assert not torch.isclose(both[0], both[1]).any()
     assert not torch.isclose(both[0], PositionNoise(8).exponentials([3], 10)).any()

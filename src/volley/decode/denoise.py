@@ -1,7 +1,7 @@
 """Multi-step denoising: how many slots each step reveals, and which (AitherOS DFlash; DFlash is the one-step case)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,10 +36,10 @@ def reveal_counts(num_slots: int, num_steps: int, schedule: str) -> list[int]:
 
 
 def denoise(
-    blocks: Sequence[Tensor],
+    blocks: list[Tensor],
     num_steps: int,
     schedule: str,
-    look: Callable[[Sequence[Tensor]], Tensor],
+    look: Callable[[list[Tensor]], Tensor],
     choose: Callable[[int, Tensor], Tensor],
 ) -> Tensor:
     """Fill the masks of ``blocks``, token ids ``[1 + k]`` of anchor and slots, in place, the most confident slots first.
@@ -50,16 +50,17 @@ def denoise(
     sizes = [len(block) - 1 for block in blocks]
     counts = [reveal_counts(size, num_steps, schedule) for size in sizes]
     masked = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
-    looks = []
+    first = logits = look(blocks)
     for step in range(num_steps):
-        looks.append(look(blocks))
-        for index, rows in enumerate(torch.split(looks[-1], sizes)):
+        if step:
+            logits = look(blocks)
+        for index, rows in enumerate(torch.split(logits, sizes)):
             tokens = choose(index, rows).cpu()
             confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()
             chosen = reveal(masked[index], confidence[None], counts[index][step])
             blocks[index][1:][chosen[0]] = tokens[chosen[0]]
             masked[index] &= ~chosen
-    return looks[0]
+    return first
 
 
 def reveal(masked: Tensor, confidence: Tensor, count: int) -> Tensor:

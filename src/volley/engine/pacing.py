@@ -133,9 +133,10 @@ class Pacer:
     def after_drafting(self, plan: list[Scheduled], proposals: list[Proposal]) -> list[Proposal]:
         """Cut the proposals to what the policy wants verified."""
         self._members = [place for place, scheduled in enumerate(plan) if scheduled.request.is_decoding]
-        for request, size in ((scheduled.request, scheduled.max_draft) for scheduled in plan):
-            if request.is_coupled and size > 0:
-                request.foreseen = max(request.foreseen, len(request.token_ids) + size)
+        for scheduled, proposal in zip(plan, proposals, strict=True):
+            request = scheduled.request
+            if scheduled.max_draft and request.params.temperature > 0 and proposal.draft_probs is None:
+                request.foreseen = max(request.foreseen, len(request.token_ids) + scheduled.max_draft)
         requests = self._decoding([plan[place].request for place in self._members])
         drafted = verified = [plan[place].max_draft for place in self._members]
         if any(drafted):

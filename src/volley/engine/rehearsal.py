@@ -58,10 +58,10 @@ class Rehearsal:
         drafter, target, head = self._runner.drafter, self._runner.target, self._runner.head
         assert drafter is not None
         batch = self._batch(_spread(tokens, requests), causal=False)
-        store = self._store(drafter.kv_shapes, batch)
+        store, windows = self._store(drafter.kv_shapes, batch), drafter.windows()
 
         def run() -> None:
-            hidden = block_states(drafter, batch, store, target.attention, target.embed)
+            hidden = block_states(drafter, batch, store, target.attention, target.embed, windows)
             logits = drafter.logits(hidden, target.head)
             best_tokens(logits)
             if head is not None:

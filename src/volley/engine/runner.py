@@ -129,6 +129,7 @@ class Runner:
             if drafter.head is not None and config.head is not None:
                 embedding = target.embed(torch.arange(target.vocab_size, device=target.device)).detach()
                 self.head = BoundHead(drafter.head, config.head.candidates, embedding, target.head_weight)
+            self._windows = drafter.windows(draft_window)
 
     def load_adapter(self, path: Path | str) -> Adapter:
         """The drafter with the adapter in folder ``path``; both keep their K/V in the same store."""
@@ -171,7 +172,7 @@ class Runner:
             blocks,
             self.options.denoising_steps,
             self.options.denoising_schedule,
-            lambda blocks: _processed(plan, self._slot_logits(plan, torch.cat(list(blocks)))[0]),
+            lambda blocks: _processed(plan, self._slot_logits(plan, torch.cat(blocks))[0]),
             lambda index, rows: self._draw(plan[index].request, rows),
         )
         proposals = [Proposal(block[1:].tolist()) for block in blocks]
@@ -223,9 +224,8 @@ class Runner:
         assert drafter is not None
         segments = [Segment(s.request.draft_table, s.request.computed, 1 + s.max_draft, causal=False) for s in plan]
         batch = RaggedBatch(segments, token_ids.to(self.target.device))
-        states = block_states(
-            drafter, batch, self.draft_store, self.target.attention, self.target.embed, self.draft_window
-        )
+        target = self.target
+        states = block_states(drafter, batch, self.draft_store, target.attention, target.embed, self._windows)
         return without_anchors(batch, states)
 
     def _propose(self, plan: list[Scheduled], logits: Tensor, best: list[int]) -> list[Proposal]:
@@ -258,16 +258,16 @@ class Runner:
         """A drafter with a sequential head chooses each token knowing the one before."""
         started = time.perf_counter()
         sizes = [scheduled.max_draft for scheduled in plan]
-        parts = list(zip(torch.split(hidden, sizes), torch.split(logits, sizes), strict=True))
         alike: dict[tuple[object, ...] | None, list[int]] = {}  # requests that are walked side by side
         for index, scheduled in enumerate(plan):
             request, on_lattice = scheduled.request, scheduled.max_nodes or scheduled.request.params.temperature == 0
             alike.setdefault(None if on_lattice else (request.is_coupled, request.params.law), []).append(index)
         proposals = [_NOTHING] * len(plan)
         for law, members in alike.items():
-            own = hidden, logits
+            own = [hidden, logits]
             if len(alike) > 1:
-                own = torch.cat([parts[i][0] for i in members]), torch.cat([parts[i][1] for i in members])
+                split = [torch.split(rows, sizes) for rows in own]
+                own = [torch.cat([rows[i] for i in members]) for rows in split]
             walk = _walk_lattices if law is None else _walk_laws
             for index, proposal in zip(members, walk([plan[i] for i in members], head, *own), strict=True):
                 proposals[index] = proposal

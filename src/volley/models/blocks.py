@@ -1,6 +1,6 @@
 """A draft pass: blocks of several requests, each an anchor and masks, that see the features of their contexts in a K/V store."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import KVStore
-from volley.models.drafter import Drafter
+from volley.models.drafter import Drafter, Projection
 
 
 def block_states(
@@ -16,14 +16,14 @@ def block_states(
     batch: RaggedBatch,
     store: KVStore,
     attention: Attention,
-    embed: Callable[[Tensor], Tensor],
-    draft_window: int | None = None,
+    embed: Projection,
+    windows: Sequence[int | None],
 ) -> Tensor:
     """Final states ``[T, H]`` of every token of ``batch``; its K/V are scratch behind the contexts'.
 
-    ``embed`` gives the target's embeddings.
+    ``embed`` gives the target's embeddings; ``windows`` are :meth:`Drafter.windows`.
     """
-    scale, windows = drafter.config.head_dim**-0.5, drafter.windows(draft_window)
+    scale = drafter.config.head_dim**-0.5
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(batch, store, layer, q, k, v, AttentionOptions(scale, windows[layer]))

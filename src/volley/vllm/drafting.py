@@ -64,6 +64,7 @@ class SlotDrafter:
         self._scratch = max_requests * config.block_size  # slots for the blocks themselves
         self._tokens = np.empty(0, dtype=np.int32)  # which token a slot's K/V are of
         self._attention = attention_for(self.device)
+        self._windows = drafter.windows(options.draft_window)
         self.bound_head: BoundHead | None = None
         if drafter.head is not None and config.head is not None:
             vocabulary = torch.arange(config.vocab_size, device=self.device)
@@ -88,9 +89,8 @@ class SlotDrafter:
     def has_seen(self, slots: IntArray, token_ids: Tokens) -> bool:
         """Whether all that a block after context ``token_ids [n]`` in ``slots [n]`` would look at has been injected."""
         first = 0
-        windows = [window for window in self.drafter.windows(self.options.draft_window) if window is not None]
-        if len(windows) == self.drafter.config.num_hidden_layers:
-            first = max(0, len(slots) - max(windows))
+        if None not in self._windows:
+            first = max(0, len(slots) - max(window for window in self._windows if window is not None))
         return bool((self._tokens[slots[first:]] == token_ids[first:]).all())
 
     # -- blocks --------------------------------------------------------------------------------------------------------
@@ -128,14 +128,14 @@ class SlotDrafter:
             proposal.confidence = own
         return proposals
 
-    def _slot_logits(self, segments: list[Segment], blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _slot_logits(self, segments: list[Segment], blocks: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Logits ``[Σ k, V]`` of every slot after the anchors, and the states ``[Σ k, H]`` they are of."""
-        batch = RaggedBatch(segments, torch.cat(list(blocks)).to(self.device))
+        batch = RaggedBatch(segments, torch.cat(blocks).to(self.device))
         hidden = without_anchors(batch, self._states(batch, self._store))
         return self.drafter.logits(hidden, self.head), hidden
 
     def _states(self, batch: RaggedBatch, store: KVStore) -> Tensor:
-        return block_states(self.drafter, batch, store, self._attention, self.embed, self.options.draft_window)
+        return block_states(self.drafter, batch, store, self._attention, self.embed, self._windows)
 
     # -- costs ---------------------------------------------------------------------------------------------------------
     def seconds(self, tokens: int, requests: int) -> tuple[float, float]:
