@@ -277,3 +277,50 @@ def test_blocks_are_not_cut_where_padding_costs_as_much_as_tokens() -> None:
     cut = goodput(token=0.05)
     drafted, verified = simulate(cut, 4, 200, sure=0.8)
     assert sum(verified[100:]) < sum(drafted[100:])
+
+
+def copies(policy: Goodput, cycles: int, agreed: int, right: float, *, drafts: float = 0.6) -> list[int]:
+    """Two greedy requests: how many tokens of the first one's text were to be verified in each cycle, where 15 are always found
+    after ``agreed`` that agree, each ``right`` as often; the second finds nothing."""
+    random = np.random.default_rng(0)
+    most = policy.block_size - 1
+    requests = Decoding([0, 1], [most] * 2, [False] * 2, [False] * 2)
+    sure = [n / (n + 1) for n in range(agreed, agreed + 15)]
+    counts = []
+    for _ in range(cycles):
+        drafted = policy.draft(requests)
+        taken, none = policy.look_up(requests, drafted, [sure, []])
+        assert none == 0
+        drafted = [0 if taken else drafted[0], drafted[1]]
+        confidence = [[drafts] * size for size in drafted]
+        verified = policy.verify(requests, drafted, confidence) if any(drafted) else drafted
+        accepted = [int(np.cumprod(random.random(size) < drafts).sum()) for size in verified]
+        true = int(np.cumprod(random.random(15) < right).sum())
+        found = [[True] * true + [False] * (true < 15), []]
+        marks = [[slot < kept for slot in range(size)] for size, kept in zip(verified, accepted, strict=True)]
+        policy.observe(Cycle(requests, drafted, [taken or verified[0], verified[1]], accepted, marks, found))
+        counts.append(taken)
+    return counts
+
+
+def test_what_is_found_takes_the_place_of_a_draft_where_it_promises_more() -> None:
+    assert np.mean(copies(goodput(0.01), 100, agreed=16, right=0.97)[20:]) > 12
+    assert np.mean(copies(goodput(0.01), 100, agreed=3, right=0.5, drafts=0.9)[20:]) < 0.5, "drafts are better"
+    dear = copies(goodput(0.3), 100, agreed=16, right=0.97)[20:]
+    assert 1 < np.mean(dear) < 6, "few where each token costs a third of a pass"
+
+
+def test_texts_that_turn_out_otherwise_are_no_longer_copied() -> None:
+    policy = goodput(0.01)
+    counts = copies(policy, 400, agreed=12, right=0.2)
+    assert np.mean(counts[10:30]) > 2
+    assert np.mean(counts[-50:]) < 0.5
+    assert np.mean(copies(policy, 400, agreed=12, right=0.95)[-50:]) > 8, "learnt though none of it was verified"
+
+
+def test_copies_are_weighed_without_a_drafter() -> None:
+    policy = Goodput()
+    costs = Costs(lambda *_: pytest.fail("there is none"), lambda tokens, requests: 1 + 0.02 * tokens)
+    policy.attach(1, costs)
+    policy.rehearse()
+    assert np.mean(copies(policy, 100, agreed=8, right=0.9)[20:]) > 5

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.costs import settle
-from tests.engine.test_policies import Restless, made, random_pilot
+from tests.engine.test_policies import Copying, Restless, made, random_pilot
 from tests.tiny import Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.engine.request import Request
@@ -63,7 +63,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("preempt"), st.integers(0, 9)),
         st.tuples(st.just("block_size"), st.integers(1, 6)),
         st.tuples(st.just("tree_nodes"), st.integers(1, 20)),
-        st.tuples(st.just("policy"), st.sampled_from(["goodput", "feedback", Restless, random_pilot])),
+        st.tuples(st.just("policy"), st.sampled_from(["goodput", "feedback", Restless, Copying, random_pilot])),
         st.tuples(st.just("forget"), st.none()),
     ),
     min_size=4,

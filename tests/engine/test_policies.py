@@ -13,16 +13,20 @@ from tests.engine.test_greedy import PROMPTS, expected, run, taught, tokens
 from tests.engine.test_sampled import PARAMS, TOKENS, V, answers, exact_law, plain, sampled, tiny
 from tests.tiny import Pair, random_drafter
 from volley import Engine, SamplingParams
+from volley.decode import lookup
 from volley.decode.block_size import BlockSizePolicy, Decoding, Feedback, Fixed
 from volley.decode.goodput import Goodput
 from volley.decode.pilot import Pilot, PilotConfig, net_for
+from volley.decode.sampling import Purpose, draw, token_probs
+from volley.engine import judging
 from volley.engine.engine import DEFAULT_POLICY
 from volley.engine.pacing import Pacer
+from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError
 from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
-from volley.types import Proposal
+from volley.types import Proposal, Verdict
 
 
 class Restless(BlockSizePolicy):
@@ -40,8 +44,9 @@ class Restless(BlockSizePolicy):
         ]
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
-        assert [len(row) for row in confidence] == drafted
-        return [max(0, size - (self.turn + i) % 3) for i, size in zip(requests.request_ids, drafted, strict=True)]
+        for row, size, is_tree in zip(confidence, drafted, requests.trees, strict=True):
+            assert is_tree or len(row) == size
+        return [max(0, len(row) - (self.turn + i) % 3) for i, row in zip(requests.request_ids, confidence, strict=True)]
 
 
 class Climbing(Restless):
@@ -55,6 +60,16 @@ class Climbing(Restless):
             row == sorted(row, reverse=True) for row, tree in zip(confidence, requests.trees, strict=True) if tree
         )
         return [max(0, len(row) - (self.turn + i) % 4) for i, row in zip(requests.request_ids, confidence, strict=True)]
+
+
+class Copying(Restless):
+    """Takes what is found in the text, or some of it, whether that is wise or not."""
+
+    uses_lookup = True
+
+    def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
+        assert all(0 < sure < 1 for row in confidence for sure in row)
+        return [min(len(row), (self.turn + i) % 7) for i, row in zip(requests.request_ids, confidence, strict=True)]
 
 
 def random_pilot(drafter: Drafter | None = None) -> Pilot:
@@ -76,6 +91,7 @@ POLICIES: list[Any] = [
     Feedback,
     Restless,
     Climbing,
+    Copying,
     random_pilot,
 ]
 
@@ -139,6 +155,47 @@ def test_the_law_of_requests_without_a_seed_is_the_targets(
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
     assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
     assert ways == ({False, True} if grown else {True})
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_the_law_of_drafts_and_copies_by_turns_is_the_targets(monkeypatch: pytest.MonkeyPatch, seeded: bool) -> None:
+    sequences, copied = sampled_copies(monkeypatch, seeded=seeded)
+    assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
+    assert copied > 300, "copies must have been accepted for this to mean anything"
+
+
+def sampled_copies(monkeypatch: pytest.MonkeyPatch, *, seeded: bool) -> tuple[Tensor, int]:
+    """What :func:`sampled` finds where a single token in common is enough to copy, and how many copies were right."""
+    monkeypatch.setattr(lookup, "_KEY", 1)
+    monkeypatch.setattr("tests.engine.test_sampled.PROMPT", [*range(V), *range(V), 2, 2])
+    numbers, copied = itertools.count(), 0
+    monkeypatch.setattr("volley.engine.engine.secrets.randbits", lambda bits: next(numbers))
+
+    def count(request: Request, _: Proposal, verdict: Verdict) -> None:
+        nonlocal copied
+        copied += verdict.accepted if request.copied else 0
+
+    sequences, _ = sampled(HOT, policy=Copying(), seeded=seeded, listener=count)
+    return sequences, copied
+
+
+def drawn_again(requests: list[Request], proposals: list[Proposal], logits: list[Tensor]) -> list[Verdict]:
+    """A bias: where a copy is refused the token is drawn once more, from the whole law."""
+    verdicts = honest_match(requests, proposals, logits)
+    for verdict, request, rows in zip(verdicts, requests, logits, strict=True):
+        if not verdict.accepted:
+            probs = token_probs(rows[:1], request.params)
+            verdict.token_ids = draw(probs, request.noise.uniforms(Purpose.DRAFT, len(request.token_ids), 1)).tolist()
+    return verdicts
+
+
+honest_match = judging._match
+
+
+def test_copies_that_are_refused_and_drawn_again_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "_match", drawn_again)
+    sequences, _ = sampled_copies(monkeypatch, seeded=False)
+    assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) < 1e-6
 
 
 def test_the_law_of_trees_and_chains_by_turns_is_the_targets() -> None:
@@ -214,6 +271,24 @@ def test_what_is_asked_for_is_what_one_gets(pair: Pair) -> None:
 def test_bad_policies_are_named(pair: Pair, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(pair.target, random_drafter(), **options)
+
+
+def test_texts_that_repeat_themselves_need_no_drafter(pair: Pair) -> None:
+    prompts = [[*prompt, *prompt[:-1]] for prompt in PROMPTS]
+    params = SamplingParams(max_tokens=60)
+    plain = tokens(Engine(pair.target).generate(prompts, params))
+    for policy in ("goodput", Copying()):
+        engine = Engine(pair.target, policy=policy, num_pages=40)
+        results = list(engine.generate(prompts, params))
+        assert tokens(results) == plain
+        assert max(length for result in results for length in result.stats.accepted_lengths) > 4
+        assert engine.pool.num_used == 0
+
+
+def test_a_text_is_searched_only_for_a_policy_that_asks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup.Lookup, "find", lambda *_: pytest.fail("nobody asked"))
+    for policy in ("fixed", "feedback", Goodput(uses_lookup=False)):
+        assert tokens(run(taught(pair, policy=policy))) == expected()
 
 
 def test_a_policy_needs_a_drafter(pair: Pair) -> None:

@@ -152,14 +152,14 @@ def test_quantised_pools(pair: Pair, kv_dtype: str) -> None:
 def test_trees_chains_and_prompts_share_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget belongs to a request and a step: here every other decoding request drafts a chain."""
     engine = taught(pair, max_batch_tokens=40)
-    inner = engine.scheduler._grow_trees
+    inner = engine.scheduler._grow_others
 
     def grow_some(plan: list[Scheduled]) -> None:
         for scheduled in plan:
             scheduled.max_nodes *= scheduled.request.request_id % 2
         inner(plan)
 
-    monkeypatch.setattr(engine.scheduler, "_grow_trees", grow_some)
+    monkeypatch.setattr(engine.scheduler, "_grow_others", grow_some)
     kinds: set[frozenset[str]] = set()
 
     def spy(plan: list[Scheduled], *_: object) -> None:

@@ -146,6 +146,7 @@ SEGMENTS = st.lists(
     softcap=st.none() | st.just(2.0),
     sinks=st.booleans(),
     copy_limit=st.sampled_from([0, 200, attention._COPY_LIMIT]),
+    padded=st.sampled_from([0, 3, attention._PADDED_ROWS]),
     trees=st.booleans(),
     symmetric=st.booleans(),
     kind=st.sampled_from(["auto", "auto", "int8", "int4"]),
@@ -153,10 +154,12 @@ SEGMENTS = st.lists(
 )
 @settings(max_examples=200)
 def test_random_ragged_batches(  # type: ignore[no-untyped-def]
-    shapes, page_size, layout, window, heads, softcap, sinks, copy_limit, trees, symmetric, kind, seed
+    shapes, page_size, layout, window, heads, softcap, sinks, copy_limit, padded, trees, symmetric, kind, seed
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_COPY_LIMIT", copy_limit)
+        patch.setattr(attention, "_PADDED_ROWS", padded)
+        patch.setattr(attention, "_PADDED_KEYS", padded or attention._PADDED_KEYS)
         check(
             shapes,
             page_size=page_size,

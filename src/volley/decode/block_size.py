@@ -4,7 +4,7 @@ Every policy is lossless as long as it decides from what it is given here: never
 verified a token because of what it turned out to be would bias what is emitted (see ``decode/verify.py``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -36,13 +36,15 @@ class Cycle:
 
     requests: Decoding
     drafted: list[int]
-    """Slots drafted."""
+    """Slots drafted; 0 where tokens found in the text took their place."""
     verified: list[int]
-    """Tokens of these, nodes of a tree or slots of a chain, that went to the target."""
+    """Tokens of these, nodes of a tree or slots of a chain, or tokens found, that went to the target."""
     accepted: list[int]
     """Of these, tokens that the target agreed with."""
     right: list[list[bool]]
     """For each token that went to the target whether it was accepted, in the order of ``confidence``."""
+    found: list[list[bool]] = field(default_factory=list)
+    """For each token that was found in the text whether it was right, as far as is known now, used or not."""
 
 
 class BlockSizePolicy:
@@ -50,6 +52,8 @@ class BlockSizePolicy:
 
     uses_confidence = False
     """Whether :meth:`verify` reads the drafter's confidences, which cost a little to compute."""
+    uses_lookup = False
+    """Whether :meth:`look_up` is asked, for which each text is searched."""
     uses_prefill = False
     """Whether :meth:`prefilled` is wanted."""
     block_size = 0
@@ -87,6 +91,13 @@ class BlockSizePolicy:
     def draft(self, requests: Decoding) -> list[int]:
         """Slots to draft for each request, at most its limit; 0 is plain decoding."""
         raise NotImplementedError
+
+    def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
+        """How many of the tokens found in the text to verify for each request, instead of ``drafting`` slots; 0: draft these.
+
+        ``confidence`` holds a number for each token that was found: n / (n + 1) where n tokens before it agree.
+        """
+        return [0] * len(requests)
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
         """How many of the drafted slots to verify, from the first on; of a tree, how many nodes, from the likeliest on.

@@ -6,7 +6,8 @@ a slot is worth what it adds to its request's speed *relative to that speed*. Th
 slots of all requests until one more costs more than it brings: so there is a price, and a slot, or a node of a tree, is verified
 if what it promises is worth it. Looking at the last blocks of this engine tells, for the requests there are now, the price and
 how many slots are worth drafting. A block is then cut where its own confidences fall below the price: a rule that looks at no
-slot behind the cut and at no token.
+slot behind the cut and at no token. Tokens that were found in the text (``decode/lookup.py``) take the place of a request's block
+where they promise it more, at what they cost.
 """
 
 import math
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding
 from volley.decode.cost import FloatArray
+from volley.decode.lookup import MOST_FOUND
 
 _REVIEW = 64  # cycles between two looks at what pays, fewer at the beginning
 _WHOLE = 32  # cycles between two in which a few requests verify whole blocks
@@ -39,6 +41,10 @@ _NODES = 15  # of a tree, anchor not counted
 _NEARLY_FREE = (1.5, 1.4)
 _LESSON = 16  # blocks learnt from at once, which costs less than one by one
 _FEW = 8  # blocks of a kind that say nothing yet
+# What agreement is expected to depend on at first (see Acceptance): drafts of the four kinds, and tokens found in greedy and in
+# sampled texts.
+_OF_DRAFTS = ((0.5, 0.9, -0.9, 1.0), (0.3, 0.5, -1.2, 0.6), (0.2, 1.0, 0.0, 1.0), (-0.2, 0.9, 0.0, 0.6))
+_OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))
 
 
 class _Plan(NamedTuple):
@@ -49,22 +55,21 @@ class _Plan(NamedTuple):
     slots: list[int]  # drafted for each request of a kind
     prices: list[float]  # by kind, the gain below which a slot is not verified
     pace: list[float]  # by kind, tokens of a request in a cycle
+    verified: float  # tokens of all drafts
 
 
-_PLAIN = _Plan(0.0, 0.0, [0] * _KINDS, [0.0] * _KINDS, [1.0] * _KINDS)
+_PLAIN = _Plan(0.0, 0.0, [0] * _KINDS, [0.0] * _KINDS, [1.0] * _KINDS, 0.0)
 
 
 class Acceptance:
     """How likely the target agrees with a slot of a chain, given that it agreed with those before it, or with a node of a tree.
 
     A logistic model of the drafter's log-odds, the slot's number and how much luckier than expected the request has been,
-    one for each of the four kinds, learnt online (Adagrad).
+    one for each kind, learnt online (Adagrad).
     """
 
-    _START = np.array([[0.5, 0.9, -0.9, 1.0], [0.3, 0.5, -1.2, 0.6], [0.2, 1.0, 0.0, 1.0], [-0.2, 0.9, 0.0, 0.6]])
-
-    def __init__(self) -> None:
-        self.weights = self._START.copy()
+    def __init__(self, start: tuple[tuple[float, ...], ...] = _OF_DRAFTS) -> None:
+        self.weights = np.array(start)
         self._squares = np.full_like(self.weights, 0.1)
         self._now: list[list[float]] = self.weights.tolist()
         self._luck: dict[int, tuple[float, float]] = {}  # Σ (accepted − expected) and Σ variance, decaying
@@ -147,8 +152,11 @@ class Goodput(BlockSizePolicy):
 
     uses_confidence = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, uses_lookup: bool = True) -> None:
+        """``uses_lookup`` lets it verify tokens that were found in the text."""
+        self.uses_lookup = uses_lookup
         self.acceptance = Acceptance()
+        self.recurrence = Acceptance(_OF_FOUND)
         # By kind: gains of the last blocks, and their mean at the last look.
         self._worth = [deque[list[float]](maxlen=_REMEMBERED) for _ in range(_KINDS)]
         self._usual: list[list[float]] = [[] for _ in range(_KINDS)]
@@ -156,6 +164,8 @@ class Goodput(BlockSizePolicy):
         self._pace = _PLAIN.pace  # of the best plan that drafts
         self._kinds: list[int] = []  # of the requests in the cycle under way
         self._confidence: list[list[float]] = []
+        self._found: dict[int, list[float]] = {}  # by request, confidences of what was found in its text
+        self._copy_costs: list[list[float]] = []  # see _price_copies
         self._whole: set[int] = set()  # requests that verify all they draft in this cycle
         self._reviewed_for, self._reviewed_cost = [0] * _KINDS, 1.0  # requests by kind, seconds of a plain pass
         self._cycle = self._next_review = self._last_other = 0
@@ -181,8 +191,11 @@ class Goodput(BlockSizePolicy):
         self._cycle += 1
         self._kinds = _kinds(requests)
         counts = [self._kinds.count(kind) for kind in range(_KINDS)]
-        if all(len(self._worth[kind]) >= _FEW for kind in self._kinds) and self._is_due(counts):
+        can_draft = self.block_size > 1
+        if (not can_draft or all(len(self._worth[kind]) >= _FEW for kind in self._kinds)) and self._is_due(counts):
             self._review(counts)
+            if self.uses_lookup:
+                self._price_copies(counts)
         self._followed = self._plan
         is_trial = self._other_every > 0 and self._cycle >= self._last_other + self._other_every
         if is_trial:
@@ -193,7 +206,7 @@ class Goodput(BlockSizePolicy):
         if is_trial or self._cycle % _WHOLE == 0:  # whole blocks, or low estimates would never be proved wrong
             drafting = [index for index, size in enumerate(drafted) if size]
             self._extend(drafting, min(_PROBED, 1 + len(requests) // 8), requests, drafted)
-        for kind in set(self._kinds):
+        for kind in set(self._kinds) if can_draft else ():
             is_new = len(self._worth[kind]) < _FEW
             if is_new or (any(slots) and not slots[kind] and self._cycle >= self._next_probe[kind]):
                 self._probe(kind, requests, drafted)
@@ -254,7 +267,7 @@ class Goodput(BlockSizePolicy):
         self._pace = best.pace
         self._plan, self._other = (best, plain) if best.rate > _WORTHWHILE * plain.rate else (plain, best)
         lost = self._other.seconds * max(0.0, 1 - self._other.rate / self._plan.rate)
-        is_close = best.rate < _CLOSE * plain.rate
+        is_close = 0 < best.rate < _CLOSE * plain.rate
         self._other_every = 1 + int(lost / self._plan.seconds / _PROBING) if is_close else 0
 
     def _promise(self, worth: list[FloatArray], counts: list[int], slots: list[int]) -> _Plan:
@@ -283,7 +296,9 @@ class Goodput(BlockSizePolicy):
             pace[kind] = float(each[last])
         price = float(values[order[last]]) if is_cut else 0.0
         prices = [price * each for each in self._pace]
-        return _Plan(float(rates[last]), float(seconds[last]), slots, prices, pace)
+        return _Plan(
+            float(rates[last]), float(seconds[last]), slots, prices, pace, float(np.cumsum(shares[order])[last])
+        )
 
     def _seconds(
         self, counts: list[int], slots: list[int], drafting: list[int], longest: list[int], verified: FloatArray
@@ -299,6 +314,50 @@ class Goodput(BlockSizePolicy):
         seconds: FloatArray = self.costs.target.upto(total, most, total)[verified]
         seconds += self.costs.draft(drafted, requests)
         return seconds + self.costs.target.padding(padding)
+
+    def _price_copies(self, counts: list[int]) -> None:
+        """What a request's cycle has to bring for so many tokens found in its text to pay: ``log`` of how many times longer they
+        make the cycle of everyone. First where they are verified instead of a draft, then where nothing is drafted.
+        """
+        assert self.costs is not None
+        target, plan, total = self.costs.target, self._plan, sum(counts)
+        drafting = sum(count for count, slots in zip(counts, plan.slots, strict=True) if slots)
+        longest = max(plan.slots)
+        padding = target.padding((total - 1) * np.maximum(np.arange(MOST_FOUND + 1) - longest, 0.0))
+        self._copy_costs = []
+        for is_instead in (True, False):
+            saved, others = 0.0, total + round(plan.verified)
+            if is_instead and drafting:
+                mean = sum(count * slots for count, slots in zip(counts, plan.slots, strict=True)) / drafting
+                saved = self.costs.draft(drafting + round(mean * drafting), drafting)
+                if drafting > 1:
+                    saved -= self.costs.draft(drafting - 1 + round(mean * (drafting - 1)), drafting - 1)
+                fewer = others - round(plan.verified / drafting)
+                saved += target(others, total) - target(fewer, total)
+                others = fewer
+            more = target.upto(others, MOST_FOUND, total)
+            longer = 1 + (more - more[0] + padding - saved) / plan.seconds
+            self._copy_costs.append((total * np.log(longer)).tolist())
+
+    def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
+        self._found = dict(zip(requests.request_ids, confidence, strict=True))
+        counts = [0] * len(requests)
+        if self._followed is not self._plan or not self._plan.seconds:
+            return counts
+        for index, (request_id, sampled, sure) in enumerate(
+            zip(requests.request_ids, requests.sampled, confidence, strict=True)
+        ):
+            if not sure or request_id in self._whole:
+                continue
+            costs = self._copy_costs[not drafting[index]]
+            best = math.log(self._plan.pace[self._kinds[index]]) if drafting[index] else 0.0
+            expected = 1.0
+            for count, gain in enumerate(self.recurrence.gains(request_id, int(sampled), sure), start=1):
+                expected += gain
+                worth = math.log(expected) - costs[count]
+                if worth > best:
+                    best, counts[index] = worth, count
+        return counts
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
         self._kinds = _kinds(requests)
@@ -318,11 +377,11 @@ class Goodput(BlockSizePolicy):
     def observe(self, cycle: Cycle) -> None:
         if self._cycle % 2 and all(self._followed.slots[kind] for kind in self._kinds):
             return  # every other cycle teaches enough, unless it was a probe
+        self._observe_found(cycle)
         drew = [index for index, size in enumerate(cycle.drafted) if size]
         is_new = any(len(self._worth[kind]) < _REMEMBERED for kind in self._kinds)
         count = len(drew) if is_new else min(len(drew), _PROBED + len(drew) // 8)
-        for turn in range(count):
-            index = drew[(self._cycle * count + turn) % len(drew)]
+        for index in self._by_turns(drew, count):
             request_id, kind, confidence = (
                 cycle.requests.request_ids[index],
                 self._kinds[index],
@@ -331,6 +390,16 @@ class Goodput(BlockSizePolicy):
             self.acceptance.observe(request_id, kind, confidence, cycle.right[index])
             self._remember(kind, self.acceptance.gains(request_id, kind, confidence))
         self.acceptance.learn()
+
+    def _observe_found(self, cycle: Cycle) -> None:
+        told = [index for index, marks in enumerate(cycle.found) if marks]
+        for index in self._by_turns(told, min(len(told), _PROBED + len(told) // 8)):
+            request_id, sampled = cycle.requests.request_ids[index], cycle.requests.sampled[index]
+            self.recurrence.observe(request_id, int(sampled), self._found[request_id], cycle.found[index])
+        self.recurrence.learn()
+
+    def _by_turns(self, members: list[int], count: int) -> list[int]:
+        return [members[(self._cycle * count + turn) % len(members)] for turn in range(count)]
 
     def _remember(self, kind: int, gains: list[float]) -> None:
         """Slots that were not drafted are taken to be as good as they usually are, given those before them."""
@@ -343,6 +412,7 @@ class Goodput(BlockSizePolicy):
 
     def end(self, request_id: int) -> None:
         self.acceptance.end(request_id)
+        self.recurrence.end(request_id)
 
 
 def _kinds(requests: Decoding) -> list[int]:

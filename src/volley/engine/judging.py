@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from volley.decode.processors import preceding, process
-from volley.decode.sampling import Purpose, best_tokens, chosen_logprobs, draw, race, token_probs, top_logprobs
+from volley.decode.sampling import (
+    PositionNoise,
+    Purpose,
+    best_tokens,
+    chosen_logprobs,
+    draw,
+    race,
+    token_probs,
+    top_logprobs,
+)
 from volley.decode.verify import verify_choices, verify_speculative, verify_tree
 from volley.engine.request import Request
 from volley.engine.scheduler import Scheduled
@@ -18,7 +27,7 @@ def judge(plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tens
     best = best_tokens(logits)
     verdicts = [Verdict(0, [])] * len(plan)
     own: dict[int, Tensor] = {}  # by place in the plan, the rows that choose its tokens
-    sampled: dict[tuple[object, ...], list[int]] = {}
+    sampled: dict[tuple[bool, bool, tuple[float | None, ...]], list[int]] = {}
     row = 0
     for place, (scheduled, proposal) in enumerate(zip(plan, proposals, strict=True)):
         if not scheduled.emits:
@@ -34,15 +43,12 @@ def judge(plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tens
             verdicts[place] = verify_tree(choose, proposal.token_ids, proposal.parents)
         elif request.params.temperature == 0:
             verdicts[place] = verify_choices(choices, [proposal.token_ids])[0]
-        elif proposal.draft_probs is None and proposal.token_ids:
-            choices = _choices(request, own[place])
-            verdicts[place] = verify_choices(choices, [proposal.token_ids])[0]
         else:
-            sampled.setdefault((request.is_coupled, request.params.law), []).append(place)
-    for places in sampled.values():
-        found = _judge_sampled(
-            [plan[i].request for i in places], [proposals[i] for i in places], [own[i] for i in places]
-        )
+            is_matched = proposal.draft_probs is None and len(proposal.token_ids) > 0
+            sampled.setdefault((is_matched, request.is_coupled, request.params.law), []).append(place)
+    for (is_matched, *_), places in sampled.items():
+        verify = _match if is_matched else _sample
+        found = verify([plan[i].request for i in places], [proposals[i] for i in places], [own[i] for i in places])
         for place, verdict in zip(places, found, strict=True):
             verdicts[place] = verdict
     row = 0
@@ -54,35 +60,49 @@ def judge(plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tens
     return verdicts
 
 
-def _judge_sampled(requests: list[Request], proposals: list[Proposal], logits: list[Tensor]) -> list[Verdict]:
-    """Speculative sampling for requests that sample alike; one without a draft just draws its token.
+def _match(requests: list[Request], proposals: list[Proposal], logits: list[Tensor]) -> list[Verdict]:
+    """Sample-and-match for requests that sample alike."""
+    probs = token_probs(torch.cat(logits), requests[0].params)
+    choices = _drawn(probs, _positions(requests, proposals), is_coupled=requests[0].is_coupled)
+    return verify_choices(choices, [proposal.token_ids for proposal in proposals])
 
-    Requests that may also be verified by matching draw it with the noise that is matched; a uniform costs far less.
-    """
-    sizes = [len(proposal.token_ids) for proposal in proposals]
-    positions = [
-        (request.noise, len(request.token_ids) + i)
-        for request, size in zip(requests, sizes, strict=True)
-        for i in range(size + 1)
-    ]
+
+def _sample(requests: list[Request], proposals: list[Proposal], logits: list[Tensor]) -> list[Verdict]:
+    """Speculative sampling for requests that sample alike; one without a draft just draws its token."""
+    positions = _positions(requests, proposals)
 
     def choose(weights: Tensor, rows: list[int]) -> list[int]:
-        where = [positions[row] for row in rows]
-        if requests[0].is_coupled:
-            noise = [noise.exponentials([position], weights.shape[-1]) for noise, position in where]
-            chosen = race(weights, torch.cat(noise))
-        else:
-            chosen = draw(weights, [noise.uniforms(Purpose.TARGET, position, 1)[0] for noise, position in where])
-        tokens: list[int] = chosen.tolist()
-        return tokens
+        return _drawn(weights, [positions[row] for row in rows], is_coupled=requests[0].is_coupled)
 
     uniforms = [
-        request.noise.uniforms(Purpose.ACCEPT, len(request.token_ids), size)
-        for request, size in zip(requests, sizes, strict=True)
+        request.noise.uniforms(Purpose.ACCEPT, len(request.token_ids), len(proposal.token_ids))
+        for request, proposal in zip(requests, proposals, strict=True)
     ]
     probs = token_probs(torch.cat(logits), requests[0].params)
     laws = [probs[:0] if proposal.draft_probs is None else proposal.draft_probs for proposal in proposals]
     return verify_speculative(probs, laws, [proposal.token_ids for proposal in proposals], uniforms, choose)
+
+
+def _positions(requests: list[Request], proposals: list[Proposal]) -> list[tuple[PositionNoise, int]]:
+    """Whose noise chooses the token of each row, and at which position."""
+    return [
+        (request.noise, len(request.token_ids) + i)
+        for request, proposal in zip(requests, proposals, strict=True)
+        for i in range(len(proposal.token_ids) + 1)
+    ]
+
+
+def _drawn(weights: Tensor, positions: list[tuple[PositionNoise, int]], *, is_coupled: bool) -> list[int]:
+    """A token of each of ``weights [R, V]``.
+
+    Requests that may also be verified by matching draw it with the noise that is matched; a uniform costs far less.
+    """
+    if is_coupled:
+        chosen = race(weights, torch.cat([noise.exponentials([at], weights.shape[-1]) for noise, at in positions]))
+    else:
+        chosen = draw(weights, [noise.uniforms(Purpose.TARGET, at, 1)[0] for noise, at in positions])
+    tokens: list[int] = chosen.tolist()
+    return tokens
 
 
 def _chooser(request: Request, logits: Tensor, best: list[int]) -> Callable[[int, int], int]:
@@ -92,19 +112,9 @@ def _chooser(request: Request, logits: Tensor, best: list[int]) -> Callable[[int
         if request.params.temperature == 0:
             return best[node]
         probs = token_probs(logits[node : node + 1], request.params)
-        noise = request.noise.exponentials([len(request.token_ids) + depth], logits.shape[-1])
-        return int(race(probs, noise))
+        return _drawn(probs, [(request.noise, len(request.token_ids) + depth)], is_coupled=True)[0]
 
     return choose
-
-
-def _choices(request: Request, logits: Tensor) -> list[int]:
-    """What the target itself would sample in each of ``logits [k + 1, V]``, with the noise of its position."""
-    probs = token_probs(logits, request.params)
-    first = len(request.token_ids)
-    noise = request.noise.exponentials(range(first, first + len(logits)), logits.shape[-1])
-    chosen: list[int] = race(probs, noise).tolist()
-    return chosen
 
 
 def kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) -> slice | Tensor:

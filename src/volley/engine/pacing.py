@@ -9,6 +9,7 @@ from torch import Tensor
 from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding, Feedback, Fixed
 from volley.decode.cost import Costs
 from volley.decode.goodput import Goodput
+from volley.decode.lookup import MOST_FOUND
 from volley.decode.pilot import load_pilot
 from volley.decode.tree import likeliest_first, prune
 from volley.engine.rehearsal import Rehearsal
@@ -104,11 +105,15 @@ class Pacer:
             return options.tree_nodes - 1
         return self._policy.tree_nodes(num_requests, sampled=is_sampled) if options.may_grow_trees else 0
 
+    @property
+    def _acts(self) -> bool:
+        return self._largest > 1 or self._policy.uses_lookup
+
     def before_drafting(self, running: Sequence[Request], num_waiting: int) -> None:
-        """Set how many slots each decoding request drafts in this step."""
+        """Set how many slots each decoding request drafts in this step, or how many tokens it takes from its text."""
         self._asked = None
         decoding = [request for request in running if request.is_decoding]
-        if not decoding or self._largest == 1:
+        if not decoding or not self._acts:
             return
         self._choose_shapes(decoding, len(running) + num_waiting)
         requests = self._decoding(decoding)
@@ -116,7 +121,20 @@ class Pacer:
         slots = self._policy.draft(requests)
         for request, size, limit in zip(decoding, slots, requests.limits, strict=True):
             assert 0 <= size <= limit, "a policy drafts within the limits it was given"
-            request.draft_slots = size
+            request.draft_slots, request.found, request.copied = size, [], 0
+        if self._policy.uses_lookup:
+            self._look_up(decoding, requests, slots)
+
+    def _look_up(self, decoding: list[Request], requests: Decoding, slots: list[int]) -> None:
+        confidence: list[list[float]] = []
+        for request in decoding:
+            request.found, agreed = request.lookup.find(request.token_ids, min(MOST_FOUND, request.remaining - 1))
+            confidence.append([n / (n + 1) for n in range(agreed, agreed + len(request.found))])
+        counts = self._policy.look_up(requests, slots, confidence)
+        for request, count in zip(decoding, counts, strict=True):
+            assert 0 <= count <= len(request.found), "a policy verifies no more than was found"
+            if count:
+                request.draft_slots, request.copied = 0, count
 
     def after_prefill(self, plan: Sequence[Scheduled], proposals: Sequence[Proposal], logits: Tensor) -> None:
         """Show the policy the prompts that were read to their end; ``logits`` are those of :meth:`Runner.verify`."""
@@ -138,13 +156,15 @@ class Pacer:
             if scheduled.max_draft and request.params.temperature > 0 and proposal.draft_probs is None:
                 request.foreseen = max(request.foreseen, len(request.token_ids) + scheduled.max_draft)
         requests = self._decoding([plan[place].request for place in self._members])
-        drafted = verified = [plan[place].max_draft for place in self._members]
+        drafted = [plan[place].max_draft for place in self._members]
         if any(drafted):
             own = [proposals[place] for place in self._members]
-            verified = self._policy.verify(requests, drafted, [_likeliest_first(proposal) for proposal in own])
-            for place, size in zip(self._members, verified, strict=True):
+            wanted = self._policy.verify(requests, drafted, [_likeliest_first(proposal) for proposal in own])
+            for place, slots, size in zip(self._members, drafted, wanted, strict=True):
                 assert 0 <= size <= len(proposals[place].token_ids), "a policy verifies no more than was drafted"
-                proposals[place] = _cut(proposals[place], size)
+                if slots:
+                    proposals[place] = _cut(proposals[place], size)
+        verified = [len(proposals[place].token_ids) for place in self._members]
         self._cycle = Cycle(requests, drafted, verified, [], [])
         self._proposals = proposals
         self._drafted_at, self._drafting = time.perf_counter(), self._runner.timings.draft
@@ -153,10 +173,11 @@ class Pacer:
     def after_judging(self, plan: Sequence[Scheduled], verdicts: Sequence[Verdict]) -> None:
         """Tell the policy how it went, and the cost tables what it took."""
         cycle = self._cycle
-        if cycle is None or not self._members or self._largest == 1:
+        if cycle is None or not self._members or not self._acts:
             return
         cycle.accepted = [verdicts[place].accepted for place in self._members]
         cycle.right = [_right(self._proposals[place], verdicts[place]) for place in self._members]
+        cycle.found = [_agreement(plan[place].request.found, verdicts[place].token_ids) for place in self._members]
         seconds, requests = time.perf_counter() - self._drafted_at, len(self._members)
         tokens = requests + sum(cycle.verified)
         read, padding = len(self._runner.batch) - tokens, requests * (1 + max(cycle.verified)) - tokens
@@ -164,6 +185,16 @@ class Pacer:
         if drafting := sum(size > 0 for size in cycle.drafted):
             self._costs.draft.observe(drafting + sum(cycle.drafted), drafting, self._drafting)
         self._policy.observe(cycle)
+
+
+def _agreement(found: list[int], token_ids: list[int]) -> list[bool]:
+    """Of tokens found, up to the first that is wrong, which were right."""
+    marks: list[bool] = []
+    for one, other in zip(found, token_ids, strict=False):
+        marks.append(one == other)
+        if one != other:
+            break
+    return marks
 
 
 def _likeliest_first(proposal: Proposal) -> list[float]:

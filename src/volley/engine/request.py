@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from volley.decode.lookup import Lookup
 from volley.decode.processors import TokenCounts
 from volley.decode.sampling import PositionNoise
 from volley.memory.kv_cache import BlockTable
@@ -72,6 +73,11 @@ class Request:
     """Slots the block-size policy wants drafted in the next step."""
     draft_nodes: int = 0
     """Nodes of the tree it wants grown of them, at most; 0 is a chain."""
+    lookup: Lookup = field(default_factory=Lookup)
+    found: list[int] = field(default_factory=list)
+    """What may follow, going by the text so far, if the policy wants to know."""
+    copied: int = 0
+    """How many of these are verified in the next step, instead of a draft."""
     is_coupled: bool = False
     """Whether a sampled request is verified by sample-and-match, with drafts that know the noise its target will use."""
     foreseen: int = 0

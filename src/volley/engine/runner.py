@@ -144,7 +144,9 @@ class Runner:
         """A proposal for every scheduled request, empty for those that only prefill."""
         started = time.perf_counter()
         self.timings = Timings()
-        proposals = [_NOTHING] * len(plan)
+        proposals = [
+            Proposal(s.request.found[: s.max_nodes]) if s.max_nodes and not s.max_draft else _NOTHING for s in plan
+        ]
         drafting = [index for index, scheduled in enumerate(plan) if scheduled.max_draft > 0]
         if drafting:
             for index, proposal in zip(drafting, self._draft_blocks([plan[i] for i in drafting]), strict=True):

@@ -16,7 +16,8 @@ from volley.memory.kv_cache import BlockTable, PagePool
 class Scheduled:
     """What one request does in this step: compute ``num_known`` of its tokens and verify up to ``max_draft`` more.
 
-    With ``max_nodes`` the drafter still fills ``max_draft`` slots, and a tree of up to so many tokens is verified instead.
+    With ``max_nodes`` the drafter still fills ``max_draft`` slots, and a tree of up to so many tokens is verified instead;
+    without slots they are tokens found in the text.
     """
 
     request: Request
@@ -87,7 +88,7 @@ class Scheduler:
                 budget -= self._schedule_decoding(request, block_size, plan)
             else:
                 budget -= self._schedule_prefill(request, budget, plan)
-        self._grow_trees(plan)
+        self._grow_others(plan)
         assert plan or not self.has_work, "a pool that fits every single request always schedules one"
         return plan
 
@@ -95,12 +96,12 @@ class Scheduler:
         max_draft = max(0, min(block_size - 1, request.draft_slots, request.remaining - 1))
         if not self._grow(request, len(request.token_ids) + max_draft, plan):
             return 0
-        scheduled = Scheduled(request, 1, max_draft, request.draft_nodes if max_draft else 0)
+        scheduled = Scheduled(request, 1, max_draft, request.draft_nodes if max_draft else request.copied)
         plan.append(scheduled)
         return scheduled.num_tokens
 
-    def _grow_trees(self, plan: list[Scheduled]) -> None:
-        """Pages for trees out of what nobody else wants; where few are left the tree is smaller."""
+    def _grow_others(self, plan: list[Scheduled]) -> None:
+        """Pages for trees and for what was found, out of what nobody else wants; where few are left they are smaller."""
         for scheduled in plan:
             request, length = scheduled.request, len(scheduled.request.token_ids)
             room = request.table.capacity + self.pool.num_available * self.pool.page_size - length

@@ -104,8 +104,9 @@ def reference_attention(
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 _COPY_LIMIT = 2**17  # bytes of one layer's K/V of one request that a copy may take before a call of its own is cheaper
-_SHORT = 16  # segments up to this length share a call: padding them costs less than a call for each length
-_PADDING_LIMIT = 512  # keys that a call may read in vain before another call is cheaper
+_SHORT = 16  # segments up to this length may share a call though they differ in it
+_PADDED_ROWS = 32  # tokens that a call may add to fill them up before another call is cheaper
+_PADDED_KEYS = 512  # the same of keys that are read in vain
 
 
 @dataclass(slots=True)
@@ -214,7 +215,14 @@ def _plan(batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, tok
                 alone.append([index])
             else:
                 shapes.setdefault((max(segment.length, _SHORT), segment.causal), []).append(index)
-        groups = [group for members in shapes.values() for group in _split_by_context(batch, members, window)]
+        seen = [segment.end - first_visible(segment, window) for segment in batch.segments]
+        lengths = [segment.length for segment in batch.segments]
+        groups = [
+            group
+            for members in shapes.values()
+            for alike in _split(members, lengths, _PADDED_ROWS)
+            for group in _split(alike, seen, _PADDED_KEYS)
+        ]
         plan = batch.plans[key] = _build_plan(batch, [*alone, *groups], options, dtype)
     return plan  # type: ignore[return-value]
 
@@ -236,15 +244,17 @@ def _build_plan(batch: RaggedBatch, groups: list[list[int]], options: AttentionO
     return _Plan(built, torch.from_numpy(taken).to(device), torch.from_numpy(places).to(device))
 
 
-def _split_by_context(batch: RaggedBatch, members: list[int], window: int | None) -> list[list[int]]:
-    """Calls for segments that see very different numbers of keys, since all of a call are padded to the most."""
-    sizes = {index: batch.segments[index].end - first_visible(batch.segments[index], window) for index in members}
-    if len(members) * (max(sizes.values()) - min(sizes.values())) < _PADDING_LIMIT:
+def _split(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
+    """Calls for segments of very different ``sizes``, since all of a call are filled up to the largest: no more than about
+    ``limit`` in vain.
+    """
+    own = [sizes[index] for index in members]
+    if len(members) * (max(own) - min(own)) < limit:
         return [members]
     ordered = sorted(members, key=lambda index: -sizes[index])
     groups: list[list[int]] = [[]]
     for place, index in enumerate(ordered):
-        if groups[-1] and (sizes[groups[-1][0]] - sizes[index]) * (len(ordered) - place) >= _PADDING_LIMIT:
+        if groups[-1] and (sizes[groups[-1][0]] - sizes[index]) * (len(ordered) - place) >= limit:
             groups.append([])
         groups[-1].append(index)
     return groups
