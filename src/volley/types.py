@@ -147,7 +147,7 @@ class GenerationStats:
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     accepted_lengths: list[int] = field(default_factory=list)
-    """Tokens gained by each decoding cycle, bonus token included: between 1 and the block size."""
+    """Tokens gained by each decoding cycle, bonus token included."""
     block_sizes: list[int] = field(default_factory=list)
     """Tokens verified by each decoding cycle, anchor included."""
     prefill_seconds: float = 0.0
@@ -187,7 +187,7 @@ class GenerationResult:
 
 @dataclass
 class TextChunk:
-    """A piece of streamed text. ``from_draft`` tells whether the drafter had proposed its tokens."""
+    """A piece of streamed text. ``from_draft`` tells whether its tokens had been drafted, or found in the text."""
 
     text: str
     token_ids: list[int]

@@ -262,6 +262,7 @@ def test_what_is_asked_for_is_what_one_gets(pair: Pair) -> None:
         ({"policy": "fixed:0"}, "such as fixed:8"),
         ({"policy": "fixed:9"}, "beyond the 6"),
         ({"policy": "feedback:3"}, "takes nothing after a colon"),
+        ({"policy": "goodput:draft"}, "takes nothing after a colon but 'drafts'"),
         ({"policy": "fixed", "block_size": 3}, "give one of them"),
         ({"policy": "pilot"}, "no pilot beside this drafter; train one with `volley pilot`"),
         ({"policy": "pilot:nowhere"}, "no pilot in nowhere; train one with `volley pilot`"),
@@ -287,7 +288,7 @@ def test_texts_that_repeat_themselves_need_no_drafter(pair: Pair) -> None:
 
 def test_a_text_is_searched_only_for_a_policy_that_asks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup.Lookup, "find", lambda *_: pytest.fail("nobody asked"))
-    for policy in ("fixed", "feedback", Goodput(uses_lookup=False)):
+    for policy in ("fixed", "feedback", "goodput:drafts"):
         assert tokens(run(taught(pair, policy=policy))) == expected()
 
 

@@ -40,6 +40,7 @@ _NODES = 15  # of a tree, anchor not counted
 # sampled ones, whose chains are judged by speculative sampling and are not so far behind.
 _NEARLY_FREE = (1.5, 1.4)
 _LESSON = 16  # blocks learnt from at once, which costs less than one by one
+_UNLIKELY = 0.05  # the chance below which a token found in the text is not looked at
 _FEW = 8  # blocks of a kind that say nothing yet
 # What agreement is expected to depend on at first (see Acceptance): drafts of the four kinds, and tokens found in greedy and in
 # sampled texts.
@@ -165,7 +166,7 @@ class Goodput(BlockSizePolicy):
         self._kinds: list[int] = []  # of the requests in the cycle under way
         self._confidence: list[list[float]] = []
         self._found: dict[int, list[float]] = {}  # by request, confidences of what was found in its text
-        self._copy_costs: list[list[float]] = []  # see _price_copies
+        self._copy_costs: list[list[float]] = []  # see _price_copies; until they are asked for, none
         self._whole: set[int] = set()  # requests that verify all they draft in this cycle
         self._reviewed_for, self._reviewed_cost = [0] * _KINDS, 1.0  # requests by kind, seconds of a plain pass
         self._cycle = self._next_review = self._last_other = 0
@@ -194,8 +195,7 @@ class Goodput(BlockSizePolicy):
         can_draft = self.block_size > 1
         if (not can_draft or all(len(self._worth[kind]) >= _FEW for kind in self._kinds)) and self._is_due(counts):
             self._review(counts)
-            if self.uses_lookup:
-                self._price_copies(counts)
+            self._copy_costs = []
         self._followed = self._plan
         is_trial = self._other_every > 0 and self._cycle >= self._last_other + self._other_every
         if is_trial:
@@ -315,16 +315,16 @@ class Goodput(BlockSizePolicy):
         seconds += self.costs.draft(drafted, requests)
         return seconds + self.costs.target.padding(padding)
 
-    def _price_copies(self, counts: list[int]) -> None:
+    def _price_copies(self) -> None:
         """What a request's cycle has to bring for so many tokens found in its text to pay: ``log`` of how many times longer they
         make the cycle of everyone. First where they are verified instead of a draft, then where nothing is drafted.
         """
         assert self.costs is not None
-        target, plan, total = self.costs.target, self._plan, sum(counts)
+        target, plan, counts = self.costs.target, self._plan, self._reviewed_for
+        total = sum(counts)
         drafting = sum(count for count, slots in zip(counts, plan.slots, strict=True) if slots)
         longest = max(plan.slots)
         padding = target.padding((total - 1) * np.maximum(np.arange(MOST_FOUND + 1) - longest, 0.0))
-        self._copy_costs = []
         for is_instead in (True, False):
             saved, others = 0.0, total + round(plan.verified)
             if is_instead and drafting:
@@ -337,13 +337,15 @@ class Goodput(BlockSizePolicy):
                 others = fewer
             more = target.upto(others, MOST_FOUND, total)
             longer = 1 + (more - more[0] + padding - saved) / plan.seconds
-            self._copy_costs.append((total * np.log(longer)).tolist())
+            self._copy_costs.append((total * np.log(longer.clip(0.1))).tolist())
 
     def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
         self._found = dict(zip(requests.request_ids, confidence, strict=True))
         counts = [0] * len(requests)
         if self._followed is not self._plan or not self._plan.seconds:
             return counts
+        if not self._copy_costs:
+            self._price_copies()
         for index, (request_id, sampled, sure) in enumerate(
             zip(requests.request_ids, requests.sampled, confidence, strict=True)
         ):
@@ -352,7 +354,7 @@ class Goodput(BlockSizePolicy):
             costs = self._copy_costs[not drafting[index]]
             best = math.log(self._plan.pace[self._kinds[index]]) if drafting[index] else 0.0
             expected = 1.0
-            for count, gain in enumerate(self.recurrence.gains(request_id, int(sampled), sure), start=1):
+            for count, gain in enumerate(self.recurrence.gains(request_id, int(sampled), sure, _UNLIKELY), start=1):
                 expected += gain
                 worth = math.log(expected) - costs[count]
                 if worth > best:

@@ -6,7 +6,7 @@ no model. Such a draft knows the text and nothing else: verified by comparing ch
 
 from collections.abc import Sequence
 
-MOST_FOUND = 15
+MOST_FOUND = 31
 """Tokens that are worth verifying at once, at most."""
 _KEY = 3  # tokens that must agree
 _TELLING = 16  # more tokens that agree say no more

@@ -25,7 +25,8 @@ POLICIES: dict[str, Callable[[], BlockSizePolicy]] = {"feedback": Feedback, "fix
 
 def make_policy(spec: str | BlockSizePolicy, drafter: Drafter | None) -> BlockSizePolicy:
     """A policy from its name: ``goodput``, ``feedback``, ``fixed`` (the drafter's block), ``fixed:8``, or ``pilot``, which
-    ``volley pilot`` left beside the drafter; ``pilot:FOLDER`` is one kept elsewhere.
+    ``volley pilot`` left beside the drafter; ``pilot:FOLDER`` is one kept elsewhere. ``goodput:drafts`` copies nothing from the
+    text.
     """
     if isinstance(spec, BlockSizePolicy):
         return spec
@@ -38,10 +39,13 @@ def make_policy(spec: str | BlockSizePolicy, drafter: Drafter | None) -> BlockSi
         if drafter is None:
             raise ConfigError("policy 'pilot' decides how much a drafter drafts, and there is none; name a drafter")
         return load_pilot(drafter, argument or None)
+    if spec == "goodput:drafts":
+        return Goodput(uses_lookup=False)
     if name not in POLICIES:
         raise unknown_key("policy", name, [*POLICIES, "pilot"])
     if colon:
-        raise ConfigError(f"policy {name!r} takes nothing after a colon; {argument!r} was given")
+        known = " but 'drafts'" if name == "goodput" else ""
+        raise ConfigError(f"policy {name!r} takes nothing after a colon{known}; {argument!r} was given")
     return POLICIES[name]()
 
 

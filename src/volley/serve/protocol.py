@@ -66,7 +66,7 @@ class _Request(_Strict):
     )
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served first.")
     mark_draft: bool = Field(
-        False, description="Streamed chunks say with from_draft whether the drafter had proposed them."
+        False, description="Streamed chunks say with from_draft whether they had been drafted, or found in the text."
     )
 
     @model_validator(mode="before")
