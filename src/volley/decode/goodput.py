@@ -13,6 +13,7 @@ where they promise it more, at what they cost.
 import math
 from collections import deque
 from itertools import zip_longest
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -320,24 +321,21 @@ class Goodput(BlockSizePolicy):
         make the cycle of everyone. First where they are verified instead of a draft, then where nothing is drafted.
         """
         assert self.costs is not None
-        target, plan, counts = self.costs.target, self._plan, self._reviewed_for
+        costs, plan, counts = self.costs, self._plan, self._reviewed_for
         total = sum(counts)
         drafting = sum(count for count, slots in zip(counts, plan.slots, strict=True) if slots)
-        longest = max(plan.slots)
-        padding = target.padding((total - 1) * np.maximum(np.arange(MOST_FOUND + 1) - longest, 0.0))
-        for is_instead in (True, False):
-            saved, others = 0.0, total + round(plan.verified)
-            if is_instead and drafting:
-                mean = sum(count * slots for count, slots in zip(counts, plan.slots, strict=True)) / drafting
-                saved = self.costs.draft(drafting + round(mean * drafting), drafting)
-                if drafting > 1:
-                    saved -= self.costs.draft(drafting - 1 + round(mean * (drafting - 1)), drafting - 1)
-                fewer = others - round(plan.verified / drafting)
-                saved += target(others, total) - target(fewer, total)
-                others = fewer
-            more = target.upto(others, MOST_FOUND, total)
-            longer = 1 + (more - more[0] + padding - saved) / plan.seconds
-            self._copy_costs.append((total * np.log(longer.clip(0.1))).tolist())
+        slots = sum(map(mul, counts, plan.slots)) / max(drafting, 1)
+        verified = plan.verified / max(drafting, 1)
+
+        def cycle(drafting: int) -> FloatArray:
+            """Seconds, with each number of tokens verified on top."""
+            target = costs.target.upto(total + round(drafting * verified), MOST_FOUND, total)
+            return target + (costs.draft(round(drafting * (1 + slots)), drafting) if drafting else 0.0)
+
+        padding = costs.target.padding((total - 1) * np.maximum(np.arange(MOST_FOUND + 1) - max(plan.slots), 0.0))
+        now = cycle(drafting)[0]
+        longer = [1 + (cycle(others) + padding - now) / plan.seconds for others in (max(drafting - 1, 0), drafting)]
+        self._copy_costs = (total * np.log(np.clip(longer, 0.1, None))).tolist()
 
     def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
         self._found = dict(zip(requests.request_ids, confidence, strict=True))
