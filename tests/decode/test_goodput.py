@@ -42,6 +42,18 @@ def test_a_size_that_was_interrupted_does_not_count() -> None:
         assert cost(tokens, 1) == pytest.approx(truth(tokens, 0) + 3e-4, rel=0.05)
 
 
+def test_large_passes_are_those_of_many_requests() -> None:
+    """One request that had all their tokens would see far more keys."""
+
+    def measure(tokens: int, requests: int) -> float:
+        return truth(tokens, requests) + 2e-6 * tokens * (tokens / requests)
+
+    cost = PassCost(measure)
+    for tokens in (64, 128, 256, 512):
+        assert cost(tokens, tokens // 8) == pytest.approx(measure(tokens, tokens // 8), rel=0.05)
+    assert cost(24, 1) == pytest.approx(measure(24, 1), rel=0.05)
+
+
 def test_costs_follow_what_steps_really_take() -> None:
     cost = PassCost(truth)
     cost(64, 32)

@@ -21,6 +21,8 @@ _QUICK = 0.1  # seconds of a pass that may be timed twice
 _NOISE = 0.05  # of what a step takes, relative
 _FIRST_LESSON, _LESSON = 0.05, 0.5  # seconds of steps learnt from at once, which costs less than one by one
 _REMEMBERED = 0.99  # of what was seen, a step later
+_ALONE = 32  # tokens that one request may verify
+_BLOCK = 8  # tokens of many requests each
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
 
@@ -67,25 +69,33 @@ class PassCost:
         return self._measure_rows()
 
     def _know(self, tokens: int, requests: int) -> None:
-        if tokens >= len(self._table):
-            self._extend(tokens)
-        if self._prior is None and requests > 1:
+        if min(tokens, _ALONE) >= len(self._table):
+            self._extend(min(tokens, _ALONE))
+        if self._prior is None and (requests > 1 or tokens > _ALONE):
             self._each = max(0.0, self._measure(8, 8) - self._seconds[8]) / 8
             self._prior = self._each, 0.3 * self._each + 0.01 * self._measured[0]
+        if tokens >= len(self._table):
+            self._extend(tokens)
 
     def _extend(self, tokens: int) -> None:
         """Measure and tabulate sizes up to ``tokens``."""
         known = len(self._measured)
         wanted = max(4, min(int(np.searchsorted(_SIZES, tokens)) + 1, len(_SIZES)))
         fresh = _SIZES[known:wanted]
-        found = {size: self._measure(size, 1) for size in fresh}
+        found = {size: self._timed(size) for size in fresh}
         for size in reversed(fresh):  # once more at another time, unless that takes long
             if found[size] < _QUICK:
-                found[size] = min(found[size], self._measure(size, 1))
+                found[size] = min(found[size], self._timed(size))
         self._measured += found.values()
         sizes = np.array(_SIZES[: len(self._measured)])
         self._table = _from_below(sizes, np.array(self._measured), max(tokens, int(sizes[-1])))
         self._seconds = self._table.tolist()
+
+    def _timed(self, tokens: int) -> float:
+        """Seconds of a pass as of one request; more than one may have are measured in blocks of many, whose own cost is known."""
+        requests = 1 if tokens <= _ALONE else tokens // _BLOCK
+        each, _ = self._prior or (0.0, 0.0)
+        return self._measure(tokens, requests) - (requests - 1) * each
 
     def observe(self, tokens: int, requests: int, seconds: float, read: int = 0, padding: int = 0) -> None:
         """A real pass took ``seconds``; beside the tokens of ``requests`` it had rows of prompts and of padding."""
