@@ -61,8 +61,8 @@ class PassCost:
         return self._speed * self._table[tokens : tokens + more + 1] + self._each * requests
 
     def padding(self, rows: FloatArray) -> FloatArray:
-        """Seconds that so many rows of padding add to a pass."""
-        return self._padding * self._row_costs[1] * rows
+        """Seconds that so many rows of padding add to a pass; what one takes is measured when there are any."""
+        return self._padding * self._row_costs[1] * rows if rows.any() else rows
 
     @cached_property
     def _row_costs(self) -> tuple[float, float]:

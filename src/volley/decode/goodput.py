@@ -180,6 +180,8 @@ class Goodput(BlockSizePolicy):
         if self.block_size > 1:
             self.tree_nodes(1, sampled=False)
             self.costs.draft(self.block_size, 1)
+        if self.uses_lookup:
+            self.costs.target(1 + MOST_FOUND, 1)
 
     def tree_nodes(self, num_requests: int, *, sampled: bool) -> int:
         assert self.costs is not None
@@ -327,14 +329,15 @@ class Goodput(BlockSizePolicy):
         slots = sum(map(mul, counts, plan.slots)) / max(drafting, 1)
         verified = plan.verified / max(drafting, 1)
 
-        def cycle(drafting: int) -> FloatArray:
-            """Seconds, with each number of tokens verified on top."""
-            target = costs.target.upto(total + round(drafting * verified), MOST_FOUND, total)
+        def cycle(drafting: int, more: int = MOST_FOUND) -> FloatArray:
+            """Seconds, with each number of tokens up to ``more`` verified on top."""
+            target = costs.target.upto(total + round(drafting * verified), more, total)
             return target + (costs.draft(round(drafting * (1 + slots)), drafting) if drafting else 0.0)
 
         padding = costs.target.padding((total - 1) * np.maximum(np.arange(MOST_FOUND + 1) - max(plan.slots), 0.0))
-        now = cycle(drafting)[0]
-        longer = [1 + (cycle(others) + padding - now) / plan.seconds for others in (max(drafting - 1, 0), drafting)]
+        now = cycle(drafting, 0)[0]
+        others = max(drafting - 1, 0), min(drafting, total - 1)
+        longer = [1 + (cycle(count) + padding - now) / plan.seconds for count in others]
         self._copy_costs = (total * np.log(np.clip(longer, 0.1, None))).tolist()
 
     def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
