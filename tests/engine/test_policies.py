@@ -286,6 +286,18 @@ def test_texts_that_repeat_themselves_need_no_drafter(pair: Pair) -> None:
         assert engine.pool.num_used == 0
 
 
+def test_copying_ends_with_the_policy_that_wants_it(pair: Pair) -> None:
+    engine = Engine(pair.target, policy=Copying())
+    request = engine.add_request([1, 2, 3, 4] * 5, SamplingParams(max_tokens=60))
+    while not request.copied:
+        engine.step()
+    engine.block_size = 1
+    cycles = len(request.stats.block_sizes)
+    while request.finish_reason is None:
+        engine.step()
+    assert max(request.stats.block_sizes[cycles:]) == 1
+
+
 def test_a_text_is_searched_only_for_a_policy_that_asks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup.Lookup, "find", lambda *_: pytest.fail("nobody asked"))
     for policy in ("fixed", "feedback", "goodput:drafts"):

@@ -117,6 +117,8 @@ class Pacer:
         """Set how many slots each decoding request drafts in this step, or how many tokens it takes from its text."""
         self._asked = None
         decoding = [request for request in running if request.is_decoding]
+        for request in decoding:
+            request.found, request.copied = [], 0
         if not decoding or not self._acts:
             return
         self._choose_shapes(decoding, len(running) + num_waiting)
@@ -125,7 +127,7 @@ class Pacer:
         slots = self._policy.draft(requests)
         for request, size, limit in zip(decoding, slots, requests.limits, strict=True):
             assert 0 <= size <= limit, "a policy drafts within the limits it was given"
-            request.draft_slots, request.found, request.copied = size, [], 0
+            request.draft_slots = size
         if self._policy.uses_lookup:
             self._look_up(decoding, requests, slots)
 
