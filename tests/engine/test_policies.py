@@ -45,7 +45,7 @@ class Restless(BlockSizePolicy):
 
     def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
         for row, size, is_tree in zip(confidence, drafted, requests.trees, strict=True):
-            assert is_tree or len(row) == size
+            assert len(row) <= requests.nodes if is_tree else len(row) == size
         return [max(0, len(row) - (self.turn + i) % 3) for i, row in zip(requests.request_ids, confidence, strict=True)]
 
 

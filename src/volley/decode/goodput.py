@@ -319,8 +319,8 @@ class Goodput(BlockSizePolicy):
         return seconds + self.costs.target.padding(padding)
 
     def _price_copies(self) -> None:
-        """What a request's cycle has to bring for so many tokens found in its text to pay: ``log`` of how many times longer they
-        make the cycle of everyone. First where they are verified instead of a draft, then where nothing is drafted.
+        """How many times as much a request's cycle has to bring for so many tokens found in its text to pay, since they make the
+        cycle of everyone longer. First where they are verified instead of a draft, then where nothing is drafted.
         """
         assert self.costs is not None
         costs, plan, counts = self.costs, self._plan, self._reviewed_for
@@ -338,7 +338,7 @@ class Goodput(BlockSizePolicy):
         now = cycle(drafting, 0)[0]
         others = max(drafting - 1, 0), min(drafting, total - 1)
         longer = [1 + (cycle(count) + padding - now) / plan.seconds for count in others]
-        self._copy_costs = (total * np.log(np.clip(longer, 0.1, None))).tolist()
+        self._copy_costs = (np.clip(longer, 0.1, None) ** total).tolist()
 
     def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
         self._found = dict(zip(requests.request_ids, confidence, strict=True))
@@ -353,11 +353,11 @@ class Goodput(BlockSizePolicy):
             if not sure or request_id in self._whole:
                 continue
             costs = self._copy_costs[not drafting[index]]
-            best = math.log(self._plan.pace[self._kinds[index]]) if drafting[index] else 0.0
+            best = self._plan.pace[self._kinds[index]] if drafting[index] else 1.0
             expected = 1.0
             for count, gain in enumerate(self.recurrence.gains(request_id, int(sampled), sure, _UNLIKELY), start=1):
                 expected += gain
-                worth = math.log(expected) - costs[count]
+                worth = expected / costs[count]
                 if worth > best:
                     best, counts[index] = worth, count
         return counts

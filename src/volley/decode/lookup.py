@@ -4,12 +4,11 @@ Code that is edited, documents that are quoted and answers that repeat themselve
 no model. Such a draft knows the text and nothing else: verified by comparing choices it is lossless (``decode/verify.py``).
 """
 
-from collections.abc import Sequence
-
 MOST_FOUND = 31
 """Tokens that are worth verifying at once, at most."""
+MOST_AGREED = 16
+"""Tokens before them that agree; more say no more."""
 _KEY = 3  # tokens that must agree
-_TELLING = 16  # more tokens that agree say no more
 
 
 class Lookup:
@@ -19,7 +18,7 @@ class Lookup:
         self._places: dict[tuple[int, ...], int] = {}
         self._known = _KEY  # places below are entered
 
-    def find(self, token_ids: Sequence[int], most: int) -> tuple[list[int], int]:
+    def find(self, token_ids: list[int], most: int) -> tuple[list[int], int]:
         """Up to ``most`` tokens that may follow ``token_ids``, and how many before them agree; ``([], 0)`` if too few do.
 
         ``token_ids`` begin with those of the last call. What repeats itself is continued beyond its end.
@@ -32,9 +31,7 @@ class Lookup:
         if place == end or most < 1:
             return [], 0
         agreed = _KEY
-        while agreed < min(_TELLING, place) and token_ids[place - 1 - agreed] == token_ids[end - 1 - agreed]:
+        while agreed < min(MOST_AGREED, place) and token_ids[place - 1 - agreed] == token_ids[end - 1 - agreed]:
             agreed += 1
-        found = list(token_ids[place : place + most])
-        while len(found) < most:
-            found.append(found[len(found) + place - end])
-        return found, agreed
+        following = token_ids[place : place + most]
+        return (following * (most // len(following) + 1))[:most], agreed

@@ -9,7 +9,7 @@ from torch import Tensor
 from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding, Feedback, Fixed
 from volley.decode.cost import Costs
 from volley.decode.goodput import Goodput
-from volley.decode.lookup import MOST_FOUND
+from volley.decode.lookup import MOST_AGREED, MOST_FOUND
 from volley.decode.pilot import load_pilot
 from volley.decode.tree import likeliest_first, prune
 from volley.engine.rehearsal import Rehearsal
@@ -19,6 +19,8 @@ from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError, unknown_key
 from volley.models.drafter import Drafter
 from volley.types import Proposal, Verdict
+
+_SURE = [n / (n + 1) for n in range(MOST_AGREED + MOST_FOUND)]  # of a token of which n before it agree
 
 POLICIES: dict[str, Callable[[], BlockSizePolicy]] = {"feedback": Feedback, "fixed": Fixed, "goodput": Goodput}
 
@@ -135,7 +137,7 @@ class Pacer:
         confidence: list[list[float]] = []
         for request in decoding:
             request.found, agreed = request.lookup.find(request.token_ids, min(MOST_FOUND, request.remaining - 1))
-            confidence.append([n / (n + 1) for n in range(agreed, agreed + len(request.found))])
+            confidence.append(_SURE[agreed : agreed + len(request.found)])
         counts = self._policy.look_up(requests, slots, confidence)
         for request, count in zip(decoding, counts, strict=True):
             assert 0 <= count <= len(request.found), "a policy verifies no more than was found"

@@ -114,7 +114,6 @@ class Runner:
         self.options = options
         self.store = make_store(kv_dtype, target.kv_shapes, num_slots, target.dtype, target.device)
         self.timings = Timings()
-        self.draft_window = draft_window
         self.measures_confidence = False
         self.head: BoundHead | None = None
         if drafter is not None:
