@@ -10,9 +10,9 @@ slot behind the cut and at no token. Tokens that were found in the text (``decod
 where they promise it more, at what they cost.
 """
 
-import math
 from collections import deque
 from itertools import zip_longest
+from math import exp, log
 from operator import mul
 from typing import NamedTuple
 
@@ -60,6 +60,17 @@ class _Plan(NamedTuple):
     verified: float  # tokens of all drafts
 
 
+class _Slots(NamedTuple):
+    """Of the last blocks, for the kinds of requests there are, the most promising slots first."""
+
+    values: FloatArray  # ``[N]``: the tokens that each promises, relative to its request's pace
+    kinds: NDArray[np.int64]  # ``[N]``
+    places: NDArray[np.int64]  # ``[N]``: in a chain; 0 in a tree, which is drafted whole or not at all
+    stands_for: FloatArray  # ``[N]``: so many slots of the requests there are now
+    tokens: FloatArray  # ``[kinds, N]``: what a request of each kind gains by it
+    lengths: list[int]  # of a block, by kind
+
+
 _PLAIN = _Plan(0.0, 0.0, [0] * _KINDS, [0.0] * _KINDS, [1.0] * _KINDS, 0.0)
 
 
@@ -87,8 +98,9 @@ class Acceptance:
         found: list[float] = []
         gain, is_tree = 1.0, kind >= _TREE
         for slot, sure in enumerate(confidence):
-            sure = min(max(sure, 1e-4), 1 - 1e-4)
-            alone = 1 / (1 + math.exp(-(constant + slope * math.log(sure / (1 - sure)) + later * slot / 8)))
+            if not 1e-4 < sure < 1 - 1e-4:
+                sure = min(max(sure, 1e-4), 1 - 1e-4)
+            alone = 1 / (1 + exp(-constant - slope * log(sure / (1 - sure)) - later * slot / 8))
             gain = min(gain, alone) if is_tree else gain * alone
             if gain < price:
                 break
@@ -250,64 +262,77 @@ class Goodput(BlockSizePolicy):
         """The price, and how many slots to draft, that would have paid most for so many requests with the last blocks."""
         assert self.costs is not None
         self._reviewed_for, self._next_review = counts, self._cycle + min(self._cycle, _REVIEW)
-        worth = [np.array(list(zip_longest(*blocks, fillvalue=0.0))).T for blocks in self._worth]
-        self._usual = [blocks.mean(axis=0).tolist() if blocks.size else [] for blocks in worth]
         self._reviewed_cost = seconds = self.costs.target(sum(counts), sum(counts))
         plain = _PLAIN._replace(rate=sum(counts) / seconds, seconds=seconds)
-        best, most = _PLAIN, self.block_size - 1
-        choices = [k for k in (0, 1, 2, 3, 4, 6, 8, 11) if k < most] + [most]
-        kinds = [kind for kind in range(_KINDS) if counts[kind]]
-        # All together first: where drafting for one kind alone would not pay, it may for all.
-        for changing in [kinds, *([kind] for kind in kinds if len(kinds) > 1)]:
-            for k in choices:
-                slots = list(best.slots)
-                for kind in changing:
-                    slots[kind] = most if k and kind >= _TREE else k
-                plan = self._promise(worth, counts, slots)
-                if k > best.slots[changing[0]] and plan.rate < _HOPELESS * best.rate:
-                    break  # larger passes take long to measure
-                best = max(best, plan, key=lambda plan: plan.rate)
+        best = self._best(counts) if self.block_size > 1 else _PLAIN
         self._pace = best.pace
         self._plan, self._other = (best, plain) if best.rate > _WORTHWHILE * plain.rate else (plain, best)
         lost = self._other.seconds * max(0.0, 1 - self._other.rate / self._plan.rate)
         is_close = 0 < best.rate < _CLOSE * plain.rate
         self._other_every = 1 + int(lost / self._plan.seconds / _PROBING) if is_close else 0
 
-    def _promise(self, worth: list[FloatArray], counts: list[int], slots: list[int]) -> _Plan:
+    def _best(self, counts: list[int]) -> _Plan:
+        """Of the plans that draft."""
+        known = self._last_slots(counts)
+        best, most = _PLAIN, self.block_size - 1
+        choices = [k for k in (0, 1, 2, 3, 4, 6, 8, 11) if k < most] + [most]
+        kinds = [kind for kind in range(_KINDS) if counts[kind]]
+        # All together first: where drafting for one kind alone would not pay, it may for all.
+        for changing in [kinds, *([kind] for kind in kinds if len(kinds) > 1)]:
+            now = choices.index(max(best.slots[kind] for kind in changing))
+            near = choices if changing == kinds else sorted({0, *choices[max(now - 1, 0) : now + 2]})
+            for k in near if min(changing) < _TREE else (0, most):
+                slots = list(best.slots)
+                for kind in changing:
+                    slots[kind] = most if k and kind >= _TREE else k
+                plan = self._promise(known, counts, slots)
+                if k > best.slots[changing[0]] and plan.rate < _HOPELESS * best.rate:
+                    break  # larger passes take long to measure
+                best = max(best, plan, key=lambda plan: plan.rate)
+        return best
+
+    def _last_slots(self, counts: list[int]) -> _Slots:
+        parts, lengths = list[FloatArray](), [0] * _KINDS  # rows as in _Slots
+        kinds = [kind for kind in range(_KINDS) if counts[kind]]
+        for row, kind in enumerate(kinds):
+            gains = np.array(list(zip_longest(*self._worth[kind], fillvalue=0.0)))  # slots by blocks
+            lengths[kind], self._usual[kind] = len(gains), gains.mean(axis=1).tolist()
+            part = np.zeros((4 + len(kinds), gains.size))
+            part[0] = gains.ravel() / self._pace[kind]
+            part[1] = kind
+            part[2] = np.repeat(np.arange(len(gains)) * (kind < _TREE), gains.shape[1])
+            part[3] = counts[kind] / gains.shape[1]
+            part[4 + row] = gains.ravel() / gains.shape[1]
+            parts.append(part)
+        found = np.concatenate(parts, axis=1)
+        found = found[:, np.argsort(-found[0])]
+        return _Slots(found[0], found[1].astype(np.int64), found[2].astype(np.int64), found[3], found[4:], lengths)
+
+    def _promise(self, known: _Slots, counts: list[int], slots: list[int]) -> _Plan:
         """The best that can come of drafting so many slots for each kind."""
-        assert self.costs is not None
-        drafting = [kind for kind in range(_KINDS) if counts[kind] and slots[kind]]
-        if not drafting:
+        if not any(slots):
             return _PLAIN
+        kinds = [kind for kind in range(_KINDS) if counts[kind]]
+        drafted = known.places < np.array(slots)[known.kinds]
+        verified = known.stands_for[drafted].cumsum()
+        paces = 1 + known.tokens[:, drafted].cumsum(axis=1)
         total = sum(counts)
-        parts = [worth[kind] if kind >= _TREE else worth[kind][:, : slots[kind]] for kind in drafting]
-        sizes = [part.size for part in parts]
-        gains = np.concatenate([part.ravel() for part in parts])
-        # Each remembered token stands for this many of the requests there are.
-        shares = np.repeat([counts[kind] / len(worth[kind]) for kind in drafting], sizes)
-        values = gains / np.repeat([self._pace[kind] for kind in drafting], sizes)
-        order = np.argsort(-values)
-        owners = np.repeat(drafting, sizes)[order]
-        paces = [1 + np.cumsum((gains * shares)[order] * (owners == kind)) / counts[kind] for kind in drafting]
-        logs = sum(counts[kind] / total * np.log(each) for kind, each in zip(drafting, paces, strict=True))
-        seconds = self._seconds(counts, slots, drafting, [part.shape[1] for part in parts], np.cumsum(shares[order]))
-        rates = total * np.exp(logs) / seconds
+        seconds = self._seconds(counts, slots, known.lengths, verified)
+        rates = total * np.exp(np.array([counts[kind] / total for kind in kinds]) @ np.log(paces)) / seconds
         is_cut = rates[-1] < _AS_GOOD * rates.max()
         last = int(rates.argmax()) if is_cut else len(rates) - 1
         pace = list(_PLAIN.pace)
-        for kind, each in zip(drafting, paces, strict=True):
-            pace[kind] = float(each[last])
-        price = float(values[order[last]]) if is_cut else 0.0
+        for kind, reached in zip(kinds, paces[:, last].tolist(), strict=True):
+            pace[kind] = reached
+        price = float(known.values[drafted][last]) if is_cut else 0.0
         prices = [price * each for each in self._pace]
-        return _Plan(
-            float(rates[last]), float(seconds[last]), slots, prices, pace, float(np.cumsum(shares[order])[last])
-        )
+        return _Plan(float(rates[last]), float(seconds[last]), slots, prices, pace, float(verified[last]))
 
-    def _seconds(
-        self, counts: list[int], slots: list[int], drafting: list[int], longest: list[int], verified: FloatArray
-    ) -> FloatArray:
-        """Of cycles that verify so many tokens of blocks that have up to ``longest``, for each kind that is ``drafting``."""
+    def _seconds(self, counts: list[int], slots: list[int], lengths: list[int], verified: FloatArray) -> FloatArray:
+        """Of cycles that verify so many tokens of blocks of up to ``lengths`` by kind, of which ``slots`` are drafted."""
         assert self.costs is not None
+        drafting = [kind for kind in range(_KINDS) if counts[kind] and slots[kind]]
+        longest = [lengths[kind] if kind >= _TREE else min(slots[kind], lengths[kind]) for kind in drafting]
         total, requests = sum(counts), sum(counts[kind] for kind in drafting)
         most = sum(counts[kind] * length for kind, length in zip(drafting, longest, strict=True))
         verified = np.minimum(verified.astype(np.int64), most)
@@ -320,7 +345,8 @@ class Goodput(BlockSizePolicy):
 
     def _price_copies(self) -> None:
         """How many times as much a request's cycle has to bring for so many tokens found in its text to pay, since they make the
-        cycle of everyone longer. First where they are verified instead of a draft, then where nothing is drafted.
+        cycle of everyone longer; up to the number that may pay. First where they are verified instead of a draft, then where
+        nothing is drafted.
         """
         assert self.costs is not None
         costs, plan, counts = self.costs, self._plan, self._reviewed_for
@@ -336,9 +362,12 @@ class Goodput(BlockSizePolicy):
 
         padding = costs.target.padding((total - 1) * np.maximum(np.arange(MOST_FOUND + 1) - max(plan.slots), 0.0))
         now = cycle(drafting, 0)[0]
-        others = max(drafting - 1, 0), min(drafting, total - 1)
-        longer = [1 + (cycle(count) + padding - now) / plan.seconds for count in others]
-        self._copy_costs = (np.clip(longer, 0.1, None) ** total).tolist()
+        paces = [pace for pace, slots in zip(plan.pace, plan.slots, strict=True) if slots]
+        for others, pace in ((max(drafting - 1, 0), min(paces, default=1.0)), (min(drafting, total - 1), 1.0)):
+            longer = 1 + (cycle(others) + padding - now) / plan.seconds
+            cost = np.clip(longer, 0.1, None) ** total
+            may_pay = (1 + np.arange(len(cost)) > pace * cost).nonzero()[0]
+            self._copy_costs.append(cost[: may_pay.max(initial=0) + 1].tolist())
 
     def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
         self._found = dict(zip(requests.request_ids, confidence, strict=True))
@@ -355,6 +384,7 @@ class Goodput(BlockSizePolicy):
             costs = self._copy_costs[not drafting[index]]
             best = self._plan.pace[self._kinds[index]] if drafting[index] else 1.0
             expected = 1.0
+            sure = sure[: len(costs) - 1]
             for count, gain in enumerate(self.recurrence.gains(request_id, int(sampled), sure, _UNLIKELY), start=1):
                 expected += gain
                 worth = expected / costs[count]
@@ -378,8 +408,9 @@ class Goodput(BlockSizePolicy):
         ]
 
     def observe(self, cycle: Cycle) -> None:
-        if self._cycle % 2 and all(self._followed.slots[kind] for kind in self._kinds):
-            return  # every other cycle teaches enough, unless it was a probe
+        every = 2 if len(self._kinds) <= _PROBED else 4
+        if self._cycle % every and all(self._followed.slots[kind] for kind in self._kinds):
+            return  # some cycles teach enough, unless it was a probe
         self._observe_found(cycle)
         drew = [index for index, size in enumerate(cycle.drafted) if size]
         is_new = any(len(self._worth[kind]) < _REMEMBERED for kind in self._kinds)

@@ -63,17 +63,15 @@ def best_tokens(logits: Tensor) -> list[int]:
     return best
 
 
-def confidences(logits: Tensor, best: Sequence[int]) -> list[float]:
-    """The probability of the most likely token, ``best [R]``, in each row of ``logits [R, V]``.
+def confidences(logits: Tensor) -> list[float]:
+    """The probability of the most likely token in each row of ``logits [R, V]``.
 
     Logarithms keep their precision near probability 1 even in bf16, which is twice as fast as fp32 on a CPU; rows in small
     groups stay in its cache.
     """
-    chosen = torch.tensor(best, device=logits.device)[:, None]
     found: list[float] = []
-    for start in range(0, len(best), 8):
-        rows = slice(start, start + 8)
-        found += logits[rows].log_softmax(dim=-1).gather(1, chosen[rows])[:, 0].tolist()
+    for start in range(0, len(logits), 8):
+        found += logits[start : start + 8].log_softmax(dim=-1).amax(dim=-1).tolist()
     return [math.exp(log) for log in found]
 
 

@@ -180,11 +180,12 @@ class Pacer:
 
     def after_judging(self, plan: Sequence[Scheduled], verdicts: Sequence[Verdict]) -> None:
         """Tell the policy how it went, and the cost tables what it took."""
-        cycle = self._cycle
+        cycle, proposals = self._cycle, self._proposals
+        self._proposals = []  # laws are large
         if cycle is None or not self._members or not self._acts:
             return
         cycle.accepted = [verdicts[place].accepted for place in self._members]
-        cycle.right = [_right(self._proposals[place], verdicts[place]) for place in self._members]
+        cycle.right = [_right(proposals[place], verdicts[place]) for place in self._members]
         cycle.found = [_agreement(plan[place].request.found, verdicts[place].token_ids) for place in self._members]
         seconds, requests = time.perf_counter() - self._drafted_at, len(self._members)
         tokens = requests + sum(cycle.verified)

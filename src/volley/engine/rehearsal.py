@@ -63,8 +63,9 @@ class Rehearsal:
         def run() -> None:
             hidden = block_states(drafter, batch, store, target.attention, target.embed, windows)
             logits = drafter.logits(hidden, target.head)
-            best_tokens(logits)
-            if head is not None:
+            if head is None:
+                best_tokens(logits)
+            else:
                 head.lattices(hidden, logits, [0] * requests, [len(batch) // requests] * requests)
 
         return _timed(run)

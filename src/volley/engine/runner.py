@@ -161,12 +161,12 @@ class Runner:
         if self.options.denoising_steps == 1:
             logits, hidden = self._slot_logits(plan, torch.tensor([t for block in tokens for t in block]))
             logits = _processed(plan, logits)
-            best, noisy = best_tokens(logits), logits
+            noisy = logits
             if any(scheduled.max_nodes for scheduled in plan):
                 noisy = self._with_noise(plan, torch.split(logits, sizes))
             head = self.head
-            proposals = self._walk(plan, head, hidden, noisy) if head else self._propose(plan, noisy, best)
-            self._note_confidence(proposals, sizes, logits, best)
+            proposals = self._walk(plan, head, hidden, noisy) if head else self._propose(plan, noisy)
+            self._note_confidence(proposals, sizes, logits)
             return proposals
         blocks = [torch.tensor(block) for block in tokens]
         first = denoise(
@@ -177,10 +177,10 @@ class Runner:
             lambda index, rows: self._draw(plan[index].request, rows),
         )
         proposals = [Proposal(block[1:].tolist()) for block in blocks]
-        self._note_confidence(proposals, sizes, first, best_tokens(first))
+        self._note_confidence(proposals, sizes, first)
         return proposals
 
-    def _note_confidence(self, proposals: list[Proposal], sizes: list[int], logits: Tensor, best: list[int]) -> None:
+    def _note_confidence(self, proposals: list[Proposal], sizes: list[int], logits: Tensor) -> None:
         """Note in ``proposals`` how sure the drafter was of each slot, before its token was drawn or any noise mixed in: of the
         law it was drawn from if that is known, else of the first pass. A greedy walk already has.
         """
@@ -194,7 +194,7 @@ class Runner:
             run = list(members)
             end = row + sum(size for _, size in run)
             if not known:
-                found = iter(confidences(logits[row:end], best[row:end]))
+                found = iter(confidences(logits[row:end]))
                 for proposal, size in run:
                     proposal.confidence = list(islice(found, size))
             row = end
@@ -229,8 +229,8 @@ class Runner:
         states = block_states(drafter, batch, self.draft_store, target.attention, target.embed, self._windows)
         return without_anchors(batch, states)
 
-    def _propose(self, plan: list[Scheduled], logits: Tensor, best: list[int]) -> list[Proposal]:
-        proposals = []
+    def _propose(self, plan: list[Scheduled], logits: Tensor) -> list[Proposal]:
+        proposals, best = [], best_tokens(logits)
         row = 0
         for scheduled in plan:
             request, size = scheduled.request, scheduled.max_draft

@@ -116,14 +116,12 @@ class SlotDrafter:
                 lambda _, rows: rows.argmax(dim=-1),
             )
             proposals = [Proposal(block[1:].tolist()) for block in blocks]
-            best = best_tokens(logits)
         else:
             logits, hidden = self._slot_logits(segments, blocks)
             if self.bound_head is not None:
                 return [walk_greedy(lattice) for lattice in self.bound_head.lattices(hidden, logits, anchors, sizes)]
-            best = best_tokens(logits)
-            proposals = [propose_greedy(tokens) for tokens in _parts(best, sizes)]
-        sure = confidences(logits, best) if with_confidence else []
+            proposals = [propose_greedy(tokens) for tokens in _parts(best_tokens(logits), sizes)]
+        sure = confidences(logits) if with_confidence else []
         for proposal, own in zip(proposals, _parts(sure, sizes), strict=True):
             proposal.confidence = own
         return proposals
