@@ -9,29 +9,37 @@ MOST_FOUND = 31
 MOST_AGREED = 16
 """Tokens before them that agree; more say no more."""
 _KEY = 3  # tokens that must agree
+_COMPARED = 8  # places that are looked at, the last ones
 
 
 class Lookup:
     """One text's places, by the tokens before them; it grows with the text."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], int] = {}
-        self._known = _KEY  # places below are entered
+        self._last: dict[tuple[int, ...], int] = {}
+        self._before = [0] * _KEY  # the place before each that has the same tokens before it, 0 for none
 
     def find(self, token_ids: list[int], most: int) -> tuple[list[int], int]:
         """Up to ``most`` tokens that may follow ``token_ids``, and how many before them agree; ``([], 0)`` if too few do.
 
-        ``token_ids`` begin with those of the last call. What repeats itself is continued beyond its end.
+        ``token_ids`` begin with those of the last call. Of the last places the one that agrees furthest is continued, of equal
+        ones the last; what repeats itself beyond the end of the text.
         """
         end = len(token_ids)
-        for place in range(self._known, end):
-            self._places[tuple(token_ids[place - _KEY : place])] = place
-        self._known = max(self._known, end)
-        place = self._places.get(tuple(token_ids[-_KEY:]), end)
-        if place == end or most < 1:
+        for place in range(len(self._before), end):
+            key = tuple(token_ids[place - _KEY : place])
+            self._before.append(self._last.get(key, 0))
+            self._last[key] = place
+        place = self._last.get(tuple(token_ids[-_KEY:]), 0)
+        best = agreed = compared = 0
+        while place and compared < _COMPARED and agreed < MOST_AGREED:
+            count = _KEY
+            while count < min(MOST_AGREED, place) and token_ids[place - 1 - count] == token_ids[end - 1 - count]:
+                count += 1
+            if count > agreed:
+                best, agreed = place, count
+            place, compared = self._before[place], compared + 1
+        if not agreed or most < 1:
             return [], 0
-        agreed = _KEY
-        while agreed < min(MOST_AGREED, place) and token_ids[place - 1 - agreed] == token_ids[end - 1 - agreed]:
-            agreed += 1
-        following = token_ids[place : place + most]
+        following = token_ids[best : best + most]
         return (following * (most // len(following) + 1))[:most], agreed
