@@ -95,7 +95,7 @@ class CapacityOptions:
     max_running: int = 64
     """Requests decoded at once."""
     max_batch_tokens: int = 512
-    """Tokens of one target pass; prompts are cut to fit."""
+    """Tokens of one target pass; prompts, trees and copies are cut to fit."""
     num_pages: int | None = None
     """Pages of 16 tokens that hold all K/V; by default up to 1 GiB."""
     draft_window: int | None = None

@@ -4,6 +4,7 @@ import random
 
 from tests.tiny import VOCAB, Pair, make_pair, teach
 from volley import Engine, SamplingParams
+from volley.decode.block_size import BlockSizePolicy, Decoding
 
 
 def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
@@ -47,3 +48,44 @@ def test_a_draft_window_keeps_the_drafters_cache_constant_over_8k_tokens() -> No
     assert len(request.token_ids) == 8192
     assert len(pages - {()}) == 1, "the same pages from the first chunk to the last token"
     assert size == engine.runner.draft_store.nbytes < engine.runner.store.nbytes / 50
+
+
+class Everything(BlockSizePolicy):
+    """Grows trees, and copies whatever is found."""
+
+    uses_lookup = True
+
+    def tree_nodes(self, num_requests: int, *, sampled: bool) -> int:
+        return 40
+
+    def draft(self, requests: Decoding) -> list[int]:
+        return [limit * (i % 2) for i, limit in zip(requests.request_ids, requests.limits, strict=True)]
+
+    def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
+        return [len(row) * (not size) for row, size in zip(confidence, drafting, strict=True)]
+
+
+def sizes_of_passes(engine: Engine, steps: int) -> list[int]:
+    sizes: list[int] = []
+    for _ in range(steps):
+        engine.step()
+        sizes.append(len(engine.runner.batch))
+    return sizes
+
+
+def test_trees_and_copies_stay_within_a_pass_and_leave_room_for_prompts(pair: Pair) -> None:
+    most = 80
+    engine = Engine(pair.target, pair.drafter, policy=Everything(), max_batch_tokens=most, num_pages=400)
+    for start in range(6):
+        engine.add_request([start, 1, 2, 3] * 5, SamplingParams(max_tokens=60))
+    sizes = sizes_of_passes(engine, 8)
+    late = engine.add_request([7] * 60, SamplingParams(max_tokens=8))
+    steps = 0
+    while not late.num_output:
+        sizes += sizes_of_passes(engine, 1)
+        steps += 1
+    assert max(sizes) <= most
+    assert sum(size > most // 2 for size in sizes) > 3, "passes are used"
+    assert steps <= 60 * 2 // (most - 6 * pair.drafter.config.block_size) + 2, (
+        "half of what chains leave is for prompts"
+    )

@@ -40,7 +40,7 @@ class Scheduled:
 class SchedulerConfig:
     max_running: int
     max_batch_tokens: int
-    """Tokens of one target pass. Decoding requests always take part; prompts share what is left."""
+    """Tokens of one target pass. Decoding requests always take part, with their chains; the rest share what is left."""
     prefix_caching: bool
 
 
@@ -76,6 +76,7 @@ class Scheduler:
         for request in list(self.running):
             if request.is_decoding:
                 self._schedule_decoding(request, block_size, plan)
+        self._share_out(plan)
         budget = self.config.max_batch_tokens - sum(scheduled.num_tokens for scheduled in plan)
         for request in list(self.running):
             if budget > 0 and not request.is_decoding:
@@ -99,6 +100,13 @@ class Scheduler:
         scheduled = Scheduled(request, 1, max_draft, request.draft_nodes if max_draft else request.copied)
         plan.append(scheduled)
         return scheduled.num_tokens
+
+    def _share_out(self, plan: list[Scheduled]) -> None:
+        """Of what chains leave of a pass trees and copies share half, each request as much; the rest is for prompts."""
+        larger = [scheduled for scheduled in plan if scheduled.max_nodes]
+        left = self.config.max_batch_tokens - sum(scheduled.num_known + scheduled.max_draft for scheduled in plan)
+        for scheduled in larger:
+            scheduled.max_nodes = min(scheduled.max_nodes, scheduled.max_draft + max(0, left) // 2 // len(larger))
 
     def _grow_others(self, plan: list[Scheduled]) -> None:
         """Pages for trees and for what was found, out of what nobody else wants; where few are left they are smaller."""
