@@ -39,6 +39,18 @@ _UNLIKELY = 0.05  # the chance below which a token found in the text is not look
 _FEW = 8  # blocks of a kind that say nothing yet
 
 
+class _Turns:
+    """A few at a time, others each time."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def of(self, members: list[int], most: int) -> list[int]:
+        first, count = self._next, min(most, len(members))
+        self._next += count
+        return [members[(first + turn) % len(members)] for turn in range(count)]
+
+
 class Goodput(BlockSizePolicy):
     """The speeds of all requests, as their geometric mean, as high as can be expected.
 
@@ -67,7 +79,7 @@ class Goodput(BlockSizePolicy):
         self._cycle = self._next_review = self._last_other = 0
         self._other_every = 0  # cycles between two that follow the plan not chosen, or 0: it is far behind
         self._next_probe = [0] * KINDS
-        self._turn = 0  # requests looked at more closely so far
+        self._probes, self._lessons, self._lookups = _Turns(), _Turns(), _Turns()
 
     def rehearse(self) -> None:
         assert self.costs is not None
@@ -120,11 +132,9 @@ class Goodput(BlockSizePolicy):
         extra = self.costs.draft(len(chosen) + slots, len(chosen)) + verifying[-1] - verifying[0]
         self._next_probe[kind] = self._cycle + int(extra / verifying[0] / _PROBING)
 
-    def _extend(self, members: list[int], most: int, requests: Decoding, drafted: list[int]) -> set[int]:
-        """Whole blocks, verified whole, for a few of ``members``, others each time."""
-        count = min(len(members), most)
-        self._turn += count
-        chosen = {members[(self._turn + i) % len(members)] for i in range(count)}
+    def _extend(self, members: list[int], most: int, requests: Decoding, drafted: list[int]) -> list[int]:
+        """Whole blocks, verified whole, for a few of ``members``."""
+        chosen = self._probes.of(members, most)
         for index in chosen:
             drafted[index] = requests.limits[index]
             self._whole.add(requests.request_ids[index])
@@ -230,27 +240,22 @@ class Goodput(BlockSizePolicy):
             return  # some cycles teach enough, unless it was a probe
         self._observe_found(cycle)
         drew = [index for index, size in enumerate(cycle.drafted) if size]
-        is_new = any(len(self._worth[kind]) < _REMEMBERED for kind in self._kinds)
-        count = len(drew) if is_new else min(len(drew), _PROBED + len(drew) // 8)
-        for index in self._by_turns(drew, count):
-            request_id, kind, confidence = (
-                cycle.requests.request_ids[index],
-                self._kinds[index],
-                self._confidence[index],
-            )
+        if all(len(self._worth[kind]) == _REMEMBERED for kind in self._kinds):
+            whole = [index for index in drew if cycle.requests.request_ids[index] in self._whole]
+            drew = list({*whole, *self._lessons.of(drew, _PROBED + len(drew) // 8)})
+        for index in drew:
+            request_id, kind = cycle.requests.request_ids[index], self._kinds[index]
+            confidence = self._confidence[index]
             self.acceptance.observe(request_id, kind, confidence, cycle.right[index])
             self._remember(kind, self.acceptance.gains(request_id, kind, confidence))
         self.acceptance.learn()
 
     def _observe_found(self, cycle: Cycle) -> None:
         told = [index for index, marks in enumerate(cycle.found) if marks]
-        for index in self._by_turns(told, min(len(told), _PROBED + len(told) // 8)):
+        for index in self._lookups.of(told, _PROBED + len(told) // 8):
             request_id, sampled = cycle.requests.request_ids[index], cycle.requests.sampled[index]
             self.recurrence.observe(request_id, int(sampled), self._found[request_id], cycle.found[index])
         self.recurrence.learn()
-
-    def _by_turns(self, members: list[int], count: int) -> list[int]:
-        return [members[(self._cycle * count + turn) % len(members)] for turn in range(count)]
 
     def _remember(self, kind: int, gains: list[float]) -> None:
         """Slots that were not drafted are taken to be as good as they usually are, given those before them."""
