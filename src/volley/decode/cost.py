@@ -19,7 +19,7 @@ which makes a request as long as the longest.
 
 _QUICK = 0.1  # seconds of a pass that may be timed twice
 _NOISE = 0.05  # of what a step takes, relative
-_FIRST_LESSON, _LESSON = 0.05, 1.0  # seconds of steps learnt from at once, which costs less than one by one
+_FIRST_LESSON, _LESSON = 0.05, 2.0  # seconds of steps learnt from at once, which costs less than one by one
 _REMEMBERED = 0.99  # of what was seen, a step later
 _ALONE = 32  # tokens that one request may verify
 _BLOCK = 8  # tokens of many requests each

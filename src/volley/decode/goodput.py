@@ -29,8 +29,8 @@ _PROBING = 0.005  # share of the time that may be lost by drafting where it does
 _PROBED = 4  # requests at most whose whole blocks tell what they are worth; a little more are learnt from in a cycle
 _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
 _CLOSE = 1.4  # below this gain over plain decoding, a plain cycle now and then tells what it really takes
-_CHANGED = 0.25  # share of the requests that must have come or gone for another look before its time
-_MISJUDGED = 0.1  # relative change of what a plain pass takes, for the same
+_CHANGED = 0.5  # share of the requests that must have come or gone for another look before its time
+_MISJUDGED = 0.15  # relative change of what a plain pass takes, for the same
 _NODES = 15  # of a tree, anchor not counted
 # Trees are grown where verifying whole ones takes at most so many times as long as plain decoding: for greedy requests, and for
 # sampled ones, whose chains are judged by speculative sampling and are not so far behind.
@@ -146,7 +146,7 @@ class Goodput(BlockSizePolicy):
         return (
             self._cycle >= self._next_review
             or any((old == 0) != (new == 0) for old, new in zip(before, counts, strict=True))
-            or abs(sum(counts) - sum(before)) > _CHANGED * sum(before)
+            or abs(sum(counts) - sum(before)) >= _CHANGED * sum(before)
             or abs(self.costs.target(sum(counts), sum(counts)) / self._reviewed_cost - 1) > _MISJUDGED
         )
 
