@@ -81,3 +81,10 @@ def test_prompts_and_padding_are_told_apart_from_tokens() -> None:
     for tokens in (32, 64, 96):
         assert cost(tokens, 32) == pytest.approx(truth(tokens, 32, speed=1.7), rel=0.05)
     assert cost.padding(np.array(10.0)) == pytest.approx(10 * 8e-5, rel=0.1)
+
+
+def test_what_many_requests_take_is_never_more_than_the_pass() -> None:
+    """Measured in a bad moment, and taken off a large pass, it left less than nothing, and a machine that is free of charge."""
+    cost = PassCost(lambda tokens, requests: 0.05 if requests == 8 and tokens == 8 else 0.01 + 1e-5 * tokens)
+    assert cost(500, 60) > cost(32, 1) > 0.01
+    assert cost(1, 1) > 0.005

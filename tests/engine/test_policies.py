@@ -274,16 +274,21 @@ def test_bad_policies_are_named(pair: Pair, options: dict[str, Any], message: st
         Engine(pair.target, random_drafter(), **options)
 
 
-def test_texts_that_repeat_themselves_need_no_drafter(pair: Pair) -> None:
+@pytest.mark.parametrize("num_pages", [9, 12, 16, 24, 40])
+def test_texts_that_repeat_themselves_need_no_drafter(
+    pair: Pair, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(monkeypatch, token=0.01)
     prompts = [[*prompt, *prompt[:-1]] for prompt in PROMPTS]
     params = SamplingParams(max_tokens=60)
     plain = tokens(Engine(pair.target).generate(prompts, params))
     for policy in ("goodput", Copying()):
-        engine = Engine(pair.target, policy=policy, num_pages=40)
+        engine = Engine(pair.target, policy=policy, num_pages=num_pages)
         results = list(engine.generate(prompts, params))
         assert tokens(results) == plain
         assert max(length for result in results for length in result.stats.accepted_lengths) > 4
         assert engine.pool.num_used == 0
+        assert num_pages > 24 or sum(result.stats.preemptions for result in results) > 0
 
 
 def test_copying_ends_with_the_policy_that_wants_it(pair: Pair) -> None:

@@ -87,6 +87,9 @@ class PassCost:
             if found[size] < _QUICK:
                 found[size] = min(found[size], self._timed(size))
         self._measured += found.values()
+        alone = _SIZES.index(_ALONE)
+        for index in range(alone + 1, len(self._measured)):  # what its many requests take is not known so well
+            self._measured[index] = max(self._measured[index], self._measured[alone])
         sizes = np.array(_SIZES[: len(self._measured)])
         self._table = _from_below(sizes, np.array(self._measured), max(tokens, int(sizes[-1])))
         self._seconds = self._table.tolist()

@@ -74,6 +74,9 @@ class Goodput(BlockSizePolicy):
         self._confidence: list[list[float]] = []
         self._found: dict[int, list[float]] = {}  # by request, confidences of what was found in its text
         self._copy_costs: list[list[float]] = []  # see _price_copies; until they are asked for, none
+        self._tree_nodes: dict[
+            tuple[int, bool], int
+        ] = {}  # by number of requests, and whether sampled, since the last look
         self._whole: set[int] = set()  # requests that verify all they draft in this cycle
         self._reviewed_for, self._reviewed_cost = [0] * KINDS, 1.0  # requests by kind, seconds of a plain pass
         self._cycle = self._next_review = self._last_other = 0
@@ -91,11 +94,13 @@ class Goodput(BlockSizePolicy):
 
     def tree_nodes(self, num_requests: int, *, sampled: bool) -> int:
         assert self.costs is not None
-        most = _NEARLY_FREE[sampled] * self.costs.target(num_requests, num_requests)
-        for share in (4, 2, 1):  # small passes first: large ones take long to measure
-            if self.costs.target(num_requests * (1 + _NODES // share), num_requests) > most:
-                return 0
-        return _NODES
+        asked = num_requests, sampled
+        if asked not in self._tree_nodes:
+            most = _NEARLY_FREE[sampled] * self.costs.target(num_requests, num_requests)
+            sizes = (num_requests * (1 + _NODES // share) for share in (4, 2, 1))  # large passes take long to measure
+            is_cheap = all(self.costs.target(size, num_requests) <= most for size in sizes)
+            self._tree_nodes[asked] = _NODES if is_cheap else 0
+        return self._tree_nodes[asked]
 
     def draft(self, requests: Decoding) -> list[int]:
         self._cycle += 1
@@ -104,7 +109,8 @@ class Goodput(BlockSizePolicy):
         can_draft = self.block_size > 1
         if (not can_draft or all(len(self._worth[kind]) >= _FEW for kind in self._kinds)) and self._is_due(counts):
             self._review(counts)
-            self._copy_costs = []
+            self._copy_costs.clear()
+            self._tree_nodes.clear()
         self._followed = self._plan
         is_trial = self._other_every > 0 and self._cycle >= self._last_other + self._other_every
         if is_trial:

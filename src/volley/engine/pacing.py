@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -217,7 +216,7 @@ def _cut(proposal: Proposal, size: int) -> Proposal:
     if proposal.parents is not None:
         return prune(proposal, size)
     law = None if proposal.draft_probs is None else proposal.draft_probs[:size]
-    return replace(proposal, token_ids=proposal.token_ids[:size], draft_probs=law)
+    return Proposal(proposal.token_ids[:size], law, None, proposal.confidence)
 
 
 def _right(proposal: Proposal, verdict: Verdict) -> list[bool]:

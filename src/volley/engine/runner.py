@@ -189,6 +189,8 @@ class Runner:
         for proposal in proposals:
             if proposal.draft_probs is not None:
                 proposal.confidence = proposal.draft_probs.amax(dim=-1).tolist()
+        if all(proposal.confidence for proposal in proposals):
+            return
         row = 0
         for known, members in groupby(zip(proposals, sizes, strict=True), lambda member: bool(member[0].confidence)):
             run = list(members)

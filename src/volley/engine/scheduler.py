@@ -111,10 +111,10 @@ class Scheduler:
     def _grow_others(self, plan: list[Scheduled]) -> None:
         """Pages for trees and for what was found, out of what nobody else wants; where few are left they are smaller."""
         for scheduled in plan:
-            request, length = scheduled.request, len(scheduled.request.token_ids)
-            room = request.table.capacity + self.pool.num_available * self.pool.page_size - length
-            scheduled.max_nodes = min(scheduled.max_nodes, room)
             if scheduled.max_nodes:
+                request, length = scheduled.request, len(scheduled.request.token_ids)
+                room = request.table.capacity + self.pool.num_available * self.pool.page_size - length
+                scheduled.max_nodes = min(scheduled.max_nodes, room)
                 grown = self.pool.grow(request.table, length + scheduled.max_nodes, request.max_length)
                 assert grown, "there was room"
 
@@ -172,6 +172,7 @@ class Scheduler:
         """Take a running request's pages; it waits before all others of its priority."""
         self.running.remove(request)
         self._release(request)
+        request.found, request.copied = [], 0  # it may go on in a step for which nothing was looked up
         request.stats.preemptions += 1
         insort_left(self.waiting, request, key=_priority)
 
