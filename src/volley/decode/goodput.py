@@ -74,9 +74,7 @@ class Goodput(BlockSizePolicy):
         self._confidence: list[list[float]] = []
         self._found: dict[int, list[float]] = {}  # by request, confidences of what was found in its text
         self._copy_costs: list[list[float]] = []  # see _price_copies; until they are asked for, none
-        self._tree_nodes: dict[
-            tuple[int, bool], int
-        ] = {}  # by number of requests, and whether sampled, since the last look
+        self._tree_nodes: dict[tuple[int, bool], int] = {}  # by number of requests and whether sampled
         self._whole: set[int] = set()  # requests that verify all they draft in this cycle
         self._reviewed_for, self._reviewed_cost = [0] * KINDS, 1.0  # requests by kind, seconds of a plain pass
         self._cycle = self._next_review = self._last_other = 0
