@@ -89,3 +89,15 @@ def test_trees_and_copies_stay_within_a_pass_and_leave_room_for_prompts(pair: Pa
     assert steps <= 60 * 2 // (most - 6 * pair.drafter.config.block_size) + 2, (
         "half of what chains leave is for prompts"
     )
+
+
+def test_chains_that_fill_a_pass_do_not_starve_prompts(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, policy="fixed", max_batch_tokens=16, num_pages=400)
+    early = [engine.add_request([start, 1, 2], SamplingParams(max_tokens=80)) for start in range(6)]
+    while not all(request.num_output for request in early):
+        engine.step()
+    late = engine.add_request([7] * 20, SamplingParams(max_tokens=8))
+    for _ in range(20 // 2):
+        engine.step()
+    assert late.num_output
+    assert not any(request.finish_reason for request in early)

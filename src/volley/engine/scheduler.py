@@ -40,7 +40,8 @@ class Scheduled:
 class SchedulerConfig:
     max_running: int
     max_batch_tokens: int
-    """Tokens of one target pass. Decoding requests always take part, with their chains; the rest share what is left."""
+    """Tokens of one target pass. Decoding requests always take part, with their chains; the rest share what is left, and
+    prompts always an eighth."""
     prefix_caching: bool
 
 
@@ -77,7 +78,10 @@ class Scheduler:
             if request.is_decoding:
                 self._schedule_decoding(request, block_size, plan)
         self._share_out(plan)
-        budget = self.config.max_batch_tokens - sum(scheduled.num_tokens for scheduled in plan)
+        most = self.config.max_batch_tokens
+        budget = max(
+            most - sum(scheduled.num_tokens for scheduled in plan), -(-most // 8)
+        )  # or chains might starve prompts
         for request in list(self.running):
             if budget > 0 and not request.is_decoding:
                 budget -= self._schedule_prefill(request, budget, plan)
