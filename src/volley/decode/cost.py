@@ -87,18 +87,19 @@ class PassCost:
             if found[size] < _QUICK:
                 found[size] = min(found[size], self._timed(size))
         self._measured += found.values()
-        alone = _SIZES.index(_ALONE)
-        for index in range(alone + 1, len(self._measured)):  # what its many requests take is not known so well
-            self._measured[index] = max(self._measured[index], self._measured[alone])
         sizes = np.array(_SIZES[: len(self._measured)])
         self._table = _from_below(sizes, np.array(self._measured), max(tokens, int(sizes[-1])))
         self._seconds = self._table.tolist()
 
     def _timed(self, tokens: int) -> float:
-        """Seconds of a pass as of one request; more than one may have are measured in blocks of many, whose own cost is known."""
-        requests = 1 if tokens <= _ALONE else tokens // _BLOCK
-        each, _ = self._prior or (0.0, 0.0)
-        return self._measure(tokens, requests) - (requests - 1) * each
+        """Seconds of a pass as of one request; more than one may have are measured in blocks of many, whose own cost is known
+        roughly: never so dear that a large pass would be cheaper than what one request may have.
+        """
+        if tokens <= _ALONE:
+            return self._measure(tokens, 1)
+        assert self._prior is not None, "small passes and what a request takes are known before"
+        requests, each = tokens // _BLOCK, self._prior[0]
+        return max(self._measure(tokens, requests) - (requests - 1) * each, self._measured[_SIZES.index(_ALONE)])
 
     def observe(self, tokens: int, requests: int, seconds: float, read: int = 0, padding: int = 0) -> None:
         """A real pass took ``seconds``; beside the tokens of ``requests`` it had rows of prompts and of padding."""

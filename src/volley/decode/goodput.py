@@ -107,8 +107,6 @@ class Goodput(BlockSizePolicy):
         can_draft = self.block_size > 1
         if (not can_draft or all(len(self._worth[kind]) >= _FEW for kind in self._kinds)) and self._is_due(counts):
             self._review(counts)
-            self._copy_costs.clear()
-            self._tree_nodes.clear()
         self._followed = self._plan
         is_trial = self._other_every > 0 and self._cycle >= self._last_other + self._other_every
         if is_trial:
@@ -158,6 +156,8 @@ class Goodput(BlockSizePolicy):
         """The price, and how many slots to draft, that would have paid most for so many requests with the last blocks."""
         assert self.costs is not None
         self._reviewed_for, self._next_review = counts, self._cycle + min(self._cycle, _REVIEW)
+        self._copy_costs.clear()
+        self._tree_nodes.clear()
         self._reviewed_cost = seconds = self.costs.target(sum(counts), sum(counts))
         plain = PLAIN._replace(rate=sum(counts) / seconds, seconds=seconds)
         worth = {

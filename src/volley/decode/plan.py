@@ -37,24 +37,23 @@ class Planner:
         """
         self._costs, self._counts, self._pace = costs, counts, pace
         self._present = [kind for kind in range(KINDS) if counts[kind]]
+        self._total = sum(counts)
+        self._shares = np.array([counts[kind] / self._total for kind in self._present])
         self._lengths = {kind: len(slots) for kind, slots in worth.items()}
-        parts: list[FloatArray] = []
-        for row, kind in enumerate(self._present):
-            slots, blocks = worth[kind].shape
-            part = np.zeros((4 + len(self._present), slots * blocks))
-            part[0] = worth[kind].ravel() / pace[kind]
-            part[1] = kind
-            part[2] = np.repeat(np.arange(slots), blocks) if kind < TREE else 0
-            part[3] = counts[kind] / blocks
-            part[4 + row] = worth[kind].ravel() / blocks
-            parts.append(part)
-        every = np.concatenate(parts, axis=1)
-        every = every[:, np.argsort(-every[0])]
-        self._values: FloatArray = every[0]  # what a slot promises, relative to its request's pace
-        self._kinds: NDArray[np.int64] = every[1].astype(np.int64)
-        self._places = every[2]  # in a chain; 0 in a tree, which is drafted whole or not at all
-        self._stands_for = every[3]  # so many slots of the requests there are now
-        self._tokens = every[4:]  # of a request of each kind there is: what it gains by the slot
+        every = [worth[kind] for kind in self._present]
+        kinds = np.repeat(self._present, [slots.size for slots in every])
+        blocks = np.repeat([slots.shape[1] for slots in every], [slots.size for slots in every])
+        places = np.concatenate([np.indices(slots.shape)[0].ravel() for slots in every]) * (kinds < TREE)
+        gains = np.concatenate([slots.ravel() for slots in every])
+        values = gains / np.array(pace)[kinds]
+        order = np.argsort(-values)
+        self._values: FloatArray = values[order]  # what a slot promises, relative to its request's pace
+        self._kinds: NDArray[np.int64] = kinds[order]
+        self._places: NDArray[np.int64] = places[order]  # in a chain; 0 in a tree, which is drafted whole or not at all
+        # So many slots of the requests there are now.
+        self._stands_for: FloatArray = (np.array(counts)[kinds] / blocks)[order]
+        # What a request of each kind there is gains by the slot.
+        self._tokens: FloatArray = ((kinds == np.array(self._present)[:, None]) * gains / blocks)[:, order]
 
     def best(self, most: int) -> Plan:
         """Of the plans that draft up to ``most`` slots for a request."""
@@ -82,9 +81,7 @@ class Planner:
         verified = self._stands_for[drafted].cumsum()
         paces = 1 + self._tokens[:, drafted].cumsum(axis=1)
         seconds = self._seconds(slots, verified)
-        total = sum(self._counts)
-        shares = np.array([self._counts[kind] / total for kind in self._present])
-        rates = total * np.exp(shares @ np.log(paces)) / seconds
+        rates = self._total * np.exp(self._shares @ np.log(paces)) / seconds
         is_cut = rates[-1] < _AS_GOOD * rates.max()
         last = int(rates.argmax()) if is_cut else len(rates) - 1
         price = float(self._values[drafted][last]) if is_cut else 0.0
@@ -96,7 +93,7 @@ class Planner:
 
     def _seconds(self, slots: list[int], verified: FloatArray) -> FloatArray:
         """Of cycles that verify so many tokens of blocks of which ``slots`` are drafted, by kind."""
-        counts, total = self._counts, sum(self._counts)
+        counts, total = self._counts, self._total
         drafting = [kind for kind in self._present if slots[kind]]
         longest = [self._lengths[kind] if kind >= TREE else min(slots[kind], self._lengths[kind]) for kind in drafting]
         most = sum(counts[kind] * length for kind, length in zip(drafting, longest, strict=True))

@@ -74,7 +74,8 @@ class Engine:
         ``denoising_schedule`` and ``verification`` are described in :class:`DraftingOptions`. ``num_pages`` pages of
         ``page_size`` tokens hold all K/V; ``prefix_caching`` lets prompts that begin alike share them. ``draft_window``
         bounds the drafter's context, and its cache, to that many tokens before the block. ``max_running`` requests decode
-        at once; ``max_batch_tokens`` bounds a target pass: prompts, trees and copies share what chains leave of it.
+        at once; ``max_batch_tokens`` bounds a target pass: prompts, trees and copies share what chains leave of it
+        (prompts get an eighth in any case).
         ``kv_dtype`` and ``draft_kv_dtype`` say how the K/V of target and drafter are kept: "auto" (the model's dtype),
         "int8" or "int4". A quantised target pool changes what the target computes, with a drafter and without alike.
         """

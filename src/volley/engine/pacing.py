@@ -216,7 +216,7 @@ def _cut(proposal: Proposal, size: int) -> Proposal:
     if proposal.parents is not None:
         return prune(proposal, size)
     law = None if proposal.draft_probs is None else proposal.draft_probs[:size]
-    return Proposal(proposal.token_ids[:size], law, None, proposal.confidence)
+    return Proposal(proposal.token_ids[:size], law, confidence=proposal.confidence)
 
 
 def _right(proposal: Proposal, verdict: Verdict) -> list[bool]:

@@ -78,10 +78,8 @@ class Scheduler:
             if request.is_decoding:
                 self._schedule_decoding(request, block_size, plan)
         self._share_out(plan)
-        most = self.config.max_batch_tokens
-        budget = max(
-            most - sum(scheduled.num_tokens for scheduled in plan), -(-most // 8)
-        )  # or chains might starve prompts
+        left = self.config.max_batch_tokens - sum(scheduled.num_tokens for scheduled in plan)
+        budget = max(left, -(-self.config.max_batch_tokens // 8))  # or chains might starve prompts
         for request in list(self.running):
             if budget > 0 and not request.is_decoding:
                 budget -= self._schedule_prefill(request, budget, plan)
