@@ -38,13 +38,15 @@ def test_acceptance_is_calibrated_by_kind_and_by_request() -> None:
 
 
 def test_gains_are_products_and_end_at_the_price() -> None:
-    acceptance = Acceptance()
-    whole = acceptance.gains(0, 0, [0.9, 0.8, 0.3, 0.9])
-    features = np.array([[1.0, np.log(p / (1 - p)), slot / 8, 0] for slot, p in enumerate([0.9, 0.8, 0.3, 0.9])])
-    assert whole == pytest.approx(np.cumprod(1 / (1 + np.exp(-features @ acceptance.weights[0]))))
-    for price in (0.01, 0.2, 0.5, 0.99):
-        assert acceptance.gains(0, 0, [0.9, 0.8, 0.3, 0.9], price) == [gain for gain in whole if gain >= price]
-    assert acceptance.gains(0, 1, [0.0, 1.0])[0] < 0.02
+    acceptance, sure = Acceptance(), np.array([0.9, 0.8, 0.3, 0.9])
+    for kind, odds in enumerate([np.log(sure / (1 - sure)), -np.log(1 - sure)]):
+        whole = acceptance.gains(0, kind, sure.tolist())
+        features = np.stack([np.ones(4), odds, np.arange(4) / 8, np.zeros(4)])
+        assert whole == pytest.approx(np.cumprod(1 / (1 + np.exp(-acceptance.weights[kind] @ features))))
+        for price in (0.01, 0.2, 0.5, 0.99):
+            assert acceptance.gains(0, kind, sure.tolist(), price) == [gain for gain in whole if gain >= price]
+    assert acceptance.gains(0, 0, [0.0, 1.0])[0] < 0.02
+    assert acceptance.gains(0, 1, [0.0, 1.0])[0] > 0.2, "a flat law has much in common with another one"
 
 
 def test_only_judged_slots_teach() -> None:
