@@ -1,6 +1,6 @@
 """Average two drafters of one shape, one trained on from the other, and measure the result on prompts nothing was trained on.
 
-Training on long contexts costs some of what was there before; half-way between the weights both are kept (docs/LOG.md).
+What a training gains in one respect costs some of what was there before; on the way between the weights both are kept (docs/LOG.md).
 """
 
 import argparse
@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--first", type=Path, required=True, help="folder of a training")
     parser.add_argument("--second", type=Path, required=True, help="folder of the training that went on from it")
+    parser.add_argument("--share", type=float, default=0.5, help="of the second")
     parser.add_argument("--prompts", type=Path, required=True, help="held-out prompts")
     parser.add_argument("--num-prompts", type=int, default=120)
     parser.add_argument("--out", type=Path, required=True)
@@ -29,7 +30,7 @@ def main() -> None:
     )
     with torch.no_grad():
         for weight, theirs in zip(drafter.parameters(), other.parameters(), strict=True):
-            weight.lerp_(theirs, 0.5)
+            weight.lerp_(theirs, options.share)
     drafter.save_pretrained(options.out / "drafter")
     tokenizer = Target.from_pretrained(options.target).tokenizer
     chats = load_prompts(options.prompts, limit=options.num_prompts)
