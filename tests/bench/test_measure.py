@@ -141,6 +141,11 @@ def test_unusable_options_are_refused(options: dict[str, Any], message: str) -> 
         BenchConfig(**options)
 
 
+def test_repeats_have_seeds_of_their_own_or_none() -> None:
+    assert [BenchConfig(seed=5).params(1.0, repeat).seed for repeat in (0, 1)] == [5, 6]
+    assert BenchConfig(unseeded=True).params(1.0, 0).seed is None
+
+
 def test_cases_are_plain_and_every_block_size_with_every_step_count_or_tree() -> None:
     config = BenchConfig(block_sizes=(4, 8), denoising_steps=(1, 2))
     assert [case.label for case in config.cases(16)] == ["plain", "B=4", "B=4 S=2", "B=8", "B=8 S=2"]

@@ -64,6 +64,8 @@ class BenchConfig:
     """Times that everything is measured."""
     seed: int = 0
     """Seed of sampled answers; each repeat adds one."""
+    unseeded: bool = False
+    """Sampled answers without seeds, as most requests come: chains are then sampled speculatively, and answers differ."""
     against: tuple[str, ...] = ()
     """Peers: ``transformers`` is its own generate, plain and with each speculation it offers."""
     raw: bool = False
@@ -104,7 +106,8 @@ class BenchConfig:
     def params(self, temperature: float, repeat: int) -> "SamplingParams":
         from volley.types import SamplingParams
 
-        return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed + repeat)
+        seed = None if self.unseeded else self.seed + repeat
+        return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=seed)
 
     def cases(self, drafter_block_size: int | None) -> list[Case]:
         """Plain decoding, then every policy, and every block size with every step count or tree; plain alone without a
