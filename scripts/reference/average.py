@@ -1,6 +1,6 @@
 """Average two drafters of one shape, one trained on from the other, and measure the result on prompts nothing was trained on.
 
-What a training gains in one respect costs some of what was there before; on the way between the weights both are kept (docs/LOG.md).
+What a training gains in one respect costs some of what was there before; between the weights both are kept (docs/LOG.md).
 """
 
 import argparse
