@@ -55,7 +55,7 @@ class Everything(BlockSizePolicy):
 
     uses_lookup = True
 
-    def tree_nodes(self, num_requests: int, *, sampled: bool) -> int:
+    def tree_nodes(self, num_requests: int, *, speculative: bool) -> int:
         return 40
 
     def draft(self, requests: Decoding) -> list[int]:

@@ -81,10 +81,11 @@ class BlockSizePolicy:
     def rehearse(self) -> None:
         """Time the passes of a single request, so that the first one need not wait for it; called where nothing runs yet."""
 
-    def tree_nodes(self, num_requests: int, *, sampled: bool) -> int:
-        """Nodes to verify as a tree for each greedy, or each ``sampled`` request while so many are under way, anchor not counted;
-        0: chains. Asked where the engine's options leave it open. Trees of sampled requests are matched, as chains with a seed
-        are; other chains are sampled speculatively.
+    def tree_nodes(self, num_requests: int, *, speculative: bool) -> int:
+        """Nodes to verify as a tree for each request while so many are under way, anchor not counted; 0: chains.
+
+        Asked where the engine's options leave it open, for sampled requests whose chains would be verified by ``speculative``
+        sampling, and for all others. Trees are matched.
         """
         return 0
 

@@ -32,9 +32,7 @@ _CLOSE = 1.4  # below this gain over plain decoding, a plain cycle now and then 
 _CHANGED = 0.5  # share of the requests that must have come or gone for another look before its time
 _MISJUDGED = 0.15  # relative change of what a plain pass takes, for the same
 _NODES = 15  # of a tree, anchor not counted
-# Trees are grown where verifying whole ones takes at most so many times as long as plain decoding: for greedy requests, and for
-# sampled ones, whose chains are judged by speculative sampling and are not so far behind.
-_NEARLY_FREE = (1.5, 1.4)
+_NEARLY_FREE = 1.5  # trees are grown where verifying whole ones takes at most so many times as long as plain decoding
 _UNLIKELY = 0.05  # the chance below which a token found in the text is not looked at
 _FEW = 8  # blocks of a kind that say nothing yet
 
@@ -74,7 +72,7 @@ class Goodput(BlockSizePolicy):
         self._confidence: list[list[float]] = []
         self._found: dict[int, list[float]] = {}  # by request, confidences of what was found in its text
         self._copy_costs: list[list[float]] = []  # see _price_copies; until they are asked for, none
-        self._tree_nodes: dict[tuple[int, bool], int] = {}  # by number of requests and whether sampled
+        self._tree_nodes: dict[int, int] = {}  # by number of requests
         self._whole: set[int] = set()  # requests that verify all they draft in this cycle
         self._reviewed_for, self._reviewed_cost = [0] * KINDS, 1.0  # requests by kind, seconds of a plain pass
         self._cycle = self._next_review = self._last_other = 0
@@ -85,20 +83,21 @@ class Goodput(BlockSizePolicy):
     def rehearse(self) -> None:
         assert self.costs is not None
         if self.block_size > 1:
-            self.tree_nodes(1, sampled=False)
+            self.tree_nodes(1, speculative=False)
             self.costs.draft(self.block_size, 1)
         if self.uses_lookup:
             self.costs.target(1 + MOST_FOUND, 1)
 
-    def tree_nodes(self, num_requests: int, *, sampled: bool) -> int:
+    def tree_nodes(self, num_requests: int, *, speculative: bool) -> int:
         assert self.costs is not None
-        asked = num_requests, sampled
-        if asked not in self._tree_nodes:
-            most = _NEARLY_FREE[sampled] * self.costs.target(num_requests, num_requests)
+        if speculative:
+            return 0  # gets as far with a chain
+        if num_requests not in self._tree_nodes:
+            most = _NEARLY_FREE * self.costs.target(num_requests, num_requests)
             sizes = (num_requests * (1 + _NODES // share) for share in (4, 2, 1))  # large passes take long to measure
             is_cheap = all(self.costs.target(size, num_requests) <= most for size in sizes)
-            self._tree_nodes[asked] = _NODES if is_cheap else 0
-        return self._tree_nodes[asked]
+            self._tree_nodes[num_requests] = _NODES if is_cheap else 0
+        return self._tree_nodes[num_requests]
 
     def draft(self, requests: Decoding) -> list[int]:
         self._cycle += 1

@@ -96,19 +96,20 @@ class Pacer:
 
     def _choose_shapes(self, requests: list[Request], num_requests: int) -> None:
         """Chains or trees, and which sampled requests are matched in this step."""
-        options, nodes = self._runner.options, dict[bool, int]()  # for greedy and for sampled requests
+        options, nodes = self._runner.options, dict[bool, int]()  # where chains would be speculative, and where not
         for request in requests:
             is_sampled, is_bound = request.params.temperature > 0, len(request.token_ids) < request.foreseen
-            if is_sampled not in nodes:
-                nodes[is_sampled] = self._tree_nodes(num_requests, is_sampled)
-            request.draft_nodes = nodes[is_sampled]
-            request.is_coupled = is_sampled and (is_bound or nodes[True] > 0 or options.matches(request.params))
+            is_speculative = is_sampled and not options.matches(request.params)
+            if is_speculative not in nodes:
+                nodes[is_speculative] = self._tree_nodes(num_requests, is_speculative)
+            request.draft_nodes = nodes[is_speculative]
+            request.is_coupled = is_sampled and (is_bound or request.draft_nodes > 0 or not is_speculative)
 
-    def _tree_nodes(self, num_requests: int, is_sampled: bool) -> int:
+    def _tree_nodes(self, num_requests: int, is_speculative: bool) -> int:
         options = self._runner.options
         if options.tree_nodes is not None:
             return options.tree_nodes - 1
-        return self._policy.tree_nodes(num_requests, sampled=is_sampled) if options.may_grow_trees else 0
+        return self._policy.tree_nodes(num_requests, speculative=is_speculative) if options.may_grow_trees else 0
 
     @property
     def _acts(self) -> bool:
