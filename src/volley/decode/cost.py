@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -72,34 +73,43 @@ class PassCost:
         if min(tokens, _ALONE) >= len(self._table):
             self._extend(min(tokens, _ALONE))
         if self._prior is None and (requests > 1 or tokens > _ALONE):
-            self._each = max(0.0, self._measure(8, 8) - self._seconds[8]) / 8
-            self._prior = self._each, 0.3 * self._each + 0.01 * self._measured[0]
+            self._time_requests()
         if tokens >= len(self._table):
             self._extend(tokens)
 
     def _extend(self, tokens: int) -> None:
-        """Measure and tabulate sizes up to ``tokens``."""
+        """Measure and tabulate sizes up to ``tokens``, at two times unless that takes long: interruptions only ever add."""
         known = len(self._measured)
         wanted = max(4, min(int(np.searchsorted(_SIZES, tokens)) + 1, len(_SIZES)))
-        fresh = _SIZES[known:wanted]
-        found = {size: self._timed(size) for size in fresh}
-        for size in reversed(fresh):  # once more at another time, unless that takes long
-            if found[size] < _QUICK:
-                found[size] = min(found[size], self._timed(size))
+        fresh, found = _SIZES[known:wanted], dict[int, float]()
+        for sizes in (fresh, fresh[::-1]):
+            for size in sizes:
+                if found.get(size, 0.0) < _QUICK:
+                    seconds = self._measure(size, 1 if size <= _ALONE else size // _BLOCK)
+                    found[size] = min(found.get(size, inf), seconds)
+            if tokens > _ALONE:
+                self._time_requests()
         self._measured += found.values()
-        sizes = np.array(_SIZES[: len(self._measured)])
-        self._table = _from_below(sizes, np.array(self._measured), max(tokens, int(sizes[-1])))
-        self._seconds = self._table.tolist()
+        self._tabulate(max(tokens, _SIZES[len(self._measured) - 1]))
 
-    def _timed(self, tokens: int) -> float:
-        """Seconds of a pass as of one request; more than one may have are measured in blocks of many, whose own cost is known
-        roughly: never so dear that a large pass would be cheaper than what one request may have.
-        """
-        if tokens <= _ALONE:
-            return self._measure(tokens, 1)
-        assert self._prior is not None, "small passes and what a request takes are known before"
-        requests, each = tokens // _BLOCK, self._prior[0]
-        return max(self._measure(tokens, requests) - (requests - 1) * each, self._measured[_SIZES.index(_ALONE)])
+    def _time_requests(self) -> None:
+        """What each of many requests takes by itself, which large passes are relieved of: the least that was ever seen."""
+        each = max(0.0, self._measure(8, 8) - self._seconds[8]) / 8
+        if self._prior is not None:
+            each = min(each, self._prior[0])
+        self._prior = each, 0.3 * each + 0.01 * self._measured[0]
+        if not self._squares.any():  # nothing has been learnt yet
+            self._each = each
+
+    def _tabulate(self, largest: int) -> None:
+        """Seconds of passes as of one request, never less for many tokens than for those that one request may have."""
+        sizes, seconds = np.array(_SIZES[: len(self._measured)]), np.array(self._measured)
+        if self._prior is not None:
+            many = sizes > _ALONE
+            relieved = seconds[many] - (sizes[many] // _BLOCK - 1) * self._prior[0]
+            seconds[many] = np.maximum(relieved, seconds[~many][-1])
+        self._table = _from_below(sizes, seconds, largest)
+        self._seconds = self._table.tolist()
 
     def observe(self, tokens: int, requests: int, seconds: float, read: int = 0, padding: int = 0) -> None:
         """A real pass took ``seconds``; beside the tokens of ``requests`` it had rows of prompts and of padding."""
