@@ -91,7 +91,7 @@ class Goodput(BlockSizePolicy):
     def tree_nodes(self, num_requests: int, *, speculative: bool) -> int:
         assert self.costs is not None
         if speculative:
-            return 0  # gets as far with a chain
+            return 0  # their chains get as far, with fewer tokens
         if num_requests not in self._tree_nodes:
             most = _NEARLY_FREE * self.costs.target(num_requests, num_requests)
             sizes = (num_requests * (1 + _NODES // share) for share in (4, 2, 1))  # large passes take long to measure
