@@ -46,9 +46,9 @@ def test_what_requests_take_is_asked_at_several_times(bad: int) -> None:
         return truth(tokens, requests) * (3 if (tokens, requests) == (8, 8) and asked == 1 + bad else 1)
 
     cost = PassCost(measure)
-    for tokens, requests in [(8, 8), (48, 8), (64, 16), (256, 16)]:
-        assert cost(tokens, requests) == pytest.approx(truth(tokens, requests), rel=0.05 if tokens > 8 or bad else 2)
-    assert cost(8, 8) == pytest.approx(truth(8, 8), rel=0.05)
+    for tokens, requests in [(48, 8), (64, 16), (256, 16), (8, 8)]:
+        assert cost(tokens, requests) == pytest.approx(truth(tokens, requests), rel=0.05)
+    assert asked > 2, "the bad moment was among them"
 
 
 def test_large_passes_are_those_of_many_requests() -> None:

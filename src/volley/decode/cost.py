@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cached_property
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -84,9 +83,9 @@ class PassCost:
         fresh, found = _SIZES[known:wanted], dict[int, float]()
         for sizes in (fresh, fresh[::-1]):
             for size in sizes:
-                if found.get(size, 0.0) < _QUICK:
+                if size not in found or found[size] < _QUICK:
                     seconds = self._measure(size, 1 if size <= _ALONE else size // _BLOCK)
-                    found[size] = min(found.get(size, inf), seconds)
+                    found[size] = min(seconds, found.get(size, seconds))
             if tokens > _ALONE:
                 self._time_requests()
         self._measured += found.values()
