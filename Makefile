@@ -1,5 +1,6 @@
 # make demo   install, then stream three answers from the bundled pair and compare them with plain decoding
 # make test   install, then lint, type-check, check the import contract and run the tests
+# make test-fresh   run the property tests on examples that no run has seen; SEED=... repeats a run
 # make test-vllm   install vLLM's CPU build into an environment of its own, then run the tests that need it
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-vllm reference clean
+.PHONY: demo test test-fresh test-vllm reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/volley demo
@@ -20,6 +21,12 @@ test: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest --cov --cov-report=term:skip-covered
+
+test-fresh: SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
+test-fresh: $(INSTALLED)
+	@echo "property tests on fresh examples; to repeat them: make test-fresh SEED=$(SEED)"
+	$(BIN)/pytest -m hypothesis --hypothesis-profile=fresh --hypothesis-seed=$(SEED) || \
+		{ echo "failed; to repeat: make test-fresh SEED=$(SEED)"; exit 1; }
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from volley import Drafter, Engine, SamplingParams, Target
 from volley.engine.engine import REFERENCE
+from volley.engine.states import DraftRing
 
 
 def main() -> None:
@@ -40,12 +41,11 @@ def main() -> None:
             pages = (len(request.table.pages), len(request.draft_table.pages))
             if request.finish_reason is None:
                 sizes[len(request.token_ids) if request.num_output else request.computed] = pages
-        stores = (engine.runner.store, engine.runner.draft_store)
-        slots = (
-            engine.pool.num_pages * 16,
-            engine.scheduler.ring_pool.num_pages * 16 if engine.scheduler.ring_pool else 0,
-        )
-        per_page = [16 * store.nbytes / (own or slots[0]) / 1024 for store, own in zip(stores, slots, strict=True)]
+        assert engine.draft_model is not None
+        _, drafted = engine.sequences.states
+        pools = (engine.pool, drafted.pool if isinstance(drafted, DraftRing) else engine.pool)
+        stores = (engine.sequences.pages.store, engine.draft_model.store)
+        per_page = [store.nbytes / pool.num_pages / 1024 for store, pool in zip(stores, pools, strict=True)]
         for tokens, pages in sizes.items():
             if tokens >= shown or tokens == max(sizes):
                 kib = [f"{count * each:.0f}" for count, each in zip(pages, per_page, strict=True)]

@@ -19,8 +19,8 @@ import torch
 from training_rows import Changes, folder_of, load_chats, parser, tau, train_rows
 
 from volley import Drafter, Engine, SamplingParams, Target
+from volley.files import write_atomically
 from volley.models.accelerate import accelerate
-from volley.models.checkpoint import write_atomically
 from volley.types import GenerationStats
 
 BASE: Changes = {

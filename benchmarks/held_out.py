@@ -1,6 +1,6 @@
 """τ of the bundled pair, greedy, by domain, on prompts that neither model was trained on.
 
-python scripts/reference/make_prompts.py --data DIR --out held-out.jsonl --held-out
+python scripts/reference/make_prompts.py --data DIR --out held-out.jsonl --held-out report
 python benchmarks/held_out.py held-out.jsonl
 """
 

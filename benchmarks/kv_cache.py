@@ -23,9 +23,10 @@ from torch import Tensor
 
 from volley import Engine, GenerationResult, SamplingParams
 from volley.bench.run import without_drafter
+from volley.config import KVDtype
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
-from volley.memory.kv_store import KVDtype, bytes_per_token
+from volley.memory.kv_store import bytes_per_token
 from volley.memory.quantise import Codec, Int8Codec, RotatedInt4Codec
 from volley.prompts import load_prompts
 
@@ -72,9 +73,9 @@ def codec_errors(engine: Engine, tokens: list[int]) -> list[str]:
     table = BlockTable(engine.pool.page_size)
     assert engine.pool.grow(table, len(tokens))
     batch = RaggedBatch([Segment(table, 0, len(tokens))], torch.tensor(tokens))
-    engine.target.forward(batch, engine.runner.store, torch.tensor([0]))
+    engine.target.forward(batch, engine.sequences.pages.store, torch.tensor([0]))
     layers = range(len(engine.target.kv_shapes))
-    extracted = [engine.runner.store.extract(layer, table, 0, len(tokens)) for layer in layers]
+    extracted = [engine.sequences.pages.store.extract(layer, table, 0, len(tokens)) for layer in layers]
     engine.pool.release(table)
     rows = []
     for name, codec_class in (("int8", Int8Codec), ("int4", RotatedInt4Codec)):
@@ -98,7 +99,7 @@ def pass_times(base: Engine, contexts: tuple[int, ...], repeats: int = 15) -> li
                 table = BlockTable(16, range(engine.pool.num_pages))
                 batch = RaggedBatch([Segment(table, context - 8, 8)], torch.arange(8))
                 started = time.perf_counter()
-                engine.target.forward(batch, engine.runner.store, torch.arange(8))
+                engine.target.forward(batch, engine.sequences.pages.store, torch.arange(8))
                 seconds[kind].append(time.perf_counter() - started)
         rows.append(f"| {context} | {' | '.join(f'{median(each) * 1e3:.1f}' for each in seconds.values())} |")
     return rows
@@ -120,7 +121,9 @@ def forced_choices(engine: Engine, prompt: list[int], answer: list[int]) -> list
     tokens = torch.tensor(prompt + answer[:-1])
     assert engine.pool.grow(table, len(tokens))
     rows = torch.arange(len(prompt) - 1, len(tokens))
-    logits = engine.target.forward(RaggedBatch([Segment(table, 0, len(tokens))], tokens), engine.runner.store, rows)
+    logits = engine.target.forward(
+        RaggedBatch([Segment(table, 0, len(tokens))], tokens), engine.sequences.pages.store, rows
+    )
     engine.pool.release(table)
     choices: list[int] = logits.argmax(dim=-1).tolist()
     return choices

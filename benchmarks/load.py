@@ -8,7 +8,8 @@ is replaced, and the first ones are at all stages of their answers, so that prom
 cases write the same number of tokens for the same prompts, by turns, a few at a time, so that a machine that is faster at one
 minute than at the next is so for all of them; what is compared is the ratio to plain decoding of the same round. Every round is
 saved; Ctrl-C prints what there is. On a machine that has other work, ``--cpu-time`` counts CPU seconds of this process instead
-of wall time (one thread only).
+of wall time (one thread only). Prompts that chose a setting must not report it: choose on the first 40 of each dataset (the
+default), report with ``--skip-prompts 40``.
 """
 
 import argparse
@@ -39,6 +40,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1500, help="of a round; at least 100 a request that is under way")
     parser.add_argument("--temperatures", default="0,1", help="taken by turns")
     parser.add_argument("--datasets", default="gsm8k,humaneval,mt-bench", help="taken by turns")
+    parser.add_argument("--num-prompts", type=int, default=40, help="of each dataset")
+    parser.add_argument("--skip-prompts", type=int, default=0, help="of each; 40 to report, 0 to choose a setting")
     parser.add_argument("--target", help="folder or hub name; by default the bundled pair")
     parser.add_argument("--drafter", help="folder of the target's drafter")
     parser.add_argument("--threads", type=int, default=1)
@@ -53,8 +56,8 @@ if ARGS.cpu_time:
 import torch  # noqa: E402
 
 from volley import Engine, SamplingParams  # noqa: E402
-from volley.engine.pacing import make_policy  # noqa: E402
-from volley.engine.request import Request  # noqa: E402
+from volley.policies.make import make_policy  # noqa: E402
+from volley.procedures.request import Request  # noqa: E402
 from volley.prompts import load_prompts  # noqa: E402
 
 Asked = tuple[list[int], SamplingParams]
@@ -63,7 +66,8 @@ Asked = tuple[list[int], SamplingParams]
 def workload(engine: Engine, count: int, seed: int) -> list[Asked]:
     """Prompts of all datasets in turn, temperatures in turn, answers of 32 to 96 tokens."""
     shuffle = random.Random(seed)
-    sets = [load_prompts(name, ARGS.data_dir, 80) for name in ARGS.datasets.split(",")]
+    limit = ARGS.skip_prompts + ARGS.num_prompts
+    sets = [load_prompts(name, ARGS.data_dir, limit)[ARGS.skip_prompts :] for name in ARGS.datasets.split(",")]
     temperatures = [float(t) for t in ARGS.temperatures.split(",")]
     asked: list[Asked] = []
     for index in range(count):

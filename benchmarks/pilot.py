@@ -1,7 +1,7 @@
 """BlockPilot's ablations: what a pilot sees, how far it may go, how large it is; against every fixed block and the best of each.
 
     python scripts/reference/make_prompts.py --data DIR --out prompts.jsonl
-    python scripts/reference/make_prompts.py --data DIR --out held-out.jsonl --held-out
+    python scripts/reference/make_prompts.py --data DIR --out held-out.jsonl --held-out report
     python benchmarks/pilot.py --prompts prompts.jsonl --limit 512 --test held-out.jsonl --test-limit 96 --out pilot
 
 Both files are labelled with every block size of the drafter, which is kept in ``--out`` and goes on from there; then each
@@ -42,8 +42,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from volley import Engine  # noqa: E402
-from volley.decode.pilot import PilotConfig, features  # noqa: E402
 from volley.models.adapter import drafter_fingerprint  # noqa: E402
+from volley.models.pilot import PilotConfig, features  # noqa: E402
 from volley.train.options import PilotOptions  # noqa: E402
 from volley.train.pilot import Labelled, cycle_seconds, fit, inputs_of, label_all  # noqa: E402
 

@@ -1,4 +1,5 @@
-"""What a block-size policy costs: its own time in each step, the confidences it asks for included, as a share of the step.
+"""What a policy costs: the time in each step of deciding, trimming and observing, and of the confidences it asks for, as a share
+of the step. Deciding includes the search of each text for what may be copied; observing includes the cost tables.
 
     python benchmarks/policy_overhead.py --prompts held-out.jsonl --concurrency 1,8,32
 
@@ -34,14 +35,16 @@ if ARGS.cpu_time:
 import torch  # noqa: E402
 
 from volley import Engine, SamplingParams  # noqa: E402
-from volley.decode.pilot import Pilot, PilotConfig, net_for  # noqa: E402
 from volley.engine import rehearsal  # noqa: E402
-from volley.engine.pacing import make_policy  # noqa: E402
+from volley.models.pilot import PilotConfig, net_for  # noqa: E402
+from volley.policies.make import make_policy  # noqa: E402
+from volley.policies.pilot import Pilot  # noqa: E402
+from volley.procedures.request import Request  # noqa: E402
 from volley.prompts import load_prompts  # noqa: E402
+from volley.proposers import block  # noqa: E402
 from volley.train.options import PilotOptions  # noqa: E402
 
-PARTS = {"before_drafting": "pacer", "after_prefill": "pacer", "after_drafting": "pacer", "after_judging": "pacer"}
-PARTS |= {"_note_confidence": "runner"}
+PARTS = ("decide", "trim", "observe", "confidences")
 REHEARSED = "rehearsed"  # timing passes, in the middle of some part
 
 
@@ -60,9 +63,11 @@ def watch(engine: Engine) -> dict[str, float]:
 
         return wrapper
 
-    rehearsal._timed = timed(REHEARSED, rehearsal._timed)
-    for name, owner in PARTS.items():
-        setattr(getattr(engine, owner), name, timed(name, getattr(getattr(engine, owner), name)))
+    for module in (rehearsal, block):
+        module.fastest = timed(REHEARSED, module.fastest)
+    for name in ("decide", "trim", "observe"):
+        setattr(engine.pacing, name, timed(name, getattr(engine.pacing, name)))
+    block._note_confidence = timed("confidences", block._note_confidence)
     return seconds
 
 
@@ -72,17 +77,15 @@ def turn(
     """Seconds of each part and of all steps, with ``concurrency`` requests under way at once, half of them sampled."""
     engine.reset_prefix_cache()
     queue = iter(prompts * 20)
-    added = 0
+    requests: list[Request] = []
 
     def add() -> None:
-        nonlocal added
-        params = SamplingParams(temperature=float(added % 2), max_tokens=64, ignore_eos=True)
-        engine.add_request(next(queue), params)
-        added += 1
+        params = SamplingParams(temperature=float(len(requests) % 2), max_tokens=64, ignore_eos=True)
+        requests.append(engine.add_request(next(queue), params))
 
     for _ in range(concurrency):
         add()
-    while not all(request.num_output for request in [*engine.scheduler.running, *engine.scheduler.waiting]):
+    while not all(request.num_output for request in requests):
         engine.step()
     before, total = dict(seconds), 0.0
     for _ in range(ARGS.cycles):
@@ -92,7 +95,7 @@ def turn(
         for _ in ended:
             add()
     spent = {name: seconds[name] - before.get(name, 0.0) for name in PARTS}
-    for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+    for request in requests:
         engine.abort(request)
     return spent, total
 
@@ -100,9 +103,7 @@ def turn(
 def row(names: str, results: list[tuple[dict[str, float], float]]) -> str:
     steps, total = len(results) * ARGS.cycles, sum(total for _, total in results)
     spent = {part: sum(own[part] for own, _ in results) for part in PARTS}
-    after = spent["after_drafting"] + spent["after_prefill"]
-    columns = (spent["before_drafting"], after, spent["_note_confidence"], spent["after_judging"])
-    cells = " | ".join(f"{1e6 * part / steps:.0f}" for part in columns)
+    cells = " | ".join(f"{1e6 * spent[part] / steps:.0f}" for part in PARTS)
     return f"| {names} | {1e3 * total / steps:.1f} | {cells} | {sum(spent.values()) / total:.2%} |"
 
 
@@ -121,7 +122,7 @@ def main() -> None:
     seconds = watch(engine)
     names = ARGS.policies.split(",")
     policies = {name: untrained(engine) if name == "pilot" else make_policy(name, engine.drafter) for name in names}
-    print("| at once | policy | step ms | before drafting µs | after µs | confidences µs | observing µs | share |")
+    print("| at once | policy | step ms | decide µs | trim µs | observe µs | confidences µs | share |")
     print("|---|---|---|---|---|---|---|---|")
     for concurrency in map(int, ARGS.concurrency.split(",")):
         found: dict[str, list[tuple[dict[str, float], float]]] = {name: [] for name in names}

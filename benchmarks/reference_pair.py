@@ -1,4 +1,4 @@
-"""Measure the bundled pair as docs/benchmarks.md reports it, and print that page's tables.
+"""Measure the bundled pair beside transformers, as docs/benchmarks/bundled-pair.md does, and print tables in Markdown.
 
     python benchmarks/reference_pair.py --data-dir DIR --out bench
 
@@ -26,6 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", default=str(REFERENCE / "target"))
     parser.add_argument("--drafter", default=str(REFERENCE / "drafter"))
     parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--skip-prompts", type=int, default=40, help="of each dataset: they chose settings")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--block-sizes", help="by default 4, 8, 12 and 16 as far as the drafter goes")
@@ -75,6 +76,7 @@ def main() -> None:
     config = BenchConfig(
         data_dir=arguments.data_dir,
         num_prompts=arguments.num_prompts,
+        skip_prompts=arguments.skip_prompts,
         block_sizes=tuple(size for size in sizes if arguments.block_sizes or size <= largest),
         temperatures=(0.0, 1.0),
         max_tokens=arguments.max_tokens,

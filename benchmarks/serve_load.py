@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.conftest import TinyPair, write_tiny_pair
 from tests.serve.running import Running, Tiny, running
 from volley import SamplingParams
-from volley.engine.request import Detokenizer
+from volley.decode.detokenize import Detokenizer
 
 LONGEST = 48
 NUM_PROMPTS = 150
@@ -194,17 +194,19 @@ def left_behind(server: Running) -> list[str]:
     """What a server that has nothing to do still holds."""
     server.settle()
     worker = server.service.worker
-    tasks = asyncio.run_coroutine_threadsafe(_tasks(), worker._loop).result(10)
+    tasks = asyncio.run_coroutine_threadsafe(_tasks(), worker.loop).result(10)
     held = {"requests of the worker": len(worker._owner), "asyncio tasks beyond the server's own": max(0, tasks - 6)}
     return [f"{count} {what} are left" for what, count in held.items() if count]
 
 
-def run(tiny: Tiny, requests: int, concurrency: int, seed: int = 0) -> tuple[Outcome, dict[str, float]]:
+def run(
+    tiny: Tiny, requests: int, concurrency: int, seed: int = 0, policy: str | None = None
+) -> tuple[Outcome, dict[str, float]]:
     """The whole load and its checks; what was wrong is in the outcome's ``problems``."""
     outcome = Outcome()
     expected = Expected(tiny, random.Random(seed))
     threads = threading.active_count()
-    with running(tiny.engine(**ENGINE), max_waiting=4 * concurrency) as server:
+    with running(tiny.engine(**ENGINE, policy=policy), max_waiting=4 * concurrency) as server:
         try:
             asyncio.run(attack(server, expected, requests, concurrency, seed, outcome))
         except KeyboardInterrupt:
@@ -245,12 +247,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", help="of the engine; by default the one that ships")
     parser.add_argument("--out", type=Path, default=Path("serve-load"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         tiny = Tiny(write_tiny_pair(TinyPair(Path(folder, "target"), Path(folder, "drafter"))))
-        outcome, metrics = run(tiny, options.requests, options.concurrency, options.seed)
+        outcome, metrics = run(tiny, options.requests, options.concurrency, options.seed, options.policy)
     options.out.mkdir(parents=True, exist_ok=True)
     report = {"counts": outcome.counts, "problems": outcome.problems, "memory": outcome.memory, "metrics": metrics}
     (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -42,8 +42,12 @@ def to_table(report: Report) -> str:
         "|---|" + "---|" * 8,
     ]
     pooled = [s for s in report.summaries if s.dataset == "all"]
-    chains = {(s.temperature, s.case.block_size): s for s in pooled if not s.case.tree_nodes and s.case != PLAIN}
-    lines += [_row(s, chains.get((s.temperature, s.case.block_size))) for s in pooled]
+    chains = {
+        (s.temperature, s.case.decoding.block_size): s
+        for s in pooled
+        if s.case.decoding.tree_nodes is None and s.case != PLAIN
+    }
+    lines += [_row(s, chains.get((s.temperature, s.case.decoding.block_size))) for s in pooled]
     return "\n".join(lines)
 
 

@@ -1,19 +1,19 @@
-"""Pearson's chi-square test of counts against a law."""
+"""Pearson's chi-square test of counts against a distribution."""
 
 import torch
 from torch import Tensor
 
 
-def chi_square_p(counts: Tensor, law: Tensor) -> float:
-    """The probability of counts at least as far from ``law`` as these, if they were drawn from it.
+def chi_square_p(counts: Tensor, distribution: Tensor) -> float:
+    """The probability of counts at least as far from ``distribution`` as these, if they were drawn from it.
 
     Cells expected to hold fewer than 8 draws are pooled, rarest first.
     """
-    counts, law = counts.double().flatten(), law.double().flatten()
-    assert torch.isclose(law.sum(), torch.tensor(1.0, dtype=torch.double), atol=1e-5)
-    if bool((counts[law == 0] > 0).any()):
+    counts, distribution = counts.double().flatten(), distribution.double().flatten()
+    assert torch.isclose(distribution.sum(), torch.tensor(1.0, dtype=torch.double), atol=1e-5)
+    if bool((counts[distribution == 0] > 0).any()):
         return 0.0
-    expected, order = (law * counts.sum()).sort()
+    expected, order = (distribution * counts.sum()).sort()
     observed = counts[order]
     rare = int((expected < 8).sum())
     while 0 < rare < len(expected) and expected[:rare].sum() < 8:

@@ -19,20 +19,20 @@ CHAT_TEMPLATE = (
 )
 
 torch.set_num_threads(1)  # the models are too small for more
+SLOW_ON_PURPOSE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "volley",
+    "volley", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW_ON_PURPOSE
+)
+settings.register_profile(  # other examples in every run; `make test-fresh` prints the seed that repeats them
+    "fresh",
     deadline=None,
-    derandomize=True,
+    derandomize=False,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    print_blob=True,
+    max_examples=60,
+    suppress_health_check=SLOW_ON_PURPOSE,
 )
 settings.load_profile("volley")
-
-
-@pytest.fixture(autouse=True)
-def _always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting hardly pays for targets this small and goodput would leave it; tests want it unless they name a policy."""
-    monkeypatch.setattr("volley.engine.engine.DEFAULT_POLICY", "fixed")
 
 
 class TinyPair(NamedTuple):

@@ -56,7 +56,10 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("generate", "hi", "--temperature", "-1"), "SamplingParams.temperature is -1.0"),
         (("generate", "hi", "--threads", "0"), "threads is 0"),
         (("generate", "hi", "--tree-nodes", "1"), "tree_nodes is 1; a tree has 2 or more"),
-        (("generate", "hi", "--tree-nodes", "8", "--denoising-steps", "2"), "a tree grows from the slot probabilities"),
+        (
+            ("generate", "hi", "--tree-nodes", "8", "--denoising-steps", "2"),
+            "a tree grows from the probabilities of one draft pass",
+        ),
         (("generate", "hi", "--tree-nodes", "8", "--drafter", "none"), "there is no drafter to grow a tree"),
         (("bench", "--block-sizes", "4,x"), "--block-sizes is '4,x'; give int values separated by commas"),
         (("bench", "--against", "vllm"), "unknown peer 'vllm'"),
@@ -103,10 +106,11 @@ def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path:
     raw, _ = run("generate", "Hello", "--raw", "--max-tokens", 12, *pair)
     assert raw != answer
     make_adapter(tmp_path, Drafter.from_pretrained(tiny_pair.drafter))
-    adapted, _ = run("generate", "Hello", "--adapter", tmp_path, "--max-tokens", 12, *pair)
+    drafting = (*pair, "--policy", "fixed")
+    adapted, _ = run("generate", "Hello", "--adapter", tmp_path, "--max-tokens", 12, *drafting)
     assert adapted == answer
     caches = ("--kv-dtype", "int8", "--draft-kv-dtype", "int4")
-    _, statistics = run("generate", "Hello", "--max-tokens", 12, "--compare", *pair, *caches)
+    _, statistics = run("generate", "Hello", "--max-tokens", 12, "--compare", *drafting, *caches)
     assert "The tokens were identical to plain decoding's." in statistics
 
 

@@ -13,6 +13,21 @@ QUESTIONS = [
     "How do I use `grep`?",
     "Explain “Ownership” in Rust.",
 ]
+TAU_PROMPTS = [  # written for this test: no setting was chosen on them
+    "A baker makes 14 trays of 12 rolls each and sells 95 rolls. How many rolls are left?",
+    "Nina reads 18 pages on Monday and twice as many on Tuesday. How many pages does she read in both days?",
+    "A train travels 60 miles per hour for 3 hours and then 45 miles per hour for 2 hours. How far does it go?",
+    "Four friends share a bill of $72 equally and each adds a tip of $3. How much does each of them pay?",
+    "Write a function that returns the largest number of a list.",
+    "Write a function to reverse the words of a sentence.",
+    "Write a Python function `count_vowels`. Count the vowels of a string.",
+    "Write a Python program. Topic: sorting: bubble sort",
+    "How do I use `curl`?",
+    "Explain the command `find` with examples.",
+    "Explain “Lifetimes” in Rust.",
+    "What should I know about “Backwards Compatibility” in a PEP?",
+]
+TAU = 4.277  # 148 cycles, as docs/benchmarks/bundled-pair.md has it
 CHATS = [[{"role": "user", "content": text}] for text in QUESTIONS]
 
 
@@ -30,10 +45,13 @@ def test_tokens_are_those_of_transformers(engine: Engine) -> None:
         assert result.token_ids == output[0, prompt.shape[1] :].tolist()
 
 
-def test_drafts_are_accepted(engine: Engine) -> None:
-    results = list(engine.generate(CHATS, SamplingParams(max_tokens=64)))
+def test_acceptance_length_is_the_published_one(engine: Engine) -> None:
+    """fp32, greedy, chains of 8: nothing random. A worse drafter or a wrong feature shows, rounding of another CPU does not."""
+    fixed = Engine(engine.target, engine.drafter, policy="fixed")
+    chats = [[{"role": "user", "content": text}] for text in TAU_PROMPTS]
+    results = fixed.generate(chats, SamplingParams(max_tokens=64))
     lengths = [length for result in results for length in result.stats.accepted_lengths]
-    assert sum(lengths) / len(lengths) > 2.0
+    assert sum(lengths) / len(lengths) == pytest.approx(TAU, rel=0.03)
 
 
 def test_a_seed_gives_the_tokens_of_plain_decoding(engine: Engine) -> None:

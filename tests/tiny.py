@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from volley import Engine
-from volley.engine.scheduler import Scheduled
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.models.target import Target
+from volley.proposers.base import Works
+from volley.proposers.block import BlockProposer
 
 VOCAB = 50
 SHAPE: dict[str, Any] = {
@@ -95,25 +96,33 @@ def random_prompts(count: int, *, longest: int = 40, seed: int = 0, vocab: int =
 Answers = Mapping[tuple[int, ...], Sequence[int]]
 
 
-def teach(engine: Engine, answers: Answers) -> None:
-    """Let the drafter run as it is, then make it know four of five tokens of each prompt's ``answers``.
+class Taught(BlockProposer):
+    """Lets the drafter run as it is, then makes it know four of five tokens of each prompt's ``answers``."""
 
-    A random drafter is never right, so without this no test would see a long acceptance.
-    """
-    inner = engine.runner._slot_logits
+    def __init__(self, inner: BlockProposer, answers: Answers) -> None:
+        super().__init__(inner.model, inner.config)
+        self.inner, self.answers = inner, answers
 
-    def slot_logits(plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits, hidden = inner(plan, token_ids)
+    def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        logits, hidden = self.inner.position_logits(works, blocks)
         logits = logits.clone()
         row = 0
-        for scheduled in plan:
-            request = scheduled.request
-            answer = answers[tuple(request.token_ids[: request.num_prompt])]
-            for slot in range(scheduled.max_draft):
-                index = request.num_output + slot
+        for work in works:
+            request = work.request
+            answer = self.answers[tuple(request.token_ids[: request.num_prompt])]
+            for position in range(work.ask.positions):
+                index = request.num_output + position
                 if index < len(answer) and (index + request.num_prompt) % 5:
-                    logits[row, answer[index]] = 100.0 + slot
+                    logits[row, answer[index]] = 100.0 + position
                 row += 1
         return logits, hidden
 
-    engine.runner._slot_logits = slot_logits  # type: ignore[method-assign]
+
+def block_proposer(engine: Engine) -> BlockProposer:
+    assert isinstance(engine.proposer, BlockProposer)
+    return engine.proposer
+
+
+def teach(engine: Engine, answers: Answers) -> None:
+    """A random drafter is never right, so without this no test would see a long acceptance."""
+    engine.proposer = Taught(block_proposer(engine), answers)

@@ -1,6 +1,8 @@
 """Average two drafters of one shape, one trained on from the other, and measure the result on prompts nothing was trained on.
 
 What a training gains in one respect costs some of what was there before; between the weights both are kept (docs/LOG.md).
+The prompts given here choose the share, so they must not report figures: give the file of ``make_prompts.py --held-out choose``,
+and report on that of ``--held-out report``.
 """
 
 import argparse
@@ -10,6 +12,7 @@ from pathlib import Path
 import torch
 
 from volley import Drafter, Target
+from volley.chat import encode_chat
 from volley.prompts import load_prompts
 from volley.train.evaluate import evaluate_tau
 
@@ -20,7 +23,7 @@ def main() -> None:
     parser.add_argument("--first", type=Path, required=True, help="folder of a training")
     parser.add_argument("--second", type=Path, required=True, help="folder of the training that went on from it")
     parser.add_argument("--share", type=float, default=0.5, help="of the second")
-    parser.add_argument("--prompts", type=Path, required=True, help="held-out prompts")
+    parser.add_argument("--prompts", type=Path, required=True, help="held-out prompts that choose, and report nothing")
     parser.add_argument("--num-prompts", type=int, default=120)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -34,14 +37,11 @@ def main() -> None:
     drafter.save_pretrained(options.out / "drafter")
     tokenizer = Target.from_pretrained(options.target).tokenizer
     chats = load_prompts(options.prompts, limit=options.num_prompts)
-    prompts = [
-        tokenizer.apply_chat_template(list(chat.messages), add_generation_prompt=True, return_dict=False)
-        for chat in chats
-    ]
+    prompts = [encode_chat(tokenizer, chat.messages) for chat in chats]
     report = json.loads((options.second / "training_report.json").read_text())
     report["held_out"]["decoded"] = evaluate_tau(
         drafter, options.target, prompts, max_tokens=128, dtype=torch.bfloat16, device="cpu"
-    ) | {"prompts": "that neither model was trained on"}
+    ) | {"prompts": "that neither model was trained on and that chose the averaging share"}
     (options.out / "training_report.json").write_text(json.dumps(report, indent=2) + "\n")
 
 

@@ -1,4 +1,8 @@
-"""Write the prompts whose answers the drafter is trained on: questions of the training split, domains in balance."""
+"""Write the prompts whose answers the drafter is trained on: questions of the training split, domains in balance.
+
+Held-out prompts are those neither model is trained on, in two disjoint files: ``--held-out choose`` for prompts that choose a
+setting (scripts/reference/average.py), ``--held-out report`` for prompts that figures are reported on (benchmarks/held_out.py).
+"""
 
 import argparse
 import json
@@ -7,6 +11,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from corpus import DOMAINS, load_chats
+
+NUM_CHOOSING = (
+    176  # the first held-out prompts, 40 of each domain or more: among them those that chose averaging shares
+)
 
 
 def choose_prompts(data: Path, per_domain: int, *, held_out: bool) -> list[dict]:
@@ -30,8 +38,10 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--per-domain", type=int, default=7000)
-    parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--held-out", choices=("choose", "report"), help="held-out prompts instead, for one purpose")
     options = parser.parse_args()
-    rows = choose_prompts(options.data, options.per_domain, held_out=options.held_out)
+    rows = choose_prompts(options.data, options.per_domain, held_out=options.held_out is not None)
+    if options.held_out is not None:
+        rows = rows[:NUM_CHOOSING] if options.held_out == "choose" else rows[NUM_CHOOSING:]
     options.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} prompts in {options.out}")

@@ -4,15 +4,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from volley.config import CapacityConfig, DecodingConfig
     from volley.engine.engine import Engine
     from volley.models.drafter import Drafter
     from volley.models.target import Target
+    from volley.policies.base import Policy
+    from volley.proposers.base import Proposer
     from volley.types import GenerationResult, GenerationStats, SamplingParams, TextChunk
 
-__all__ = ["Drafter", "Engine", "GenerationResult", "GenerationStats", "SamplingParams", "Target", "TextChunk"]
+__all__ = [
+    "CapacityConfig",
+    "DecodingConfig",
+    "Drafter",
+    "Engine",
+    "GenerationResult",
+    "GenerationStats",
+    "Policy",
+    "Proposer",
+    "SamplingParams",
+    "Target",
+    "TextChunk",
+]
 __version__ = "0.1.0"
 
-_HOMES = {"Engine": "volley.engine.engine", "Drafter": "volley.models.drafter", "Target": "volley.models.target"}
+_HOMES = {
+    "CapacityConfig": "volley.config",
+    "DecodingConfig": "volley.config",
+    "Drafter": "volley.models.drafter",
+    "Engine": "volley.engine.engine",
+    "Policy": "volley.policies.base",
+    "Proposer": "volley.proposers.base",
+    "Target": "volley.models.target",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,15 @@ import typer
 from typer.core import TyperGroup
 
 from volley.bench.tasks import BenchConfig
-from volley.deploy import export, inspect, serve_vllm
+from volley.config import CapacityConfig, DecodingConfig
+from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
-from volley.options import expand
+from volley.options import Without, expand
 from volley.prompts import Conversation, load_prompts
 from volley.serve.config import ServeConfig
 from volley.train.collect import CollectConfig, Progress
 from volley.train.options import PilotOptions, TrainConfig
+from volley.vllm.command import serve_vllm
 
 if TYPE_CHECKING:
     from volley.bench.measure import Record
@@ -65,44 +67,6 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How the engine decodes; each is an argument of ``Engine``."""
-
-    policy: str | None = None
-    """What decides how much is drafted and verified: goodput (the default), feedback, pilot or fixed:8."""
-    block_size: int | None = None
-    """Tokens verified every cycle, anchor included; 1 is plain decoding. Short for a fixed policy."""
-    denoising_steps: int = 1
-    """Denoising passes of the drafter for each block."""
-    tree_nodes: int | None = None
-    """Verify the best tree of so many draft tokens, anchor included, instead of one chain."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheOptions:
-    """How the engine keeps K/V; each is an argument of ``Engine``."""
-
-    kv_dtype: Literal["auto", "int8", "int4"] = "auto"
-    """How the target's K/V are kept; auto: in the models' data type."""
-    draft_kv_dtype: Literal["auto", "int8", "int4"] = "auto"
-    """How the drafter's K/V are kept."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapacityOptions:
-    """How much the engine does at once; each is an argument of ``Engine``."""
-
-    max_running: int = 64
-    """Requests decoded at once."""
-    max_batch_tokens: int = 512
-    """Tokens of one target pass; prompts, trees and copies are cut to fit."""
-    num_pages: int | None = None
-    """Pages of 16 tokens that hold all K/V; by default up to 1 GiB."""
-    draft_window: int | None = None
-    """Tokens of context that the drafter sees; by default all."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """A server to measure instead of decoding here."""
 
@@ -118,7 +82,9 @@ class LoadOptions:
     """With --server: environment variable that holds the key."""
 
 
-def load_engine(models: ModelOptions, *options: EngineOptions | CacheOptions | CapacityOptions) -> "Engine":
+def load_engine(
+    models: ModelOptions, decoding: DecodingConfig | None = None, capacity: CapacityConfig | None = None
+) -> "Engine":
     """The engine that the options describe."""
     import torch
     from transformers.utils import logging
@@ -130,21 +96,19 @@ def load_engine(models: ModelOptions, *options: EngineOptions | CacheOptions | C
         if models.threads < 1:
             raise ConfigError(f"threads is {models.threads}; it must be at least 1")
         torch.set_num_threads(models.threads)
-    chosen: dict[str, Any] = (
-        {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
-    )
+    drafter = {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
     dtype = getattr(torch, models.dtype)
-    for given in options:
-        chosen |= asdict(given)
-    return Engine.from_pretrained(models.target, dtype=dtype, device=models.device, **chosen)
+    return Engine.from_pretrained(
+        models.target, **drafter, dtype=dtype, device=models.device, config=decoding, capacity=capacity
+    )
 
 
 @app.command()
 @expand
 def generate(
     models: ModelOptions,
-    options: EngineOptions,
-    caches: CacheOptions,
+    decoding: DecodingConfig,
+    capacity: CapacityConfig,
     prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
@@ -186,7 +150,7 @@ def generate(
     )
     if compare and prompts is not None:
         raise ConfigError("--compare looks at one prompt; for many, use volley bench")
-    engine = load_engine(models, options, caches)
+    engine = load_engine(models, decoding, capacity)
     if adapter is not None:
         engine.load_adapter(str(adapter), adapter)
     if prompts is not None:
@@ -230,7 +194,7 @@ def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, 
         errors.print(explanation or console.BUG)
         raise typer.Exit(explanation is None)
     else:
-        errors.print("Sampled answers differ from plain decoding's; their law is the same.")
+        errors.print("Sampled answers differ from plain decoding's; their distribution is the same.")
 
 
 @app.command()
@@ -251,7 +215,8 @@ def demo(
 def bench(
     config: BenchConfig,
     models: ModelOptions,
-    caches: CacheOptions,
+    decoding: Annotated[DecodingConfig, Without("policy", "block_size")],
+    capacity: CapacityConfig,
     load: LoadOptions,
     out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
 ) -> None:
@@ -264,19 +229,18 @@ def bench(
             raise ConfigError("--server decodes by itself; leave --target and --drafter out (--model names its model)")
         _bench_server(config, load, out)
         return
-    engine = load_engine(models, caches)
+    engine = load_engine(models, decoding, capacity)
     from volley import console
     from volley.bench.report import to_tables
     from volley.bench.run import run_bench, save
-    from volley.engine.engine import REFERENCE
-    from volley.models.checkpoint import make_folder
+    from volley.files import REFERENCE, make_folder
 
     make_folder(out)
     names = {
         "target": models.target or "bundled",
         "drafter": models.drafter or ("bundled" if models.target is None else "none"),
         "path": models.target or str(REFERENCE / "target"),
-        **asdict(caches),
+        **_chosen(decoding, "kv_dtype", "draft_kv_dtype"),
     }
     errors = console.stderr()
 
@@ -296,11 +260,17 @@ def bench(
         raise typer.Exit(130)
 
 
+def _chosen(decoding: DecodingConfig, *always: str) -> dict[str, str]:
+    """Settings that are not the default, and those of the names given."""
+    usual = asdict(DecodingConfig())
+    return {name: str(value) for name, value in asdict(decoding).items() if name in always or value != usual[name]}
+
+
 def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
     """Load on a server at each rate, or at the concurrency when no rate was given."""
     from volley import console
     from volley.bench.load import LoadConfig, run_load, to_markdown
-    from volley.models.checkpoint import make_folder, write_atomically
+    from volley.files import make_folder, write_atomically
 
     load = LoadConfig(
         url=options.server or "",
@@ -334,9 +304,8 @@ def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
 def serve(
     config: ServeConfig,
     models: ModelOptions,
-    options: EngineOptions,
-    caches: CacheOptions,
-    capacity: CapacityOptions,
+    decoding: DecodingConfig,
+    capacity: CapacityConfig,
     engine: Annotated[
         Literal["volley", "vllm"],
         typer.Option(help="Whose server to start. vllm has options of its own: volley serve --engine vllm --help."),
@@ -344,7 +313,7 @@ def serve(
 ) -> None:
     """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
     assert engine == "volley"
-    loaded = load_engine(models, options, caches, capacity)
+    loaded = load_engine(models, decoding, capacity)
     from volley.serve.server import serve as run
 
     name = "volley-reference" if models.target is None else Path(models.target).resolve().name

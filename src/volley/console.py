@@ -75,13 +75,15 @@ BUG = "The tokens were NOT identical to plain decoding's: this is a bug, please 
 
 def explain_difference(engine: "Engine", compared: Comparison, prompt: Any) -> str | None:
     """Why greedy tokens differ, if the target itself cannot tell; ``None`` where there is no tie."""
-    answer = compared.plain.token_ids
-    at = first_difference(compared.speculative.token_ids, answer)
-    tie = tied_logits(engine, [*engine.encode(prompt), *answer[:at]], engine.target.dtype)
+    mine, answer = compared.speculative.token_ids, compared.plain.token_ids
+    at = first_difference(mine, answer)
+    if at is None or at == min(len(mine), len(answer)):
+        return None
+    tie = tied_logits(engine, [*engine.encode(prompt), *answer[:at]], engine.target.dtype, (mine[at], answer[at]))
     if tie is None:
         return None
     return (
-        f"The tokens were identical up to token {at}, where the target's two largest logits ({tie[0]:.4g} and {tie[1]:.4g}) "
+        f"The tokens were identical up to token {at}, where the target's logits of both tokens ({tie[0]:.4g} and {tie[1]:.4g}) "
         "tie to within rounding; float32 tells them apart."
     )
 

@@ -1,6 +1,6 @@
 """Command-line options from a dataclass: every field is an option, its docstring the help, its default the default.
 
-So an option is written once, where it is used. Tuples are comma-separated lists.
+So an option is written once, where it is used. Tuples are comma-separated lists, and what may be one of several types is text.
 """
 
 import ast
@@ -17,24 +17,39 @@ import typer
 from volley.errors import ConfigError
 
 
+class Without:
+    """``Annotated[Config, Without("name")]``: fields that are no options of this command; they keep their defaults."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = frozenset(names)
+
+
 def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace every parameter of ``command`` that is a dataclass by options, one a field."""
+    """Replace every parameter of ``command`` that is a dataclass by options, one a field.
+
+    A field is left out, and keeps its default, where an earlier parameter or an earlier dataclass has an option of its name,
+    and where its dataclass comes :class:`Without` it.
+    """
     parameters: list[inspect.Parameter] = []
-    configs: dict[str, Any] = {}
+    configs: dict[str, tuple[Any, list[str]]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if is_dataclass(parameter.annotation):
-            configs[parameter.name] = parameter.annotation
-            parameters += _options(parameter.annotation)
+        config_class, *notes = _unannotated(parameter.annotation)
+        if is_dataclass(config_class):
+            left_out = {option.name for option in parameters}.union(
+                *(note.names for note in notes if isinstance(note, Without))
+            )
+            options = [option for option in _options(config_class) if option.name not in left_out]
+            configs[parameter.name] = config_class, [option.name for option in options]
+            parameters += options
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> None:
         built = {}
-        for name, config_class in configs.items():
+        for name, (config_class, names) in configs.items():
             hints = get_type_hints(config_class)
-            values = {field.name: given.pop(field.name) for field in fields(config_class)}
-            built[name] = config_class(**{key: _parse(key, value, hints[key]) for key, value in values.items()})
+            built[name] = config_class(**{key: _parse(key, given.pop(key), hints[key]) for key in names})
         command(**given, **built)
 
     parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
@@ -44,11 +59,19 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+def _unannotated(annotation: Any) -> tuple[Any, ...]:
+    """The type, then what ``Annotated`` notes beside it."""
+    return get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+
+
 def field_docs(config_class: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass."""
+    """The docstring under each field of a dataclass, and of those that it derives from."""
+    docs: dict[str, str] = {}
+    for base in config_class.__bases__:
+        if is_dataclass(base):
+            docs |= field_docs(base)
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    docs = {}
     for statement, following in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             text = getattr(getattr(following, "value", None), "value", None)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,8 @@ class SamplingParams:
     ``frequency_penalty`` (each in [-2, 2]) lower the logits of tokens the output has, ``repetition_penalty`` (1: none)
     divides those of tokens that prompt or output have, ``logit_bias`` maps token ids to what is added to their logits.
     ``draft_temperature`` (``None``: the same as ``temperature``) and ``draft_adapter`` (the name of an adapter that the engine
-    has loaded; ``None``: the drafter as it is) change speed, never the law. Requests of a lower ``priority`` are served first,
-    and lose their pages last.
+    has loaded; ``None``: the drafter as it is) change speed, never the distribution. Requests of a lower ``priority`` are
+    served first, and lose their pages last.
     """
 
     temperature: float = 0.0
@@ -49,6 +49,8 @@ class SamplingParams:
     draft_temperature: float | None = None
     draft_adapter: str | None = None
     priority: int = 0
+    rules: tuple[Any, ...] = ()
+    """Makers of token rules of one's own: ``make(prompt, vocab_size, device)`` gives a ``TokenRule`` (``decode/rules.py``)."""
 
     def __post_init__(self) -> None:
         given: object = self.stop
@@ -78,15 +80,14 @@ class SamplingParams:
                 raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {want}")
 
     @property
-    def law(self) -> tuple[float | None, ...]:
-        """What makes laws of logits, for target and draft; requests that have the same are sampled side by side."""
+    def distribution(self) -> tuple[float | None, ...]:
+        """What turns logits into a distribution, for target and drafter; requests that share it are sampled together."""
         return self.temperature, self.top_k, self.top_p, self.min_p, self.draft_temperature
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether logits are processed before temperature and truncation (see ``decode/processors.py``)."""
-        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return bool(penalised or self.logit_bias)
+    def is_penalised(self) -> bool:
+        """Whether any penalty changes logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def for_choice(self, index: int) -> "SamplingParams":
         """The parameters of one of several answers to a prompt: the same, with a seed of its own. 0 keeps the request's."""
@@ -100,9 +101,9 @@ class SamplingParams:
 class Proposal:
     """What the drafter proposes to follow one request's anchor.
 
-    ``token_ids`` ``[k]``; ``draft_probs`` ``[k, V]`` is the law each token was drawn from given the ones before it,
-    after temperature and truncation, or ``None`` when no such law is known (multi-step denoising, trees) or needed
-    (greedy). ``parents [k]`` makes the tokens a tree: ``parents[i]`` is what token i follows, 0 for the anchor and
+    ``token_ids`` ``[k]``; ``draft_probs`` ``[k, V]`` is the distribution each token was drawn from given the ones before
+    it, after temperature and truncation, or ``None`` when no such distribution is known (multi-step denoising, trees) or
+    needed (greedy). ``parents [k]`` makes the tokens a tree: ``parents[i]`` is what token i follows, 0 for the anchor and
     ``j + 1`` for token ``j < i``. ``None``: every token follows the one before it.
     """
 
@@ -110,13 +111,13 @@ class Proposal:
     draft_probs: Tensor | None = None
     parents: tuple[int, ...] | None = None
     confidence: list[float] = field(default_factory=list)
-    """The drafter's largest probability in each slot, in its first pass, before anything was drawn; if it was asked for. Of a
-    greedy walk: given the token before, among the candidates. Of a tree: each node's probability, all before it included."""
+    """The drafter's largest probability in each slot, in its first pass, if it was asked for. In a greedy walk it is the
+    probability given the token before, among the candidates. In a tree it is each node's probability, ancestors included."""
 
 
 @dataclass(slots=True)
 class Lattice:
-    """The candidates of every slot of one block, and the logit of each after each candidate of the slot before.
+    """The candidates of every slot of one block, and each one's logit after every candidate of the slot before.
 
     ``tokens [k, C]`` are distinct within a slot. ``scores [k, C, C]``: ``scores[i, c, j]`` is the drafter's logit of
     ``tokens[i, j]`` after ``tokens[i − 1, c]``; in slot 0, which follows the anchor, all c are alike. ``[k, 1, C]`` where no
@@ -135,7 +136,7 @@ class Verdict:
     token_ids: list[int]
     """The accepted draft tokens followed by the bonus token: ``accepted + 1`` tokens."""
     path: tuple[int, ...] | None = None
-    """Of a tree: the accepted nodes, counted as in ``Proposal.parents``; ``None`` for a chain: the first ``accepted``."""
+    """The accepted nodes of a tree, numbered as in ``Proposal.parents``; ``None`` for a chain, which keeps its first tokens."""
 
 
 @dataclass
@@ -158,6 +159,12 @@ class GenerationStats:
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
     preemptions: int = 0
+
+    def add(self, draft: float, walk: float, verify: float) -> None:
+        """The seconds of one more decoding cycle."""
+        self.draft_seconds += draft
+        self.walk_seconds += walk
+        self.verify_seconds += verify
 
     @property
     def acceptance_length(self) -> float:

@@ -13,8 +13,7 @@ import pytest
 from tests.conftest import TinyPair
 from tests.serve.running import Running, Tiny, running
 from tests.test_cli import run
-from volley.bench import load
-from volley.bench.load import Level, LoadConfig, percentiles, run_load, to_markdown
+from volley.bench.load import Level, LoadConfig, percentiles, run_level, run_load, to_markdown
 from volley.errors import ConfigError, EndpointError
 from volley.prompts import Conversation
 
@@ -26,7 +25,7 @@ def server(tiny_pair: TinyPair) -> Iterator[Running]:
     tiny = Tiny(tiny_pair)
     for prompt in PROMPTS:
         tiny.answer(list(prompt.messages), max_tokens=20)
-    with running(tiny.engine(max_running=8), max_waiting=0) as server:
+    with running(tiny.engine(policy="fixed", max_running=8), max_waiting=0) as server:
         yield server
 
 
@@ -113,7 +112,7 @@ def test_acceptance_is_counted_by_vllms_own_counters() -> None:
         levels: list[Level] = []
         config = LoadConfig(url="http://server", model="m", requests=4)
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            await load._level(config, client, [{}], "closed", 2, lambda *_: None, levels)
+            await run_level(config, client, [{}], "closed", 2, lambda *_: None, levels)
         return levels[0]
 
     assert asyncio.run(level()).summary()["acceptance_length"] == 1 + 5 / 2

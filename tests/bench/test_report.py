@@ -9,8 +9,9 @@ from volley.bench.measure import Measurements, Record
 from volley.bench.report import Report, Spread, machine, summarise, to_markdown, to_tables
 from volley.bench.run import save
 from volley.bench.tasks import PLAIN, BenchConfig, Case
+from volley.config import DecodingConfig
 
-DRAFTED = Case("volley", 4)
+DRAFTED = Case("volley", DecodingConfig(block_size=4))
 
 
 def record(case: Case, dataset: str = "d", prompt: str = "p", repeat: int = 0, seconds: float = 2.0) -> Record:
@@ -84,6 +85,7 @@ def test_json_holds_summaries_and_every_run(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "report.json").read_text())
     assert len(saved["records"]) == 8
     assert saved["summaries"][1]["efficiency"] == pytest.approx(1 / 2.5)
+    assert saved["summaries"][1]["case"] == saved["records"][1]["case"] == DRAFTED.to_json()
     assert saved["partial"] is False
     assert saved["machine"]["cpu"]
     assert saved["config"]["repeats"] == 3

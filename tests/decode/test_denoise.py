@@ -11,16 +11,16 @@ from volley.decode.denoise import SCHEDULES, reveal, reveal_counts
 from volley.errors import ConfigError
 
 
-@given(slots=st.integers(0, 64), steps=st.integers(1, 20), schedule=st.sampled_from(sorted(SCHEDULES)))
-def test_counts_are_non_negative_and_sum_to_the_slots(slots: int, steps: int, schedule: str) -> None:
-    counts = reveal_counts(slots, steps, schedule)
+@given(positions=st.integers(0, 64), steps=st.integers(1, 20), schedule=st.sampled_from(sorted(SCHEDULES)))
+def test_counts_are_non_negative_and_sum_to_the_slots(positions: int, steps: int, schedule: str) -> None:
+    counts = reveal_counts(positions, steps, schedule)
     assert len(counts) == steps
     assert min(counts) >= 0
-    assert sum(counts) == slots
+    assert sum(counts) == positions
 
 
 @pytest.mark.parametrize(
-    ("slots", "steps", "schedule", "counts"),
+    ("positions", "steps", "schedule", "counts"),
     [
         (16, 4, "cosine", [6, 5, 3, 2]),  # AitherOS DFlash
         (16, 4, "linear", [4, 4, 4, 4]),
@@ -30,13 +30,13 @@ def test_counts_are_non_negative_and_sum_to_the_slots(slots: int, steps: int, sc
         (2, 4, "sqrt", [0, 0, 0, 2]),
     ],
 )
-def test_known_counts(slots: int, steps: int, schedule: str, counts: list[int]) -> None:
-    assert reveal_counts(slots, steps, schedule) == counts
+def test_known_counts(positions: int, steps: int, schedule: str, counts: list[int]) -> None:
+    assert reveal_counts(positions, steps, schedule) == counts
 
 
-@given(slots=st.integers(1, 64), steps=st.integers(1, 20))
-def test_cosine_never_speeds_up_and_sqrt_never_slows_down(slots: int, steps: int) -> None:
-    cosine, sqrt = reveal_counts(slots, steps, "cosine"), reveal_counts(slots, steps, "sqrt")
+@given(positions=st.integers(1, 64), steps=st.integers(1, 20))
+def test_cosine_never_speeds_up_and_sqrt_never_slows_down(positions: int, steps: int) -> None:
+    cosine, sqrt = reveal_counts(positions, steps, "cosine"), reveal_counts(positions, steps, "sqrt")
     assert all(b <= a + 1 for a, b in pairwise(cosine))
     assert all(b >= a - 1 for a, b in pairwise(sqrt))
     assert sum(cosine[: steps // 2]) >= sum(cosine[(steps + 1) // 2 :])
@@ -57,11 +57,13 @@ def test_the_most_confident_masked_slots_are_revealed() -> None:
     assert not reveal(masked, confidence, 0).any()
 
 
-@given(data=st.data(), slots=st.integers(1, 15), steps=st.integers(1, 6), schedule=st.sampled_from(sorted(SCHEDULES)))
-def test_every_slot_is_revealed_exactly_once(data: st.DataObject, slots: int, steps: int, schedule: str) -> None:
-    masked = torch.ones(1, slots, dtype=torch.bool)
-    for count in reveal_counts(slots, steps, schedule):
-        scores = torch.tensor([data.draw(st.permutations(range(slots)))], dtype=torch.float32)
+@given(
+    data=st.data(), positions=st.integers(1, 15), steps=st.integers(1, 6), schedule=st.sampled_from(sorted(SCHEDULES))
+)
+def test_every_slot_is_revealed_exactly_once(data: st.DataObject, positions: int, steps: int, schedule: str) -> None:
+    masked = torch.ones(1, positions, dtype=torch.bool)
+    for count in reveal_counts(positions, steps, schedule):
+        scores = torch.tensor([data.draw(st.permutations(range(positions)))], dtype=torch.float32)
         chosen = reveal(masked, scores, count)
         assert int(chosen.sum()) == count
         assert not (chosen & ~masked).any()

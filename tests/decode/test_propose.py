@@ -26,10 +26,10 @@ def test_the_law_of_a_sampled_proposal_is_the_one_it_was_drawn_from() -> None:
         assert torch.equal(proposal.draft_probs, expected)
         drawn.append(proposal.token_ids)
     tokens = torch.tensor(drawn)
-    for slot in range(3):
-        assert chi_square_p(torch.bincount(tokens[:, slot], minlength=5), expected[slot]) > 1e-3
+    for position in range(3):
+        assert chi_square_p(torch.bincount(tokens[:, position], minlength=5), expected[position]) > 1e-3
     pairs = torch.bincount(tokens[:, 0] * 5 + tokens[:, 1], minlength=25)
-    assert chi_square_p(pairs, torch.outer(expected[0], expected[1])) > 1e-3  # the slots are independent
+    assert chi_square_p(pairs, torch.outer(expected[0], expected[1])) > 1e-3  # the positions are independent
 
 
 def test_coupled_proposals_use_the_targets_own_noise() -> None:

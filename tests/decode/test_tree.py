@@ -11,31 +11,31 @@ from hypothesis import strategies as st
 
 from tests.decode import test_verify as law
 from volley.decode.sampling import PositionNoise, race, token_probs
-from volley.decode.tree import coupled_logits, expand, slot_lattice
+from volley.decode.tree import coupled_logits, expand, position_lattice
 from volley.decode.verify import verify_choices, verify_tree
 from volley.types import Lattice, Proposal, SamplingParams, Verdict
 
 
-def random_lattice(slots: int, width: int, seed: int, *, sequential: bool, flatness: float = 1.0) -> Lattice:
+def random_lattice(positions: int, width: int, seed: int, *, sequential: bool, flatness: float = 1.0) -> Lattice:
     generator = np.random.default_rng(seed)
-    tokens = np.stack([generator.permutation(50)[:width] for _ in range(slots)])
-    scores = generator.normal(size=(slots, width if sequential else 1, width)) * flatness
+    tokens = np.stack([generator.permutation(50)[:width] for _ in range(positions)])
+    scores = generator.normal(size=(positions, width if sequential else 1, width)) * flatness
     return Lattice(tokens, scores.astype(np.float32))
 
 
 def path_logprob(lattice: Lattice, path: tuple[int, ...], temperature: float = 1.0) -> float:
     """Log-probability of a path of candidates, by the definition of a lattice."""
     total = 0.0
-    for slot, (before, after) in enumerate(pairwise((0, *path))):
-        row = lattice.scores[slot, before if lattice.scores.shape[1] > 1 else 0].astype(float) / temperature
+    for position, (before, after) in enumerate(pairwise((0, *path))):
+        row = lattice.scores[position, before if lattice.scores.shape[1] > 1 else 0].astype(float) / temperature
         total += row[after] - np.log(np.exp(row).sum())
     return float(total)
 
 
 def best_closed_set(lattice: Lattice, num_nodes: int, temperature: float) -> float:
     """Expected accepted tokens of the best tree: every set of paths that holds their beginnings is tried."""
-    slots, width = lattice.tokens.shape
-    paths = [path for length in range(1, slots + 1) for path in product(range(width), repeat=length)]
+    positions, width = lattice.tokens.shape
+    paths = [path for length in range(1, positions + 1) for path in product(range(width), repeat=length)]
     worth = {path: np.exp(path_logprob(lattice, path, temperature)) for path in paths}
     closed = (
         chosen
@@ -76,16 +76,16 @@ def test_best_first_finds_the_best_closed_set(
 
 
 @given(
-    slots=st.integers(1, 7),
+    positions=st.integers(1, 7),
     width=st.integers(1, 6),
     num_nodes=st.integers(0, 40),
     sequential=st.booleans(),
     seed=st.integers(0, 10_000),
 )
 def test_trees_are_in_preorder_with_the_likeliest_path_first(
-    slots: int, width: int, num_nodes: int, sequential: bool, seed: int
+    positions: int, width: int, num_nodes: int, sequential: bool, seed: int
 ) -> None:
-    lattice = random_lattice(slots, width, seed, sequential=sequential)
+    lattice = random_lattice(positions, width, seed, sequential=sequential)
     tree = expand(lattice, num_nodes)
     assert tree.parents is not None
     paths = paths_of(lattice, tree)
@@ -104,7 +104,7 @@ def test_a_chain_is_the_tree_of_a_certain_drafter() -> None:
     logits = torch.full((5, 30), -40.0)
     best = [3, 7, 7, 0, 29]
     logits[range(5), best] = 0.0
-    tree = expand(slot_lattice(logits), 5)
+    tree = expand(position_lattice(logits), 5)
     assert (tree.token_ids, tree.parents) == (best, (0, 1, 2, 3, 4))
 
 
@@ -112,7 +112,7 @@ def test_impossible_tokens_are_never_proposed() -> None:
     scores = torch.full((2, 9), -torch.inf)
     scores[0, [4, 5]] = torch.tensor([0.6, 0.4]).log()
     scores[1, 2] = 0.0
-    tree = expand(slot_lattice(scores), 20)
+    tree = expand(position_lattice(scores), 20)
     assert (tree.token_ids, tree.parents) == ([4, 2, 5, 2], (0, 1, 0, 3))
 
 
@@ -121,10 +121,10 @@ def test_sampled_scores_put_the_race_of_the_target_first() -> None:
     logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=0.8, top_p=0.9)
     noise = PositionNoise(5)
-    tree = expand(slot_lattice(coupled_logits(logits, params, noise, 10)), 4)
+    tree = expand(position_lattice(coupled_logits(logits, params, noise, 10)), 4)
     drawn = race(token_probs(logits, params), noise.exponentials(range(10, 14), 20))
     assert tree.token_ids[0] == drawn[0]
-    wide = expand(slot_lattice(coupled_logits(logits, params, noise, 10)), 60)
+    wide = expand(position_lattice(coupled_logits(logits, params, noise, 10)), 60)
     assert wide.token_ids[:4] == drawn.tolist()
 
 
@@ -198,12 +198,12 @@ def matched(trees: list[Proposal], noise: torch.Tensor) -> list[Verdict]:
 
 
 def marginal_tree() -> Proposal:
-    return expand(slot_lattice(law.DRAFT.log()), NODES)
+    return expand(position_lattice(law.DRAFT.log()), NODES)
 
 
 def coupled_trees(noise: torch.Tensor) -> list[Proposal]:
     """A tree for each draw, by scores that know its noise; equal trees are one object."""
-    return [expand(slot_lattice(own), NODES) for own in (law.DRAFT / noise[:, : law.K]).log()]
+    return [expand(position_lattice(own), NODES) for own in (law.DRAFT / noise[:, : law.K]).log()]
 
 
 def mean_accepted(verdicts: list[Verdict]) -> float:

@@ -35,9 +35,9 @@ def random_laws(rows: int, seed: int, *, zeros: bool = True) -> Tensor:
 TARGET = [random_laws(V**length, 10 + length) for length in range(LENGTH)]
 """``TARGET[i][prefix]``: law after a prefix of i tokens, itself read as a number in base 5."""
 DRAFT = (0.5 * TARGET[0] + 0.5 * random_laws(K, 99)).contiguous()
-"""Single-pass draft: the law of each slot, independent of the others."""
+"""Single-pass draft: the law of each position, independent of the others."""
 DRAFT_GIVEN_LAST = random_laws(V, 7, zeros=False)
-"""Two-step draft: the last slot is revealed first, the one before it depends on it."""
+"""Two-step draft: the last position is revealed first, the one before it depends on it."""
 
 
 def exact_law() -> Tensor:

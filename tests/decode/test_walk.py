@@ -16,37 +16,37 @@ VOCAB = 5
 PARAMS = SamplingParams(temperature=0.8, top_p=0.95, draft_temperature=1.2)
 
 
-def random_transitions(slots: int, seed: int) -> tuple[Tensor, Transitions]:
-    """Logits ``[slots, V before, V]``."""
-    table = torch.randn(slots, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+def random_transitions(positions: int, seed: int) -> tuple[Tensor, Transitions]:
+    """Logits ``[positions, V before, V]``."""
+    table = torch.randn(positions, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
     return table, lambda rows, tokens: table[rows, tokens]
 
 
 def lattice_of(table: Tensor, anchor: int, seed: int) -> Lattice:
-    """All tokens as candidates, in an order of their own in each slot."""
+    """All tokens as candidates, in an order of their own in each position."""
     generator = np.random.default_rng(seed)
     tokens = np.stack([generator.permutation(VOCAB) for _ in table])
     before = [np.full(VOCAB, anchor), *tokens[:-1]]
-    scores = [table[slot].numpy()[before[slot]][:, tokens[slot]] for slot in range(len(table))]
+    scores = [table[position].numpy()[before[position]][:, tokens[position]] for position in range(len(table))]
     return Lattice(tokens, np.stack(scores))
 
 
-@given(slots=st.integers(1, 7), anchor=st.integers(0, VOCAB - 1), seed=st.integers(0, 99))
-def test_walks_equal_choosing_slot_by_slot(slots: int, anchor: int, seed: int) -> None:
-    table, after = random_transitions(slots, seed)
+@given(positions=st.integers(1, 7), anchor=st.integers(0, VOCAB - 1), seed=st.integers(0, 99))
+def test_walks_equal_choosing_slot_by_slot(positions: int, anchor: int, seed: int) -> None:
+    table, after = random_transitions(positions, seed)
     noise, first = PositionNoise(seed), 5
     token, expected, greedy = anchor, [], [anchor]
-    for slot in range(slots):
-        law = token_probs(table[slot, token][None], PARAMS, PARAMS.draft_temperature)
-        token = int(race(law, noise.exponentials([first + slot], VOCAB)))
+    for position in range(positions):
+        law = token_probs(table[position, token][None], PARAMS, PARAMS.draft_temperature)
+        token = int(race(law, noise.exponentials([first + position], VOCAB)))
         expected.append(token)
-        greedy.append(int(table[slot, greedy[-1]].argmax()))
-    (found,) = walk_coupled(after, [Block(slots, anchor, noise, first)], PARAMS)
+        greedy.append(int(table[position, greedy[-1]].argmax()))
+    (found,) = walk_coupled(after, [Block(positions, anchor, noise, first)], PARAMS)
     assert found.token_ids == expected
     assert found.draft_probs is None
     walked = walk_greedy(lattice_of(table, anchor, seed))
     assert walked.token_ids == greedy[1:]
-    sure = [float(table[slot, before].softmax(0).max()) for slot, before in enumerate(greedy[:-1])]
+    sure = [float(table[position, before].softmax(0).max()) for position, before in enumerate(greedy[:-1])]
     assert walked.confidence == pytest.approx(sure, rel=1e-5)
 
 
@@ -57,12 +57,12 @@ def test_blocks_walked_side_by_side_do_not_mix(sizes: list[int], seed: int) -> N
     for walk in (walk_sampled, walk_coupled):
         start = 0
         for block, found in zip(blocks, walk(after, blocks, PARAMS), strict=True):
-            own = table[start : start + block.slots]
+            own = table[start : start + block.positions]
             (alone,) = walk(lambda rows, tokens, own=own: own[rows, tokens], [block], PARAMS)
             assert found.token_ids == alone.token_ids
             if alone.draft_probs is not None:
                 assert torch.equal(found.draft_probs, alone.draft_probs)
-            start += block.slots
+            start += block.positions
 
 
 def test_the_law_of_a_sampled_walk_is_the_one_it_carries() -> None:

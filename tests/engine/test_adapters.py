@@ -13,15 +13,15 @@ from tests.engine.test_sampled import PROMPT, SEEDS, V, exact_law, soft_scored, 
 from tests.models.test_adapter import make_adapter
 from tests.tiny import Pair, random_prompts, teach
 from volley import Engine, SamplingParams
-from volley.engine import runner
 from volley.errors import ConfigError, InputError
 from volley.models.adapter import adapted
+from volley.proposers import block
 
 CHOICES = [None, "first", "second"]
 
 
 def engine_with_adapters(pair: Pair, folder: Path, **options: Any) -> Engine:
-    engine = Engine(pair.target, pair.drafter, **{"page_size": 4, "num_pages": 160, **options})
+    engine = Engine(pair.target, pair.drafter, **{"policy": "fixed", "page_size": 4, "num_pages": 160, **options})
     for seed, name in enumerate(("first", "second")):
         make_adapter(folder / name, pair.drafter, seed=seed)
         engine.load_adapter(name, folder / name)
@@ -73,7 +73,8 @@ def test_each_request_is_drafted_by_its_own_adapter(pair: Pair, tmp_path: Path, 
     prompts = [prompt for prompt in random_prompts(4, longest=30, seed=8) for _ in CHOICES]
     params = mixed(SamplingParams(max_tokens=12), len(prompts))
     drafters = [pair.drafter, *(adapted(pair.drafter, tmp_path / name) for name in ("first", "second"))]
-    alone = [Engine(pair.target, drafter, page_size=4, num_pages=160, draft_window=window) for drafter in drafters]
+    options: dict[str, Any] = {"policy": "fixed", "page_size": 4, "num_pages": 160, "draft_window": window}
+    alone = [Engine(pair.target, drafter, **options) for drafter in drafters]
     plain = SamplingParams(max_tokens=12)
     wanted = [drafts_of(alone[index % 3], [prompt], [plain])[0] for index, prompt in enumerate(prompts)]
     assert drafts_of(engine, prompts, params) == wanted
@@ -116,7 +117,7 @@ def test_the_law_of_mixed_batches_is_the_targets(tmp_path: Path, monkeypatch: py
     sequences, accepted = sampled()
     assert chi_square_p(joint_counts(sequences, V), exact_law(params)) > 1e-3
     assert accepted > 0.2 * SEEDS
-    monkeypatch.setattr(runner, "propose_sampled", soft_scored)
+    monkeypatch.setattr(block, "propose_sampled", soft_scored)
     sequences, _ = sampled()
     assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6, "a planted bias is seen"
 

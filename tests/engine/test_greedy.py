@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.conftest import TinyPair
-from tests.tiny import Pair, greedy, make_pair, random_drafter, random_prompts, teach
+from tests.tiny import Pair, block_proposer, greedy, make_pair, random_drafter, random_prompts, teach
 from volley import Engine, GenerationResult, SamplingParams
 from volley.decode.denoise import SCHEDULES
+from volley.engine.states import DraftRing
 from volley.models.checkpoint import HeadConfig
 
 COUNT = 20
@@ -187,19 +188,20 @@ def test_the_text_may_fill_the_whole_context(pair: Pair) -> None:
 def test_draft_window_memory_is_constant(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, draft_window=8, max_running=2)
     request = engine.add_request(list(range(30)), SamplingParams(max_tokens=300))
-    size = engine.runner.draft_store.nbytes
+    ring = engine.sequences.states[1]
+    assert isinstance(ring, DraftRing)
+    size = block_proposer(engine).model.store.nbytes
     pages: set[tuple[int, ...]] = set()
     used: set[int] = set()
     while request.finish_reason is None:
         engine.step()
         if request.finish_reason is None:
             pages.add(tuple(request.draft_table.pages))
-            assert engine.scheduler.ring_pool is not None
-            used.add(engine.scheduler.ring_pool.num_used)
+            used.add(ring.pool.num_used)
     assert len(pages) == 1
     assert used == {5}  # ⌈(8 + 6) / 4⌉ + 1
-    assert engine.runner.draft_store.nbytes == size
-    assert engine.runner.draft_store.keys[0].shape[0] == 2 * 5 * 4
+    assert block_proposer(engine).model.store.nbytes == size
+    assert block_proposer(engine).model.store.keys[0].shape[0] == 2 * 5 * 4
     assert request.result().token_ids == greedy(pair.hf, list(range(30)), 300)
 
 

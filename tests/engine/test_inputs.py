@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import TinyPair
-from tests.tiny import Pair, random_drafter
+from tests.tiny import Pair, block_proposer, random_drafter
 from volley import Engine, SamplingParams
 from volley.errors import CapacityError, ConfigError, InputError, VolleyError
 
@@ -156,4 +156,4 @@ def test_a_target_alone_decodes_plainly(tiny_pair: TinyPair, load: Callable[[Tin
 def test_the_default_pool_holds_a_whole_context(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter)
     assert engine.pool.num_pages * engine.pool.page_size >= 512
-    assert engine.runner.store.nbytes + engine.runner.draft_store.nbytes <= 2**30
+    assert engine.runner.store.nbytes + block_proposer(engine).model.store.nbytes <= 2**30

@@ -100,7 +100,7 @@ def test_forced_preemption(pair: Pair, kv_dtype: KVDtype, options: dict[str, Any
 def test_a_prefix_hit_keeps_tokens_and_drafts(pair: Pair, window: int | None) -> None:
     for index, prompt in enumerate(BASE):
         options: dict[str, Any] = {"kv_dtype": "int4", "draft_kv_dtype": "int8", "draft_window": window}
-        engine = Engine(pair.target, random_drafter(3), page_size=4, num_pages=40, **options)
+        engine = Engine(pair.target, random_drafter(3), policy="fixed", page_size=4, num_pages=40, **options)
         drafts: list[list[int]] = []
         engine.on_verified.append(lambda request, proposal, verdict, to=drafts: to.append(proposal.token_ids))
         (cold,) = run(engine, [prompt])
@@ -181,7 +181,9 @@ def exact_law(kv_dtype: KVDtype) -> Tensor:
 @functools.cache
 def sampled(kv_dtype: KVDtype) -> tuple[Tensor, float]:
     options: dict[str, Any] = {"kv_dtype": kv_dtype, "draft_kv_dtype": "int8", "verification": "speculative"}
-    engine = Engine(small().target, small().drafter, max_running=256, num_pages=600, page_size=8, **options)
+    engine = Engine(
+        small().target, small().drafter, policy="fixed", max_running=256, num_pages=600, page_size=8, **options
+    )
     results = list(engine.generate([PROMPT] * SEEDS, [replace(HOT, seed=seed) for seed in range(SEEDS)]))
     accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
     return torch.tensor([result.token_ids for result in results]), accepted / SEEDS

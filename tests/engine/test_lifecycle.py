@@ -12,9 +12,10 @@ from tests.costs import settle
 from tests.engine.test_policies import Copying, Restless, made, random_pilot
 from tests.tiny import Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
-from volley.engine.request import Request
+from volley.engine.states import DraftRing
 from volley.errors import CapacityError
 from volley.memory.kv_store import KVDtype
+from volley.procedures.request import Request
 
 PROMPTS = random_prompts(5, longest=22, seed=4)
 PROMPTS += [PROMPTS[0] + [7], PROMPTS[1] + PROMPTS[2][:3]]
@@ -149,8 +150,9 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
         step()
     assert not engine.scheduler.has_work
     assert engine.pool.num_used == 0
-    if engine.scheduler.ring_pool is not None:
-        assert engine.scheduler.ring_pool.num_used == 0
+    for state in engine.sequences.states:
+        if isinstance(state, DraftRing):
+            assert state.pool.num_used == 0
     for request, prompt, params in requests:
         expected, reason = alone(prompt, params, pools[0])
         result = request.result()

@@ -1,10 +1,14 @@
 """Memory is bounded by what was configured, whatever arrives and however long a text grows."""
 
 import random
+from collections.abc import Sequence
 
-from tests.tiny import VOCAB, Pair, make_pair, teach
+from tests.tiny import VOCAB, Pair, block_proposer, make_pair, teach
 from volley import Engine, SamplingParams
-from volley.decode.block_size import BlockSizePolicy, Decoding
+from volley.decode.work import Ask
+from volley.engine.runner import Runner
+from volley.engine.step import Step
+from volley.policies.base import Policy, View
 
 
 def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
@@ -17,7 +21,7 @@ def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
     plain = [r.token_ids for r in Engine(pair.target, num_pages=4000).generate(prompts, params)]
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=36, max_batch_tokens=64, verification="match")
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)})
-    stores = engine.runner.store, engine.runner.draft_store
+    stores = engine.runner.store, block_proposer(engine).model.store
     size = sum(store.nbytes for store in stores)
     requests = [engine.add_request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     most = finished = 0
@@ -38,7 +42,7 @@ def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
 def test_a_draft_window_keeps_the_drafters_cache_constant_over_8k_tokens() -> None:
     pair = make_pair(max_position_embeddings=8192)
     engine = Engine(pair.target, pair.drafter, draft_window=64, max_running=1, num_pages=512, max_batch_tokens=2048)
-    size = engine.runner.draft_store.nbytes
+    size = block_proposer(engine).model.store.nbytes
     prompt = [7 * i % VOCAB for i in range(8192 - 40)]
     request = engine.add_request(prompt, SamplingParams(max_tokens=40))
     pages: set[tuple[int, ...]] = set()
@@ -47,29 +51,35 @@ def test_a_draft_window_keeps_the_drafters_cache_constant_over_8k_tokens() -> No
         pages.add(tuple(request.draft_table.pages))
     assert len(request.token_ids) == 8192
     assert len(pages - {()}) == 1, "the same pages from the first chunk to the last token"
-    assert size == engine.runner.draft_store.nbytes < engine.runner.store.nbytes / 50
+    assert size == block_proposer(engine).model.store.nbytes < engine.runner.store.nbytes / 50
 
 
-class Everything(BlockSizePolicy):
+class Everything(Policy):
     """Grows trees, and copies whatever is found."""
 
     uses_lookup = True
 
-    def tree_nodes(self, num_requests: int, *, speculative: bool) -> int:
-        return 40
-
-    def draft(self, requests: Decoding) -> list[int]:
-        return [limit * (i % 2) for i, limit in zip(requests.request_ids, requests.limits, strict=True)]
-
-    def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
-        return [len(row) * (not size) for row, size in zip(confidence, drafting, strict=True)]
+    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+        return [
+            view.draft(view.limit, nodes=40) if view.request_id % 2 or not view.found else view.copy(len(view.found))
+            for view in views
+        ]
 
 
 def sizes_of_passes(engine: Engine, steps: int) -> list[int]:
     sizes: list[int] = []
+    forward = engine.runner.forward
+
+    class Spy(Runner):
+        def forward(self, step: Step) -> None:
+            forward(step)
+            assert step.batch is not None
+            sizes.append(len(step.batch))
+
+    inner, engine.runner = engine.runner, Spy(engine.target, engine.runner.store)
     for _ in range(steps):
         engine.step()
-        sizes.append(len(engine.runner.batch))
+    engine.runner = inner
     return sizes
 
 

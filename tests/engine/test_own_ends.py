@@ -11,9 +11,9 @@ from tests.chi_square import chi_square_p, joint_counts
 from tests.engine import test_greedy, test_sampled
 from tests.tiny import VOCAB, Pair, make_pair, random_drafter
 from volley import Engine, SamplingParams
-from volley.engine import runner
 from volley.models.checkpoint import HeadConfig
 from volley.models.drafter import Drafter
+from volley.proposers import block
 from volley.types import Proposal
 
 HEAD = HeadConfig(type="residual", rank=4, candidates=8)
@@ -117,10 +117,10 @@ def scored_over_the_whole_vocabulary(logits: Tensor, *rest: Any) -> Proposal:
     return Proposal(proposal.token_ids, 0.5 * proposal.draft_probs + 0.5 / logits.shape[-1])
 
 
-propose_sampled = runner.propose_sampled
+propose_sampled = block.propose_sampled
 
 
 def test_a_wrong_draft_law_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "propose_sampled", scored_over_the_whole_vocabulary)
+    monkeypatch.setattr(block, "propose_sampled", scored_over_the_whole_vocabulary)
     probability, _ = law(SamplingParams(temperature=1.1, max_tokens=3), tiny(), verification="speculative")
     assert probability < 1e-6

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
-from tests.decode.test_processors import reference
+from tests.decode.test_rules import reference
 from tests.tiny import Answers, Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
-from volley.decode import processors
+from volley.decode.rules import Penalties
 from volley.decode.sampling import token_probs
-from volley.engine import judging
 from volley.errors import InputError
 
 COUNT = 16
@@ -67,16 +66,19 @@ OPTIONS: list[dict[str, Any]] = [
     ("index", "options"), [*((index, {}) for index in range(len(EACH))), *((4, options) for options in OPTIONS)]
 )
 def test_greedy_is_plain_decoding(pair: Pair, index: int, options: dict[str, Any]) -> None:
-    engine = Engine(pair.target, pair.drafter, **options)
+    engine = Engine(pair.target, pair.drafter, **({} if "block_size" in options else {"policy": "fixed"}), **options)
     assert greedy_answers(engine, index) == list(expected(index).values())
+
+
+def forget_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Penalties.apply
+    monkeypatch.setattr(Penalties, "apply", lambda self, logits, paths: honest(self, logits, [()] * len(paths)))
 
 
 def test_counting_the_draft_is_needed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Penalties of the accepted prefix alone would be wrong from the second token of a block on, and seen."""
-    monkeypatch.setattr(
-        judging, "process", lambda rows, params, counts, _=None: processors.process(rows, params, counts)
-    )
-    assert greedy_answers(Engine(pair.target, pair.drafter), 0) != list(expected(0).values())
+    forget_the_draft(monkeypatch)
+    assert greedy_answers(Engine(pair.target, pair.drafter, policy="fixed"), 0) != list(expected(0).values())
 
 
 def test_one_request_does_not_feel_anothers_penalties(pair: Pair) -> None:
@@ -89,7 +91,7 @@ def test_one_request_does_not_feel_anothers_penalties(pair: Pair) -> None:
 
 
 def test_bias_outside_the_vocabulary_is_refused(pair: Pair) -> None:
-    with pytest.raises(InputError, match="logit_bias names token 50; the vocabulary is 0 to 49"):
+    with pytest.raises(InputError, match="logit_bias: token id 50 is outside the target's vocabulary of 50"):
         Engine(pair.target).add_request([1], SamplingParams(logit_bias={50: 1.0}))  # type: ignore[arg-type]
 
 
@@ -147,7 +149,9 @@ def exact_law() -> Tensor:
 
 
 def sampled(**options: Any) -> float:
-    engine = Engine(tiny().target, tiny().drafter, max_running=256, num_pages=600, page_size=8, **options)
+    engine = Engine(
+        tiny().target, tiny().drafter, policy="fixed", max_running=256, num_pages=600, page_size=8, **options
+    )
     results = list(engine.generate([PROMPT] * SEEDS, [replace(LAW, seed=seed) for seed in range(SEEDS)]))
     assert sum(n - 1 for result in results for n in result.stats.accepted_lengths) > 0.2 * SEEDS
     return chi_square_p(joint_counts(torch.tensor([result.token_ids for result in results]), V), exact_law())
@@ -159,7 +163,5 @@ def test_the_law_of_whole_answers_is_the_targets(options: dict[str, Any]) -> Non
 
 
 def test_a_law_that_ignores_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        judging, "process", lambda rows, params, counts, _=None: processors.process(rows, params, counts)
-    )
+    forget_the_draft(monkeypatch)
     assert sampled(verification="speculative") < 1e-6

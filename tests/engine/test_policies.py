@@ -1,6 +1,7 @@
 """Every policy through the engine: the same greedy tokens, the same law, and what a biased one would look like."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,22 +15,25 @@ from tests.engine.test_sampled import PARAMS, TOKENS, V, answers, exact_law, pla
 from tests.tiny import Pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.decode import lookup
-from volley.decode.block_size import BlockSizePolicy, Decoding, Feedback, Fixed
-from volley.decode.goodput import Goodput
-from volley.decode.pilot import Pilot, PilotConfig, net_for
 from volley.decode.sampling import Purpose, draw, token_probs
-from volley.engine import judging
+from volley.decode.work import Ask, Rule, Shape, Work
 from volley.engine.engine import DEFAULT_POLICY
-from volley.engine.pacing import Pacer
-from volley.engine.request import Request
-from volley.engine.scheduler import Scheduled
 from volley.errors import ConfigError
 from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.pilot import PilotConfig, net_for
+from volley.policies.base import Cycle, Policy, View
+from volley.policies.fixed import Feedback, Fixed
+from volley.policies.goodput import Goodput
+from volley.policies.pilot import Pilot
+from volley.procedures.request import Request
+from volley.procedures.speculative import Speculative
+from volley.proposers.base import Works
+from volley.proposers.block import BlockProposer
 from volley.types import Proposal, Verdict
 
 
-class Restless(BlockSizePolicy):
+class Restless(Policy):
     """Another size for every request and cycle, and another cut: more different batches than any real policy makes."""
 
     uses_confidence = True
@@ -37,29 +41,30 @@ class Restless(BlockSizePolicy):
     def __init__(self) -> None:
         self.turn = 0
 
-    def draft(self, requests: Decoding) -> list[int]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
         self.turn += 1
-        return [
-            min(limit, (self.turn + 3 * i) % 6) for i, limit in zip(requests.request_ids, requests.limits, strict=True)
-        ]
+        return [self.ask(view) for view in views]
 
-    def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
-        for row, size, is_tree in zip(confidence, drafted, requests.trees, strict=True):
-            assert len(row) <= requests.nodes if is_tree else len(row) == size
-        return [max(0, len(row) - (self.turn + i) % 3) for i, row in zip(requests.request_ids, confidence, strict=True)]
+    def ask(self, view: View) -> Ask:
+        return view.draft((self.turn + 3 * view.request_id) % 6)
+
+    def trim(self, cycles: Sequence[Cycle]) -> list[int]:
+        for cycle in cycles:
+            own = cycle.confidence
+            if cycle.ask.shape is Shape.TREE:
+                assert len(own) <= cycle.ask.size
+                assert own == sorted(own, reverse=True)
+            else:
+                assert len(own) == cycle.ask.positions
+        return [max(0, len(cycle.confidence) - (self.turn + cycle.request_id) % 3) for cycle in cycles]
 
 
 class Climbing(Restless):
     """Asks for chains and trees by turns, and prunes the trees."""
 
-    def tree_nodes(self, num_requests: int, *, speculative: bool) -> int:
-        return (0, 7, 0, 3)[(self.turn + speculative) % 4]
-
-    def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
-        assert all(
-            row == sorted(row, reverse=True) for row, tree in zip(confidence, requests.trees, strict=True) if tree
-        )
-        return [max(0, len(row) - (self.turn + i) % 4) for i, row in zip(requests.request_ids, confidence, strict=True)]
+    def ask(self, view: View) -> Ask:
+        nodes = (0, 7, 0, 3)[(self.turn + (view.rule is Rule.SPECULATIVE)) % 4]
+        return view.draft((self.turn + 3 * view.request_id) % 6, nodes)
 
 
 class Copying(Restless):
@@ -67,9 +72,10 @@ class Copying(Restless):
 
     uses_lookup = True
 
-    def look_up(self, requests: Decoding, drafting: list[int], confidence: list[list[float]]) -> list[int]:
-        assert all(0 < sure < 1 for row in confidence for sure in row)
-        return [min(len(row), (self.turn + i) % 7) for i, row in zip(requests.request_ids, confidence, strict=True)]
+    def ask(self, view: View) -> Ask:
+        assert all(0 < sure < 1 for sure in view.found)
+        count = min(len(view.found), (self.turn + view.request_id) % 7)
+        return view.copy(count) if count else super().ask(view)
 
 
 def random_pilot(drafter: Drafter | None = None) -> Pilot:
@@ -109,7 +115,7 @@ def test_greedy_tokens_are_the_targets(pair: Pair, policy: Any, options: dict[st
     assert tokens(results) == expected()
 
 
-@pytest.mark.parametrize(("token", "least", "most"), [(0.01, 4, 6), (0.2, 1.3, 4), (50.0, 0.9, 2)])
+@pytest.mark.parametrize(("token", "least", "most"), [(0.01, 4, 6), (0.2, 1.3, 4.5), (50.0, 0.9, 2)])
 def test_goodput_adapts_and_changes_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, token: float, least: float, most: float
 ) -> None:
@@ -164,34 +170,33 @@ def test_the_law_of_drafts_and_copies_by_turns_is_the_targets(monkeypatch: pytes
 
 def sampled_copies(monkeypatch: pytest.MonkeyPatch, *, seeded: bool) -> tuple[Tensor, int]:
     """What :func:`sampled` finds where a single token in common is enough to copy, and how many copies were right."""
-    monkeypatch.setattr(lookup, "_KEY", 1)
+    monkeypatch.setattr(lookup, "KEY", 1)
     monkeypatch.setattr("tests.engine.test_sampled.PROMPT", [*range(V), *range(V), 2, 2])
     numbers, copied = itertools.count(), 0
     monkeypatch.setattr("volley.engine.engine.secrets.randbits", lambda bits: next(numbers))
 
-    def count(request: Request, _: Proposal, verdict: Verdict) -> None:
+    def count(request: Request, proposal: Proposal, verdict: Verdict) -> None:
         nonlocal copied
-        copied += verdict.accepted if request.copied else 0
+        copied += verdict.accepted if proposal.parents is None and not proposal.confidence else 0
 
     sequences, _ = sampled(HOT, policy=Copying(), seeded=seeded, listener=count)
     return sequences, copied
 
 
-def drawn_again(requests: list[Request], proposals: list[Proposal], logits: list[Tensor]) -> list[Verdict]:
-    """A bias: where a copy is refused the token is drawn once more, from the whole law."""
-    verdicts = honest_match(requests, proposals, logits)
-    for verdict, request, rows in zip(verdicts, requests, logits, strict=True):
-        if not verdict.accepted:
-            probs = token_probs(rows[:1], request.params)
-            verdict.token_ids = draw(probs, request.noise.uniforms(Purpose.DRAFT, len(request.token_ids), 1)).tolist()
-    return verdicts
+class DrawingAgain(Speculative):
+    """A bias: where a copy is refused the token is drawn once more, from the whole distribution."""
 
-
-honest_match = judging._match
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
+        super().absorb(works, logits)
+        for work in works:
+            request, verdict = work.request, work.verdict
+            if work.ask.shape is Shape.COPY and work.proposal.token_ids and not verdict.accepted:
+                probs = token_probs(logits[work.rows][:1], request.params)
+                verdict.token_ids = draw(probs, request.noise.uniforms(Purpose.DRAFT, request.length, 1)).tolist()
 
 
 def test_copies_that_are_refused_and_drawn_again_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "_match", drawn_again)
+    monkeypatch.setattr("volley.engine.engine.Speculative", DrawingAgain)
     sequences, _ = sampled_copies(monkeypatch, seeded=False)
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) < 1e-6
 
@@ -203,7 +208,7 @@ def test_the_law_of_trees_and_chains_by_turns_is_the_targets() -> None:
     assert ways == {False, True}
 
 
-def sampled_ways(policy: BlockSizePolicy, *, seeded: bool) -> tuple[Tensor, float, set[bool]]:
+def sampled_ways(policy: Policy, *, seeded: bool) -> tuple[Tensor, float, set[bool]]:
     """What :func:`sampled` finds, and whether drafts were chains."""
     ways: set[bool] = set()
     sequences, accepted = sampled(
@@ -212,24 +217,36 @@ def sampled_ways(policy: BlockSizePolicy, *, seeded: bool) -> tuple[Tensor, floa
     return sequences, accepted, ways
 
 
-def peeking(self: Pacer, plan: list[Scheduled], proposals: list[Proposal]) -> list[Proposal]:
-    """A bias: verify only as far as the *sampled* tokens are their slots' likeliest."""
-    proposals = honest(self, plan, proposals)
-    for proposal in proposals:
-        if proposal.draft_probs is not None:
+class Peeking(Fixed):
+    """A bias: verify only as far as the *sampled* tokens are their positions' likeliest; it reads them where no policy may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.works: Sequence[Work[Request]] = []
+
+    def trim(self, cycles: Sequence[Cycle]) -> list[int]:
+        proposals = {work.request.request_id: work.proposal for work in self.works}
+        sizes = []
+        for cycle in cycles:
+            proposal = proposals.get(cycle.request_id)
+            if proposal is None or proposal.draft_probs is None:
+                sizes.append(cycle.ask.size)
+                continue
             best = proposal.draft_probs.argmax(dim=-1).tolist()
             kept = [token == top for token, top in zip(proposal.token_ids, best, strict=True)]
-            size = [*kept, False].index(False)
-            proposal.token_ids, proposal.draft_probs = proposal.token_ids[:size], proposal.draft_probs[:size]
-    return proposals
-
-
-honest = Pacer.after_drafting
+            sizes.append([*kept, False].index(False))
+        return sizes
 
 
 def test_a_policy_that_peeks_at_the_sampled_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pacer, "after_drafting", peeking)
-    sequences, _ = sampled(HOT, verification="speculative")
+    policy, propose = Peeking(), BlockProposer.propose
+
+    def spied(self: BlockProposer, works: Works, *, with_confidence: bool) -> float:
+        policy.works = works
+        return propose(self, works, with_confidence=with_confidence)
+
+    monkeypatch.setattr(BlockProposer, "propose", spied)
+    sequences, _ = sampled(HOT, policy=policy, verification="speculative")
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) < 1e-6
 
 
@@ -252,26 +269,6 @@ def test_what_is_asked_for_is_what_one_gets(pair: Pair) -> None:
     assert Engine(pair.target).block_size == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"policy": "godput"}, "unknown policy 'godput'; did you mean 'goodput'"),
-        ({"policy": "fixed:x"}, "such as fixed:8"),
-        ({"policy": "fixed:0"}, "such as fixed:8"),
-        ({"policy": "fixed:9"}, "beyond the 6"),
-        ({"policy": "feedback:3"}, "takes nothing after a colon"),
-        ({"policy": "goodput:draft"}, "takes nothing after a colon but 'drafts'"),
-        ({"policy": "fixed", "block_size": 3}, "give one of them"),
-        ({"policy": "pilot"}, "no pilot beside this drafter; train one with `volley pilot`"),
-        ({"policy": "pilot:nowhere"}, "no pilot in nowhere; train one with `volley pilot`"),
-        ({"policy": "pilto"}, "did you mean 'pilot'"),
-    ],
-)
-def test_bad_policies_are_named(pair: Pair, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Engine(pair.target, random_drafter(), **options)
-
-
 @pytest.mark.parametrize("num_pages", [9, 12, 16, 24, 40])
 def test_texts_that_repeat_themselves_need_no_drafter(
     pair: Pair, num_pages: int, monkeypatch: pytest.MonkeyPatch
@@ -292,7 +289,7 @@ def test_texts_that_repeat_themselves_need_no_drafter(
 def test_copying_ends_with_the_policy_that_wants_it(pair: Pair) -> None:
     engine = Engine(pair.target, policy=Copying())
     request = engine.add_request([1, 2, 3, 4] * 5, SamplingParams(max_tokens=60))
-    while not request.copied:
+    while max(request.stats.block_sizes, default=1) == 1:
         engine.step()
     engine.block_size = 1
     cycles = len(request.stats.block_sizes)
@@ -310,8 +307,8 @@ def test_a_text_is_searched_only_for_a_policy_that_asks(pair: Pair, monkeypatch:
 def test_a_policy_needs_a_drafter(pair: Pair) -> None:
     with pytest.raises(ConfigError, match="with a drafter"):
         Engine(pair.target, policy="fixed:4")
-    with pytest.raises(ConfigError, match="there is none; name a drafter"):
-        Engine(pair.target, policy="pilot")
+    with pytest.raises(ConfigError, match="give one of them"):
+        Engine(pair.target, random_drafter(), policy="fixed", block_size=3)
 
 
 # -- the pilot ---------------------------------------------------------------------------------------------------------
@@ -325,7 +322,7 @@ def test_the_pilot_decides_once_for_each_request(pair: Pair) -> None:
         engine = taught(pair, policy=(policy := random_pilot()), **options)
         results = run(engine) + run(engine)  # the second time with cached prefixes
         assert tokens(results) == expected() * 2
-        assert not policy.slots
+        assert not policy.positions
         chosen.append([result.stats.block_sizes for result in results])
     sizes = [max(blocks) for blocks in chosen[0]]
     assert len(set(sizes)) > 1

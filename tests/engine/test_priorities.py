@@ -4,7 +4,7 @@ import pytest
 
 from tests.tiny import Pair, random_prompts
 from volley import Engine, SamplingParams
-from volley.engine.request import Request
+from volley.procedures.request import Request
 
 PROMPTS = random_prompts(6, longest=20, seed=8)
 

@@ -8,8 +8,11 @@ import pytest
 
 from tests.tiny import Pair, greedy, random_prompts
 from volley import Engine, SamplingParams
+from volley.decode.detokenize import Detokenizer
+from volley.decode.work import Kind, Work
 from volley.engine.recovery import recover
-from volley.engine.request import Request
+from volley.engine.step import Step
+from volley.procedures.request import Request
 
 COUNT = 12
 PROMPTS = random_prompts(6, longest=30, seed=8)
@@ -42,39 +45,54 @@ def check(pair: Pair, requests: list[Request], culprit: int | None) -> None:
             assert request.finish_reason == "abort"
 
 
-def breaks_when(condition: Callable[[Any], bool], engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Let ``engine.runner.method(plan, …)`` do its work and then raise when the plan meets ``condition``."""
-    inner = getattr(engine.runner, method)
+def breaks_when(
+    condition: Callable[[list[Work[Request]]], bool], engine: Engine, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """Let one phase of a step do its work and then raise when the step's works meet ``condition``."""
+    part, method = {
+        "propose": (engine.proposers, "propose"),
+        "forward": (engine.runner, "forward"),
+        "accept": (engine.procedure, "absorb"),
+        "keep": (engine.sequences, "keep"),
+    }[phase]
+    inner = getattr(part, method)
 
-    def broken(plan: Any, *args: Any) -> Any:
-        result = inner(plan, *args)
-        if condition(plan):
+    def broken(step: Any, *args: Any) -> Any:
+        result = inner(step, *args)
+        if condition(step.works if isinstance(step, Step) else step):
             raise Broken
         return result
 
-    monkeypatch.setattr(engine.runner, method, broken)
+    monkeypatch.setattr(part, method, broken)
+
+
+def reaches_the_end(work: Work[Request]) -> bool:
+    """Whether the step chooses a token for the request."""
+    return work.kind is Kind.DECODE or work.request.prefill_end - work.request.computed <= work.num_known
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("phase", "options"),
     [
-        ("draft", {}),
-        ("judge", {"max_batch_tokens": 7}),
-        ("inject", {}),
-        ("verify", {"page_size": 4, "num_pages": 14}),
-        ("verify", {"page_size": 4, "draft_window": 8}),
+        ("propose", {}),
+        ("accept", {"max_batch_tokens": 7}),
+        ("keep", {}),
+        ("forward", {"page_size": 4, "num_pages": 14}),
+        ("forward", {"page_size": 4, "draft_window": 8}),
     ],
 )
 @pytest.mark.parametrize("when", [0, 5])
 def test_only_the_request_at_fault_is_lost(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, method: str, when: int, options: dict[str, Any]
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, phase: str, when: int, options: dict[str, Any]
 ) -> None:
     engine = Engine(pair.target, pair.drafter, **options)
 
-    def bad(plan: Any) -> bool:
-        return any(s.request.request_id == 2 and s.request.num_output >= when and s.emits for s in plan)
+    def bad(works: list[Work[Request]]) -> bool:
+        return any(
+            work.request.request_id == 2 and work.request.num_output >= when and reaches_the_end(work) for work in works
+        )
 
-    breaks_when(bad, engine, monkeypatch, method)
+    breaks_when(bad, engine, monkeypatch, phase)
     requests, faults = run(engine)
     assert [request for request, _ in faults] == [requests[2]]
     assert isinstance(faults[0][1], Broken)
@@ -84,7 +102,7 @@ def test_only_the_request_at_fault_is_lost(
 def test_nobody_is_lost_to_an_error_of_the_batch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch of two or more raises: all still finish, one by one."""
     engine = Engine(pair.target, pair.drafter)
-    breaks_when(lambda plan: len(plan) > 1, engine, monkeypatch, "verify")
+    breaks_when(lambda works: len(works) > 1, engine, monkeypatch, "forward")
     requests, faults = run(engine)
     assert faults == []
     check(pair, requests, culprit=None)
@@ -93,7 +111,7 @@ def test_nobody_is_lost_to_an_error_of_the_batch(pair: Pair, monkeypatch: pytest
 def test_an_error_that_happened_once_costs_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(pair.target, pair.drafter)
     steps = itertools.count()
-    breaks_when(lambda _: next(steps) == 3, engine, monkeypatch, "inject")
+    breaks_when(lambda _: next(steps) == 3, engine, monkeypatch, "keep")
     requests, faults = run(engine)
     assert faults == []
     assert next(steps) > 4
@@ -104,31 +122,32 @@ def test_an_error_that_happened_once_costs_nobody(pair: Pair, monkeypatch: pytes
 def test_an_error_in_the_midst_of_taking_tokens(pair: Pair, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
     """The request's text and tokens no longer agree, so it cannot go on even if the error would not come again."""
     engine = Engine(pair.target, pair.drafter)
-    inner = Request._cut_at_stop_string
-    errors = iter([Broken()])
+    inner = Detokenizer.push
+    count, errors = itertools.count(), iter([Broken()])
 
-    def broken(self: Request) -> None:
-        if self.request_id == 3 and self.num_output > when:
+    def broken(self: Detokenizer, token_id: int, *, last: bool = False) -> str:
+        if next(count) == 3 + len(PROMPTS) * when:
             for error in errors:
                 raise error
-        inner(self)
+        return inner(self, token_id, last=last)
 
-    monkeypatch.setattr(Request, "_cut_at_stop_string", broken)
+    monkeypatch.setattr(Detokenizer, "push", broken)
     requests, faults = run(engine)
-    assert [request for request, _ in faults] == [requests[3]]
-    check(pair, requests, culprit=3)
+    ((culprit, _),) = faults
+    check(pair, requests, culprit=requests.index(culprit))
 
 
 def test_an_error_while_a_request_is_admitted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(pair.target, pair.drafter)
-    inner = engine.scheduler._match_prefix
+    inner = engine.sequences.pages.match_prefix
 
-    def broken(request: Request) -> None:
-        inner(request)
+    def broken(request: Request, most: int) -> int:
+        found = inner(request, most)
         if request.request_id == 1:
             raise Broken
+        return found
 
-    monkeypatch.setattr(engine.scheduler, "_match_prefix", broken)
+    monkeypatch.setattr(engine.sequences.pages, "match_prefix", broken)
     requests, faults = run(engine)
     assert [request for request, _ in faults] == [requests[1]]
     check(pair, requests, culprit=1)

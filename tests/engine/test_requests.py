@@ -8,10 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import byte_tokenizer
 from tests.tiny import Pair, greedy, make_pair, random_prompts, teach
 from volley import Engine, GenerationResult, SamplingParams, TextChunk
-from volley.engine.request import Detokenizer
 from volley.models.target import Target
 
 PIECES = ["ab", "c", "a", "b", " ", "bc", "ca", "d", "\n", "xyz"]
@@ -174,7 +172,7 @@ def test_plain_chunks_are_never_from_the_draft() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_statistics_add_up(temperature: float) -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=temperature, seed=3)
-    for prompt, result in zip(PROMPTS, taught().generate(PROMPTS, params), strict=True):
+    for prompt, result in zip(PROMPTS, taught(policy="fixed").generate(PROMPTS, params), strict=True):
         stats = result.stats
         assert stats.prompt_tokens == len(prompt)
         assert stats.output_tokens == len(result.token_ids) == COUNT
@@ -190,7 +188,7 @@ def test_statistics_add_up(temperature: float) -> None:
 
 
 def test_blocks_do_not_run_past_the_end() -> None:
-    (result,) = taught().generate(PROMPTS[0], SamplingParams(max_tokens=4))
+    (result,) = taught(policy="fixed").generate(PROMPTS[0], SamplingParams(max_tokens=4))
     assert result.stats.block_sizes[0] == 3
     assert sum(result.stats.accepted_lengths) == 3
 
@@ -230,40 +228,6 @@ def test_logprobs_are_the_targets_own(pair: Pair, params: SamplingParams, option
 def test_logprobs_come_only_when_asked_for() -> None:
     (result,) = taught().generate(PROMPTS[0], SamplingParams(max_tokens=3))
     assert result.logprobs is None
-
-
-# -- detokenising ------------------------------------------------------------------------------------------------------
-
-
-@given(text=st.text(max_size=20), noise=st.lists(st.integers(0, 255), max_size=8), cut=st.integers(0, 20))
-def test_text_is_never_taken_back_and_complete_at_the_end(text: str, noise: list[int], cut: int) -> None:
-    """Bytes as tokens: characters span tokens, and some byte strings are no text at all."""
-    raw = text.encode()
-    raw = raw[:cut] + bytes(noise) + raw[cut:]
-    tokens = byte_ids(raw)
-    detokenizer = Detokenizer(tokenizer())
-    pieces = [detokenizer.push(token, last=i == len(tokens) - 1) for i, token in enumerate(tokens)]
-    assert "".join(pieces) == raw.decode(errors="replace")
-
-
-@functools.cache
-def tokenizer() -> Any:
-    return byte_tokenizer()
-
-
-def byte_ids(raw: bytes) -> list[int]:
-    """Tokens of single bytes, however invalid, spelled as byte-level BPE spells them."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    vocabulary = tokenizer().get_vocab()
-    return [vocabulary[letters[byte]] for byte in raw]
-
-
-def test_special_tokens_are_not_text() -> None:
-    detokenizer = Detokenizer(tokenizer())
-    ids = [*byte_ids(b"a"), tokenizer().convert_tokens_to_ids("<|im_end|>"), *byte_ids(b"b")]
-    assert "".join(detokenizer.push(token) for token in ids) == "ab"
 
 
 def test_without_a_tokenizer_there_is_no_text(pair: Pair) -> None:

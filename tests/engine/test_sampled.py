@@ -16,11 +16,12 @@ from volley import Engine, SamplingParams
 from volley.decode import walk
 from volley.decode.sampling import token_probs
 from volley.decode.walk import Block, Transitions
-from volley.engine import runner
+from volley.decode.work import Rule
 from volley.engine.engine import OnVerified
-from volley.engine.request import Request
+from volley.engine.step import Step
 from volley.models.checkpoint import HeadConfig
-from volley.types import Proposal, Verdict
+from volley.proposers import block
+from volley.types import Proposal
 
 PROMPTS = random_prompts(6, longest=30, seed=2)
 PARAMS = [
@@ -107,22 +108,26 @@ def test_auto_verifies_speculatively_where_the_law_is_known_and_no_seed_asks_for
 
 
 @pytest.mark.parametrize("options", [{"denoising_steps": 2}, {"tree_nodes": 8}])
-def test_noise_that_a_draft_knew_is_what_its_positions_are_sampled_with(pair: Pair, options: dict[str, int]) -> None:
+def test_noise_that_a_draft_knew_is_what_its_positions_are_sampled_with(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+) -> None:
     """Whatever is asked for in between; a draft with a law of its own comes only behind them."""
     engine = Engine(pair.target, pair.drafter, policy="fixed", page_size=4)
     request = engine.add_request(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=80))
     foreseen, matched = 0, [False]
 
-    def see(_: Request, proposal: Proposal, verdict: Verdict) -> None:
+    def see(step: Step) -> None:
         nonlocal foreseen
-        first = len(request.token_ids) - len(verdict.token_ids)
-        matched.append(request.is_coupled)
-        assert matched[-1] or first >= foreseen
-        assert proposal.draft_probs is None or not matched[-1]
-        if matched[-1] and proposal.token_ids:
-            foreseen = max(foreseen, first + request.draft_slots)
+        forward(step)
+        (work,) = step.works
+        matched.append(work.ask.rule is Rule.MATCH)
+        assert matched[-1] or request.length >= foreseen
+        assert work.proposal.draft_probs is None or not matched[-1]
+        if matched[-1] and work.proposal.token_ids:
+            foreseen = max(foreseen, request.length + work.ask.positions)
 
-    engine.on_verified.append(see)
+    forward = engine.runner.forward
+    monkeypatch.setattr(engine.runner, "forward", see)
     (name, value), usual = *options.items(), {"denoising_steps": 1, "tree_nodes": None}
     while request.finish_reason is None:
         setattr(engine, name, value if len(matched) // 6 % 2 else usual[name])
@@ -200,7 +205,7 @@ def soft_scored(logits: Tensor, params: SamplingParams, *_: Any) -> Proposal:
 
 def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy drafts scored softly."""
-    monkeypatch.setattr(runner, "propose_sampled", soft_scored)
+    monkeypatch.setattr(block, "propose_sampled", soft_scored)
     params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
     sequences, _ = sampled(params, verification="speculative")
     assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6
@@ -251,18 +256,18 @@ def test_the_law_with_a_sequential_head_is_the_targets(options: dict[str, Any], 
 
 
 def scored_as_after_the_anchor(after: Transitions, blocks: Sequence[Block], params: SamplingParams) -> list[Proposal]:
-    """Drawn knowing the token before, scored as if every slot followed the anchor."""
+    """Drawn knowing the token before, scored as if every position followed the anchor."""
     proposals = walk.walk_sampled(after, blocks, params)
     row = 0
-    for block, proposal in zip(blocks, proposals, strict=True):
-        rows = list(range(row, row + block.slots))
-        proposal.draft_probs = token_probs(after(rows, [block.anchor] * block.slots), params)
-        row += block.slots
+    for own, proposal in zip(blocks, proposals, strict=True):
+        rows = list(range(row, row + own.positions))
+        proposal.draft_probs = token_probs(after(rows, [own.anchor] * own.positions), params)
+        row += own.positions
     return proposals
 
 
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "walk_sampled", scored_as_after_the_anchor)
+    monkeypatch.setattr(block, "walk_sampled", scored_as_after_the_anchor)
     probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="speculative")
     assert probability < 1e-6
 

@@ -1,6 +1,7 @@
 """Draft trees change how many tokens a pass yields, never which (fp32); K/V of accepted branches end where they belong."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,13 +9,29 @@ import torch
 from torch import Tensor
 
 from tests.models.test_target import ARCHITECTURES
-from tests.tiny import VOCAB, Pair, eager_model, greedy, make_pair, random_drafter, random_prompts, teach
+from tests.tiny import (
+    VOCAB,
+    Pair,
+    block_proposer,
+    eager_model,
+    greedy,
+    make_pair,
+    random_drafter,
+    random_prompts,
+    teach,
+)
 from volley import Engine, SamplingParams
-from volley.engine.request import Request
-from volley.engine.scheduler import Scheduled
+from volley.decode.work import Ask, Kind, Shape
+from volley.engine.runner import Runner
+from volley.engine.step import Step
 from volley.errors import ConfigError
 from volley.models.checkpoint import HeadConfig
 from volley.models.target import Target
+from volley.policies.base import View
+from volley.policies.fixed import Fixed
+from volley.procedures.request import Request
+from volley.proposers.base import Works
+from volley.proposers.block import BlockProposer
 from volley.types import Verdict
 
 COUNT = 20
@@ -29,18 +46,19 @@ def expected() -> list[list[int]]:
 
 
 def tempt(engine: Engine) -> None:
-    """Put another token before the best of every third slot, so that the right branch is not the first."""
-    inner = engine.runner._slot_logits
+    """Put another token before the best of every third position, so that the right branch is not the first."""
+    inner = block_proposer(engine)
 
-    def slot_logits(plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits, hidden = inner(plan, token_ids)
-        logits = logits.clone()
-        rows = torch.arange(0, len(logits), 3)
-        best, token = logits[rows].max(dim=-1)
-        logits[rows, (token + 1) % VOCAB] = best + 1
-        return logits, hidden
+    class Tempted(BlockProposer):
+        def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            logits, hidden = inner.position_logits(works, blocks)
+            logits = logits.clone()
+            rows = torch.arange(0, len(logits), 3)
+            best, token = logits[rows].max(dim=-1)
+            logits[rows, (token + 1) % VOCAB] = best + 1
+            return logits, hidden
 
-    engine.runner._slot_logits = slot_logits  # type: ignore[method-assign]
+    engine.proposer = Tempted(inner.model, inner.config)
 
 
 def watch(engine: Engine) -> list[Verdict]:
@@ -149,25 +167,34 @@ def test_quantised_pools(pair: Pair, kv_dtype: str) -> None:
     assert moved(seen) > 5
 
 
-def test_trees_chains_and_prompts_share_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget belongs to a request and a step: here every other decoding request drafts a chain."""
-    engine = taught(pair, max_batch_tokens=40)
-    inner = engine.scheduler._grow_others
+class EveryOther(Fixed):
+    """Trees for every other request, chains for the rest."""
 
-    def grow_some(plan: list[Scheduled]) -> None:
-        for scheduled in plan:
-            scheduled.max_nodes *= scheduled.request.request_id % 2
-        inner(plan)
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[frozenset[Shape]] = set()
 
-    monkeypatch.setattr(engine.scheduler, "_grow_others", grow_some)
-    kinds: set[frozenset[str]] = set()
+    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+        asks = [view.draft(self.block_size - 1, nodes=13 * (view.request_id % 2)) for view in views]
+        self.shapes.add(frozenset(ask.shape for ask in asks))
+        return asks
 
-    def spy(plan: list[Scheduled], *_: object) -> None:
-        kinds.add(frozenset("tree" if s.max_nodes else "chain" if s.max_draft else "known" for s in plan))
 
-    monkeypatch.setattr(engine.runner, "compact", lambda *args, real=engine.runner.compact: (spy(*args), real(*args)))
+def test_trees_chains_and_prompts_share_passes(pair: Pair) -> None:
+    policy = EveryOther()
+    engine = taught(pair, tree_nodes=None, policy=policy, max_batch_tokens=40)
+    kinds: set[frozenset[Kind]] = set()
+    forward = engine.runner.forward
+
+    class Spy(Runner):
+        def forward(self, step: Step) -> None:
+            kinds.add(frozenset(work.kind for work in step.works))
+            forward(step)
+
+    engine.runner = Spy(pair.target, engine.runner.store)
     assert run(engine) == expected()
-    assert frozenset({"tree", "chain", "known"}) in kinds
+    assert frozenset({Shape.CHAIN, Shape.TREE}) in policy.shapes
+    assert frozenset({Kind.PREFILL, Kind.DECODE}) in kinds
 
 
 def test_settings_may_change_between_steps(pair: Pair) -> None:
@@ -201,7 +228,7 @@ def test_compacted_pages_hold_what_prefill_would_have_written(pair: Pair, page_s
         assert whole.computed == request.computed
         for stores in (
             (engine.runner.store, fresh.runner.store),
-            (engine.runner.draft_store, fresh.runner.draft_store),
+            (block_proposer(engine).model.store, block_proposer(fresh).model.store),
         ):
             rows = [own.table.slot_array(0, own.computed) for own in (request, whole)]
             for layer in range(len(stores[0].keys)):
@@ -212,10 +239,11 @@ def test_compacted_pages_hold_what_prefill_would_have_written(pair: Pair, page_s
 def test_answers_written_by_trees_are_found_as_prefixes(pair: Pair) -> None:
     """Published pages are the compacted ones: a second turn on them gives the tokens of a cold start."""
     engine = taught(pair)
+    untaught = BlockProposer(block_proposer(engine).model, engine.config)
     assert run(engine, PROMPTS[:2]) == expected()[:2]
     for prompt, answer in zip(PROMPTS[:2], expected(), strict=False):
         turn = [*prompt, *answer, 5, 6]
-        engine.runner._slot_logits = type(engine.runner)._slot_logits.__get__(engine.runner)  # type: ignore[method-assign]
+        engine.proposer = untaught
         (second,) = engine.generate([turn], PARAMS)
         assert second.token_ids == greedy(pair.hf, turn, COUNT)
         assert second.stats.cached_tokens >= len(prompt) + COUNT - 5
@@ -263,7 +291,7 @@ def test_a_tree_takes_no_pages_from_other_requests(pair: Pair) -> None:
 def test_what_a_tree_cannot_be_combined_with_is_refused(pair: Pair) -> None:
     for options, message in (
         ({"tree_nodes": 1}, "a tree has 2 or more, anchor included"),
-        ({"tree_nodes": 8, "denoising_steps": 2}, "a tree grows from the slot probabilities of one draft pass"),
+        ({"tree_nodes": 8, "denoising_steps": 2}, "a tree grows from the probabilities of one draft pass"),
         ({"tree_nodes": 8, "verification": "speculative"}, "speculative verification is biased on a tree"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.tiny import random_drafter
 from volley.errors import CheckpointError, ConfigError, MismatchError
+from volley.files import load_tensors, save_tensors
 from volley.models.adapter import (
     CONFIG,
     WEIGHTS,
@@ -21,7 +22,7 @@ from volley.models.adapter import (
     merge,
     save_adapter,
 )
-from volley.models.checkpoint import HeadConfig, load_tensors, save_tensors
+from volley.models.checkpoint import HeadConfig
 from volley.models.drafter import Drafter
 
 HEAD = HeadConfig(type="residual", rank=4)

@@ -1,4 +1,4 @@
-"""Drafter checkpoints: z-lab's format, and every way in which a file can be wrong."""
+"""Drafter checkpoints: z-lab's format, and every way in which one can be wrong."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.tiny import drafter_config, random_drafter
 from volley.errors import CheckpointError, ConfigError
-from volley.models.checkpoint import DrafterConfig, load_tensors, read_json, save_tensors, write_atomically
+from volley.files import load_tensors, save_tensors
+from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 
 # As published for Qwen3-8B (docs of the z-lab checkpoint), block size at the top.
@@ -183,40 +184,3 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist"):
         Drafter.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", '{"a": 1', "\xff", "[1, 2]"])
-def test_a_damaged_config_is_a_clear_error(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(CheckpointError, match=r"config\.json is not (valid JSON|a JSON object)"):
-        read_json(tmp_path / "config.json")
-
-
-def test_a_file_where_a_folder_should_be_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"file/config\.json does not exist; give a folder"):
-        read_json(tmp_path / "file" / "config.json")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_json(tmp_path)
-
-
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "config.json"
-    write_atomically(file, "old")
-
-    def fail(*_: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(ConfigError, match=r"config\.json cannot be written \(disk full\)"):
-        write_atomically(file, "new")
-    with pytest.raises(ConfigError, match="disk full"):
-        save_tensors(tmp_path / "model.safetensors", {"x": torch.ones(1)})
-    assert file.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file cannot be made a folder \(File exists\)"):
-        write_atomically(tmp_path / "file" / "config.json", "{}")

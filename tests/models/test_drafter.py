@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import Pair, greedy, make_pair, random_drafter, random_prompts, teach
+from tests.tiny import Pair, block_proposer, greedy, make_pair, random_drafter, random_prompts, teach
 from volley import Engine, SamplingParams
-from volley.engine.runner import check_pair
-from volley.engine.scheduler import Scheduled
 from volley.errors import MismatchError
+from volley.models.draft_model import check_pair
 from volley.models.drafter import Drafter
+from volley.proposers.base import Works
+from volley.proposers.block import BlockProposer
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,18 +72,19 @@ class Draft:
 
 def record(engine: Engine) -> list[Draft]:
     drafts: list[Draft] = []
-    inner = engine.runner._slot_logits
+    inner = block_proposer(engine)
 
-    def slot_logits(plan: list[Scheduled], token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits, hidden = inner(plan, token_ids)
-        row = token = 0
-        for s in plan:
-            block = token_ids[token : token + 1 + s.max_draft].tolist()
-            drafts.append(Draft(s.request.token_ids[: s.request.computed], block, logits[row : row + s.max_draft]))
-            row, token = row + s.max_draft, token + 1 + s.max_draft
-        return logits, hidden
+    class Recorded(BlockProposer):
+        def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            logits, hidden = inner.position_logits(works, blocks)
+            row = 0
+            for work, block in zip(works, blocks, strict=True):
+                context, rows = work.request.token_ids[: work.request.computed], logits[row : row + work.ask.positions]
+                drafts.append(Draft(context, block.tolist(), rows))
+                row += work.ask.positions
+            return logits, hidden
 
-    engine.runner._slot_logits = slot_logits  # type: ignore[method-assign]
+    engine.proposer = Recorded(inner.model, inner.config)
     return drafts
 
 
@@ -187,4 +189,4 @@ def test_bf16_pairs_draft_too() -> None:
     engine = Engine.from_pretrained(target, drafter)
     (result,) = engine.generate([1, 2, 3], SamplingParams(max_tokens=12))
     assert len(result.token_ids) == 12
-    assert engine.runner.draft_store.keys[0].dtype == torch.bfloat16
+    assert block_proposer(engine).model.store.keys[0].dtype == torch.bfloat16

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.tiny import VOCAB, drafter_config, eager_model, random_drafter, target_config
 from volley.errors import CheckpointError, ConfigError, MismatchError, VolleyError
-from volley.models.checkpoint import HeadConfig, load_tensors, read_json, save_tensors
+from volley.files import load_tensors, read_json, save_tensors
+from volley.models.checkpoint import HeadConfig
 from volley.models.drafter import Drafter
 from volley.models.export import TargetEnds, TargetShape, export
 from volley.models.formats import Checkpoint, Format, parse_config, read_checkpoint, write_checkpoint

@@ -1,4 +1,4 @@
-"""Sequential heads: what they say against a slow reference, the law they are trained for, and their checkpoints."""
+"""Sequential heads: what they say against a slow reference, the distribution they are trained for, and their checkpoints."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,8 @@ import torch
 
 from tests.tiny import VOCAB, drafter_config, random_drafter
 from volley.errors import CheckpointError, ConfigError
-from volley.models.checkpoint import DrafterConfig, HeadConfig, load_tensors, save_tensors
+from volley.files import load_tensors, save_tensors
+from volley.models.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafter import Drafter
 from volley.models.heads import BoundHead, ResidualHead
 

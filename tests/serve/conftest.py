@@ -17,3 +17,11 @@ def server(tiny: Tiny) -> Iterator[Running]:
     with running(tiny.engine()) as server:
         yield server
         server.settle()
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny: Tiny) -> Iterator[Running]:
+    """The same with a policy that drafts every cycle, whether or not that pays for a target this small."""
+    with running(tiny.engine(policy="fixed")) as server:
+        yield server
+        server.settle()

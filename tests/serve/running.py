@@ -12,7 +12,7 @@ import torch
 from tests.conftest import TinyPair
 from tests.tiny import teach
 from volley import Engine, SamplingParams
-from volley.engine.engine import Prompt
+from volley.chat import Prompt
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 from volley.serve.config import ServeConfig
@@ -79,7 +79,8 @@ class Running:
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     def is_idle(self) -> bool:
-        return self.service.worker.held == 0 and self.engine.pool.num_used == 0 and not self.engine.scheduler.has_work
+        now = self.engine.snapshot()
+        return self.service.worker.held == 0 and now.running == now.waiting == now.pages_used == 0
 
     def settle(self) -> None:
         """Wait until nothing is left of any request, and see that the books are right."""

@@ -53,7 +53,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("chat", {**CHAT, "stop": ["a", ""]}, "stop", "a string or up to 16 strings"),
         ("chat", {**CHAT, "logit_bias": {"x": 1}}, "logit_bias.x.[key]", "match pattern"),
         ("chat", {**CHAT, "logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
-        ("chat", {**CHAT, "logit_bias": {"99999": 1}}, None, "logit_bias names token 99999"),
+        ("chat", {**CHAT, "logit_bias": {"99999": 1}}, None, "logit_bias: token id 99999 is outside"),
         ("chat", {**CHAT, "messages": []}, "messages", "at least 1 item"),
         ("chat", {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "'user'"),
         (
@@ -74,7 +74,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("text", {"prompt": []}, "prompt", "none of them empty"),
         ("text", {"prompt": [["a"]]}, "prompt", "a list of token ids"),
         ("text", {"prompt": [1, "a"]}, "prompt", "a list of token ids"),
-        ("text", {"prompt": [99999]}, None, "token id 99999 is outside the target's vocabulary"),
+        ("text", {"prompt": [99999]}, None, "token id 99999 is outside the target's vocabulary of 260"),
         ("text", {"prompt": ["a"] * 128, "n": 128}, "n", "this server holds"),
         ("text", {"prompt": "x" * 5000}, "prompt", "5000 in the prompt"),
         ("text", {"prompt": "x" * 900_000}, "prompt", "at least "),

@@ -51,10 +51,10 @@ def test_every_figure_it_reads_is_exported(server: Running) -> None:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
-def test_it_lives_in_a_browser(server: Running, tiny: Tiny, tmp_path: Path) -> None:
+def test_it_lives_in_a_browser(drafting: Running, tiny: Tiny, tmp_path: Path) -> None:
     assert BROWSER is not None
     tiny.answer([{"role": "user", "content": "Hello"}], max_tokens=160)
-    address = f"{server.url}/dashboard/#ask=Hello"
+    address = f"{drafting.url}/dashboard/#ask=Hello"
     command = [BROWSER, *QUIET, f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
     page = done.stdout
@@ -66,4 +66,4 @@ def test_it_lives_in_a_browser(server: Running, tiny: Tiny, tmp_path: Path) -> N
     assert page.count('class="bar"') > 3
     complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert complaints == []
-    server.settle()
+    drafting.settle()

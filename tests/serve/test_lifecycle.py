@@ -17,7 +17,8 @@ import pytest
 
 from tests.conftest import TinyPair
 from tests.serve.running import Running, Tiny, running, wait_until
-from volley.serve import answer
+from volley.engine.step import Step
+from volley.serve.answer import AnswerResponse
 from volley.serve.replies import ChatDialect
 from volley.serve.worker import End, Job, Piece
 from volley.types import GenerationStats, SamplingParams, TextChunk
@@ -38,7 +39,7 @@ def test_a_client_that_goes_frees_its_pages(server: Running) -> None:
     response = begin(server, n=3)
     lines = response.iter_lines()  # kept: closing it closes the response
     next(lines)
-    wait_until(lambda: server.engine.pool.num_used > 0)
+    wait_until(lambda: server.engine.snapshot().pages_used > 0)
     response.close()
     server.settle()
     metrics = server.metrics()
@@ -66,9 +67,8 @@ def test_a_request_that_takes_too_long(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_stops_reading_holds_nothing(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_a_client_that_stops_reading_holds_nothing(stream: bool) -> None:
     """Nothing can be sent any more, not even that time is over: the job is given up all the same."""
-    monkeypatch.setattr(answer, "_LAST_WORDS_SECONDS", 0.1)
     given_up: list[Job] = []
 
     async def never(*_: Any) -> Any:
@@ -80,7 +80,14 @@ def test_a_client_that_stops_reading_holds_nothing(monkeypatch: pytest.MonkeyPat
         job.events.put_nowait(End(0, "stop", GenerationStats()))
         dialect = ChatDialect("m", str, logprobs=False, mark_draft=False, include_usage=False)
         worker = SimpleNamespace(abort=given_up.append)
-        response = answer.Answer(worker, job, dialect, stream=stream, timeout=0.1)  # type: ignore[arg-type]
+        response = AnswerResponse(
+            worker,  # type: ignore[arg-type]
+            job,
+            dialect,
+            stream=stream,
+            timeout=0.1,
+            last_words_seconds=0.1,
+        )
         await asyncio.wait_for(response({"type": "http"}, never, never), 5)
         return job
 
@@ -90,14 +97,14 @@ def test_a_client_that_stops_reading_holds_nothing(monkeypatch: pytest.MonkeyPat
 
 def test_one_broken_request_does_not_touch_the_others(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.engine()
-    inner = engine.runner.judge
+    inner = engine.runner.forward
 
-    def judge(plan: Any, *args: Any) -> Any:
-        if any(s.request.params.top_k == 13 and s.request.num_output > 3 for s in plan):
+    def forward(step: Step) -> None:
+        if any(work.request.params.top_k == 13 and work.request.num_output > 3 for work in step.works):
             raise RuntimeError("a planted bug")
-        return inner(plan, *args)
+        inner(step)
 
-    monkeypatch.setattr(engine.runner, "judge", judge)
+    monkeypatch.setattr(engine.runner, "forward", forward)
     want = tiny.answer([{"role": "user", "content": "Hello"}], max_tokens=120)
     with running(engine) as server:
         answers: list[httpx.Response] = []
@@ -132,7 +139,7 @@ def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
     def wrong() -> None:
         raise AssertionError("page 3 has 2 references")
 
-    monkeypatch.setattr(engine.runner, "verify", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine.runner, "forward", lambda step: 1 / 0)
     monkeypatch.setattr(engine, "check_integrity", wrong)
     with running(engine) as server:
         assert server.client.get("/health").status_code == 200
@@ -205,7 +212,7 @@ def test_the_command_serves_and_obeys_sigterm(tiny_pair: TinyPair, tmp_path: Pat
 def test_metrics_count_what_happened(tiny: Tiny) -> None:
     prompt = [{"role": "user", "content": "Hello"}]
     tiny.answer(prompt, max_tokens=24)
-    with running(tiny.engine()) as server:
+    with running(tiny.engine(policy="fixed")) as server:
         usage = server.chat("Hello", temperature=0, max_tokens=24).json()["usage"]
         server.settle()
         seen = server.metrics()
@@ -235,7 +242,7 @@ def test_tasks_and_threads_end_with_the_server(tiny: Tiny) -> None:
         for _ in range(3):
             begin(server).close()
         server.settle()
-        loop = server.service.worker._loop
+        loop = server.service.worker.loop
         names = asyncio.run_coroutine_threadsafe(_task_names(), loop).result(5)
         assert len(names) < 8, names
     time.sleep(0.05)

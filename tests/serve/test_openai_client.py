@@ -13,9 +13,19 @@ from volley import SamplingParams
 CHAT = [{"role": "user", "content": "Hello"}]
 
 
+def openai_client(server: Running) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30)
+
+
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30) as client:
+    with openai_client(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def drafting_client(drafting: Running) -> Iterator[OpenAI]:
+    with openai_client(drafting) as client:
         yield client
 
 
@@ -40,15 +50,26 @@ def test_chat(client: OpenAI, tiny: Tiny) -> None:
     usage = answer.usage
     assert usage is not None
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    details = usage.completion_tokens_details
-    assert details is not None
-    assert details.accepted_prediction_tokens > 8, "the drafter was taught this answer"
-    assert details.acceptance_length > 1.5
     again = client.chat.completions.create(
         model=MODEL, messages=[*CHAT, choice.message, *CHAT], temperature=0, max_completion_tokens=1
     )
     assert again.usage is not None
     assert again.usage.completion_tokens == 1
+
+
+def test_usage_says_what_was_drafted(drafting_client: OpenAI, tiny: Tiny) -> None:
+    want = tiny.answer(CHAT, max_tokens=24)
+    answer = drafting_client.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, max_tokens=24)
+    assert answer.choices[0].message.content == want
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens > 8, "the drafter was taught this answer"
+    assert details.acceptance_length > 1.5
+    stream = drafting_client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=0, max_tokens=24, stream=True
+    )
+    assert len(list(stream)) < 20, "a block of tokens is one chunk"
 
 
 def test_chat_stream(client: OpenAI, tiny: Tiny) -> None:
@@ -65,7 +86,6 @@ def test_chat_stream(client: OpenAI, tiny: Tiny) -> None:
     assert chunks[-1].usage.completion_tokens == 24
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
-    assert len(chunks) < 20, "a block of tokens is one chunk"
 
 
 def test_completion_of_text_and_of_tokens(client: OpenAI, tiny: Tiny) -> None:

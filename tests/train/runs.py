@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from volley.models.checkpoint import load_tensors
+from volley.files import load_tensors
 
 WORDS = [
     "the",

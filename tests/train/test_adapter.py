@@ -65,7 +65,7 @@ def test_a_run_that_died_goes_on_to_the_same_adapter(
     step = Trainer.step
 
     def die(self: Trainer, indices: list[int], progress: float) -> Any:
-        if self.position.step == 8:
+        if self.schedule.position.step == 8:
             raise RuntimeError("died")
         return step(self, indices, progress)
 
@@ -113,5 +113,4 @@ def test_rows_are_as_long_as_the_target_allows(tiny_pair: TinyPair, tmp_path: Pa
         options = tiny_run(tiny_pair.target, tmp_path, eval_share=0.0, **changes)
         trainer = Trainer(TrainConfig(**{**options, "data": [str(data)]}), Ranks("cpu"))
         assert trainer.data.lengths == [longest]
-        trainer._plan()
-        trainer.step(trainer.batches[0], 0.0)
+        trainer.step(trainer.schedule.batch, 0.0)

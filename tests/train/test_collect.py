@@ -23,9 +23,11 @@ from volley.types import GenerationResult, GenerationStats, SamplingParams
 class FakeTokenizer:
     chat_template = "{% if enable_thinking %}think{% endif %}"
 
-    def apply_chat_template(self, messages: list[dict[str, str]], enable_thinking: bool = True, **_: Any) -> list[int]:
-        text = "".join(f"{m['role'][0]}:{m['content']};" for m in messages) + ("" if enable_thinking else "<no>")
-        return list(text.encode())
+    def apply_chat_template(self, messages: list[dict[str, str]], enable_thinking: bool = True, **_: Any) -> str:
+        return "".join(f"{m['role'][0]}:{m['content']};" for m in messages) + ("" if enable_thinking else "<no>")
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
 
 
 class FakeEngine:
@@ -39,12 +41,12 @@ class FakeEngine:
 
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[GenerationResult]:
         self.batches.append(len(prompts))
-        for prompt, law in zip(prompts, params, strict=True):
+        for prompt, one in zip(prompts, params, strict=True):
             if self.left is not None:
                 if self.left == 0:
                     raise KeyboardInterrupt
                 self.left -= 1
-            text = f"{len(prompt)}@{law.temperature}"
+            text = f"{len(prompt)}@{one.temperature}"
             yield GenerationResult(text, list(text.encode()), "stop", GenerationStats(len(prompt), len(text)))
 
 
@@ -145,7 +147,7 @@ def test_a_template_must_exist_and_know_the_switch() -> None:
     with pytest.raises(ConfigError, match="no thinking switch"):
         EngineSource(engine, "tiny", thinking=True)
     engine.tokenizer.chat_template = ""
-    with pytest.raises(ConfigError, match="no chat template"):
+    with pytest.raises(InputError, match=r"no chat template; .* set tokenizer\.chat_template"):
         EngineSource(engine, "tiny")
 
 

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 from volley.errors import InputError
-from volley.train.data import Document, encode_rows, end_of_turn, fingerprint, plan_epoch, read_rows
+from volley.train.data import encode_rows, read_rows
+from volley.train.documents import Document, fingerprint, plan_epoch
 
 from ..conftest import TinyPair, byte_tokenizer
 
@@ -44,13 +45,6 @@ def test_token_ids_of_a_row_are_taken_as_they_are_and_order_is_kept() -> None:
 
 def test_long_rows_are_cut() -> None:
     assert len(encode([{"messages": CHAT}], max_length=20)[0]) == 20
-
-
-def test_the_end_of_turn_is_the_stop_token_the_template_writes() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.eos_token = "<|endoftext|>"
-    assert end_of_turn(tokenizer, {0, 2}) == 2
-    assert end_of_turn(tokenizer, set()) == 0
 
 
 def test_thinking_recorded_with_a_row_reaches_the_template() -> None:

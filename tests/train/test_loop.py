@@ -16,7 +16,7 @@ from volley.errors import CheckpointError, ConfigError, InputError
 from volley.models.drafter import Drafter
 from volley.train import cache as cache_module
 from volley.train import loop
-from volley.train.loop import Trainer, learning_rate_scale, train
+from volley.train.loop import Trainer, train
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 
@@ -102,7 +102,7 @@ def test_an_interrupt_saves_and_the_run_goes_on(tiny_pair: TinyPair, tmp_path: P
     assert 1 <= step < 400
     trainer = Trainer(TrainConfig(**options), Ranks("cpu"))
     trainer.resume()
-    assert trainer.position.step == step
+    assert trainer.schedule.position.step == step
 
 
 def test_resuming_another_run_is_refused(tiny_pair: TinyPair, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_block_depends_on_its_own_tokens_and_on_features_before_its_anchor_onl
 
     def hidden() -> torch.Tensor:
         with torch.no_grad():
-            result: torch.Tensor = trainer.model(taps, anchors, embeddings, positions)
+            result: torch.Tensor = trainer.learner.model(taps, anchors, embeddings, positions)
         return result.view(4, -1)
 
     def changed(before: torch.Tensor) -> list[int]:
@@ -248,15 +248,6 @@ def test_nodes_that_share_no_files_are_refused(
     monkeypatch.setattr(Ranks, "all_see", lambda self, value: False)
     with pytest.raises(ConfigError, match="put --out on a file system that all nodes share"):
         run(tiny_run(tiny_pair.target, tmp_path))
-
-
-def test_learning_rate_rises_then_falls_to_zero() -> None:
-    scales = [learning_rate_scale(step / 100, 0.04) for step in range(101)]
-    assert scales.index(max(scales)) == 4
-    assert max(scales) == 1.0
-    assert scales[0] > 0
-    assert scales[-1] == pytest.approx(0)
-    assert learning_rate_scale(0.0, 0.0) == 1.0
 
 
 def test_minutes_bound_a_run(tiny_pair: TinyPair, tmp_path: Path) -> None:

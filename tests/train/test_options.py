@@ -7,9 +7,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from volley.errors import ConfigError
-from volley.train.data import Document
-from volley.train.options import TrainConfig, parse_taps
-from volley.train.shape import choose_mask_token, choose_taps, spread_taps
+from volley.models.tap_layers import choose_taps, parse_taps, spread_taps
+from volley.train.documents import Document
+from volley.train.options import TrainConfig
+from volley.train.shape import choose_mask_token
 
 from ..conftest import byte_tokenizer
 

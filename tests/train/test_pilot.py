@@ -12,12 +12,12 @@ from tests.costs import settle
 from tests.test_cli import FAST, failure, run
 from tests.tiny import VOCAB, Pair, random_drafter, random_prompts, teach
 from volley import Engine, SamplingParams
-from volley.decode.pilot import PilotConfig, load_pilot
 from volley.errors import ConfigError, InputError
 from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.pilot import PilotConfig, load_pilot
 from volley.train.options import PilotOptions
-from volley.train.pilot import Labelled, Outcome, cycle_seconds, fit, inputs_of, label, label_all, train_pilot
+from volley.train.pilot import Labelled, PilotOutcome, cycle_seconds, fit, inputs_of, label, label_all, train_pilot
 
 PROMPTS = random_prompts(5, longest=20, seed=3)
 
@@ -65,7 +65,7 @@ def test_a_pilot_learns_what_the_prompt_tells(pair: Pair) -> None:
     options = PilotOptions(prompts=("p",), epochs=40, learning_rate=3e-3)
     net = fit(config, pair.drafter, examples, examples.rates(seconds), options)
     fresh, _ = made_up(200)
-    outcome = Outcome.of(net(inputs_of(config, fresh)).argmax(dim=1), fresh, seconds, config.block_sizes)
+    outcome = PilotOutcome.of(net(inputs_of(config, fresh)).argmax(dim=1), fresh, seconds, config.block_sizes)
     assert outcome.agreement > 0.8
     assert outcome.oracle >= outcome.pilot > 1.1 * max(outcome.fixed.values())
     assert outcome.fixed[2] == pytest.approx(2.0)
@@ -125,7 +125,7 @@ def test_the_command_leaves_a_pilot_beside_the_drafter(
     _, errors = run("pilot", "--prompts", file, *few, *pair)
     assert "6/6 prompts labelled" in errors
     assert "On prompts it was not trained on:" in errors
-    assert load_pilot(Drafter.from_pretrained(drafter)).config.block_sizes == (2, 3, 4, 5, 6)
+    assert load_pilot(Drafter.from_pretrained(drafter))[0].block_sizes == (2, 3, 4, 5, 6)
     answer, _ = run("generate", "Hi", "--policy", "pilot", "--max-tokens", 8, *pair)
     plain, _ = run("generate", "Hi", "--drafter", "none", "--max-tokens", 8, *pair[:2], *FAST)
     assert answer == plain

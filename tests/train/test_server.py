@@ -14,12 +14,11 @@ import torch
 
 from volley.errors import CheckpointError, ConfigError, EndpointError, MismatchError
 from volley.models.recorded import Recorded, recorded_path, save_recorded
-from volley.train import server as server_module
-from volley.train.data import Document
-from volley.train.features import FrozenTarget, OnlineFeatures
+from volley.train.documents import Document
+from volley.train.features import FrozenTarget, OnlineFeatures, ServerFeatures
 from volley.train.loop import train
 from volley.train.options import TrainConfig
-from volley.train.server import ServerFeatures
+from volley.vllm import features as server_module
 
 from ..conftest import TinyPair
 from .runs import tiny_run, weights

@@ -1,5 +1,6 @@
 """Drafts on another engine's slots against volley's own, and what a policy hears of them. Nothing here needs vLLM."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,16 @@ import torch
 
 from tests.tiny import Pair, random_drafter, random_prompts
 from volley import Engine, SamplingParams
-from volley.decode.block_size import BlockSizePolicy, Cycle, Decoding, Feedback
-from volley.decode.goodput import Goodput
-from volley.engine.request import Request
+from volley.config import DraftingConfig
+from volley.decode.work import NO_DRAFT, Ask, Rule, Shape, Work
 from volley.models.checkpoint import HeadConfig
+from volley.policies.base import Cycle, Policy, View
+from volley.policies.fixed import Feedback
+from volley.policies.goodput import Goodput
+from volley.procedures.request import Request
 from volley.types import Proposal, Verdict
-from volley.vllm.drafting import SlotDrafter
-from volley.vllm.options import PluginOptions
-from volley.vllm.pacing import Pacing
+from volley.vllm.drafting import SlotDrafter, SlotRequest, SlotTable
+from volley.vllm.pacing import PassPacing
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -31,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_drafts_are_volleys_own(pair: Pair, name: str) -> None:
     changes, options = CASES[name]
     drafter = random_drafter(4, **changes)
-    engine = Engine(pair.target, drafter, **options)
+    engine = Engine(pair.target, drafter, policy="fixed", **options)
     cycles: list[tuple[list[int], list[int]]] = []
 
     def note(request: Request, proposal: Proposal, verdict: Verdict) -> None:
@@ -44,31 +47,28 @@ def test_drafts_are_volleys_own(pair: Pair, name: str) -> None:
     assert len(cycles) > 10
 
     target = pair.target
-    slots = SlotDrafter(drafter, PluginOptions(drafter="", **options), target.embed, target.head, len(cycles))
+    slots = SlotDrafter(drafter, DraftingConfig(**options), target.embed, target.head, len(cycles))
     slots.reserve(1000)
     free = np.random.default_rng(0).permutation(1000)
-    contexts, anchors = [], []
-    for token_ids, _ in cycles:
+    works = []
+    for index, (token_ids, drafted) in enumerate(cycles):
         *context, anchor = token_ids
         output = pair.hf(input_ids=torch.tensor([context]), output_hidden_states=True, use_cache=False)
         features = torch.cat([output.hidden_states[i + 1][0] for i in drafter.config.target_layer_ids], dim=-1)
         where, free = np.split(free, [len(context)])
         slots.inject(features, np.arange(len(context)), where, np.array(context, dtype=np.int32))
-        contexts.append(where)
-        anchors.append(anchor)
-    sizes = [len(drafted) for _, drafted in cycles]
-    proposals = slots.draft(contexts, anchors, sizes, with_confidence=True)
-    assert [proposal.token_ids for proposal in proposals] == [drafted for _, drafted in cycles]
-    for proposal in proposals:
-        assert len(proposal.confidence) == len(proposal.token_ids)
-        assert all(0 < sure <= 1 for sure in proposal.confidence)
+        size = len(drafted)
+        works.append(Work(slots.request(index, index, where, anchor), Ask(Shape.CHAIN, Rule.GREEDY, size, size)))
+    slots.proposer.propose(works, with_confidence=True)
+    assert [work.proposal.token_ids for work in works] == [drafted for _, drafted in cycles]
+    for work in works:
+        assert len(work.proposal.confidence) == work.ask.size
+        assert all(0 < sure <= 1 for sure in work.proposal.confidence)
 
 
 def test_only_what_was_injected_is_seen(pair: Pair) -> None:
     def make(**options: Any) -> SlotDrafter:
-        drafter = SlotDrafter(
-            pair.drafter, PluginOptions(drafter="", **options), pair.target.embed, pair.target.head, 2
-        )
+        drafter = SlotDrafter(pair.drafter, DraftingConfig(**options), pair.target.embed, pair.target.head, 2)
         drafter.reserve(64)
         features = torch.zeros(4, 2 * pair.target.hidden_size)
         drafter.inject(features, np.arange(4, 8), np.array([9, 3, 20, 4]), np.array([7, 8, 7, 6], dtype=np.int32))
@@ -88,19 +88,19 @@ def test_only_what_was_injected_is_seen(pair: Pair) -> None:
 # -- pacing ------------------------------------------------------------------------------------------------------------
 
 
-class Listener(BlockSizePolicy):
+class Listener(Policy):
     def __init__(self) -> None:
-        self.cycles: list[Cycle] = []
+        self.cycles: list[Sequence[Cycle]] = []
         self.ended: list[int] = []
 
-    def draft(self, requests: Decoding) -> list[int]:
-        return list(requests.limits)
+    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+        return [view.draft(view.limit) for view in views]
 
-    def verify(self, requests: Decoding, drafted: list[int], confidence: list[list[float]]) -> list[int]:
-        return [min(size, 3) for size in drafted]
+    def trim(self, cycles: Sequence[Cycle]) -> list[int]:
+        return [min(cycle.ask.size, 3) for cycle in cycles]
 
-    def observe(self, cycle: Cycle) -> None:
-        self.cycles.append(cycle)
+    def observe(self, cycles: Sequence[Cycle]) -> None:
+        self.cycles.append(cycles)
 
     def end(self, request_id: int) -> None:
         self.ended.append(request_id)
@@ -110,43 +110,55 @@ def seconds(tokens: int, requests: int) -> float:
     return 0.01 + 1e-3 * tokens
 
 
+def draft(pacing: PassPacing, limits: dict[int, int]) -> tuple[list[int], list[int]]:
+    """How much is drafted and how much of it is to be verified, of requests with these limits."""
+    table = SlotTable(np.arange(9))
+    works = pacing.decide([SlotRequest(request_id, 7, 3, table) for request_id in limits], list(limits.values()))
+    for work in works:
+        work.proposal = Proposal(list(range(work.ask.size)), confidence=[0.9] * work.ask.size)
+    pacing.trim(works)
+    return [work.ask.size for work in works], [len(work.proposal.token_ids) for work in works]
+
+
 def test_what_is_drafted_in_one_pass_is_judged_in_the_next() -> None:
     policy = Listener()
-    pacing = Pacing(policy, 6, seconds, seconds)
-    assert pacing.draft([1, 2, 3, 4], [9, 2, 9, 0]) == [5, 2, 5, 0]
-    assert pacing.verify([[]] * 4) == [3, 2, 3, 0]
-    pacing.after_pass({1: (3, 1), 2: (2, 2), 4: (5, 1)})  # 3 has ended; vLLM verified tokens of its own for 4
-    (cycle,) = policy.cycles
-    assert (cycle.drafted, cycle.verified, cycle.accepted) == ([5, 2, 5, 0], [3, 2, 0, 0], [1, 2, 0, 0])
+    pacing = PassPacing(policy, 6, seconds, seconds)
+    assert draft(pacing, {1: 9, 2: 2, 3: 9, 4: 0}) == ([5, 2, 5, 0], [3, 2, 3, 0])
+    pacing.judge({1: (3, 1), 2: (2, 2), 4: (5, 1)})  # 3 has ended; vLLM verified tokens of its own for 4
+    (cycles,) = policy.cycles
+    assert [cycle.ask.size for cycle in cycles] == [5, 2, 5, 0]
+    assert [(cycle.verified, cycle.accepted) for cycle in cycles] == [(3, 1), (2, 2), (0, 0), (0, 0)]
+    assert [cycle.right for cycle in cycles] == [[True, False, False], [True, True], [], []]
+    assert cycles[3].ask == NO_DRAFT
     assert policy.ended == [3]
-    pacing.after_pass({})
+    pacing.judge({})
     assert sorted(policy.ended) == [1, 2, 3, 4]
     assert len(policy.cycles) == 1, "nothing was drafted in between"
 
 
 def test_a_policy_that_weighs_costs_learns_them_first() -> None:
     policy = Goodput()
-    pacing = Pacing(policy, 6, seconds, seconds)
+    pacing = PassPacing(policy, 6, seconds, seconds)
     for _ in range(8):
         assert pacing.is_learning
-        assert pacing.draft([1], [9]) == [5]
-        pacing.after_pass({1: (5, 2)})
+        assert draft(pacing, {1: 9}) == ([5], [5])
+        pacing.judge({1: (5, 2)})
         pacing.timed(6, 1, seconds(6, 1) + 0.5)
     assert not pacing.is_learning
-    assert policy.costs is not None
-    assert policy.costs.target(6, 1) == pytest.approx(0.5 + seconds(6, 1)), "vLLM's own time is in every pass"
-    pacing.draft([1, 2], [9, 9])
-    pacing.verify([[0.9] * 5] * 2)
-    pacing.after_pass({1: (5, 4)})
-    pacing.after_pass({})
-    assert not policy.acceptance._luck, "nothing is kept of requests that ended"
+    assert pacing.costs.target(6, 1) == pytest.approx(0.5 + seconds(6, 1)), "vLLM's own time is in every pass"
+    draft(pacing, {1: 9, 2: 9})
+    pacing.judge({1: (5, 4)})
+    assert pacing.known == {1}
+    pacing.judge({})
+    assert not pacing.known
 
 
 def test_nothing_is_kept_of_requests_that_ended() -> None:
     policy = Feedback()
-    pacing = Pacing(policy, 6, seconds, seconds)
+    pacing = PassPacing(policy, 6, seconds, seconds)
     for request_id in range(20):
-        pacing.draft([request_id], [9])
-        pacing.after_pass({request_id: (5, 0)})
-    pacing.after_pass({})
-    assert not policy.slots
+        draft(pacing, {request_id: 9})
+        pacing.judge({request_id: (5, 0)})
+    assert policy.positions == {19: 4}
+    pacing.judge({})
+    assert not policy.positions

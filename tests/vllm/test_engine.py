@@ -15,13 +15,12 @@ import torch
 
 from tests.chi_square import chi_square_p
 from volley import Engine, SamplingParams
-from volley.decode.pilot import PilotConfig, net_for, save_pilot
 from volley.decode.sampling import token_probs
-from volley.engine.engine import REFERENCE
 from volley.errors import MismatchError
+from volley.files import REFERENCE, read_json, write_atomically
 from volley.models.adapter import drafter_fingerprint
-from volley.models.checkpoint import read_json, write_atomically
 from volley.models.drafter import Drafter
+from volley.models.pilot import PilotConfig, net_for, save_pilot
 from volley.vllm import PluginOptions, engine_args
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine, its worker and the proposer in this process
@@ -147,7 +146,7 @@ def test_a_pilot_chooses_as_it_does_in_volley(expected: dict[str, Any], drafter:
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=True)) for prompt in PROMPTS]
     while any(request.num_output == 0 for request in requests):
         engine.step()
-    wanted = [engine.policy.slots[request.request_id] for request in requests]  # type: ignore[attr-defined]
+    wanted = [engine.pacing.policy.positions[request.request_id] for request in requests]  # type: ignore[attr-defined]
     assert len(set(wanted)) > 1
 
     run = Run(**plugin(drafter, policy="pilot"))
@@ -156,18 +155,18 @@ def test_a_pilot_chooses_as_it_does_in_volley(expected: dict[str, Any], drafter:
 
     def watched(request_id: int, *shown: Any) -> None:
         prefilled(request_id, *shown)
-        chosen[request_id] = run.proposer.policy.slots[request_id]
+        chosen[request_id] = run.proposer.policy.positions[request_id]
 
     run.proposer.policy.prefilled = watched
     assert run.answer() == expected["tokens"]
     assert sorted(chosen.values()) == sorted(wanted)
     run.answer(PROMPTS[:1])
-    assert not [size for name, size in run.proposer.policy.slots.items() if name < max(chosen)], (
+    assert not [size for name, size in run.proposer.policy.positions.items() if name < max(chosen)], (
         "kept after their requests"
     )
 
 
-def law_of_three(temperature: float, rare: float = 0.004) -> dict[tuple[int, ...], float]:
+def distribution_of_three(temperature: float, rare: float = 0.004) -> dict[tuple[int, ...], float]:
     """The target's probabilities of what may follow the second prompt, as far as they are above ``rare``."""
     engine = Engine.from_pretrained(REFERENCE / "target", drafter=None, dtype=torch.float32)
     paths: dict[tuple[int, ...], float] = {(): 1.0}
@@ -183,8 +182,8 @@ def law_of_three(temperature: float, rare: float = 0.004) -> dict[tuple[int, ...
 
 
 def test_sampled_answers(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens at temperature 1, of which two are verified drafts, have the target's law as soon as vLLM verifies at
-    temperature 1; the CPU build does not, which the proposer notices at start-up and the test by the law."""
+    """Three tokens at temperature 1, of which two are verified drafts, have the target's distribution as soon as vLLM
+    verifies at temperature 1; the CPU build does not, which the proposer notices at start-up and the test by the answers."""
     vllms_own = rejection_sampler.expand_batch_to_tokens
 
     def expand(
@@ -198,15 +197,15 @@ def test_sampled_answers(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = engine_args(PluginOptions(drafter=drafter, policy="fixed"))
     args["speculative_config"]["num_speculative_tokens"] = 2
     run = Run(**args, max_num_seqs=100)
-    exact = law_of_three(1.0)
+    exact = distribution_of_three(1.0)
     assert len(exact) > 8
     place = {path: index for index, path in enumerate(exact)}
-    law = torch.tensor([*exact.values(), 1 - sum(exact.values())], dtype=torch.float64)
+    distribution = torch.tensor([*exact.values(), 1 - sum(exact.values())], dtype=torch.float64)
 
     def p_value(draws: int) -> float:
         drawn = run.answer([PROMPTS[1]], temperature=1.0, max_tokens=3, n=draws)
         cells = torch.tensor([place.get(tuple(path), len(place)) for path in drawn])
-        return chi_square_p(torch.bincount(cells, minlength=len(law)), law)
+        return chi_square_p(torch.bincount(cells, minlength=len(distribution)), distribution)
 
     before = run.count("spec_decode_num_accepted_tokens")
     assert p_value(1000) > 1e-4
@@ -241,11 +240,10 @@ def test_goodput_under_pressure(expected: dict[str, Any]) -> None:
     assert run.count("num_preemptions") > 0
     assert run.count("prefix_cache_hits") > 0
     assert run.count("spec_decode_num_accepted_tokens") > 0
-    policy, proposer = run.proposer.policy, run.proposer
+    proposer = run.proposer
     run.answer(PROMPTS[:1])
-    assert len(proposer._request_at) <= 1
-    assert len(proposer.pacing._known) <= 1
-    assert len(policy.acceptance._luck) <= 1, "nothing is kept of requests that ended"
+    assert len(proposer.request_at) <= 1
+    assert len(proposer.pacing.known) <= 1, "nothing is kept of requests that ended"
 
 
 def test_feedback_with_two_steps_and_a_window(expected: dict[str, Any], drafter: str) -> None:
@@ -265,7 +263,7 @@ def test_feedback_with_two_steps_and_a_window(expected: dict[str, Any], drafter:
 def test_positions_it_has_not_seen_are_not_drafted_from(expected: dict[str, Any], drafter: str) -> None:
     run = Run(**plugin(drafter, policy="fixed"))
     run.answer()
-    run.proposer.slots._tokens[:] = -1  # as if vLLM had got their K/V from elsewhere
+    run.proposer.slots.token_ids[:] = -1  # as if vLLM had got their K/V from elsewhere
     before = run.count("spec_decode_num_drafts")
     assert run.answer([PROMPTS[3]]) == [expected["tokens"][3]]
     assert run.count("prefix_cache_hits") > 0

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ from torch import nn
 
 from tests.conftest import TinyPair
 from tests.tiny import random_drafter
+from volley.config import DecodingConfig
 from volley.errors import ConfigError, MismatchError, UnsupportedModelError
 from volley.models.checkpoint import HeadConfig
 from volley.vllm import PluginOptions, engine_args
-from volley.vllm.options import check_engine
+from volley.vllm.options import NOT_IN_VLLM, check_engine
 from volley.vllm.passes import PassTaps
 
 
@@ -34,6 +36,8 @@ def test_options_travel_through_vllms_configuration(tiny_pair: TinyPair) -> None
         "num_speculative_tokens": 5,
     }
     assert args["enforce_eager"] is True
+    keys = {"drafter", "policy", "denoising_steps", "denoising_schedule", "draft_window", "greedy_only"}
+    assert args["additional_config"]["volley"].keys() == keys
     assert PluginOptions.from_config(args["additional_config"]) == options
 
 
@@ -46,11 +50,20 @@ def test_options_travel_through_vllms_configuration(tiny_pair: TinyPair) -> None
         ({"volley": {"drafter": "x", "denoising_steps": 0}}, "at least 1"),
         ({"volley": {"drafter": "x", "denoising_schedule": "cosin"}}, "did you mean 'cosine'"),
         ({"volley": {"drafter": "x", "draft_window": 0}}, "draft_window is 0"),
+        ({"volley": {"drafter": "x", "policy": 8}}, "policy is 8; .* give its name"),
+        ({"volley": {"drafter": "x", "block_size": 8}}, "block_size is a setting of volley's own engine: .*fixed:8"),
+        ({"volley": {"drafter": "x", "tree_nodes": 8}}, "verifies chains only; leave it out"),
+        ({"volley": {"drafter": "x", "kv_dtype": "int8"}}, "give vLLM --kv-cache-dtype"),
     ],
 )
 def test_options_that_cannot_be_used(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PluginOptions.from_config(config)
+
+
+def test_every_setting_of_the_engine_is_one_of_the_plugin_or_refused() -> None:
+    decoding, plugin = ({field.name for field in fields(config)} for config in (DecodingConfig, PluginOptions))
+    assert decoding - plugin == NOT_IN_VLLM.keys()
 
 
 def test_where_a_proposer_cannot_work_vllms_own_method_does(

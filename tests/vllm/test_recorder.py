@@ -96,8 +96,8 @@ class Engine:
                 self.running.append(self.waiting.pop(0))
             if rows := self.schedule():
                 self.step(rows)
-            elif self.running:
-                self.preempt(self.running[-1])
+            elif self.running:  # the last that holds blocks: without any it would come back at once, for ever
+                self.preempt(next(request for request in reversed(self.running) if request.blocks))
 
     def schedule(self) -> list[tuple[Any, int]]:
         rows, left = [], self.budget
@@ -182,7 +182,7 @@ def test_what_is_recorded_is_what_the_layers_said(
         read = {recorded_path(folder, prompt) for prompt in prompts if tuple(prompt) in engine.read_whole}
         assert read <= written, "every prompt that was read to its end"
         if not engine.interrupted:
-            assert not recorder._beginnings, "nothing is kept of prompts that were read"
+            assert not recorder.beginnings, "nothing is kept of prompts that were read"
     for path in written:
         check(load_recorded(path), paths[path], final)
 
@@ -199,15 +199,15 @@ def test_a_beginning_whose_slots_are_used_again_is_forgotten(tmp_path: Path) -> 
         recorder.propose([list(sampled)], np.zeros(1, dtype=np.int32), np.array([tokens], dtype=np.int32))
 
     read([1, 2, 3], 0, block=5)
-    assert list(recorder._beginnings) == [22]
+    assert list(recorder.beginnings) == [22]
     read([7, 8], 0, block=6)
-    assert list(recorder._beginnings) == [22, 25]
+    assert list(recorder.beginnings) == [22, 25]
     read([7, 8, 9], 2, block=6)
-    assert list(recorder._beginnings) == [22, 26], "a prompt that goes on has one place"
+    assert list(recorder.beginnings) == [22, 26], "a prompt that goes on has one place"
     read([4, 4, 4, 4], 0, block=5)
-    assert list(recorder._beginnings) == [26, 23]
+    assert list(recorder.beginnings) == [26, 23]
     read([2, 2, 2, 6], 3, block=6, sampled=[1])  # 2, 2, 2 took the place of 7, 8, 9 in a pass that was not shown
-    assert list(recorder._beginnings) == [23]
+    assert list(recorder.beginnings) == [23]
     assert not list(tmp_path.iterdir())
 
 

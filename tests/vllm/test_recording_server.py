@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 from tests.vllm.running import metric, running
 from volley.cli import app
-from volley.engine.engine import REFERENCE
 from volley.errors import ConfigError, MismatchError
-from volley.train.data import Document
-from volley.train.features import FrozenTarget, OnlineFeatures
-from volley.train.server import ServerFeatures
+from volley.files import REFERENCE
+from volley.train.documents import Document
+from volley.train.features import FrozenTarget, OnlineFeatures, ServerFeatures
 
 pytest.importorskip("vllm")
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.vllm.running import metric, running, wait_for
 from volley import Engine, SamplingParams
-from volley.engine.engine import REFERENCE
+from volley.files import REFERENCE
 from volley.vllm import PluginOptions, engine_args
 
 pytest.importorskip("vllm")

@@ -49,6 +49,7 @@ def _settings(report: Report) -> dict[str, Any]:
     config = report.config
     return {
         "prompts per dataset": config.num_prompts,
+        "prompts left out at the start": config.skip_prompts,
         "tokens per answer": f"at most {config.max_tokens}",
         "repeats": config.repeats,
         "prompts at once": config.concurrency,

@@ -139,10 +139,10 @@ async def _run(
             raise EndpointError(f"{config.url} did not answer: {warm.error}; check the URL, the model and the key")
         for kind, loads in (("closed", config.concurrencies), ("open", config.rates)):
             for load in loads:
-                await _level(config, client, bodies, kind, load, progress, levels)
+                await run_level(config, client, bodies, kind, load, progress, levels)
 
 
-async def _level(
+async def run_level(
     config: LoadConfig,
     client: httpx.AsyncClient,
     bodies: list[dict[str, Any]],
@@ -151,6 +151,10 @@ async def _level(
     progress: Callable[[str, int], None],
     levels: list[Level],
 ) -> None:
+    """One level of load, appended to ``levels`` even if it is interrupted.
+
+    ``kind`` says what ``load`` is: ``closed``, requests at once; ``open``, requests a second.
+    """
     label = f"{load:g} at once" if kind == "closed" else f"{load:g} a second"
     before = await _speculated(config, client)
     began = time.perf_counter()

@@ -8,16 +8,19 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from volley.bench.tasks import PLAIN, BenchConfig, Case
-from volley.bench.ties import first_difference
-from volley.engine.pacing import make_policy
+from volley.config import DecodingConfig
+from volley.policies.base import Policy
+from volley.policies.make import make_policy
 from volley.prompts import Conversation, Message
 from volley.types import GenerationResult, SamplingParams
 
 WARM_UP_TOKENS = 24
+IsTie = Callable[[Sequence[int], Sequence[int], Sequence[int]], bool]
+"""Prompt, answer, plain decoding's other answer: do they part where the target cannot tell the two tokens apart?"""
 
 
 @dataclass
@@ -47,9 +50,9 @@ class Record:
     identical: float | None = None
     """Share of tokens equal to plain decoding's of the same prompt, at temperature 0."""
     differing: int = 0
-    """Answers of volley's own that differ from plain decoding's at temperature 0."""
+    """Answers that differ from plain decoding's at temperature 0; those of peers too."""
     ties: int = 0
-    """How many of them part where the target's two largest logits tie to within rounding."""
+    """How many of them part where the two tokens' logits tie to within rounding."""
 
     @property
     def decode_tokens(self) -> int:
@@ -61,7 +64,7 @@ class Record:
 
 
 @dataclass
-class Outcome:
+class TimedResults:
     """What a runner hands back for one group: each prompt's result and the group's wall time."""
 
     results: list[GenerationResult]
@@ -71,28 +74,25 @@ class Outcome:
         return min(result.stats.time_to_first_token for result in self.results)
 
 
-Runner = Callable[[Sequence[list[int]], SamplingParams], Outcome]
+Runner = Callable[[Sequence[list[int]], SamplingParams], TimedResults]
 
 
 class BenchEngine(Protocol):
     """The part of ``Engine`` that measuring needs."""
 
-    block_size: int
-    policy: Any
+    config: DecodingConfig
     drafter: Any
-    denoising_steps: int
-    tree_nodes: int | None
 
+    def reconfigure(self, config: DecodingConfig) -> None: ...
     def generate(self, prompts: Any, params: Any) -> Iterator[GenerationResult]: ...
-    def encode(self, prompt: Any) -> list[int]: ...
     def reset_prefix_cache(self) -> None: ...
 
 
-def configure(engine: BenchEngine, case: Case) -> None:
-    """Let ``engine`` draft as ``case`` says."""
-    engine.tree_nodes = None  # first: a tree and several denoising steps exclude each other
-    engine.block_size, engine.denoising_steps = case.block_size, case.denoising_steps
-    engine.tree_nodes = case.tree_nodes or None
+def configure(engine: BenchEngine, case: Case, policy: Policy | None) -> None:
+    """Let ``engine`` decode as ``case`` says, with ``policy`` where the case names one; K/V stay where they live."""
+    own = engine.config
+    places = {name: getattr(own, name) for name in ("draft_window", "kv_dtype", "draft_kv_dtype")}
+    engine.reconfigure(replace(case.decoding, policy=policy, **places))
 
 
 def engine_runner(engine: BenchEngine, case: Case) -> Runner:
@@ -100,16 +100,15 @@ def engine_runner(engine: BenchEngine, case: Case) -> Runner:
 
     What a policy has learnt it keeps from run to run, as in an engine that serves.
     """
-    policy = make_policy(case.policy, engine.drafter) if case.policy else None
+    name = case.decoding.policy
+    policy = make_policy(name, engine.drafter) if name else None
 
-    def run(prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
-        configure(engine, case)
-        if policy is not None:
-            engine.policy = policy
+    def run(prompts: Sequence[list[int]], params: SamplingParams) -> TimedResults:
+        configure(engine, case, policy)
         engine.reset_prefix_cache()
         started = time.perf_counter()
         results = list(engine.generate(list(prompts), params))
-        return Outcome(results, time.perf_counter() - started)
+        return TimedResults(results, time.perf_counter() - started)
 
     return run
 
@@ -130,13 +129,13 @@ def measure(
     workload: dict[str, list[Conversation]],
     encode: Callable[[list[Message]], list[int]],
     runners: dict[Case, Runner],
-    is_tie: Callable[[list[int]], bool],
+    is_tie: IsTie,
     progress: Callable[[Record, int, int], None] | None = None,
 ) -> Measurements:
     """Run everything; Ctrl-C ends it early and keeps what was measured.
 
     ``runners`` must hold ``PLAIN``: its answers are what a conversation's further turns follow, for all cases. ``is_tie``
-    says whether the target cannot tell its two best tokens apart after the given ones.
+    says whether two differing answers part where the target cannot tell their tokens apart.
     """
     assert PLAIN in runners, "plain decoding is what every case is compared with"
     measured = Measurements()
@@ -184,7 +183,7 @@ def _dataset_runs(
     repeat: int,
     encode: Callable[[list[Message]], list[int]],
     runners: dict[Case, Runner],
-    is_tie: Callable[[list[int]], bool],
+    is_tie: IsTie,
 ) -> Iterator[list[Record]]:
     """Records of one group of prompts at a time, all cases of it."""
     cases = list(runners)
@@ -203,7 +202,7 @@ def _dataset_runs(
             ]
             if temperature == 0:
                 for record in records:
-                    if record.case.name == "volley" and record.identical != 1:
+                    if record.identical != 1:
                         _count_differences(record, prompts, outcomes[record.case].results, plain, is_tie)
             yield records
             open_chats = [i for i, c in enumerate(group) if turn < len(c.turns)]
@@ -220,7 +219,7 @@ def _record(
     temperature: float,
     case: Case,
     prompts: Sequence[list[int]],
-    outcome: Outcome,
+    outcome: TimedResults,
     plain: list[GenerationResult],
 ) -> Record:
     stats = [result.stats for result in outcome.results]
@@ -250,13 +249,12 @@ def _count_differences(
     prompts: Sequence[list[int]],
     results: Sequence[GenerationResult],
     references: Sequence[GenerationResult],
-    is_tie: Callable[[list[int]], bool],
+    is_tie: IsTie,
 ) -> None:
     for prompt, result, reference in zip(prompts, results, references, strict=True):
-        at = first_difference(result.token_ids, reference.token_ids)
-        if at is not None:
+        if result.token_ids != reference.token_ids:
             record.differing += 1
-            record.ties += is_tie([*prompt, *reference.token_ids[:at]])
+            record.ties += is_tie(prompt, result.token_ids, reference.token_ids)
 
 
 def identical_share(results: Sequence[GenerationResult], references: Sequence[GenerationResult]) -> float:

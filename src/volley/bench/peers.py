@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from volley.bench.measure import Outcome, Runner
+from volley.bench.measure import Runner, TimedResults
 from volley.bench.tasks import Case
+from volley.config import DecodingConfig
 from volley.models.drafter import Drafter
 from volley.models.formats import obstacles, transformers_config, transformers_names
 from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams
@@ -60,7 +61,7 @@ def transformers_runners(
         dflash([[0, 1]], SamplingParams(max_tokens=assistant.config.block_size + 2))
     except Exception as error:  # whatever another library raises is a fact to report, not ours to pass on
         return runners, [f"transformers-dflash: generate failed on this target: {type(error).__name__}: {error}"]
-    runners[Case("transformers-dflash", assistant.config.block_size)] = dflash
+    runners[Case("transformers-dflash", DecodingConfig(block_size=assistant.config.block_size))] = dflash
     return runners, []
 
 
@@ -79,7 +80,7 @@ def to_transformers(drafter: Drafter) -> PreTrainedModel:
 
 
 def _runner(model: PreTrainedModel, stop_token_ids: Sequence[int], how: dict[str, Any]) -> Runner:
-    def run(prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
+    def run(prompts: Sequence[list[int]], params: SamplingParams) -> TimedResults:
         assert len(prompts) == 1, "transformers speculates for one prompt at a time"
         input_ids = torch.tensor([prompts[0]], device=model.device)
         streamer = _Listener()
@@ -93,7 +94,7 @@ def _runner(model: PreTrainedModel, stop_token_ids: Sequence[int], how: dict[str
                 eos_token_id=None if params.ignore_eos else sorted(stop_token_ids) or None,
                 pad_token_id=0,
                 streamer=streamer,
-                **_law(params),
+                **_sampling(params),
                 **how,
             )
         seconds = time.perf_counter() - started
@@ -106,12 +107,12 @@ def _runner(model: PreTrainedModel, stop_token_ids: Sequence[int], how: dict[str
             total_seconds=seconds,
         )
         reason: FinishReason = "stop" if token_ids and token_ids[-1] in stop_token_ids else "length"
-        return Outcome([GenerationResult("", token_ids, reason, stats)], seconds)
+        return TimedResults([GenerationResult("", token_ids, reason, stats)], seconds)
 
     return run
 
 
-def _law(params: SamplingParams) -> dict[str, Any]:
+def _sampling(params: SamplingParams) -> dict[str, Any]:
     """The same sampling parameters in transformers' words."""
     if params.temperature == 0:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}

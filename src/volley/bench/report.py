@@ -47,12 +47,12 @@ class Summary:
     case: Case
     runs: int
     tokens_per_second: Spread
-    """Over repeats; within a repeat all tokens by all seconds."""
+    """Spread over the repeats; the speed of a repeat is all its tokens by all its seconds."""
     end_to_end_tokens_per_second: float
     speedup: float
-    """Plain decoding's time for a token by this case's, all prompts and repeats together."""
+    """Plain decoding's time per token by this case's, over all prompts and repeats."""
     speedup_per_prompt: Spread
-    """The same ratio of each single run to the plain run of the same prompt beside it."""
+    """The same ratio for single runs, each against the plain run of its prompt in the same repeat."""
     acceptance_length: float
     """τ: tokens per verified block, bonus token included."""
     draft_ms: float
@@ -67,7 +67,7 @@ class Summary:
     differing: int = 0
     """Runs whose answer differs from plain decoding's."""
     ties: int = 0
-    """How many of them part where the target's two largest logits tie to within rounding."""
+    """How many of them part where the two tokens' logits tie to within rounding."""
     acceptance_by_position: list[float] = field(default_factory=list)
     """Share of cycles with a full block or tree that accepted at least k draft tokens, k = 1 … B − 1."""
     histogram: dict[int, int] = field(default_factory=dict)
@@ -79,7 +79,8 @@ class Summary:
         return self.speedup / self.acceptance_length if self.acceptance_length else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "efficiency": self.efficiency, "label": self.case.label}
+        facts = {**asdict(self), "case": self.case.to_json()}
+        return {**facts, "efficiency": self.efficiency, "label": self.case.label}
 
 
 def summarise(records: list[Record]) -> list[Summary]:
@@ -150,7 +151,8 @@ def _acceptance_by_position(runs: list[Record]) -> list[float]:
     cycles = [pair for r in runs for pair in zip(r.accepted_lengths, r.block_sizes, strict=False)]
     full = max((size for _, size in cycles), default=1)  # blocks are cut short near the end of an answer
     accepted = [length for length, size in cycles if size == full]
-    depth = min(full, runs[0].case.block_size) if runs[0].case.tree_nodes else full
+    decoding = runs[0].case.decoding
+    depth = min(full, decoding.block_size) if decoding.tree_nodes and decoding.block_size else full
     return [sum(length > position for length in accepted) / len(accepted) for position in range(1, depth)]
 
 
@@ -259,5 +261,5 @@ class Report:
             "notes": measured.notes,
             "peak_memory_bytes": measured.peak_memory_bytes,
             "summaries": [summary.to_json() for summary in self.summaries],
-            "records": [asdict(record) for record in measured.records],
+            "records": [{**asdict(record), "case": record.case.to_json()} for record in measured.records],
         }

@@ -1,18 +1,20 @@
 """A whole benchmark: load the workload, set up the cases on an engine and the peers beside it, measure, report."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from volley.bench.html import to_html
-from volley.bench.measure import Record, Runner, configure, engine_runner, measure
+from volley.bench.measure import Record, Runner, engine_runner, measure
 from volley.bench.report import Report, machine, to_markdown
 from volley.bench.tasks import PLAIN, BenchConfig, Case
-from volley.bench.ties import tied_logits
+from volley.bench.ties import is_tie
+from volley.config import DecodingConfig
 from volley.engine.engine import Engine
-from volley.models.checkpoint import write_atomically
+from volley.files import write_atomically
 from volley.prompts import Message
 
 
@@ -23,8 +25,8 @@ def without_drafter(engine: Engine) -> Engine:
     """
     if engine.drafter is None:
         return engine
-    pool = engine.pool
-    return Engine(engine.target, page_size=pool.page_size, num_pages=pool.num_pages, kv_dtype=engine.kv_dtype)
+    capacity = replace(engine.capacity, num_pages=engine.snapshot().num_pages)
+    return Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), capacity=capacity)
 
 
 def run_bench(
@@ -38,10 +40,9 @@ def run_bench(
     How the engine drafts is put back afterwards.
     """
     workload = config.load()
-    before = Case("volley", engine.block_size, engine.denoising_steps, engine.tree_nodes or 0)
-    policy = engine.policy
+    before = engine.config
     drafter = engine.drafter
-    cases = config.cases(drafter.config.block_size if drafter is not None else None)
+    cases = config.cases(drafter.config.block_size if drafter is not None else None, before)
     plain = without_drafter(engine)
     runners: dict[Case, Runner] = {case: engine_runner(plain if case == PLAIN else engine, case) for case in cases}
     notes: list[str] = []
@@ -57,14 +58,13 @@ def run_bench(
     def encode(messages: list[Message]) -> list[int]:
         return engine.encode(messages[-1]["content"] if config.raw else messages)
 
-    def is_tie(token_ids: list[int]) -> bool:
-        return tied_logits(plain, token_ids, target.dtype) is not None
+    def at_a_tie(prompt: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> bool:
+        return is_tie(plain, prompt, mine, theirs, target.dtype)
 
     try:
-        measured = measure(config, workload, encode, runners, is_tie, progress)
+        measured = measure(config, workload, encode, runners, at_a_tie, progress)
     finally:
-        configure(engine, before)
-        engine.policy = policy
+        engine.reconfigure(before)
     measured.notes += notes
     facts = {name: value for name, value in models.items() if name != "path"}
     facts |= {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}

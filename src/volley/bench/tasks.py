@@ -1,36 +1,50 @@
 """What a benchmark measures: the workload (datasets, temperatures, lengths) and the cases that run on it in turn."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from volley.errors import ConfigError, unknown_key
+from volley.config import DecodingConfig
+from volley.errors import ConfigError, InputError, unknown_key
 from volley.prompts import Conversation, load_prompts
 
 if TYPE_CHECKING:
     from volley.types import SamplingParams
 
 
+_PLAINLY = DecodingConfig(block_size=1)
+
+
 @dataclass(frozen=True)
 class Case:
-    """One way to decode. ``name`` is ``plain``, ``volley`` or a peer; sizes are 1 where volley drafts nothing."""
+    """One way to decode. ``name`` is ``plain``, ``volley`` or a peer."""
 
     name: str
-    block_size: int = 1
-    denoising_steps: int = 1
-    tree_nodes: int = 0
-    """0 is a chain."""
-    policy: str = ""
-    """What decides the block, ``block_size`` at most; empty: it is fixed."""
+    decoding: DecodingConfig = _PLAINLY
+    """Its policy is a name."""
+    largest: int = 1
+    """The largest block of a policy."""
 
     @property
     def label(self) -> str:
         if self.name != "volley":
             return self.name
-        steps = f" S={self.denoising_steps}" if self.denoising_steps > 1 else ""
-        size = self.policy or f"B={self.block_size}"
-        return size + steps + (f" N={self.tree_nodes}" if self.tree_nodes else "")
+        decoding = self.decoding
+        steps = f" S={decoding.denoising_steps}" if decoding.denoising_steps > 1 else ""
+        size = decoding.policy or f"B={decoding.block_size}"
+        return f"{size}{steps}" + (f" N={decoding.tree_nodes}" if decoding.tree_nodes else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """As in reports: ``tree_nodes`` 0 is a chain, and where a policy decides, ``block_size`` is the most it may take."""
+        decoding = self.decoding
+        return {
+            "name": self.name,
+            "block_size": decoding.block_size or self.largest,
+            "denoising_steps": decoding.denoising_steps,
+            "tree_nodes": decoding.tree_nodes or 0,
+            "policy": decoding.policy or "",
+        }
 
 
 PLAIN = Case("plain")
@@ -46,6 +60,8 @@ class BenchConfig:
     """Folder with the datasets' files (gsm8k_test.jsonl and so on); without it they come from the hub."""
     num_prompts: int = 8
     """Conversations taken from each dataset."""
+    skip_prompts: int = 0
+    """Conversations left out at the start of each dataset: those that a setting was chosen on."""
     temperatures: tuple[float, ...] = (0.0,)
     """0 is greedy."""
     block_sizes: tuple[int, ...] = ()
@@ -75,6 +91,8 @@ class BenchConfig:
         for name in ("num_prompts", "concurrency", "max_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.skip_prompts < 0:
+            raise ConfigError(f"skip_prompts is {self.skip_prompts}; it must be 0 or more")
         for name in ("datasets", "temperatures", "denoising_steps", "tree_nodes"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty; give at least one")
@@ -97,11 +115,16 @@ class BenchConfig:
             raise ConfigError(f"temperatures are {self.temperatures}; each must be 0 or more")
 
     def load(self) -> dict[str, list[Conversation]]:
-        """The conversations of every dataset, keyed by its short name."""
-        return {
-            Path(name).stem if name.endswith(".jsonl") else name: load_prompts(name, self.data_dir, self.num_prompts)
-            for name in self.datasets
-        }
+        """``num_prompts`` conversations of every dataset, from ``skip_prompts`` on, keyed by its short name."""
+        workload = {}
+        for name in self.datasets:
+            conversations = load_prompts(name, self.data_dir, self.skip_prompts + self.num_prompts)
+            if len(conversations) <= self.skip_prompts:
+                raise InputError(
+                    f"{name} has {len(conversations)} prompts and skip_prompts is {self.skip_prompts}; skip fewer"
+                )
+            workload[Path(name).stem if name.endswith(".jsonl") else name] = conversations[self.skip_prompts :]
+        return workload
 
     def params(self, temperature: float, repeat: int) -> "SamplingParams":
         from volley.types import SamplingParams
@@ -109,9 +132,9 @@ class BenchConfig:
         seed = None if self.unseeded else self.seed + repeat
         return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=seed)
 
-    def cases(self, drafter_block_size: int | None) -> list[Case]:
+    def cases(self, drafter_block_size: int | None, decoding: DecodingConfig | None = None) -> list[Case]:
         """Plain decoding, then every policy, and every block size with every step count or tree; plain alone without a
-        drafter.
+        drafter. Whatever the cases do not vary is as in ``decoding``.
         """
         if drafter_block_size is None:
             if self.block_sizes or self.policies or any(self.tree_nodes):
@@ -120,6 +143,10 @@ class BenchConfig:
                 )
             return [PLAIN]
         sizes = self.block_sizes or (drafter_block_size,)
-        ways = product(sizes, self.denoising_steps, self.tree_nodes)
-        decided = [Case("volley", drafter_block_size, policy=policy) for policy in self.policies]
-        return [PLAIN, *decided, *(Case("volley", *way) for way in ways)]
+        base = replace(decoding or DecodingConfig(), policy=None, block_size=None, denoising_steps=1, tree_nodes=None)
+        decided = [Case("volley", replace(base, policy=policy), drafter_block_size) for policy in self.policies]
+        fixed = [
+            Case("volley", replace(base, block_size=size, denoising_steps=steps, tree_nodes=nodes or None))
+            for size, steps, nodes in product(sizes, self.denoising_steps, self.tree_nodes)
+        ]
+        return [PLAIN, *decided, *fixed]

@@ -1,4 +1,4 @@
-"""Multi-step denoising: how many slots each step reveals, and which (AitherOS DFlash; DFlash is the one-step case)."""
+"""Multi-step denoising: how many positions each step reveals, and which (AitherOS DFlash; DFlash is the one-step case)."""
 
 import math
 from collections.abc import Callable
@@ -16,10 +16,10 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 }
 
 
-def reveal_counts(num_slots: int, num_steps: int, schedule: str) -> list[int]:
-    """Slots to reveal at each of ``num_steps`` steps: non-negative, summing to ``num_slots``.
+def reveal_counts(num_positions: int, num_steps: int, schedule: str) -> list[int]:
+    """Positions to reveal at each of ``num_steps`` steps: non-negative, summing to ``num_positions``.
 
-    Each step gets the whole part of its share; what is left goes to the heaviest steps, earliest first. 16 slots in 4
+    Each step gets the whole part of its share; what is left goes to the heaviest steps, earliest first. 16 positions in 4
     cosine steps are ``[6, 5, 3, 2]``.
     """
     if schedule not in SCHEDULES:
@@ -28,9 +28,9 @@ def reveal_counts(num_slots: int, num_steps: int, schedule: str) -> list[int]:
         raise ConfigError(f"denoising_steps is {num_steps}; it must be at least 1")
     weights = [SCHEDULES[schedule](step / num_steps, (step + 1) / num_steps) for step in range(num_steps)]
     total = sum(weights)
-    counts = [math.floor(num_slots * weight / total + 1e-9) for weight in weights]
+    counts = [math.floor(num_positions * weight / total + 1e-9) for weight in weights]
     heaviest = sorted(range(num_steps), key=lambda step: -weights[step])
-    for step in heaviest[: num_slots - sum(counts)]:
+    for step in heaviest[: num_positions - sum(counts)]:
         counts[step] += 1
     return counts
 
@@ -42,10 +42,10 @@ def denoise(
     look: Callable[[list[Tensor]], Tensor],
     choose: Callable[[int, Tensor], Tensor],
 ) -> Tensor:
-    """Fill the masks of ``blocks``, token ids ``[1 + k]`` of anchor and slots, in place, the most confident slots first.
+    """Fill the masks of ``blocks``, token ids ``[1 + k]`` of anchor and positions, in place, the most confident positions first.
 
-    ``look`` gives the logits ``[Σ k, V]`` of all slots of the blocks as they are, ``choose(block, logits [k, V])`` a token
-    for each slot of one of them. Returns the logits of the first look.
+    ``look`` gives the logits ``[Σ k, V]`` of all positions of the blocks as they are, ``choose(block, logits [k, V])`` a token
+    for each position of one of them. Returns the logits of the first look.
     """
     sizes = [len(block) - 1 for block in blocks]
     counts = [reveal_counts(size, num_steps, schedule) for size in sizes]
@@ -64,7 +64,7 @@ def denoise(
 
 
 def reveal(masked: Tensor, confidence: Tensor, count: int) -> Tensor:
-    """The ``count`` most confident slots that are still masked, as a boolean mask ``[n, k]``.
+    """The ``count`` most confident positions that are still masked, as a boolean mask ``[n, k]``.
 
     ``masked`` ``[n, k]`` is boolean, ``confidence`` ``[n, k]`` any score of the drafter's own.
     """

@@ -4,11 +4,15 @@ Code that is edited, documents that are quoted and answers that repeat themselve
 no model. Such a draft knows the text and nothing else: verified by comparing choices it is lossless (``decode/verify.py``).
 """
 
+from collections.abc import Sequence
+
 MOST_FOUND = 31
 """Tokens that are worth verifying at once, at most."""
 MOST_AGREED = 16
 """Tokens before them that agree; more say no more."""
-_KEY = 3  # tokens that must agree
+KEY = 3
+"""Tokens that must agree before a place counts: fewer hardly tell what follows, more are seldom found."""
+_SURE = [n / (n + 1) for n in range(MOST_AGREED + MOST_FOUND)]  # of a token of which n before it agree
 _COMPARED = 8  # places that are looked at, the last ones
 
 
@@ -17,7 +21,7 @@ class Lookup:
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, ...], int] = {}
-        self._before = [0] * _KEY  # the place before each that has the same tokens before it, 0 for none
+        self._before = [0] * KEY  # the place before each that has the same tokens before it, 0 for none
 
     def find(self, token_ids: list[int], most: int) -> tuple[list[int], int]:
         """Up to ``most`` tokens that may follow ``token_ids``, and how many before them agree; ``([], 0)`` if too few do.
@@ -27,13 +31,13 @@ class Lookup:
         """
         end = len(token_ids)
         for place in range(len(self._before), end):
-            key = tuple(token_ids[place - _KEY : place])
+            key = tuple(token_ids[place - KEY : place])
             self._before.append(self._last.get(key, 0))
             self._last[key] = place
-        place = self._last.get(tuple(token_ids[-_KEY:]), 0)
+        place = self._last.get(tuple(token_ids[-KEY:]), 0)
         best = agreed = compared = 0
         while place and compared < _COMPARED and agreed < MOST_AGREED:
-            count = _KEY
+            count = KEY
             while count < min(MOST_AGREED, place) and token_ids[place - 1 - count] == token_ids[end - 1 - count]:
                 count += 1
             if count > agreed:
@@ -43,3 +47,18 @@ class Lookup:
             return [], 0
         following = token_ids[best : best + most]
         return (following * (most // len(following) + 1))[:most], agreed
+
+
+def found_confidence(agreed: int, count: int) -> list[float]:
+    """How sure a copy is of each of ``count`` tokens that follow ``agreed`` equal ones: n / (n + 1) after n."""
+    return _SURE[agreed : agreed + count]
+
+
+def right_so_far(found: Sequence[int], token_ids: Sequence[int]) -> list[bool]:
+    """Of tokens ``found``, up to the first that is wrong, which were right, where ``token_ids`` really follow."""
+    marks: list[bool] = []
+    for one, other in zip(found, token_ids, strict=False):
+        marks.append(one == other)
+        if one != other:
+            break
+    return marks

@@ -1,4 +1,4 @@
-"""From the drafter's slot logits to draft tokens, and to the law they were drawn from where one is known."""
+"""From the drafter's position logits to draft tokens, and to the distribution they were drawn from where one is known."""
 
 from collections.abc import Sequence
 
@@ -9,22 +9,22 @@ from volley.types import Proposal, SamplingParams
 
 
 def propose_greedy(best: Sequence[int]) -> Proposal:
-    """The most likely token of every slot; verified by comparing choices."""
+    """The most likely token of every position; verified by comparing choices."""
     return Proposal(list(best))
 
 
 def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Proposal:
-    """Draw every slot from its own distribution for speculative sampling; ``logits [k, V]`` of positions from ``first``.
+    """Draw every position from its own distribution for speculative sampling; ``logits [k, V]`` of positions from ``first``.
 
-    The slots of a single-pass draft are independent given the context, so each row *is* the law of its token given the
-    tokens before it, which speculative sampling needs.
+    The positions of a single-pass draft are independent given the context. So each row is the distribution of its token given
+    the tokens before it, which speculative sampling needs.
     """
     probs = token_probs(logits, params, draft_temperature(params))
     return Proposal(draw(probs, noise.uniforms(Purpose.DRAFT, first, len(logits))).tolist(), probs)
 
 
 def propose_coupled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
-    """Draw every slot with the noise the target will use at that position; tokens ``[k]``, for sample-and-match only."""
+    """Draw every position with the noise the target will use at that position; tokens ``[k]``, for sample-and-match only."""
     probs = token_probs(logits, params, draft_temperature(params))
     positions = range(first, first + len(logits))
     return race(probs, noise.exponentials(positions, logits.shape[-1]))

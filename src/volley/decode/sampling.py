@@ -110,7 +110,7 @@ def _invert(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_probs(logits: Tensor, params: SamplingParams, temperature: float | None = None) -> Tensor:
-    """The law ``[R, V]`` (fp32) that ``params`` makes of ``logits [R, V]``: temperature, then top-k, top-p and min-p.
+    """The distribution ``[R, V]`` (fp32) that ``params`` makes of ``logits [R, V]``: temperature, then top-k, top-p and min-p.
 
     ``temperature`` overrides the parameters' own; 0 gives the point mass on the largest logit.
     """

@@ -1,6 +1,6 @@
 """Draft trees: the likeliest continuations the drafter knows, under a budget of nodes (DDTree, arXiv 2604.12989).
 
-Every slot offers its C best candidates; a path through them has the product of their probabilities. Verifying a node pays
+Every position offers its C best candidates; a path through them has the product of their probabilities. Verifying a node pays
 only if all its ancestors are accepted, so its worth is that product, and the best tree of n nodes holds the n likeliest
 paths: a closed set, because no path is likelier than its beginning. A heap finds them best first.
 """
@@ -18,7 +18,7 @@ from volley.decode.sampling import PositionNoise, token_probs
 from volley.types import Lattice, Proposal, SamplingParams
 
 CANDIDATES = 16
-"""Tokens a slot offers; trees of a few dozen nodes hardly ever reach for a later one."""
+"""Tokens a position offers; trees of a few dozen nodes hardly ever reach for a later one."""
 
 
 def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
@@ -36,8 +36,8 @@ def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise,
     return weights.log_() * (temperature or 1.0)
 
 
-def slot_lattice(logits: Tensor, size: int = CANDIDATES) -> Lattice:
-    """The lattice of independent slots: the ``size`` best tokens of each row of ``logits [k, V]``."""
+def position_lattice(logits: Tensor, size: int = CANDIDATES) -> Lattice:
+    """The lattice of independent positions: the ``size`` best tokens of each row of ``logits [k, V]``."""
     scores, tokens = logits.float().topk(min(size, logits.shape[-1]), dim=-1)
     return Lattice(tokens.cpu().numpy(), scores[:, None].cpu().numpy())
 
@@ -45,35 +45,37 @@ def slot_lattice(logits: Tensor, size: int = CANDIDATES) -> Lattice:
 def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Proposal:
     """The tree of at most ``num_nodes`` likeliest nodes, anchor not counted, fewer if no others are possible.
 
-    Probabilities are the softmax of ``scores / temperature`` over a slot's candidates; temperature 0 counts as 1. Nodes come
+    Probabilities are the softmax of ``scores / temperature`` over a position's candidates; temperature 0 counts as 1. Nodes come
     in preorder, likelier siblings first: the likeliest path lies at the front, and if it is accepted its K/V are where they
     belong.
     """
     costs, order = _sorted_families(lattice.scores / (temperature or 1.0))
-    chosen: list[tuple[int, int, float]] = []  # (slot, candidate, cost of the path) of each node
+    chosen: list[tuple[int, int, float]] = []  # (position, candidate, cost of the path) of each node
     children: list[list[int]] = [[]]  # by node; the anchor is node 0
-    # (cost of the path, serial number, parent, cost of the parent's path, slot, family, rank in the family)
+    # (cost of the path, serial number, parent, cost of the parent's path, position, family, rank in the family)
     heap = [(costs[0][0][0], 0, 0, 0.0, 0, 0, 0)] if num_nodes > 0 else []
     serial = 0
     while heap and len(chosen) < num_nodes and heap[0][0] < inf:
-        cost, _, parent, base, slot, family, rank = heappop(heap)
-        candidate = order[slot][family][rank]
-        chosen.append((slot, candidate, cost))
+        cost, _, parent, base, position, family, rank = heappop(heap)
+        candidate = order[position][family][rank]
+        chosen.append((position, candidate, cost))
         children.append([])
         children[parent].append(len(chosen))
-        siblings = costs[slot][family]
+        siblings = costs[position][family]
         if rank + 1 < len(siblings):
             serial += 1
-            heappush(heap, (base + siblings[rank + 1], serial, parent, base, slot, family, rank + 1))
-        if slot + 1 < len(costs):
+            heappush(heap, (base + siblings[rank + 1], serial, parent, base, position, family, rank + 1))
+        if position + 1 < len(costs):
             serial += 1
-            following = candidate if len(costs[slot + 1]) > 1 else 0
-            heappush(heap, (cost + costs[slot + 1][following][0], serial, len(chosen), cost, slot + 1, following, 0))
+            following = candidate if len(costs[position + 1]) > 1 else 0
+            heappush(
+                heap, (cost + costs[position + 1][following][0], serial, len(chosen), cost, position + 1, following, 0)
+            )
     return _preorder(lattice, chosen, children)
 
 
 def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]]], list[list[list[int]]]]:
-    """For slot and family (candidate before it): its candidates' costs ``−log q`` from the likeliest on, and their indices."""
+    """By position and family (candidate before it): the candidates' costs ``−log q``, the likeliest first, and their indices."""
     order = (-scores).argsort(axis=-1, kind="stable")
     below = np.take_along_axis(scores, order, axis=-1)
     below = below[..., :1] - below
@@ -88,8 +90,8 @@ def _preorder(lattice: Lattice, chosen: list[tuple[int, int, float]], children: 
     stack = [(node, 0) for node in reversed(children[0])]
     while stack:
         node, parent = stack.pop()
-        slot, candidate, cost = chosen[node - 1]
-        tokens.append(int(lattice.tokens[slot, candidate]))
+        position, candidate, cost = chosen[node - 1]
+        tokens.append(int(lattice.tokens[position, candidate]))
         parents.append(parent)
         probabilities.append(exp(-cost))
         place = len(tokens)

@@ -1,7 +1,7 @@
 """What of a draft survives: verifiers, each exactly lossless, each a pure function over ragged rows.
 
-A request with k draft tokens owns k + 1 consecutive rows of target distributions: row i is the law of the token after the
-anchor and i draft tokens. Losslessness conditions are in each docstring; a verifier must not be used outside its own.
+A request with k draft tokens owns k + 1 consecutive rows of target distributions. Row i is that of the token after the anchor and
+i draft tokens. Losslessness conditions are in each docstring; a verifier must not be used outside its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ def verify_choices(choices: Sequence[int], drafts: Sequence[Sequence[int]]) -> l
     """Keep draft tokens while they are what the target chose itself; the first other choice is the bonus.
 
     ``choices`` holds one token a row. With ``choices = argmax`` this is greedy verification. With choices *sampled* from
-    the target's law it is sample-and-match, lossless for any draft whatsoever: what is emitted is always the choice. A
+    the target's distribution it is sample-and-match, lossless for any draft whatsoever: what is emitted is always the choice. A
     draft that knows the noise of the choices (``propose_coupled``) needs that noise to belong to positions: a position
     must be chosen with the same noise again after a rejection before it, or where a draft fails would bias what follows.
     """
@@ -71,20 +71,20 @@ def verify_speculative(
     ``(l_i · p − q)⁺`` over the tokens that may follow, one of which is then drawn in proportion to it. On average no fewer are
     kept than by judging one token after the other with ``min(1, p / q)``.
 
-    Lossless only if ``draft_probs[i] [k, V]`` is the law each token of ``drafts[i]`` was really drawn from given the ones
-    before it, after temperature and truncation, and if no noise of the draft or of ``uniforms[i] [k]`` serves another cycle:
-    what came behind the kept tokens had a say. A rule that ends a draft may look at the tokens before. ``target_probs`` is
+    Lossless only if ``draft_probs[i] [k, V]`` is the distribution that each token of ``drafts[i]`` was drawn from, given the
+    tokens before it, after temperature and truncation, and if no noise of the draft or of ``uniforms[i] [k]`` serves another
+    cycle: what came behind the kept tokens had a say. A rule that ends a draft may look at the tokens before. ``target_probs`` is
     ``[R, V]``.
     """
     sizes = [len(draft) for draft in drafts]
     starts = np.cumsum([0, *(size + 1 for size in sizes)]).tolist()
     rows = [start + i for start, size in zip(starts, sizes, strict=False) for i in range(size)]
     tokens = [token for draft in drafts for token in draft]
-    laws = torch.cat(list(draft_probs)) if tokens else target_probs[:0]
-    ratios = (target_probs[rows, tokens].double() / laws[range(len(tokens)), tokens].double()).tolist()
+    distributions = torch.cat(list(draft_probs)) if tokens else target_probs[:0]
+    ratios = (target_probs[rows, tokens].double() / distributions[range(len(tokens)), tokens].double()).tolist()
     levels = _levels(ratios, sizes)
     before = torch.tensor([level for own in levels for level in own[:-1]], dtype=target_probs.dtype)
-    surplus = target_probs[rows].mul_(before[:, None].to(target_probs.device)).sub_(laws).clamp_min_(0)
+    surplus = target_probs[rows].mul_(before[:, None].to(target_probs.device)).sub_(distributions).clamp_min_(0)
     masses = surplus.sum(dim=-1).tolist()
 
     accepted = []
@@ -129,3 +129,11 @@ def _kept(levels: Sequence[float], masses: Sequence[float], uniforms: Sequence[f
         if uniforms[count - 1] < chance:
             return count
     return 0
+
+
+def kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) -> slice | Tensor:
+    """Rows of a segment from ``start`` that stay: its known tokens and what was accepted, without the first ``skip``."""
+    if verdict.path is None:
+        return slice(start + skip, start + num_known + verdict.accepted)
+    assert num_known == 1, "a tree's root is the anchor"
+    return torch.tensor([start, *(start + node for node in verdict.path)][skip:])

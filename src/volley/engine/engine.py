@@ -1,10 +1,9 @@
 """The engine: ``step`` is the loop, everything else brings prompts in and results out."""
 
-import inspect
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -12,39 +11,64 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from volley.decode.block_size import BlockSizePolicy, Fixed
-from volley.decode.processors import TokenCounts
+from volley.chat import Prompt, encode_prompt, is_one_prompt
+from volley.config import CapacityConfig, DecodingConfig, split_options
+from volley.decode.detokenize import Detokenizer
+from volley.decode.rules import make_rules
 from volley.decode.sampling import PositionNoise
-from volley.engine.pacing import Pacer, make_policy
-from volley.engine.request import Detokenizer, Request
-from volley.engine.runner import DraftingOptions, Runner
-from volley.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
-from volley.errors import CapacityError, ConfigError, InputError, check_keys
+from volley.decode.work import Kind
+from volley.engine.pacing import Pacing
+from volley.engine.proposing import Proposers
+from volley.engine.rehearsal import Rehearsal
+from volley.engine.runner import Runner
+from volley.engine.scheduler import Scheduler
+from volley.engine.states import DraftContext, DraftRing, Sequences, TargetPages, default_pages, free_table, ring_pages
+from volley.engine.step import Step, Timings, accept
+from volley.errors import ConfigError, InputError
+from volley.files import REFERENCE
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
-from volley.memory.kv_store import KVDtype, bytes_per_token
+from volley.memory.kv_store import bytes_per_token, make_store
 from volley.models.accelerate import accelerate
 from volley.models.adapter import Adapter
+from volley.models.draft_model import DraftModel, check_pair
 from volley.models.drafter import Drafter
 from volley.models.target import Target
+from volley.policies.base import Policy
+from volley.policies.cost import Costs
+from volley.policies.make import DEFAULT_POLICY, make_policy
+from volley.procedures.request import Procedure, Request
+from volley.procedures.speculative import Speculative
+from volley.proposers.base import Proposer
+from volley.proposers.block import BlockProposer
 from volley.types import GenerationResult, Proposal, SamplingParams, TextChunk, Verdict
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
 OnVerified = Callable[[Request, Proposal, Verdict], None]
 
-REFERENCE = Path(__file__).parent.parent / "reference"
 _BUNDLED = object()
-DEFAULT_POLICY = "goodput"
-_DEFAULT_POOL_BYTES = 2**30
-_DEFAULT_POOL_TOKENS = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What an engine holds between two steps."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    num_pages: int
+    max_tokens: int
+    """Of one request, prompt included: what the context and the pages can hold."""
+    max_running: int
+    draft_seconds: float
+    """Of the last step."""
+    verify_seconds: float
 
 
 class Engine:
     """A target, optionally its drafter, and the requests they are answering.
 
-    Not thread-safe: one thread steps it. Losslessness: with or without a drafter, greedy output is the target's own,
-    token for token, and sampled output has the target's law (see ``decode/verify.py``).
+    Not thread-safe: one thread steps it. Losslessness: with or without a drafter, greedy output is the target's own, token for
+    token, and sampled output has the target's distribution (see ``decode/verify.py``).
     """
 
     def __init__(
@@ -52,72 +76,64 @@ class Engine:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        policy: str | BlockSizePolicy | None = None,
-        block_size: int | None = None,
-        denoising_steps: int = 1,
-        denoising_schedule: str = "cosine",
-        tree_nodes: int | None = None,
-        verification: str = "auto",
-        page_size: int = 16,
-        num_pages: int | None = None,
-        max_batch_tokens: int = 512,
-        max_running: int = 64,
-        prefix_caching: bool = True,
-        draft_window: int | None = None,
-        kv_dtype: KVDtype = "auto",
-        draft_kv_dtype: KVDtype = "auto",
+        config: DecodingConfig | None = None,
+        capacity: CapacityConfig | None = None,
+        proposer: Proposer | None = None,
+        **options: Any,
     ) -> None:
-        """``policy`` decides how much is drafted and verified: ``goodput`` (the default), ``feedback``, ``pilot``,
-        ``fixed``, ``fixed:8`` or a :class:`BlockSizePolicy`; ``block_size=8``, anchor included, is short for ``fixed:8``, and
-        1 is plain decoding. ``tree_nodes`` verifies the best tree of so many tokens, anchor included, instead of a chain; its
-        levels are fixed unless a policy is named; ``None`` leaves it to the policy. ``denoising_steps``,
-        ``denoising_schedule`` and ``verification`` are described in :class:`DraftingOptions`. ``num_pages`` pages of
-        ``page_size`` tokens hold all K/V; ``prefix_caching`` lets prompts that begin alike share them. ``draft_window``
-        bounds the drafter's context, and its cache, to that many tokens before the block. ``max_running`` requests decode
-        at once; ``max_batch_tokens`` bounds a target pass: prompts, trees and copies share what chains leave of it
-        (prompts get an eighth in any case).
-        ``kv_dtype`` and ``draft_kv_dtype`` say how the K/V of target and drafter are kept: "auto" (the model's dtype),
-        "int8" or "int4". A quantised target pool changes what the target computes, with a drafter and without alike.
+        """``options`` are fields of :class:`DecodingConfig` and :class:`CapacityConfig`, where these are not given whole.
+
+        ``policy`` may also be a :class:`Policy` of one's own. A ``proposer`` drafts in the drafter's place.
         """
-        self.target = target
-        self.drafter = drafter
+        decoding, sizes = split_options(options)
+        self.config, self.capacity = config or decoding, capacity or sizes
+        self.target, self.drafter = target, drafter
         self.on_verified: list[OnVerified] = []
+        self._timings = Timings()
+        self.procedure = Speculative(self.config)
         self._next_id = 0
-        largest_block = drafter.config.block_size if drafter else 1
-        if policy is not None and block_size is not None:
-            raise ConfigError("block_size fixes the block and policy decides it; give one of them")
-        _check_sizes(max_batch_tokens, max_running, draft_window, page_size)
-        self.kv_dtype: KVDtype = kv_dtype
-        if num_pages is None:
-            num_pages = _default_pages(target, drafter, page_size, kv_dtype, draft_kv_dtype)
-        self.pool = PagePool(num_pages, page_size)
-        ring_pages, ring_pool = 0, None
-        if drafter is not None and draft_window is not None:
-            ring_pages = self.pool.pages_for(draft_window + largest_block) + 1
-            ring_pool = PagePool(ring_pages * max_running, page_size)
-        config = SchedulerConfig(
-            max_running=max_running, max_batch_tokens=max_batch_tokens, prefix_caching=prefix_caching
-        )
-        self.scheduler = Scheduler(config, self.pool, ring_pool, ring_pages, draft_window or 0)
-        self.runner = Runner(
-            target,
-            drafter,
-            DraftingOptions(
-                denoising_steps=denoising_steps, denoising_schedule=denoising_schedule, verification=verification
-            ),
-            num_slots=self.pool.num_pages * page_size,
-            num_ring_slots=ring_pool.num_pages * page_size if ring_pool else 0,
-            draft_window=draft_window,
-            kv_dtype=kv_dtype,
-            draft_kv_dtype=draft_kv_dtype,
-        )
-        self.tree_nodes = tree_nodes
         self._adapters: dict[str, Adapter] = {}
-        self.pacer = Pacer(self.runner, largest_block)
-        if block_size is not None:
-            self.block_size = block_size
-        else:
-            self.policy = policy or (DEFAULT_POLICY if drafter and not tree_nodes else "fixed")
+        self.draft_model = self._make_states()
+        if proposer is None and self.draft_model is not None:
+            proposer = BlockProposer(self.draft_model, self.config)
+        self.proposers = Proposers(proposer)
+        self._rehearsal = Rehearsal(target, self.draft_model)
+        drafting = proposer.seconds if proposer else lambda *_: 0.0
+        costs = Costs(drafting, self._rehearsal.target)
+        trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
+        self._can_grow_trees = trees
+        self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=trees)
+
+    def _make_states(self) -> DraftModel | None:
+        """Pages and K/V for everybody; the drafter's part of them, if there is one."""
+        config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
+        size, num_pages = capacity.page_size, capacity.num_pages
+        if num_pages is None:
+            per_token = bytes_per_token(config.kv_dtype, target.kv_shapes, target.dtype)
+            if drafter is not None:
+                per_token += bytes_per_token(config.draft_kv_dtype, drafter.kv_shapes, target.dtype)
+            num_pages = default_pages(capacity, per_token, target.context_length)
+        self.pool = PagePool(num_pages, size)
+        slots = num_pages * size
+        store = make_store(config.kv_dtype, target.kv_shapes, slots, target.dtype, target.device)
+        pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
+        model, others, taps, window = None, list[DraftContext](), tuple[int, ...](), config.draft_window
+        if drafter is not None:
+            check_pair(drafter, target)
+            drafter.rotary.cover(min(target.context_length, slots) + drafter.config.block_size)
+            taps = drafter.config.target_layer_ids
+            if window is not None:
+                slots = ring_pages(drafter.config.block_size, window, size) * capacity.max_running * size
+            kv = make_store(config.draft_kv_dtype, drafter.kv_shapes, slots, target.dtype, target.device)
+            model = DraftModel(
+                drafter, kv, target.attention, target.embed, target.head, lambda: target.head_weight, window
+            )
+            ring = window and DraftRing(model, window, size, capacity.max_running)
+            others.append(ring or DraftContext(model))
+        self.sequences = Sequences(pages, others)
+        self.scheduler = Scheduler(capacity, self.sequences)
+        self.runner = Runner(target, store, taps)
+        return model
 
     @classmethod
     def from_pretrained(
@@ -133,8 +149,9 @@ class Engine:
 
         ``target`` and ``drafter`` are folders, hub names (target) or loaded models; ``options`` are the constructor's.
         """
-        known = inspect.signature(cls).parameters.keys() - {"target", "drafter"}
-        check_keys("engine option", options, known)
+        split_options(
+            {name: value for name, value in options.items() if name not in ("config", "capacity", "proposer")}
+        )
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
         if not isinstance(target, Target):
@@ -150,23 +167,42 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One cycle for every scheduled request; returns those that finished."""
-        started = time.perf_counter()
-        self.pacer.before_drafting(self.scheduler.running, len(self.scheduler.waiting))
-        plan = self.scheduler.schedule(self.block_size)
-        if not plan:
+        step = self.scheduler.schedule(self.pacing)  # who takes part, and what each is asked to do
+        if not step.works:
             return []
-        proposals = self.pacer.after_drafting(plan, self.runner.draft(plan))
-        logits = self.runner.verify(plan, proposals)
-        self.pacer.after_prefill(plan, proposals, logits)
-        verdicts = self.runner.judge(plan, proposals, logits)
-        self.runner.compact(plan, verdicts)
-        self.runner.inject(plan, verdicts)
-        finished = [
-            scheduled.request
-            for scheduled, proposal, verdict in zip(plan, proposals, verdicts, strict=True)
-            if self._commit(scheduled, proposal, verdict, time.perf_counter() - started)
-        ]
-        self.pacer.after_judging(plan, verdicts)
+        self.proposers.propose(step)  # drafts: from the drafter, from the text
+        self.pacing.trim(step)  # how much of each is worth verifying
+        self.runner.forward(step)  # one target pass: logits
+        accept(step)  # verdicts: tokens that come out, K/V that stay
+        self.sequences.keep(step)  # every state moved, rolled back, published
+        self.pacing.observe(step)  # what the policy and the cost tables learn
+        return self.commit(step)  # tokens out, texts, statistics, who ended
+
+    def commit(self, step: Step) -> list[Request]:
+        """Make the verdicts final in the requests; returns those that ended."""
+        finished, now = [], time.perf_counter()
+        self._timings = step.timings
+        for work in step.works:
+            request, verdict, stats = work.request, work.verdict, work.request.stats
+            if work.kind is Kind.PREFILL:
+                stats.prefill_seconds += now - step.started
+            else:
+                stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
+            if not verdict.token_ids:
+                continue
+            taken = request.append(verdict.token_ids, verdict.accepted)
+            request.computed = min(request.computed, request.length)  # it may have ended inside the block
+            request.logprobs += work.logprobs[:taken]
+            request.top_logprobs += work.top_logprobs[:taken]
+            if work.kind is not Kind.PREFILL:
+                stats.accepted_lengths.append(taken)
+                stats.block_sizes.append(1 + len(work.proposal.token_ids))
+            stats.total_seconds = time.perf_counter() - request.arrived
+            stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
+            for listener in self.on_verified:
+                listener(request, work.proposal, verdict)
+            if request.finish_reason is not None:
+                finished.append(request)
         for request in finished:
             self._end(request)
         return finished
@@ -175,87 +211,54 @@ class Engine:
         self.scheduler.finish(request)
         self.policy.end(request.request_id)
 
-    def _commit(self, scheduled: Scheduled, proposal: Proposal, verdict: Verdict, seconds: float) -> bool:
-        """Make one verdict final: K/V length, tokens, pages, statistics. True when the request ended."""
-        request, stats, timings = scheduled.request, scheduled.request.stats, self.runner.timings
-        is_cycle = request.is_decoding
-        request.computed += scheduled.num_known + verdict.accepted
-        if is_cycle:
-            stats.draft_seconds += timings.draft
-            stats.walk_seconds += timings.walk
-            stats.verify_seconds += timings.verify
-        else:
-            stats.prefill_seconds += seconds
-        if verdict.token_ids:
-            taken = request.append(verdict.token_ids, verdict.accepted)
-            request.computed = min(request.computed, len(request.token_ids))  # it may have ended inside the block
-            if is_cycle:
-                stats.accepted_lengths.append(taken)
-                stats.block_sizes.append(1 + len(proposal.token_ids))
-            request.trim_logprobs()
-            now = time.perf_counter() - request.arrived
-            stats.time_to_first_token = stats.time_to_first_token or now
-            stats.total_seconds = now
-            for listener in self.on_verified:
-                listener(request, proposal, verdict)
-        self.pool.rollback(request.table, request.computed)
-        self._publish(request)
-        return request.finish_reason is not None
-
-    def _publish(self, request: Request) -> None:
-        """Offer the request's full pages to later prompts."""
-        size = self.pool.page_size
-        while self.scheduler.config.prefix_caching and (done := len(request.page_hashes)) < request.computed // size:
-            parent = request.page_hashes[-1] if done else request.prefix_root
-            digest = self.pool.page_hash(parent, request.token_ids[done * size : (done + 1) * size])
-            request.page_hashes.append(digest)
-            self.pool.publish(request.table.pages[done], digest)
-
     # -- requests ------------------------------------------------------------------------------------------------------
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """Queue one prompt; :meth:`step` works on it from now on."""
-        request = self._make_request(prompt, params)
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
+    ) -> Request:
+        """Queue one prompt; :meth:`step` works on it from now on, by ``procedure`` or the engine's own."""
+        request = self._make_request(prompt, params, procedure or self.procedure)
         self.scheduler.add(request)
         return request
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        params = params or SamplingParams()
+    def _make_request(self, prompt: Prompt, params: SamplingParams | None, procedure: Procedure) -> Request:
+        params, target = params or SamplingParams(), self.target
         token_ids = self.encode(prompt)
-        limit = self.target.context_length
+        limit = target.context_length
         if len(token_ids) >= limit:
             raise InputError(
                 f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
             )
-        outside = [token for token, _ in params.logit_bias if not 0 <= token < self.target.vocab_size]
-        if outside:
-            raise InputError(
-                f"logit_bias names token {outside[0]}; the vocabulary is 0 to {self.target.vocab_size - 1}"
-            )
-        counts = None
-        if params.changes_logits:
-            counts = TokenCounts(token_ids, self.target.vocab_size, self.target.device)
+        self._check_tokens("logit_bias: ", [token for token, _ in params.logit_bias])
         max_length = min(len(token_ids) + params.max_tokens, limit)
-        self.pool.check_fits(max_length)
-        table = BlockTable(self.pool.page_size)
+        self.sequences.check_fits(max_length)
+        table = BlockTable(self.capacity.page_size)
         adapter = self._find_adapter(params.draft_adapter)
-        in_ring = self.scheduler.ring_pool is not None  # then pages hold the target's K/V only, whatever drafts
+        in_ring = self.config.draft_window is not None  # then pages hold the target's K/V only, whatever drafts
+        own = frozenset() if params.ignore_eos else target.stop_token_ids
         request = Request(
             request_id=self._next_id,
             token_ids=token_ids,
             params=params,
             noise=PositionNoise(secrets.randbits(63) if params.seed is None else params.seed),
             max_length=max_length,
-            stop_token_ids=self._stop_tokens(params),
-            detokenizer=Detokenizer(self.target.tokenizer),
+            stop_token_ids=own | frozenset(params.stop_token_ids),
+            detokenizer=Detokenizer(target.tokenizer),
             table=table,
             draft_table=table,
-            counts=counts,
+            procedure=procedure,
+            rules=make_rules(params, token_ids, target.vocab_size, target.device),
             adapter=adapter,
             prefix_root=b"" if adapter is None or in_ring else adapter.digest,
-            is_coupled=self.runner.options.matches(params),
         )
         self._next_id += 1
         return request
+
+    def _check_tokens(self, what: str, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            if not 0 <= token < self.target.vocab_size:
+                raise InputError(
+                    f"{what}token id {token} is outside the target's vocabulary of {self.target.vocab_size}"
+                )
 
     def abort(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -271,11 +274,13 @@ class Engine:
         A prompt is a string (tokenised as it is), a list of token ids, or a list of chat messages. All prompts are
         checked before the first one runs.
         """
-        many = cast(list[Prompt], [prompts] if _is_one_prompt(prompts) else list(prompts))
+        many = cast(list[Prompt], [prompts] if is_one_prompt(prompts) else list(prompts))
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters; give one, or one each")
-        return self._results([self._make_request(prompt, own) for prompt, own in zip(many, each, strict=True)])
+        return self._results(
+            [self._make_request(prompt, own, self.procedure) for prompt, own in zip(many, each, strict=True)]
+        )
 
     def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
         """Queues the requests only when it is first asked, so that an iterator nobody reads leaves nothing behind."""
@@ -307,10 +312,7 @@ class Engine:
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in one pass beside what is running."""
-        table = BlockTable(self.pool.page_size)
-        self.pool.check_fits(len(token_ids))
-        if not self.pool.grow(table, len(token_ids)):
-            raise CapacityError(f"no {len(token_ids)} tokens of K/V are free now; finish or abort requests first")
+        table = free_table(self.sequences, len(token_ids))
         try:
             batch = RaggedBatch([Segment(table, 0, len(token_ids))], torch.tensor(token_ids, device=self.target.device))
             last = torch.tensor([len(token_ids) - 1], device=self.target.device)
@@ -324,9 +326,9 @@ class Engine:
 
         It takes the memory of one more drafter. A name in use gets the new adapter; requests that run keep theirs.
         """
-        if self.drafter is None:
+        if self.draft_model is None:
             raise ConfigError(f"adapter {name!r} has no drafter to adapt; give the engine one")
-        self._adapters[name] = self.runner.load_adapter(path)
+        self._adapters[name] = self.draft_model.load_adapter(path)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that run with it keep it until they end."""
@@ -347,6 +349,59 @@ class Engine:
         return self._adapters[name]
 
     # -- settings ------------------------------------------------------------------------------------------------------
+    def reconfigure(self, config: DecodingConfig) -> None:
+        """Decode by ``config`` from the next step on: all of it, or, where it is refused, as before.
+
+        Requests go on; a policy that stays keeps what it has learnt.
+        """
+        for name in ("draft_window", "kv_dtype", "draft_kv_dtype"):
+            if getattr(config, name) != getattr(self.config, name):
+                raise ConfigError(f"{name} says where K/V live and cannot change; make another engine for {name}")
+        if self._policy_spec(config) != self._policy_spec(self.config) or config.policy is not self.config.policy:
+            self.pacing.policy = self._make_policy(config, self.pacing.costs)
+        else:
+            self._check_trees(config)
+        self.config = self.procedure.config = config
+        if self.proposer is not None:
+            self.proposer.configure(config)
+
+    def _make_policy(self, config: DecodingConfig, costs: Costs) -> Policy:
+        self._check_trees(config)
+        policy = make_policy(self._policy_spec(config), self.drafter)
+        policy.attach(self.proposer.block_size if self.proposer else 1, costs)
+        policy.rehearse()
+        return policy
+
+    def _policy_spec(self, config: DecodingConfig) -> str | Policy:
+        if config.block_size is not None:
+            return f"fixed:{config.block_size}"
+        usual = DEFAULT_POLICY if self.proposer is not None and config.tree_nodes is None else "fixed"
+        return cast(str | Policy, config.policy or usual)
+
+    def _check_trees(self, config: DecodingConfig) -> None:
+        if config.tree_nodes is not None and not self._can_grow_trees:
+            raise ConfigError(
+                f"tree_nodes is {config.tree_nodes} and there is no drafter to grow a tree; name one or use None"
+            )
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """What drafts, if anything does: the drafter's, or one's own."""
+        return self.proposers.drafter
+
+    @proposer.setter
+    def proposer(self, proposer: Proposer) -> None:
+        self.proposers.drafter = proposer
+
+    @property
+    def policy(self) -> Policy:
+        """What decides how much is drafted and verified. May be set between steps, by name or to an object."""
+        return self.pacing.policy
+
+    @policy.setter
+    def policy(self, value: str | Policy) -> None:
+        self.reconfigure(replace(self.config, policy=value, block_size=None))
+
     @property
     def block_size(self) -> int:
         """Most tokens a request verifies per cycle, anchor included. Setting it fixes the block: 1 is plain decoding."""
@@ -354,39 +409,50 @@ class Engine:
 
     @block_size.setter
     def block_size(self, value: int) -> None:
-        if value < 1:
-            raise ConfigError(f"block_size {value} cannot be used; it is 1 (plain decoding) or more, with a drafter")
-        self.policy = Fixed(value)
-
-    @property
-    def policy(self) -> BlockSizePolicy:
-        """What decides how much is drafted and verified. May be set between steps, by name or to an object."""
-        return self.pacer.policy
-
-    @policy.setter
-    def policy(self, value: str | BlockSizePolicy) -> None:
-        self.pacer.policy = make_policy(value, self.drafter)
+        self.reconfigure(replace(self.config, policy=None, block_size=value))
 
     @property
     def denoising_steps(self) -> int:
-        """Draft passes per cycle; 1 is DFlash. May be set between steps."""
-        return self.runner.options.denoising_steps
+        """Draft passes per cycle. May be set between steps."""
+        return self.config.denoising_steps
 
     @denoising_steps.setter
     def denoising_steps(self, value: int) -> None:
-        self.runner.options = replace(self.runner.options, denoising_steps=value)
+        self.reconfigure(replace(self.config, denoising_steps=value))
 
     @property
     def tree_nodes(self) -> int | None:
-        """Tokens of the draft tree verified per cycle, anchor included; ``None`` leaves it to the policy, whose choice for most
-        is a chain. May be set between steps."""
-        return self.runner.options.tree_nodes
+        """Tokens of the draft tree verified per cycle, anchor included; ``None``: as the policy decides."""
+        return self.config.tree_nodes
 
     @tree_nodes.setter
     def tree_nodes(self, value: int | None) -> None:
-        if value is not None and self.drafter is None:
-            raise ConfigError(f"tree_nodes is {value} and there is no drafter to grow a tree; name one or use None")
-        self.runner.options = replace(self.runner.options, tree_nodes=value)
+        self.reconfigure(replace(self.config, tree_nodes=value))
+
+    def snapshot(self) -> Snapshot:
+        """What the engine holds now."""
+        pool = self.pool
+        return Snapshot(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            pages_used=pool.num_used,
+            num_pages=pool.num_pages,
+            max_tokens=min(self.target.context_length, pool.num_pages * pool.page_size),
+            max_running=self.capacity.max_running,
+            draft_seconds=self._timings.draft,
+            verify_seconds=self._timings.verify,
+        )
+
+    def cycle_seconds(self, block_size: int, requests: int) -> float:
+        """Seconds of one cycle of so many requests with blocks of one size, 1 for plain decoding; measured on made-up text."""
+        tokens, proposer = block_size * requests, self.proposer if block_size > 1 else None
+        drafting = proposer.seconds(tokens, requests) if proposer else 0.0
+        return drafting + self._rehearsal.target(tokens, requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is running or waiting."""
+        return self.scheduler.has_work
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -397,24 +463,9 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; chat messages go through the chat template with the generation prompt."""
-        if isinstance(prompt, str):
-            token_ids = list(self.tokenizer(prompt)["input_ids"])
-        elif prompt and all(isinstance(part, Mapping) for part in prompt):
-            token_ids = _encode_chat(self.tokenizer, cast(Sequence[Message], prompt))
-        elif all(isinstance(part, int) for part in prompt):
-            token_ids = list(cast(Sequence[int], prompt))
-        else:
-            raise InputError("a prompt is a string, a list of token ids, or a list of chat messages; this is a mixture")
-        if not token_ids:
-            raise InputError("the prompt is empty; give at least one token to continue from")
-        outside = [token for token in token_ids if not 0 <= token < self.target.vocab_size]
-        if outside:
-            raise InputError(f"token id {outside[0]} is outside the target's vocabulary of {self.target.vocab_size}")
+        token_ids = encode_prompt(self.target.tokenizer, prompt)
+        self._check_tokens("", token_ids)
         return token_ids
-
-    def _stop_tokens(self, params: SamplingParams) -> frozenset[int]:
-        own = frozenset() if params.ignore_eos else self.target.stop_token_ids
-        return own | frozenset(params.stop_token_ids)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests in flight keep theirs."""
@@ -423,39 +474,3 @@ class Engine:
     def check_integrity(self) -> None:
         """Recount every page; raises ``AssertionError`` if the books are wrong."""
         self.scheduler.check_integrity()
-
-
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    for message in messages:
-        if not isinstance(message.get("role"), str) or "content" not in message:
-            raise InputError(f"a chat message has 'role' and 'content'; this one has {sorted(message)}")
-    if not tokenizer.chat_template:
-        raise InputError("the target's tokenizer has no chat template; pass the prompt as a string")
-    text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (
-        isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int | Mapping)
-    )
-
-
-def _check_sizes(max_batch_tokens: int, max_running: int, draft_window: int | None, page_size: int) -> None:
-    if max_batch_tokens < 1 or max_running < 1:
-        raise ConfigError("max_batch_tokens and max_running must be at least 1")
-    if draft_window is not None and draft_window < 1:
-        raise ConfigError(f"draft_window is {draft_window}; give at least 1 token, or None for the whole context")
-    if page_size < 1:
-        raise ConfigError(f"page_size is {page_size}; a page holds at least 1 token")
-
-
-def _default_pages(
-    target: Target, drafter: Drafter | None, page_size: int, kv_dtype: KVDtype, draft_kv_dtype: KVDtype
-) -> int:
-    """A pool of at most 64k tokens and 1 GiB, and at least one full context of up to 4k tokens."""
-    per_token = bytes_per_token(kv_dtype, target.kv_shapes, target.dtype)
-    if drafter is not None:
-        per_token += bytes_per_token(draft_kv_dtype, drafter.kv_shapes, target.dtype)
-    tokens = min(_DEFAULT_POOL_TOKENS, _DEFAULT_POOL_BYTES // per_token)
-    return -(-max(tokens, min(target.context_length, 4096)) // page_size)

@@ -1,7 +1,7 @@
 """After a step raised: find the request that is to blame, and let all others go on as if nothing had happened."""
 
 from volley.engine.engine import Engine
-from volley.engine.request import Request
+from volley.procedures.request import Request
 
 Fault = tuple[Request, Exception]
 
@@ -38,7 +38,6 @@ def _is_torn(request: Request) -> bool:
 
 def _step_alone(engine: Engine, request: Request) -> Exception | None:
     """Run until the request has one more token; what it raised, if it did."""
-    request.trim_logprobs()
     request.stats.preemptions += 1
     before = request.num_output
     if request.finish_reason is None:

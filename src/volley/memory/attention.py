@@ -103,29 +103,41 @@ def reference_attention(
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
-_COPY_LIMIT = 2**17  # bytes of one layer's K/V of one request that a copy may take before a call of its own is cheaper
 _SHORT = 16  # segments up to this length may share a call though they differ in it
-_PADDED_ROWS = 32  # tokens that a call may add to fill them up before another call is cheaper
-_PADDED_KEYS = 512  # the same of keys that are read in vain
+
+
+class GroupLimits(NamedTuple):
+    """When a call of its own is cheaper for a segment than a place in a group. Measured on a CPU."""
+
+    copied_bytes: int = 2**17
+    """Bytes of one layer's K/V of one request that a group may copy."""
+    padded_rows: int = 32
+    """Tokens that a group may add to make its segments equally long."""
+    padded_keys: int = 512
+    """Keys that a group may read in vain for the same reason."""
+
+
+DEFAULT_LIMITS = GroupLimits()
 
 
 @dataclass(slots=True)
 class _Group:
     """Segments of one causality and about one length, attended in one call as if all were as long as the longest."""
 
-    rows: slice  # their tokens among all of the plan's
+    rows: slice  # their tokens among those of all groups
     count: int
     slots: slice | Tensor  # where their keys live: a slice or [S] for one segment, [count · S] padded for several
     mask: Tensor | None  # additive [count, 1, length, S]; None when every token sees every key
     repeated: dict[int, Tensor] = field(default_factory=dict)  # the mask once for each of so many heads that share keys
 
 
-class _Plan(NamedTuple):
+class _GroupedBatch(NamedTuple):
     groups: list[_Group]
     taken: Tensor | None
-    """Tokens of the batch in the order of the groups, for padding the first of the segment again; ``None``: as they are."""
+    """Indices of the batch's tokens in the order of the groups; a segment's first token repeats as padding. ``None``: in the
+    batch's own order, without padding."""
     places: Tensor | None
-    """Where each token of the batch is among these; ``None``: as they are."""
+    """The row of each token of the batch in that order. ``None``: the batch's own order."""
 
 
 def paged_attention(
@@ -136,10 +148,11 @@ def paged_attention(
     keys: Tensor,
     values: Tensor,
     options: AttentionOptions,
+    limits: GroupLimits = DEFAULT_LIMITS,
 ) -> Tensor:
-    """The fast path; same contract as :func:`reference_attention`."""
+    """The fast path; same contract as :func:`reference_attention`. ``limits`` change its speed alone."""
     store.write(layer, write_slots(batch), keys, values)
-    groups, taken, places = _plan(batch, options, queries.dtype, keys[0].nbytes + values[0].nbytes)
+    groups, taken, places = _grouped(batch, options, queries.dtype, keys[0].nbytes + values[0].nbytes, limits)
     queries = store.rotate(layer, queries)
     if taken is not None:
         queries = queries.index_select(0, taken)
@@ -203,15 +216,17 @@ def write_slots(batch: RaggedBatch) -> slice | Tensor:
     return slots  # type: ignore[return-value]
 
 
-def _plan(batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, token_bytes: int) -> _Plan:
+def _grouped(
+    batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, token_bytes: int, limits: GroupLimits
+) -> _GroupedBatch:
     window = options.window
-    key = (window, options.symmetric, dtype, token_bytes)
-    plan = batch.plans.get(key)
-    if plan is None:
+    key = (window, options.symmetric, dtype, token_bytes, limits)
+    grouped = batch.plans.get(key)
+    if grouped is None:
         alone: list[list[int]] = []
         shapes: dict[tuple[int, bool], list[int]] = {}
         for index, segment in enumerate(batch.segments):
-            if _worth_a_call(segment, window, token_bytes, batch.token_ids.device):
+            if _worth_a_call(segment, window, token_bytes, batch.token_ids.device, limits.copied_bytes):
                 alone.append([index])
             else:
                 shapes.setdefault((max(segment.length, _SHORT), segment.causal), []).append(index)
@@ -220,14 +235,16 @@ def _plan(batch: RaggedBatch, options: AttentionOptions, dtype: torch.dtype, tok
         groups = [
             group
             for members in shapes.values()
-            for alike in _split(members, lengths, _PADDED_ROWS)
-            for group in _split(alike, seen, _PADDED_KEYS)
+            for alike in _split(members, lengths, limits.padded_rows)
+            for group in _split(alike, seen, limits.padded_keys)
         ]
-        plan = batch.plans[key] = _build_plan(batch, [*alone, *groups], options, dtype)
-    return plan  # type: ignore[return-value]
+        grouped = batch.plans[key] = _group_batch(batch, [*alone, *groups], options, dtype)
+    return grouped  # type: ignore[return-value]
 
 
-def _build_plan(batch: RaggedBatch, groups: list[list[int]], options: AttentionOptions, dtype: torch.dtype) -> _Plan:
+def _group_batch(
+    batch: RaggedBatch, groups: list[list[int]], options: AttentionOptions, dtype: torch.dtype
+) -> _GroupedBatch:
     device = batch.token_ids.device
     padded = [_padded(batch, members) for members in groups]
     ends = np.cumsum([rows.size for rows, _ in padded])
@@ -237,17 +254,15 @@ def _build_plan(batch: RaggedBatch, groups: list[list[int]], options: AttentionO
     ]
     taken = np.concatenate([rows.ravel() for rows, _ in padded])
     if np.array_equal(taken, np.arange(len(batch))):
-        return _Plan(built, None, None)
+        return _GroupedBatch(built, None, None)
     real = np.concatenate([inside.ravel() for _, inside in padded])
     places = np.empty(len(batch), dtype=np.int64)
     places[taken[real]] = np.flatnonzero(real)
-    return _Plan(built, torch.from_numpy(taken).to(device), torch.from_numpy(places).to(device))
+    return _GroupedBatch(built, torch.from_numpy(taken).to(device), torch.from_numpy(places).to(device))
 
 
 def _split(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
-    """Calls for segments of very different ``sizes``, since all of a call are filled up to the largest: no more than about
-    ``limit`` in vain.
-    """
+    """Divide segments by size: a call pads its segments to the largest, in total by no more than about ``limit``."""
     own = [sizes[index] for index in members]
     if len(members) * (max(own) - min(own)) < limit:
         return [members]
@@ -260,10 +275,12 @@ def _split(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _worth_a_call(segment: Segment, window: int | None, token_bytes: int, device: torch.device) -> bool:
+def _worth_a_call(
+    segment: Segment, window: int | None, token_bytes: int, device: torch.device, copied_bytes: int
+) -> bool:
     """Whether reading the segment's K/V in place, in a call of its own, is cheaper than copying them into a group."""
     size = (segment.end - first_visible(segment, window)) * token_bytes
-    return device.type == "cpu" and size >= _COPY_LIMIT and segment.table.is_consecutive
+    return device.type == "cpu" and size >= copied_bytes and segment.table.is_consecutive
 
 
 def _build_group(
@@ -293,7 +310,7 @@ def _build_group(
 def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: AttentionOptions) -> BoolArray:
     """:func:`visible_mask` of several segments of one causality: ``[count, length, longest]``, padding included.
 
-    Tokens that only fill up see what the segment's last token sees, because a token that sees nothing is not a number.
+    A padding token sees what the segment's last token sees: the softmax over no key would be NaN.
     """
     starts, lengths = np.array([(segment.start, segment.length) for segment in segments]).T
     keys, window = firsts[:, None, None] + np.arange(longest), options.window
@@ -312,7 +329,7 @@ def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: A
 
 
 def _padded(batch: RaggedBatch, members: list[int]) -> tuple[IntArray, BoolArray]:
-    """The batch's tokens of some segments ``[count, longest]``, of shorter ones the first again, and which are no padding."""
+    """Token indices of the segments ``members`` ``[count, longest]``, padded with each one's first token, and which are real."""
     lengths = np.array([batch.segments[index].length for index in members])[:, None]
     starts = np.array([batch.offsets[index] for index in members])[:, None]
     places = np.arange(lengths.max())

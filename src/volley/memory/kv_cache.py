@@ -90,7 +90,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._refs = np.zeros(num_pages, dtype=np.int32)
-        self._reserved = np.zeros(num_pages, dtype=np.int32)  # how many tables hope to grow into the page
+        self._reserved = np.zeros(num_pages, dtype=np.int32)  # number of tables that have softly reserved the page
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
@@ -143,7 +143,7 @@ class PagePool:
         return pages
 
     def _following(self, table: BlockTable, need: int) -> list[int]:
-        """Available pages that continue the table's last run, unless they are another table's hope or worth keeping."""
+        """Available pages that continue the table's last run, except those that others reserved or that are worth keeping."""
         if not table.pages:
             return []
         spare = self.num_available - len(self._cached)

@@ -6,17 +6,16 @@ no difference whether a token was computed alone, in a block or in a chunk of a 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from volley.config import KVDtype
 from volley.errors import unknown_key
 from volley.memory.kv_cache import BlockTable
 from volley.memory.quantise import SCALE_DTYPE, Codec, Int8Codec, RotatedInt4Codec
 
-KVDtype = Literal["auto", "int8", "int4"]
-"""How K/V are kept: in the model's dtype, in 8 bits, or in 4 bits after a random rotation."""
 _CODECS: dict[str, type[Codec]] = {"int8": Int8Codec, "int4": RotatedInt4Codec}
 
 
@@ -143,14 +142,14 @@ def make_store(
 
 
 def bytes_per_token(kv_dtype: KVDtype, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
-    """What one slot of :func:`make_store`'s store takes."""
+    """Bytes of one slot of the store that :func:`make_store` makes."""
     return make_store(kv_dtype, shapes, 1, dtype, torch.device("cpu")).nbytes
 
 
 def _allocate(
     sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], Tensor | None]:
-    """A tensor for every layer; where all have one size, views of the second result."""
+    """A tensor for every layer. If all have one size, they are views of one tensor, the second result."""
     if len(set(sizes)) > 1:
         return [torch.zeros(size, dtype=dtype, device=device) for size in sizes], None
     stacked = torch.zeros(len(sizes), *sizes[0], dtype=dtype, device=device)
@@ -158,7 +157,7 @@ def _allocate(
 
 
 def _whole(layers: list[Tensor], stacked: Tensor | None) -> list[tuple[Tensor, int]]:
-    """All layers in one tensor where there is one, with its dimension of slots."""
+    """The stored tensors, each with its dimension of slots: one for all layers if they are stacked, else one per layer."""
     return [(layer, 0) for layer in layers] if stacked is None else [(stacked, 1)]
 
 
@@ -168,5 +167,5 @@ def _stacked(every: Tensor | None) -> Tensor:
 
 
 def _rows(cache: Tensor, slots: slice | Tensor) -> Tensor:
-    """Rows ``slots`` of a tensor: a view of those that are consecutive, otherwise seven times as fast as indexing on a CPU."""
+    """Rows ``slots`` of a tensor: a view of a slice, else ``index_select``, on a CPU seven times as fast as indexing."""
     return cache[slots] if isinstance(slots, slice) else cache.index_select(0, slots)

@@ -50,7 +50,7 @@ class SharedProjection:
             self.outputs = torch.split(product, self.sizes, dim=-1) if len(self.sizes) > 1 else (product,)
             self.input = x
         output = self.outputs[index]
-        if index == len(self.sizes) - 1:  # siblings are asked in order: nothing is kept alive between passes
+        if index == len(self.sizes) - 1:  # layers are called in order, so no result outlives a pass
             self.input, self.outputs = None, ()
         return output
 

@@ -16,14 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from volley.errors import ConfigError, MismatchError, check_keys
-from volley.models.checkpoint import (
-    check_finite,
-    check_weights,
-    load_tensors,
-    read_json,
-    save_tensors,
-    write_atomically,
-)
+from volley.files import check_finite, check_weights, load_tensors, read_json, save_tensors, write_atomically
 from volley.models.drafter import Drafter
 from volley.models.inject import Injection
 
@@ -82,12 +75,12 @@ class LowRankUpdate(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A drafter with its adapter in it, beside the drafter itself: what requests may choose in the place of that."""
+    """A copy of the drafter with an adapter merged in, which requests may choose instead of the drafter."""
 
     drafter: Drafter
     injection: Injection
     digest: bytes
-    """Tells the draft K/V it makes from those of other weights."""
+    """Distinguishes draft K/V of these weights from those of other weights."""
 
 
 def drafter_fingerprint(drafter: Drafter) -> str:

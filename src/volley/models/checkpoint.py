@@ -1,19 +1,10 @@
-"""Read and write drafter checkpoints in z-lab's format (a Qwen3 config, ``dflash_config``, safetensors weights)."""
+"""The config of a drafter checkpoint in z-lab's format: a Qwen3 config with ``dflash_config``."""
 
-import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from volley.errors import CheckpointError, ConfigError, MismatchError, check_keys, unknown_key
+from volley.errors import ConfigError, MismatchError, check_keys, unknown_key
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -262,89 +253,3 @@ def _check_types(values: Mapping[str, Any]) -> None:
         value = values.get(name, 1.0)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise ConfigError(f"drafter config: {name} is {value!r}; it must be a number above 0")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an error that names the file if there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}); give a folder that holds {path.name}"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch or save the checkpoint again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is not a JSON object; fetch or save the checkpoint again")
-    return found
-
-
-def make_folder(path: Path) -> None:
-    """Make ``path`` a folder, or say now that nothing can be written there rather than after the work."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be made a folder ({error.strerror}); name another") from None
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` to write; it becomes ``path`` when all is on the disk, and goes if anything fails."""
-    make_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        os.chmod(temporary, 0o644)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be written ({error}); make room, or name another folder") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write a whole file or nothing."""
-    with replaced(path) as temporary:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file atomically."""
-    with replaced(path) as temporary:
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, dict(metadata or {}))
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file; a truncated one is a clear error."""
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-        return tensors
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or damaged ({error}); fetch or save the checkpoint again") from None
-
-
-def check_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that a training which went wrong has left."""
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
-        raise CheckpointError(f"{path} holds numbers that are not finite; train it again")
-
-
-def check_weights(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Refuse weights whose names or shapes are not exactly the model's."""
-    missing = sorted(set(expected) - set(found))
-    surplus = sorted(set(found) - set(expected))
-    if missing or surplus:
-        parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(surplus)}"] * bool(surplus)
-        raise CheckpointError(f"{path}: {'; '.join(parts)}; the weights and config.json do not belong together")
-    for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(found[name].shape)}, config.json says {list(tensor.shape)}; "
-                "the weights and config.json do not belong together"
-            )

@@ -9,7 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from volley.errors import VolleyError
-from volley.models.checkpoint import DrafterConfig, read_json
+from volley.files import read_json
+from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.models.export import TargetShape
 from volley.models.formats import (

@@ -17,7 +17,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from volley.errors import ConfigError
-from volley.models.checkpoint import DrafterConfig, check_weights, save_tensors, write_atomically
+from volley.files import check_weights, save_tensors, write_atomically
+from volley.models.checkpoint import DrafterConfig
 from volley.models.formats import read_checkpoint, weight_files
 from volley.models.heads import ResidualHead
 

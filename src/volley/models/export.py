@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from volley.errors import CheckpointError, ConfigError
-from volley.models.checkpoint import DrafterConfig, check_weights
+from volley.files import check_weights
+from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.models.formats import Checkpoint, Format, read_checkpoint, write_checkpoint
 

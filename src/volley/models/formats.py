@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError
-from volley.models.checkpoint import DrafterConfig, load_tensors, read_json, save_tensors, write_atomically
+from volley.files import load_tensors, read_json, save_tensors, write_atomically
+from volley.models.checkpoint import DrafterConfig
 
 Format = Literal["zlab", "speculators", "sglang", "transformers"]
 
@@ -103,7 +104,7 @@ def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a folder in any format. Whether the tensors fit the config is for ``check_weights`` to say."""
+    """Read a folder in any format. ``check_weights`` decides whether the tensors fit the config."""
     config = parse_config(read_json(path / "config.json"))
     tensors = {own_name(k): v for file in weight_files(path) for k, v in load_tensors(file).items()}
     config = with_stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -212,7 +213,7 @@ def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: 
 def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw.get("speculators_model_type") != "dflash":
         raise ConfigError(f"speculators_model_type is {raw.get('speculators_model_type')!r}; volley reads 'dflash'")
-    # What is switched off, or says nothing, may be there: these files list every field of their writer.
+    # Fields that are empty or switched off are accepted: these files list every field of the program that wrote them.
     unread = sorted(key for key, value in raw.items() if key not in _SPECULATORS_KEYS and _switches_on(key, value))
     if unread:
         raise ConfigError(f"speculators config: {', '.join(unread)} are not supported; only plain DFlash drafters are")

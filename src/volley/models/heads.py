@@ -1,7 +1,7 @@
-"""The sequential head: what a slot's logits gain once the token before it is known, so that a block's tokens fit together.
+"""The sequential head corrects a slot's logits once the token before it is known, so that a block's tokens fit together.
 
-A block's slots are predicted at once and know nothing of each other's choice. The head corrects a slot's final state h after
-token c with embedding e: ``h + Q·silu(P·e + A·h)``, of rank r. Seen through the target's head E, the logit of token j gains
+The slots of a block are predicted in one pass, independently of each other. The head corrects a slot's final state h after
+token c with embedding e: ``h + Q·silu(P·e + A·h)``, of rank r. With the target's head E this adds to the logit of token j
 ``u(c, h) · O_j`` with ``u = silu(P·e_c + A·h)`` and ``O = E·Q``, so a table for ``P·e`` and one for O make every transition a
 product of two short rows. The head has no tensor of the vocabulary's size.
 """
@@ -50,7 +50,10 @@ class BoundHead:
         accelerate(self.product)
 
     def transitions(self, hidden: Tensor, logits: Tensor) -> Callable[[list[int], list[int]], Tensor]:
-        """Of slots with ``hidden [k, H]`` and ``logits [k, V]``: (slots, tokens) → logits ``[n, V]`` of each after its token."""
+        """A function (slots, tokens) → logits ``[n, V]`` of these slots after these tokens.
+
+        ``hidden [k, H]`` and ``logits [k, V]`` are those of all slots.
+        """
         own = self.head.context(hidden)
 
         def after(rows: list[int], token_ids: list[int]) -> Tensor:

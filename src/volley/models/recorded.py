@@ -10,12 +10,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from volley.errors import CheckpointError
-from volley.models.checkpoint import save_tensors
+from volley.files import save_tensors
 
 
 class Recorded(NamedTuple):
-    """Of a prompt of n tokens, in bf16: the outputs of ``layer_ids``, ``taps [n, taps · H]``, and, if they were asked for, the
-    normed states that the head reads, ``final [n, H]``."""
+    """Features of a prompt of n tokens in bf16: ``taps [n, taps · H]`` are the outputs of ``layer_ids``, ``final [n, H]`` the
+    normed states that the head reads, if they were asked for."""
 
     layer_ids: tuple[int, ...]
     taps: Tensor

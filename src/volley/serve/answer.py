@@ -1,4 +1,4 @@
-"""Sends one job's answer, whole or as a stream, and gives the job up when the client goes or time is out."""
+"""Sends one job's answer, whole or as a stream; aborts the job when the client disconnects or its time is over."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from volley.serve.worker import End, Failure, Job, Piece, Worker
 
 log = logging.getLogger("volley.serve")
 
-_LAST_WORDS_SECONDS = 5.0
+LAST_WORDS_SECONDS = 5.0  # a client that reads at all reads an error in that time
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -24,18 +24,29 @@ _STREAM_HEADERS = [
 ]
 
 
-class Answer(Response):
+class AnswerResponse(Response):
     """An ASGI response. Headers go out with the first event, so that whatever fails before has its own status."""
 
-    def __init__(self, worker: Worker, job: Job, dialect: Dialect, *, stream: bool, timeout: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        job: Job,
+        dialect: Dialect,
+        *,
+        stream: bool,
+        timeout: float,
+        last_words_seconds: float = LAST_WORDS_SECONDS,
+    ) -> None:
+        """The job is given up after ``timeout`` seconds; then ``last_words_seconds`` are left to tell the client so."""
         self.worker = worker
         self.job = job
         self.dialect = dialect
         self.stream = stream
         self.timeout = timeout
+        self.last_words_seconds = last_words_seconds
         self.background = None
         prompts = {id(prompt): (choice, prompt) for choice, prompt in reversed(list(enumerate(job.prompts)))}
-        self._first_choices = {choice for choice, _ in prompts.values()}  # of each prompt
+        self._first_choices = {choice for choice, _ in prompts.values()}  # one for each prompt
         self.usage = Usage(prompt=sum(len(prompt) for _, prompt in prompts.values()))
         self.choices = [Choice() for _ in job.prompts]
         self._begun = False
@@ -57,7 +68,7 @@ class Answer(Response):
                 error = ApiError(504, message, kind="server_error", code="timeout")
             if isinstance(error, Exception) and gone not in done:
                 with contextlib.suppress(TimeoutError):  # the client may have stopped reading
-                    async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                    async with asyncio.timeout(self.last_words_seconds):
                         await self._complain(error, scope, receive, send)
         finally:
             await _cancel(work, gone)
@@ -65,7 +76,7 @@ class Answer(Response):
             self._note(scope)
 
     async def _events(self) -> AsyncIterator[Piece | End]:
-        """Until every choice has ended; raises what made the job fail."""
+        """The job's events until every choice has ended; raises the error of a failed job."""
         unfinished = len(self.choices)
         while unfinished:
             event = await self.job.events.get()

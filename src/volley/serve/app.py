@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 
 import volley
 from volley.engine.engine import Engine
-from volley.serve.answer import Answer
+from volley.serve.answer import AnswerResponse
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error
 from volley.serve.gate import Gate, Refused
@@ -86,7 +86,7 @@ def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
     app.mount("/dashboard", static)
     for operations in app.openapi()["paths"].values():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # FastAPI's own; what it would say is a 400 here
+            operation["responses"].pop("422", None)  # FastAPI's default for invalid bodies; this server answers 400
     return app
 
 
@@ -99,14 +99,14 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         """Answer a conversation, whole or as a stream of server-sent events."""
         _log_prompt(service, request, body)
         job, dialect = await service.chat(body)
-        return Answer(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts, whole or as a stream of server-sent events."""
         _log_prompt(service, request, body)
         job, dialect = await service.complete(body)
-        return Answer(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["fields"] = {}
-        status = 499  # what is noted when the client went before it had an answer
+        status = 499  # logged if the client disconnects before the answer
 
         async def tell(message: Message) -> None:
             nonlocal status
@@ -76,7 +76,7 @@ class Gate:
             raise too_large(self.config.max_body_bytes)
 
     def _limited(self, receive: Receive) -> Receive:
-        """The body in parts, within its size and its time; afterwards whatever comes."""
+        """Receive the body within its limits of size and time, and pass on all later messages."""
         received, complete = 0, False
         deadline = asyncio.get_running_loop().time() + self.config.receive_timeout
 

@@ -5,7 +5,7 @@ from collections import Counter as Counts
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from volley.engine.engine import Engine
-from volley.engine.request import Request
+from volley.procedures.request import Request
 from volley.types import Proposal, Verdict
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # or every counter would bring a time stamp of its own
@@ -85,8 +85,9 @@ class Metrics:
     def stepped(self, engine: Engine, seconds: float) -> None:
         self.steps.inc()
         self.step_seconds.inc(seconds)
-        self.draft_seconds.inc(engine.runner.timings.draft)
-        self.verify_seconds.inc(engine.runner.timings.verify)
+        now = engine.snapshot()
+        self.draft_seconds.inc(now.draft_seconds)
+        self.verify_seconds.inc(now.verify_seconds)
         self._count_cycles()
 
     def _count_cycles(self) -> None:
@@ -110,10 +111,11 @@ class Metrics:
         self._first_tokens = 0
 
     def state(self, engine: Engine) -> None:
-        self.running.set(len(engine.scheduler.running))
-        self.waiting.set(len(engine.scheduler.waiting))
-        self.pages_used.set(engine.pool.num_used)
-        self.usage.set(engine.pool.num_used / engine.pool.num_pages)
+        now = engine.snapshot()
+        self.running.set(now.running)
+        self.waiting.set(now.waiting)
+        self.pages_used.set(now.pages_used)
+        self.usage.set(now.pages_used / now.num_pages)
 
     def finished(self, request: Request, reason: str) -> None:
         stats = request.stats

@@ -15,7 +15,7 @@ from volley.types import SamplingParams
 
 
 def _encodable(text: str) -> str:
-    """JSON can spell halves of characters, which no tokenizer takes."""
+    """Refuse lone surrogates: JSON can express them, and no tokenizer accepts them."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -44,7 +44,7 @@ class _Request(_Strict):
     """What both endpoints take."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields of OpenAI's, each with the values that ask for nothing."""
+    """Unsupported fields of OpenAI's, each with the values that request nothing and are accepted."""
 
     model: str | None = None
     stream: bool = False
@@ -72,7 +72,7 @@ class _Request(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        """Drop what asks for nothing (nulls too, as OpenAI does); refuse unknown and unsupported fields by name."""
+        """Drop fields that request nothing (nulls too, as OpenAI does); refuse unknown and unsupported fields by name."""
         if not isinstance(data, Mapping):
             return data
         kept = {}
@@ -130,11 +130,11 @@ class Message(_Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        """So that an answer's own message, nulls and all, can be sent back."""
+        """Drop nulls, so that a client can send the message of an answer back unchanged."""
         return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates know it: ``developer`` is what newer clients call ``system``."""
+        """The message as chat templates expect it; newer clients write ``developer`` for ``system``."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
@@ -185,7 +185,7 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One prompt or many, as many."""
+        """The prompts as a list, whether one or several were given."""
         many = isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list)
         return self.prompt if many else [self.prompt]  # type: ignore[return-value]
 
@@ -200,7 +200,7 @@ _FORMS = {
     "stop": "a string or up to 16 strings, none of them empty or longer than 1000 characters",
     "content": "a string or a list of text parts",
 }
-"""Fields that take several forms, of which pydantic would complain one by one."""
+"""Fields with several accepted types; pydantic would report an error for each type."""
 
 
 def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:

@@ -94,7 +94,7 @@ class Dialect:
         return chunk | {"usage": usage and usage.to_json()} if self.include_usage else chunk
 
     def opening(self, index: int) -> Object | None:
-        """What a stream says of a choice before its first token."""
+        """The first chunk of a choice, sent before its first token; ``None`` without one."""
         return None
 
     def piece(self, piece: Piece, sent: Choice) -> Iterator[Object]:
@@ -190,5 +190,5 @@ class CompletionDialect(Dialect):
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI's stands for it."""
+    """−9999 stands for −∞, as in OpenAI's API: JSON has no infinity."""
     return max(logprob, -9999.0)

@@ -19,7 +19,7 @@ from volley.serve.service import Service
 log = logging.getLogger("volley.serve")
 
 _KEEP_ALIVE_SECONDS = 30
-_SEND_OFF_SECONDS = 5  # for answers to leave once all are complete or given up
+_SEND_OFF_SECONDS = 5  # to send the last answers after every job has ended
 
 
 class PatientProtocol(H11Protocol):

@@ -5,7 +5,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from volley.engine.engine import Engine, Prompt
+from volley.chat import Prompt
+from volley.engine.engine import Engine
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, shutting_down
 from volley.serve.metrics import Metrics
@@ -20,9 +21,10 @@ class Service:
     def __init__(self, engine: Engine, config: ServeConfig, model: str) -> None:
         self.config = config
         self.model = model
-        self.metrics = Metrics(engine.pool.num_pages)
+        holds = engine.snapshot()
+        self.metrics = Metrics(holds.num_pages)
         self.worker = Worker(engine, self.metrics, config.max_waiting)
-        self.max_model_len = min(engine.target.context_length, engine.pool.num_pages * engine.pool.page_size)
+        self.max_model_len = holds.max_tokens
         self.draining = False
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
@@ -99,7 +101,7 @@ class Service:
     # -- text and tokens -----------------------------------------------------------------------------------------------
     async def _encode(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
         fewest = max(map(_characters, prompts)) // self._longest_token
-        if fewest > self.max_model_len:  # no need to spend seconds on finding out how many tokens exactly
+        if fewest > self.max_model_len:  # too long in any case; counting exactly could take seconds
             raise self._too_long(f"at least {fewest} in the {field}", field)
 
         def encode() -> list[list[int]]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from volley.engine.engine import Engine
 from volley.engine.recovery import recover
-from volley.engine.request import Request
 from volley.errors import VolleyError
+from volley.procedures.request import Request
 from volley.serve.metrics import Metrics
 from volley.types import FinishReason, GenerationStats, SamplingParams, TextChunk
 
@@ -85,8 +85,9 @@ class Worker:
     def __init__(self, engine: Engine, metrics: Metrics, max_waiting: int) -> None:
         """``max_waiting`` requests may queue beside those that the engine runs at once."""
         self.engine = engine
+        self._max_waiting = max_waiting
         self.metrics = metrics
-        self.capacity = engine.scheduler.config.max_running + max_waiting
+        self.capacity = engine.snapshot().max_running + max_waiting
         self.held = 0
         """Requests handed in and not yet over, as the event loop knows; it alone writes this."""
         self.fatal: BaseException | None = None
@@ -101,7 +102,7 @@ class Worker:
 
     # -- the event loop's side -----------------------------------------------------------------------------------------
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._thread.start()
 
     def stop_soon(self) -> None:
@@ -120,7 +121,7 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Queue a job; its events come to ``job.events``. Raises :class:`QueueFull`."""
         if self.held + len(job.prompts) > self.capacity:
-            rounds = self.held / self.engine.scheduler.config.max_running
+            rounds = self.held / (self.capacity - self._max_waiting)
             raise QueueFull(self.held, min(60, max(1, math.ceil(rounds * self._seconds))))
         self.held += len(job.prompts)
         self._inbox.put(("submit", job))
@@ -140,7 +141,7 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._obey():
-                if self.engine.scheduler.has_work:
+                if self.engine.has_work:
                     self._step()
                 self._publish()
         except BaseException as error:
@@ -166,7 +167,7 @@ class Worker:
 
     def _obey(self) -> bool:
         """Carry out what has come in, waiting for something when there is nothing else to do. False: stop."""
-        idle = not self.engine.scheduler.has_work
+        idle = not self.engine.has_work
         while idle or not self._inbox.empty():
             command, job = self._inbox.get()
             idle = False
@@ -233,5 +234,5 @@ class Worker:
     def _hand_over(self) -> None:
         if self._outbox or self._left:
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is listening
-                self._loop.call_soon_threadsafe(self._deliver, self._outbox, self._left)
+                self.loop.call_soon_threadsafe(self._deliver, self._outbox, self._left)
             self._outbox, self._left = [], 0

@@ -1,4 +1,4 @@
-"""Attention of blocks in training: each sees its own document's features before its anchor, and itself, nothing else.
+"""Attention of training blocks: a block sees its document's features before its anchor, and its own tokens.
 
 Three implementations of the one rule in ``Layout.allowed``: ``dense`` (an explicit mask over all keys: slow, the reference),
 ``grouped`` (document by document, for CPUs) and ``flex`` (FlexAttention's sparse kernel, for GPUs).
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from volley.models.drafter import Attend
 
-TILE_SCORES = 65_536  # scores per head of one tile: with its copies it should stay in a core's second-level cache
+TILE_SCORES = 65_536  # scores per head of one tile; a tile and its copies should fit a core's second-level cache
 
 Context = list[tuple[Tensor, Tensor]]
 """K and V ``[D · S, kv_heads, d]`` of every draft layer (``Drafter.context_kv``)."""
@@ -128,7 +128,7 @@ def _tiles(layout: Layout) -> list[Tile]:
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Softmax attention of tiles over ``[context before the anchor | own block]``; the backward pass makes the scores anew.
+    """Softmax attention of tiles over ``[context before the anchor | own block]``; the backward pass recomputes the scores.
 
     ``queries [D, kv, A, M, d]``, scaled, where M = group · B; context ``[D, kv, S, d]``; own ``[D, kv, A, B, d]``;
     ``hidden [D, A, S]``. Scores that leave the processor's cache cost more than computing them twice.
@@ -212,7 +212,7 @@ _compiled_flex: list[Callable[..., Any]] = []
 
 
 def _flex_kernel() -> Callable[..., Any]:
-    """FlexAttention is only worth its name when compiled; compile it once for the process."""
+    """Compile FlexAttention once per process; uncompiled it materialises every score."""
     if not _compiled_flex:
         from torch.nn.attention.flex_attention import flex_attention
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from volley.errors import CheckpointError, ConfigError
-from volley.models.checkpoint import make_folder, read_json, save_tensors, write_atomically
-from volley.train.data import Document, split_batches
+from volley.files import make_folder, read_json, save_tensors, write_atomically
+from volley.train.documents import Document, split_batches
 from volley.train.features import Features, FeatureSource
 from volley.train.parallel import Ranks
 
@@ -42,7 +42,7 @@ class FeatureCache:
         order = sorted(range(len(documents)), key=lambda index: (len(documents[index]), index))
         self.shards = self._cut(order)
         self.places: dict[int, tuple[int, int, int]] = {}
-        """Of each document: its shard, its first row of ``taps`` and its first row of ``final``."""
+        """Shard, first row of ``taps`` and first row of ``final`` of each document."""
         for number, indices in enumerate(self.shards):
             row = final_row = 0
             for index in indices:
@@ -78,7 +78,7 @@ class FeatureCache:
         """Write the shards that are not there yet; a cache of another target, data or taps is refused."""
         self._check_manifest()
         missing = self._missing()
-        ranks.wait()  # before anybody writes: all must share out the same shards
+        ranks.wait()  # before any process writes: all must divide the same list of shards
         tokens = sum(map(len, self.documents))
         say(
             f"feature cache {self.directory}: {self.size / 1e9:.2f} GB in {len(self.shards)} shards for {tokens} tokens, "
@@ -109,7 +109,7 @@ class FeatureCache:
         if not path.exists():
             return
         found = read_json(path)
-        if found.get("final") is True:  # it serves a run that does not need the final states too
+        if found.get("final") is True:  # a cache with final states also serves a run without them
             self.manifest["final"] = self.online.with_final = True
         for key, value in self.manifest.items():
             if found.get(key) != value:

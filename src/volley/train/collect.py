@@ -9,12 +9,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from volley.chat import check_template, encode_chat
 from volley.errors import ConfigError, InputError
 from volley.prompts import Conversation, Message, check_training, load_prompts
 
@@ -78,7 +79,7 @@ class Answer:
 
 
 @dataclass
-class Job:
+class CollectJob:
     """One conversation to be answered once, turn by turn."""
 
     key: str
@@ -90,7 +91,7 @@ class Job:
     answers: list[Answer] = field(default_factory=list)
 
     def add(self, answer: Answer) -> bool:
-        """Take an answer in; whether that was the last one the conversation needs."""
+        """Add an answer. Returns whether the conversation is complete."""
         message = {"role": "assistant", "content": answer.text}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
@@ -106,12 +107,12 @@ class Source(Protocol):
     """Where answers come from."""
 
     name: str
-    """What is answering; a journal never mixes two."""
+    """The model that answers; a journal holds the answers of one model only."""
     chat_template: str | bool
     """Digest of the template that was applied here, or ``True`` when the endpoint applies its own."""
 
-    def run(self, jobs: Iterable[Job], done: Callable[[Job], None]) -> int:
-        """Answer every job, calling ``done`` as each finishes; how many had to be given up."""
+    def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
+        """Answer every job and call ``done`` as each finishes. Returns how many were given up."""
         ...
 
 
@@ -133,7 +134,7 @@ class Progress:
 
 
 class Journal:
-    """The append-only output file. Whatever follows the last row that completes a job is a torn write."""
+    """The append-only output file. Rows after the last complete job are an interrupted write and are cut off."""
 
     def __init__(self, path: Path, model: str) -> None:
         self.path = path
@@ -185,11 +186,11 @@ class Journal:
         self._file.close()
 
 
-def make_jobs(config: CollectConfig) -> list[Job]:
+def make_jobs(config: CollectConfig) -> list[CollectJob]:
     """Every response wanted, in order. Equal conversations are asked once for each sample."""
     from volley.types import SamplingParams
 
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, CollectJob] = {}
     conversations = [c for source in config.prompts for c in load_prompts(source, config.data_dir, config.limit)]
     for index, conversation in enumerate(conversations):
         messages = list(conversation.messages)
@@ -197,8 +198,8 @@ def make_jobs(config: CollectConfig) -> list[Job]:
             messages.insert(0, {"role": "system", "content": config.system})
         for sample in range(config.samples):
             temperature = config.temperatures[(index * config.samples + sample) % len(config.temperatures)]
-            law = [temperature, config.top_p, config.top_k, config.min_p, config.max_tokens, config.seed]
-            asked = json.dumps([messages, conversation.turns, config.thinking, sample, *law])
+            sampling = [temperature, config.top_p, config.top_k, config.min_p, config.max_tokens, config.seed]
+            asked = json.dumps([messages, conversation.turns, config.thinking, sample, *sampling])
             key = hashlib.sha256(asked.encode()).hexdigest()[:16]
             params = SamplingParams(
                 temperature=temperature,
@@ -208,12 +209,12 @@ def make_jobs(config: CollectConfig) -> list[Job]:
                 max_tokens=config.max_tokens,
                 seed=int(key, 16) >> 1,
             )
-            jobs.setdefault(key, Job(key, conversation, sample, params, list(messages)))
+            jobs.setdefault(key, CollectJob(key, conversation, sample, params, list(messages)))
     return list(jobs.values())
 
 
-def to_rows(job: Job, source: Source, thinking: bool | None) -> list[dict[str, Any]]:
-    """The journal's lines for a finished job, one an answer: OpenAI messages and how they came about."""
+def to_rows(job: CollectJob, source: Source, thinking: bool | None) -> list[dict[str, Any]]:
+    """The journal's lines for a finished job, one per answer: OpenAI messages and how they were sampled."""
     rows = []
     first = len(job.messages) + 2 - 2 * len(job.answers)  # messages up to the first answer; each turn adds two
     for turn, answer in enumerate(job.answers, 1):
@@ -244,13 +245,13 @@ def to_rows(job: Job, source: Source, thinking: bool | None) -> list[dict[str, A
 
 
 def collect(config: CollectConfig, source: Source, report: Callable[[Progress], None] | None = None) -> Progress:
-    """Write a response for every job the journal lacks. Interrupt and repeat it at will."""
+    """Write a response for every job the journal lacks. A run may be interrupted and repeated."""
     jobs = make_jobs(config)
     journal = Journal(config.out, source.name)
     missing = [job for job in jobs if job.key not in journal.keys]
     skipped, finished, output_tokens, started = len(jobs) - len(missing), 0, 0, time.perf_counter()
 
-    def done(job: Job) -> None:
+    def done(job: CollectJob) -> None:
         nonlocal finished, output_tokens
         journal.append(to_rows(job, source, config.thinking))
         finished += 1
@@ -285,29 +286,18 @@ class EngineSource:
         batch: int = 256,
         context_length: int | None = None,
     ) -> None:
-        template = getattr(engine.tokenizer, "chat_template", None)
-        if not template:
-            raise ConfigError(f"the tokenizer of {name} has no chat template; set tokenizer.chat_template and save it")
-        if thinking is not None and "enable_thinking" not in str(template):
-            raise ConfigError(f"the chat template of {name} has no thinking switch; leave thinking unset")
+        template = check_template(engine.tokenizer, thinking)
         self.engine = engine
         self.name = name
         self.thinking = thinking
         self.batch = batch
         self.context_length = context_length
-        self.chat_template: str | bool = hashlib.sha256(str(template).encode()).hexdigest()[:16]
+        self.chat_template: str | bool = hashlib.sha256(template.encode()).hexdigest()[:16]
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        switch = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        ids = self.engine.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **switch
-        )
-        return [int(token) for token in ids]
-
-    def run(self, jobs: Iterable[Job], done: Callable[[Job], None]) -> int:
-        fresh, open_jobs, refused = iter(jobs), list[Job](), 0
+    def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
+        fresh, open_jobs, refused = iter(jobs), list[CollectJob](), 0
         while batch := open_jobs + list(islice(fresh, self.batch - len(open_jobs))):
-            prompts = [self.encode(job.messages) for job in batch]
+            prompts = [encode_chat(self.engine.tokenizer, job.messages, thinking=self.thinking) for job in batch]
             fits = [self.context_length is None or len(ids) < self.context_length for ids in prompts]
             refused += fits.count(False)
             batch, prompts = list(compress(batch, fits)), list(compress(prompts, fits))

@@ -1,33 +1,24 @@
-"""Training rows: read them, turn them into the token ids the target would have produced, and lay them out in batches."""
+"""Training rows: read them and turn them into the token ids the target would have produced."""
 
-import hashlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from volley.chat import encode_chat, end_of_turn, render_chat
 from volley.errors import InputError
 from volley.prompts import read_jsonl
+from volley.train.documents import Document, fingerprint
+from volley.train.features import FrozenTarget
+from volley.train.options import TrainConfig
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Document:
-    """``token_ids [n]`` (int32) of prompt and response; the response starts at ``response_start``."""
-
-    token_ids: Tensor
-    response_start: int
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
+EVAL_DOCUMENTS = 128  # rows that the held-out loss is measured on
 
 
 def read_rows(paths: Sequence[str | Path]) -> list[Row]:
@@ -59,23 +50,13 @@ def _has_ids(row: Row) -> bool:
     )
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, stop_token_ids: set[int]) -> int | None:
-    """The token the target ends its turn with: the first stop token the template writes after a response."""
-    mark = "volleyvolley"
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": mark}]
-    rendered = str(tokenizer.apply_chat_template(chat, tokenize=False)) if tokenizer.chat_template else ""
-    after = tokenizer(rendered.rpartition(mark)[2], add_special_tokens=False)["input_ids"] if mark in rendered else []
-    own: int | None = tokenizer.eos_token_id
-    return next((int(token) for token in after if token in stop_token_ids), own)
-
-
 def encode_rows(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_length: int, stop_token_ids: set[int]
 ) -> list[Document]:
-    """One document a row, cut to ``max_length``.
+    """One document per row, cut to ``max_length``.
 
     A row's own token ids are taken as they are. Otherwise the prompt goes through the chat template with its generation
-    prompt, and the response is tokenised by itself and ended, as the target wrote it.
+    prompt; the response is tokenised separately and ends with the end of turn, as the target wrote it.
     """
     end = end_of_turn(tokenizer, stop_token_ids)
     documents = []
@@ -88,7 +69,7 @@ def encode_rows(
 def count_response_tokens(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], stop_token_ids: set[int], vocab_size: int
 ) -> list[int]:
-    """How often each of ``vocab_size`` tokens stands in the rows' responses."""
+    """The count of each of ``vocab_size`` tokens in the rows' responses."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for document in encode_rows(tokenizer, rows, sys.maxsize, stop_token_ids):
         token_ids = document.token_ids[document.response_start :]
@@ -111,7 +92,7 @@ def _encode_chunk(
     prompts: list[list[int]] = []
     responses: list[list[int]] = []
     if texts:
-        rendered = [render_prompt(tokenizer, row) for row in texts]
+        rendered = [render_chat(tokenizer, row["messages"][:-1], thinking=_thinking(row)) for row in texts]
         prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         contents = [row["messages"][-1]["content"] for row in texts]
         responses = tokenizer(contents, add_special_tokens=False)["input_ids"]
@@ -125,66 +106,72 @@ def _encode_chunk(
         yield list(prompt), [*response, end] if ended and end is not None else list(response)
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
-    """The text the target saw: all messages but the last, through its chat template."""
-    if tokenizer.chat_template is None:
-        raise InputError(
-            "the target's tokenizer has no chat template; give one to the tokenizer, or rows with "
-            "'prompt_token_ids' and 'response_token_ids'"
-        )
-    thinking = {"on": True, "off": False}.get(str(row.get("thinking")))
-    options = {} if thinking is None else {"enable_thinking": thinking}
-    chat = row["messages"][:-1]
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
+def _thinking(row: Row) -> bool | None:
+    return {"on": True, "off": False}.get(str(row.get("thinking")))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
+    """The token ids of a row's prompt."""
     if _has_ids(row):
         return list(row["prompt_token_ids"])
-    return list(tokenizer(render_prompt(tokenizer, row), add_special_tokens=False)["input_ids"])
+    return encode_chat(tokenizer, row["messages"][:-1], thinking=_thinking(row))
 
 
-def fingerprint(documents: Sequence[Document]) -> str:
-    """A digest of every token and every response start."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(document.token_ids.numpy().tobytes())
-        digest.update(f"/{document.response_start};".encode())
-    return digest.hexdigest()[:32]
+class TrainingData:
+    """What is trained on (``documents``) and what is held out (``held_out``, and ``prompts`` for the engine)."""
 
+    def __init__(self, config: TrainConfig, target: FrozenTarget) -> None:
+        self.target = target
+        longest = config.max_length or config.tokens_per_batch
+        context = getattr(target.text_config, "max_position_embeddings", longest)
+        self.max_length = min(longest, context)
+        rows, held_rows = self._split(config)
+        self.documents = self._encode(rows)
+        if not self.documents:
+            raise InputError(
+                f"no row of {', '.join(config.data)} has two response tokens within {self.max_length} tokens; "
+                "collect longer responses, or raise --max-length"
+            )
+        self.dropped = len(rows) - len(self.documents)
+        self.held_out = self._encode(held_rows)[:EVAL_DOCUMENTS]
+        prompts = [prompt_ids(target.tokenizer, row) for row in held_rows[: config.eval_prompts]]
+        self.prompts = [prompt for prompt in prompts if 0 < len(prompt) <= context - config.eval_max_tokens]
+        self.lengths = [len(document) for document in self.documents]
+        self.response_tokens = sum(len(document) - document.response_start for document in self.documents)
+        self.fingerprint = fingerprint(self.documents)
 
-def plan_epoch(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """Batches of document indices for one epoch: alike in length, in random order, ``rows × longest ≤ tokens_per_batch``.
+    @staticmethod
+    def _split(config: TrainConfig) -> tuple[list[Row], list[Row]]:
+        rows = read_rows(config.data)
+        if config.eval_data is not None:
+            return rows, read_rows([config.eval_data])
+        held = set(random.Random(config.seed).sample(range(len(rows)), int(len(rows) * config.eval_share)))
+        return [row for index, row in enumerate(rows) if index not in held], [rows[index] for index in sorted(held)]
 
-    Documents are shuffled, then sorted by length inside pools of some fifty batches: padding stays small and neighbours
-    differ from epoch to epoch. A document longer than the budget makes a batch of its own. Depends on its arguments alone.
-    """
-    rng = random.Random(f"{seed}/{epoch}")
-    order = list(range(len(lengths)))
-    rng.shuffle(order)
-    batches: list[list[int]] = []
-    while order:
-        pool, tokens = [], 0
-        while order and tokens < 50 * tokens_per_batch:
-            pool.append(order.pop())
-            tokens += lengths[pool[-1]]
-        pool.sort(key=lambda index: lengths[index])
-        batches += split_batches(pool, lengths, tokens_per_batch)
-    rng.shuffle(batches)
-    return batches
+    def _encode(self, rows: list[Row]) -> list[Document]:
+        encoded = encode_rows(self.target.tokenizer, rows, self.max_length, self.target.stop_token_ids)
+        encoded = [document for document in encoded if len(document) - document.response_start >= 2]
+        for document in encoded:
+            if not 0 <= int(document.token_ids.min()) <= int(document.token_ids.max()) < self.target.vocab_size:
+                raise InputError(
+                    f"a row has a token id outside the target's vocabulary of {self.target.vocab_size}; "
+                    "its token ids come from another target: collect it again"
+                )
+        return encoded
 
+    def summary(self) -> dict[str, int]:
+        """The counts that the training report gives."""
+        return {
+            "rows": len(self.documents),
+            "rows_without_two_response_tokens": self.dropped,
+            "tokens": sum(self.lengths),
+            "response_tokens": self.response_tokens,
+            "held_out_rows": len(self.held_out),
+        }
 
-def split_batches(indices: Sequence[int], lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Cut ``indices``, ascending in length, where the padded batch would exceed the budget."""
-    batches: list[list[int]] = []
-    for index in indices:
-        if not batches or (len(batches[-1]) + 1) * lengths[index] > tokens_per_batch:
-            batches.append([])
-        batches[-1].append(index)
-    return batches
-
-
-def pad(documents: Sequence[Document]) -> Tensor:
-    """``[D, S]`` int64, right-padded with 0: the models are causal and no anchor reaches the padding."""
-    rows = [document.token_ids.long() for document in documents]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    def describe(self) -> str:
+        """One line for the terminal."""
+        return (
+            f"data: {len(self.documents)} rows, {sum(self.lengths)} tokens, {self.response_tokens} of them in responses; "
+            f"{self.dropped} rows too short, {len(self.held_out)} held out for the loss and {len(self.prompts)} for τ"
+        )

@@ -1,7 +1,7 @@
-"""Answers from OpenAI-compatible endpoints: many requests in flight, each sent where the fewest are.
+"""Answers from OpenAI-compatible endpoints. A request goes to the endpoint with the fewest requests in flight.
 
 A request that fails is tried again after a while, on another endpoint if there is one. An endpoint that fails again and again
-is dropped while others are left; what it owed is answered by those, so nothing is lost.
+is dropped while others are left; these take over its requests, so none is lost.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from volley.errors import ConfigError, EndpointError
-from volley.train.collect import Answer, Job
+from volley.train.collect import Answer, CollectJob
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_PROMPT = {400, 413, 422}
@@ -31,9 +31,9 @@ class _Endpoint:
     url: str
     in_flight: int = 0
     failures: int = 0
-    """In a row, those of requests sent at once counted once."""
+    """Consecutive failures; simultaneous requests that fail count once."""
     rests_until: float = 0.0
-    """Asked only if all others rest too."""
+    """Before this time the endpoint is used only if all others rest too."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class EndpointSource:
         self._endpoints = [_Endpoint(url) for url in self.urls]
         self.name = self.model or asyncio.run(self._only_model())
 
-    def run(self, jobs: Iterable[Job], done: Callable[[Job], None]) -> int:
+    def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
         """Answer every job; refused prompts are counted, any other lasting failure is an ``EndpointError``."""
         self.refusals = []
         asyncio.run(self._run(iter(jobs), done))
@@ -91,7 +91,7 @@ class EndpointSource:
             )
         return names[0]
 
-    async def _run(self, jobs: Iterator[Job], done: Callable[[Job], None]) -> None:
+    async def _run(self, jobs: Iterator[CollectJob], done: Callable[[CollectJob], None]) -> None:
         async with self._client() as client:
             finished = 0
 
@@ -112,7 +112,7 @@ class EndpointSource:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _answer(self, client: httpx.AsyncClient, job: Job) -> bool:
+    async def _answer(self, client: httpx.AsyncClient, job: CollectJob) -> bool:
         try:
             while not job.add(await self._complete(client, job)):
                 pass
@@ -121,7 +121,7 @@ class EndpointSource:
             return False
         return True
 
-    async def _complete(self, client: httpx.AsyncClient, job: Job) -> Answer:
+    async def _complete(self, client: httpx.AsyncClient, job: CollectJob) -> Answer:
         params = job.params
         body: dict[str, Any] = {
             "model": self.name,
@@ -143,7 +143,7 @@ class EndpointSource:
     async def _request(
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """JSON of a successful answer, after as many attempts as it takes and ``retries`` allows."""
+        """The JSON of a successful answer; a request that fails is repeated up to ``retries`` times."""
         attempt, limit = 0, (self.retries + 1) * len(self.urls)
         while True:
             wait = 0.0
@@ -182,7 +182,7 @@ class EndpointSource:
         return random.uniform(0.5, 1.0) * min(60.0, self.backoff_seconds * 2.0 ** (failures - 1))
 
     def _set_aside(self, endpoint: _Endpoint, problem: str, hopeless: bool, wait: float) -> bool:
-        """Let an endpoint that failed rest, or drop it; whether another one can be asked at once."""
+        """Let a failed endpoint rest, or drop it. Returns whether another one is ready now."""
         now = time.monotonic()
         if now >= endpoint.rests_until:
             endpoint.failures += 1

@@ -3,23 +3,26 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from volley.errors import CheckpointError
 from volley.models.accelerate import accelerate
 from volley.models.taps import Taps, decoder_layers
 from volley.models.target import load_tokenizer
-from volley.train.data import Document, pad
+from volley.train.documents import Document, pad
+from volley.vllm.features import RecordingServer
 
 
 @dataclass(frozen=True)
 class Features:
-    """Of right-padded documents: ``taps [D, S, taps · H]`` and, where the loss compares with the target's distributions, its
-    final states ``final [D, S, H]`` at response positions."""
+    """Features of right-padded documents: tapped states ``taps [D, S, taps · H]`` and, if the loss compares with the
+    target's distributions, the target's final states ``final [D, S, H]`` at response positions."""
 
     taps: Tensor
     final: Tensor | None
@@ -44,7 +47,7 @@ class FrozenTarget:
         self.fingerprint = _fingerprint(model)
         if not with_layers:
             layers = decoder_layers(model)
-            for index in range(len(layers)):  # their number is asked for
+            for index in range(len(layers)):  # the number of layers is still read
                 layers[index] = nn.Module()
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         accelerate(self.model)  # as the engine does: features in training are rounded like those in decoding
@@ -126,3 +129,24 @@ class OnlineFeatures:
         hidden = self.target.model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
         taps = self.taps.take()
         return Features(taps, hidden if self.with_final else None)
+
+
+class ServerFeatures:
+    """Has a vLLM that records run the target (``volley/vllm/features.py``)."""
+
+    def __init__(
+        self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool, url: str, directory: Path, longest: int
+    ) -> None:
+        """``longest`` is the length of the longest document."""
+        self.target, self.layer_ids, self.with_final = target, tuple(layer_ids), with_final
+        hidden_size: int = target.text_config.hidden_size
+        self._server = RecordingServer(url, directory, layer_ids, hidden_size, with_final, longest)
+
+    def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
+        """Features of ``documents``, whose places in the data are ``indices``."""
+        found = self._server([document.token_ids for document in documents])
+        final = [one.final for one in found if one.final is not None]
+        return Features(self._pad([one.taps for one in found]), self._pad(final) if self.with_final else None)
+
+    def _pad(self, rows: list[Tensor]) -> Tensor:
+        return pad_sequence(rows, batch_first=True).to(self.target.device, self.target.dtype)

@@ -1,6 +1,6 @@
-"""The drafter's small operations with backward passes written out: autograd's own make fp32 copies of every activation.
+"""The drafter's small operations with explicit backward passes; autograd's keep fp32 copies of every activation.
 
-Norms and rotations are most of a small drafter's training time on a CPU, its matrix products next to nothing.
+On a CPU norms and rotations take most of a small drafter's training time, matrix products very little.
 """
 
 import ctypes
@@ -100,10 +100,10 @@ def _fuse_rotations(attention: DraftAttention) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors free: memory fresh from the kernel costs more to touch than to compute on."""
+    """Let glibc keep freed memory: page faults on fresh memory cost more than the computation."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # a C library without it has its own habits
+    if mallopt is not None:  # another C library has no mallopt
         for parameter, value in ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 << 20)):
             mallopt(parameter, value)

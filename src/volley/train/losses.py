@@ -22,7 +22,7 @@ def slot_weights(block_size: int, decay: str, gamma: float | None) -> Tensor:
 
 
 def _with_bias(hidden: Tensor, head: Tensor) -> Tensor:
-    """A head with a bias carries it as one more column (see ``FrozenTarget.head``); its input is then a 1."""
+    """Append a column of ones to ``hidden`` if ``head`` carries a bias as its last column (see ``FrozenTarget.head``)."""
     return hidden if head.shape[1] == hidden.shape[1] else torch.nn.functional.pad(hidden, (0, 1), value=1.0)
 
 
@@ -37,7 +37,8 @@ def target_probs(final: Tensor, head: Tensor, softcap: float | None = None) -> T
 def pace_weights(label_losses: Tensor, slots: Tensor, floor: float = 0.5) -> Tensor:
     """D-PACE (arXiv 2605.18810) weights ``[R]`` of the rows of whole blocks, one after the other; ``slots`` count from 0 in each.
 
-    Slot j weighs Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − floor) · e^{−loss} + floor: what of the expected length hangs on it.
+    Slot j weighs Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − floor) · e^{−loss} + floor: the part of the expected length that
+    depends on slot j.
     """
     blocks = (slots == 0).cumsum(0) - 1
     chances = torch.zeros(int(blocks[-1]) + 1, int(slots.max()) + 1, device=slots.device)
@@ -127,7 +128,7 @@ class _BlockLoss(torch.autograd.Function):
 
 
 def _chunks(count: int, blocks: Tensor | None) -> list[slice]:
-    """Runs of ``CHUNK`` rows; where ``blocks`` matter, of whole blocks."""
+    """Slices of ``CHUNK`` rows; with ``blocks`` each slice starts at the first slot of a block."""
     bounds = list(range(0, count, CHUNK))
     if blocks is not None:
         starts = (blocks == 0).nonzero()[:, 0]

@@ -1,10 +1,21 @@
-"""Muon for the matrices, AdamW for the vectors, behind the interface of one optimizer."""
+"""The optimizers: AdamW, or Muon for the matrices with AdamW for the vectors behind the interface of one optimizer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from volley.train.options import TrainConfig
+
+
+def make_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter], sharded: bool) -> torch.optim.Optimizer:
+    """The optimizer that the options ask for; weight decay applies to matrices only."""
+    matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
+    if config.optimizer == "muon":
+        return MuonWithAdamW(matrices, vectors, config.learning_rate, config.weight_decay)
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=not sharded)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from volley.errors import ConfigError, check_keys, unknown_key
+from volley.models.tap_layers import parse_taps
 from volley.prompts import check_training
 
 REPORTING_OPTIONS = frozenset(
@@ -251,21 +252,6 @@ class TrainConfig:
         if missing:
             raise ConfigError(f"training needs {', '.join(missing)}; give them as options")
         return cls(**options)
-
-
-def parse_taps(taps: int | str | Iterable[int] | None) -> int | tuple[int, ...] | None:
-    """``"5"`` is a count, ``"1,9,17"`` are layer ids."""
-    if taps is None or isinstance(taps, int):
-        if taps is not None and taps < 1:
-            raise ConfigError(f"taps is {taps}; tap at least one layer, or use no_features for a drafter without")
-        return taps
-    if isinstance(taps, str):
-        try:
-            numbers = [int(part) for part in taps.split(",")]
-        except ValueError:
-            raise ConfigError(f"taps is {taps!r}; give a count (5) or layer ids (1,9,17)") from None
-        return parse_taps(numbers[0]) if "," not in taps else tuple(numbers)
-    return tuple(taps)
 
 
 @dataclass(frozen=True, kw_only=True)

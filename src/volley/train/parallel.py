@@ -64,8 +64,12 @@ class Ranks:
         return self._exchange(value, dist.all_reduce) if self.world > 1 else value
 
     def from_first(self, value: float) -> float:
-        """The first process's ``value``: clocks differ, decisions must not."""
+        """The first process's ``value``, so that all processes decide by one clock."""
         return self._exchange(value, lambda shared: dist.broadcast(shared, 0)) if self.world > 1 else value
+
+    def any(self, wanted: bool) -> bool:
+        """Whether any process wants it."""
+        return self.sum(float(wanted)) > 0
 
     def all_see(self, value: float) -> bool:
         """Whether every process has the first one's ``value``."""

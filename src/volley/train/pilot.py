@@ -16,37 +16,36 @@ from typing import Self, cast
 import torch
 from torch import Tensor, nn
 
-from volley.decode.block_size import Fixed
-from volley.decode.pilot import PilotConfig, PilotInput, features, net_for, save_pilot
 from volley.engine.engine import Engine
-from volley.engine.rehearsal import Rehearsal
 from volley.errors import ConfigError, InputError
+from volley.files import load_tensors, make_folder, save_tensors
 from volley.models.adapter import drafter_fingerprint
-from volley.models.checkpoint import load_tensors, make_folder, save_tensors
 from volley.models.drafter import Drafter
+from volley.models.pilot import PilotConfig, PilotInput, features, net_for, save_pilot
+from volley.policies.fixed import Fixed
 from volley.prompts import load_prompts
 from volley.train.options import PilotOptions
 from volley.types import SamplingParams
 
 _BATCH = 64  # labelled requests in one step of the optimizer
-_REHEARSALS = 30  # of every cycle; the shortest counts, since a machine has other work
-_NEAR = 0.05  # a size that is slower by this share is wanted e times less
+_REHEARSALS = 30  # repetitions of a timed cycle; the shortest counts, since other work on the machine only adds
+_NEAR = 0.05  # softness of the labels: a size that is slower by this share weighs e times less
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """What N requests did with blocks of S sizes."""
+    """Measurements of N requests, each decoded with S block sizes."""
 
     temperature: Tensor
     """``[N]``"""
     logits: Tensor
-    """``[N, V]``, the target's after the prompt's last token."""
+    """``[N, V]``: the target's logits after the prompt's last token."""
     hidden: Tensor
-    """``[N, taps · H]``, that token's tapped states."""
+    """``[N, taps · H]``: the tapped states of the prompt's last token."""
     tokens: Tensor
-    """``[N, S]``, decoded after the first."""
+    """``[N, S]``: tokens decoded after the first."""
     cycles: Tensor
-    """``[N, S]``, that took."""
+    """``[N, S]``: cycles that these tokens took."""
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -63,7 +62,7 @@ class Labelled:
         return self.tokens / self.cycles / seconds
 
 
-class Recorder(Fixed):
+class InputRecorder(Fixed):
     """A fixed block that keeps what a pilot would be shown."""
 
     uses_prefill = True
@@ -82,7 +81,7 @@ def label(
     """Answer all prompts at once, with each block size in turn."""
     tokens, cycles = [], []
     for size in block_sizes:
-        engine.policy = recorder = Recorder(size)
+        engine.policy = recorder = InputRecorder(size)
         lengths = [result.stats.accepted_lengths for result in engine.generate(list(prompts), params)]
         tokens.append([sum(own) for own in lengths])
         cycles.append([len(own) for own in lengths])
@@ -155,26 +154,18 @@ def cycle_seconds(engine: Engine, block_sizes: Sequence[int], concurrency: int) 
     """Seconds ``[S]`` of a cycle of ``concurrency`` requests with each of ascending block sizes; 1 is plain
     decoding.
     """
-    rehearsal = Rehearsal(engine.runner)
-
-    def cycle(size: int) -> float:
-        tokens = concurrency * size
-        drafting = rehearsal.draft(tokens, concurrency) if size > 1 else 0.0
-        return drafting + rehearsal.target(tokens, concurrency)
-
-    with torch.inference_mode():
-        rounds = [[cycle(size) for size in block_sizes] for _ in range(_REHEARSALS)]
+    rounds = [[engine.cycle_seconds(size, concurrency) for size in block_sizes] for _ in range(_REHEARSALS)]
     shortest = torch.tensor(rounds).amin(dim=0)
-    return shortest.flip(0).cummin(dim=0).values.flip(0)  # a smaller block takes no longer
+    return shortest.flip(0).cummin(dim=0).values.flip(0)  # a smaller block is never slower
 
 
 def fit(
     config: PilotConfig, drafter: Drafter, examples: Labelled, rates: Tensor, options: PilotOptions
 ) -> nn.Sequential:
-    """A network that chooses by ``rates [N, S]``.
+    """Train a network to choose by ``rates [N, S]``.
 
-    Cross-entropy not against the best size alone, as in the paper, but against all sizes by how near they come to it: the best
-    two often differ by less than chance does.
+    The loss is cross-entropy against all sizes, weighted by how close each comes to the best one. The paper uses the best size
+    alone, but the best two often differ by less than the noise.
     """
     torch.manual_seed(options.seed)
     net = net_for(config, drafter)
@@ -198,16 +189,16 @@ def inputs_of(config: PilotConfig, examples: Labelled) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PilotOutcome:
     """Tokens per second on prompts the pilot was not trained on, as rehearsed; each token counts once."""
 
     fixed: dict[int, float]
-    """Of each block size for all."""
+    """With one block size for all requests, by size."""
     pilot: float
     oracle: float
-    """Of each request's best size."""
+    """With the best size of each request."""
     agreement: float
-    """How often the pilot chooses that."""
+    """Share of requests for which the pilot chooses the best size."""
 
     @classmethod
     def of(cls, choice: Tensor, examples: Labelled, seconds: Tensor, block_sizes: Sequence[int]) -> Self:
@@ -223,7 +214,7 @@ class Outcome:
         return cls(fixed, rate(choice), rate(best), float((choice == best).float().mean()))
 
 
-def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, int], None]) -> tuple[Path, Outcome]:
+def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, int], None]) -> tuple[Path, PilotOutcome]:
     """Label, train, save; where it was saved, and how good it is."""
     drafter = _drafter(engine)
     folder = options.out or drafter.folder
@@ -246,4 +237,4 @@ def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, in
     net = fit(config, drafter, kept, kept.rates(seconds), options)
     choice = net(inputs_of(config, held)).argmax(dim=1)
     save_pilot(folder, config, net)
-    return folder, Outcome.of(choice, held, seconds, sizes)
+    return folder, PilotOutcome.of(choice, held, seconds, sizes)

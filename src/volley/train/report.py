@@ -1,4 +1,4 @@
-"""What a run tells: lines on the terminal, ``log.jsonl`` and ``training_report.json`` in its folder."""
+"""The reports of a run: lines on the terminal, ``log.jsonl`` and ``training_report.json`` in its folder."""
 
 import json
 import time
@@ -6,16 +6,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from volley.models.checkpoint import write_atomically
+from torch import Tensor
+
+from volley.files import write_atomically
+from volley.train.losses import accepted_prefix
 from volley.train.state import Position
 
 
 class Reporter:
-    """Speaks for the first process; the others are silent."""
+    """Prints and writes on the first process only."""
 
     def __init__(self, out: Path, speaks: bool) -> None:
         self.out = out
         self.speaks = speaks
+        self.losses: list[float] = []
+        """Losses of the steps since the last line on progress."""
         self._last = (time.monotonic(), Position())
 
     def say(self, line: str) -> None:
@@ -36,8 +41,16 @@ class Reporter:
             with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, "step": position.step, **values}) + "\n")
 
-    def progress(self, position: Position, fraction: float, loss: float, tau: float, accuracy: list[float]) -> None:
-        """One line on the last steps: ``tau`` and ``accuracy`` of each slot are those of the last step's blocks."""
+    def progress(self, position: Position, fraction: float, correct: Tensor, valid: Tensor) -> None:
+        """One line on the steps since the last line; ``fraction`` of the run is done.
+
+        The loss is the mean over these steps. τ and the accuracy of each slot come from the last step alone: ``correct`` and
+        ``valid`` ``[N, B − 1]`` describe the slots of its blocks.
+        """
+        loss = sum(self.losses) / len(self.losses)
+        self.losses = []
+        mean, right = accepted_prefix(correct, valid)
+        tau, accuracy = float(mean), right.tolist()
         now, (before, last) = time.monotonic(), self._last
         self._last = (now, Position(**asdict(position)))
         seconds = max(now - before, 1e-9)

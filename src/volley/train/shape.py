@@ -11,39 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from volley.errors import ConfigError
 from volley.models.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafter import Drafter
+from volley.models.tap_layers import choose_taps, parse_taps
 from volley.models.taps import decoder_layers
-from volley.train.data import Document
-from volley.train.options import TrainConfig, parse_taps
+from volley.train.documents import Document
+from volley.train.options import TrainConfig
 
 _MASK_NAME = re.compile(r"^\W*mask\W*$", re.IGNORECASE)
 _UNUSED_NAME = re.compile(r"reserved|unused", re.IGNORECASE)
-
-
-def spread_taps(count: int, num_layers: int) -> tuple[int, ...]:
-    """``count`` layers spread evenly from the second to the third-to-last (DFlash §5): [1, 9, 17, 25, 33] of 36."""
-    first = min(1, num_layers - 1)
-    last = max(first, num_layers - 3)
-    if count > last - first + 1:
-        raise ConfigError(
-            f"taps is {count}, but only {last - first + 1} layers lie between the second and the third-to-last of "
-            f"{num_layers}; tap fewer, or name the layer ids"
-        )
-    if count == 1:
-        return (last,)
-    return tuple(round(first + index * (last - first) / (count - 1)) for index in range(count))
-
-
-def choose_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """The layers to tap: those named, or so many (5) spread over the target's."""
-    if isinstance(taps, tuple):
-        deep = [layer for layer in taps if not -1 <= layer < num_layers]
-        if deep:
-            raise ConfigError(
-                f"taps {list(taps)}: the target has {num_layers} layers, 0 to {num_layers - 1}; "
-                f"layer {deep[0]} does not exist, name others"
-            )
-        return taps
-    return spread_taps(taps or min(5, max(1, num_layers - 3)), num_layers)
 
 
 def choose_mask_token(

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from volley.errors import CheckpointError, ConfigError
-from volley.models.checkpoint import replaced
+from volley.files import replaced
 from volley.train.options import REPORTING_OPTIONS, TrainConfig
+from volley.train.parallel import Ranks
 
 NAME = "checkpoint.pt"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -34,6 +35,45 @@ class Position:
     seconds: float = 0.0
     tokens: int = 0
     blocks: int = 0
+
+
+class SavedRun:
+    """The file in ``config.out`` that a killed run goes on from; ``facts`` are digests of what the run must find again."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        facts: Mapping[str, str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+    ) -> None:
+        self.path = Path(config.out) / NAME
+        self.options = describe(config)
+        self.facts = facts
+        self.model = model
+        self.optimizer = optimizer
+        self.ranks = ranks
+
+    def restore(self) -> Position | None:
+        """Load weights and optimizer; returns where that run stood, or ``None`` where no run has been."""
+        state = load_state(self.path)
+        if not self.ranks.all_see(-1 if state is None else state["position"]["step"]):
+            raise ConfigError(
+                f"not every process sees the same {self.path}; put --out on a file system that all nodes share"
+            )
+        if state is None:
+            return None
+        check_same_run(self.path, state, self.options, self.facts)
+        restore_training_state(self.model, self.optimizer, state["training"], self.ranks.sharded)
+        return Position(**state["position"])
+
+    def save(self, position: Position) -> None:
+        """Write the file on the first process; every process must ask."""
+        training = training_state(self.model, self.optimizer, self.ranks.sharded)
+        if self.ranks.first:
+            state = {"options": self.options, "facts": dict(self.facts), "position": asdict(position)}
+            save_state(self.path, {**state, "training": training})
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:

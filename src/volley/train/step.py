@@ -1,6 +1,7 @@
 """One training step's arithmetic: documents and anchors in, loss and acceptance out (DFlash §4.2)."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor, nn
 
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
-from volley.train.anchors import Blocks, build_blocks
+from volley.train.anchors import Blocks, build_blocks, draw_anchors
 from volley.train.attention import ATTENTION, Layout
-from volley.train.data import Document, pad
+from volley.train.documents import Document, pad
 from volley.train.features import Features, FrozenTarget
 from volley.train.losses import Objective, block_loss, slot_weights
 from volley.train.options import TrainConfig
+
+CPU_ROWS = 4096  # rows per pass on a CPU: larger tensors are mapped anew each time, which costs more than arithmetic
 
 
 class BlockForward(nn.Module):
@@ -44,7 +47,7 @@ class BlockForward(nn.Module):
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of the blocks of one step: ``loss`` is the weighted sum, ``[N, B − 1]`` tells of each block's slots."""
+    """The result for N blocks: ``loss`` is the weighted sum, the others are ``[N, B − 1]``, one value per block and slot."""
 
     loss: Tensor
     losses: Tensor
@@ -53,7 +56,7 @@ class StepResult:
 
 
 class StepFunction:
-    """Everything of a step that does not change between steps."""
+    """Computes the loss of documents and anchors; holds what stays the same between steps."""
 
     def __init__(self, config: TrainConfig, target: FrozenTarget, shape: DrafterConfig, model: BlockForward) -> None:
         self.target = target
@@ -64,6 +67,24 @@ class StepFunction:
         self.objective = Objective(config.soft_targets, config.total_variation, target.softcap)
         self.has_head = shape.head is not None
         self.paced = config.loss_decay == "pace"
+        self.config = config
+        self.rows_per_pass = config.rows_per_pass or (CPU_ROWS if target.device.type == "cpu" else math.inf)
+
+    def draw_anchors(self, document: Document, index: int, epoch: int) -> list[int]:
+        """Anchors of the document with that index in the data: a function of seed, epoch and index alone."""
+        config, seed = self.config, f"{self.config.seed}/{epoch}/{index}"
+        start, length, count = document.response_start, len(document), config.anchors_per_sequence
+        return draw_anchors(start, length, count, self.block_size, config.anchors, seed)
+
+    def split_passes(self, indices: Sequence[int], anchors: Mapping[int, Sequence[int]]) -> list[list[int]]:
+        """Cut documents, by their index, where their blocks would exceed ``rows_per_pass`` rows of one forward pass."""
+        passes: list[list[int]] = []
+        for index in indices:
+            most = max(len(anchors[i]) for i in [*(passes[-1] if passes else ()), index])
+            if not passes or most * (len(passes[-1]) + 1) * self.block_size > self.rows_per_pass:
+                passes.append([])
+            passes[-1].append(index)
+        return passes
 
     def total_weight(self, documents: Sequence[Document], anchors: Sequence[Sequence[int]]) -> float:
         """Σ of the slot weights of all blocks: what a step's loss is divided by, on every process alike."""
@@ -96,7 +117,10 @@ class StepFunction:
         return self._loss(blocks, states.to(self.target.dtype), features.final, scale, measure)
 
     def _before(self, blocks: Blocks) -> Tensor:
-        """What the sequential head is told; the anchor's own row, which predicts nothing, is told the anchor."""
+        """Embeddings of the token before each block token, for the sequential head.
+
+        The anchor's own row predicts nothing; it gets the anchor's embedding.
+        """
         anchor = blocks.token_ids[..., :1]
         token_ids = torch.cat([anchor, anchor, blocks.labels[..., :-1]], dim=-1).flatten().to(self.target.device)
         return self.target.embed(token_ids)

@@ -1,24 +1,21 @@
 """volley's drafters inside vLLM, through vLLM's ``custom_class`` proposers. Importing it does not import vLLM."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from volley.vllm.options import PluginOptions, engine_args, register
-
 if TYPE_CHECKING:
-    from volley.vllm.proposer import Proposer
+    from volley.vllm.options import PluginOptions, engine_args, register
+    from volley.vllm.proposer import PluginProposer as Proposer
     from volley.vllm.recorder import Recorder
 
 __all__ = ["PluginOptions", "Proposer", "Recorder", "engine_args", "register"]
 
+_HOMES = {"Proposer": ("proposer", "PluginProposer"), "Recorder": ("recorder", "Recorder")}
+
 
 def __getattr__(name: str) -> Any:
-    """Load a proposer when vLLM asks for it: every process of vLLM imports this module for :func:`register`."""
-    if name == "Proposer":
-        from volley.vllm.proposer import Proposer
-
-        return Proposer
-    if name == "Recorder":
-        from volley.vllm.recorder import Recorder
-
-        return Recorder
-    raise AttributeError(f"module 'volley.vllm' has no attribute {name!r}")
+    """Load a public name on first use: every process of vLLM imports this module, and so does ``volley --help``."""
+    if name not in __all__:
+        raise AttributeError(f"module 'volley.vllm' has no attribute {name!r}")
+    module, attribute = _HOMES.get(name, ("options", name))
+    return getattr(import_module(f"volley.vllm.{module}"), attribute)

@@ -12,36 +12,40 @@ from typing import Any, TypeVar
 
 import torch
 
-from volley.decode.denoise import reveal_counts
+from volley.config import DraftingConfig
 from volley.errors import ConfigError, UnsupportedModelError, check_keys
-from volley.models.checkpoint import read_json
+from volley.files import read_json
 from volley.models.formats import parse_config
 
 TESTED = "0.32"
 PROPOSER = "volley.vllm.Proposer"
 T = TypeVar("T")
-_LOG = logging.getLogger("vllm.volley")  # below vLLM's own logger, so that its settings hold
+LOGGER = logging.getLogger("vllm.volley")  # below vLLM's own logger, so that its settings hold
+
+
+NOT_IN_VLLM = {
+    "block_size": 'give "policy": "fixed:8" for blocks of 8',
+    "tree_nodes": "vLLM verifies chains only; leave it out",
+    "verification": "vLLM verifies by a rule of its own; leave it out",
+    "kv_dtype": "vLLM keeps the target's K/V; give vLLM --kv-cache-dtype",
+    "draft_kv_dtype": "the drafter's K/V are kept in its own data type; leave it out",
+}
+"""Settings of volley's engine that its plugin does not take, and what to do instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PluginOptions:
+class PluginOptions(DraftingConfig):
     """What ``additional_config["volley"]`` may say; names and meanings are those of :class:`volley.Engine`."""
 
     drafter: str
     """A folder in a format that volley loads."""
-    policy: str = "goodput"
-    denoising_steps: int = 1
-    denoising_schedule: str = "cosine"
-    draft_window: int | None = None
     greedy_only: bool = False
     """That every request will have temperature 0: needed where vLLM's own verification is wrong for others."""
 
     def __post_init__(self) -> None:
-        reveal_counts(1, self.denoising_steps, self.denoising_schedule)
-        if self.draft_window is not None and self.draft_window < 1:
-            raise ConfigError(
-                f"draft_window is {self.draft_window}; it must be at least 1, or None for the whole context"
-            )
+        super().__post_init__()
+        if not isinstance(self.policy, str | None):
+            raise ConfigError(f"policy is {self.policy!r}; it goes through vLLM's configuration, so give its name")
 
     @classmethod
     def from_config(cls, additional_config: object) -> "PluginOptions":
@@ -52,6 +56,9 @@ class PluginOptions:
                 "volley's proposer was not told its drafter; give vLLM "
                 """--additional-config '{"volley": {"drafter": "FOLDER"}}'"""
             )
+        for name, remedy in NOT_IN_VLLM.items():
+            if name in raw:
+                raise ConfigError(f"{name} is a setting of volley's own engine: {remedy}")
         return parse_options(cls, raw, "option of volley's vLLM plugin")
 
 
@@ -87,7 +94,7 @@ def engine_args(
             f"{options.drafter} has a sequential head, which vLLM's built-in dflash does not know, and volley's plugin cannot "
             f"be used here: {'; '.join(reasons)}. Use a drafter without a head, or vLLM eagerly on one device"
         )
-    _LOG.warning("volley: vLLM's built-in dflash drafts, in blocks of %d tokens: %s", slots + 1, "; ".join(reasons))
+    LOGGER.warning("volley: vLLM's built-in dflash drafts, in blocks of %d tokens: %s", slots + 1, "; ".join(reasons))
     return {"speculative_config": {"method": "dflash", "model": options.drafter, "num_speculative_tokens": slots}}
 
 
@@ -132,7 +139,7 @@ def check_sampler(device: Any) -> None:
     if expand_batch_to_tokens(temperatures, ends, 3).tolist() != [0.5, 2.0, 2.0]:
         raise UnsupportedModelError(
             "this build of vLLM verifies drafts at wrong temperatures, whoever drafts (0.32 does so on CPUs): sampled answers "
-            "would not have the target's law. If all requests have temperature 0, say so with "
+            "would not have the target's distribution. If all requests have temperature 0, say so with "
             "`volley serve --engine vllm --greedy-only`, in vLLM's words "
             """--additional-config '{"volley": {"greedy_only": true, …}}'; else serve without speculation or on a GPU"""
         )
@@ -143,9 +150,9 @@ def register() -> None:
     import vllm
 
     if _is_tested(vllm.__version__):
-        _LOG.debug("volley drafts in this vLLM with the proposer %s", PROPOSER)
+        LOGGER.debug("volley drafts in this vLLM with the proposer %s", PROPOSER)
     else:
-        _LOG.warning("volley's proposer is tested with vLLM %s.x and will refuse %s", TESTED, vllm.__version__)
+        LOGGER.warning("volley's proposer is tested with vLLM %s.x and will refuse %s", TESTED, vllm.__version__)
 
 
 def _is_tested(version: str) -> bool:

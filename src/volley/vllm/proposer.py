@@ -1,9 +1,9 @@
 """The proposer: vLLM makes one, gives it the target, and after every pass asks it what to verify in the next.
 
 Losslessness is vLLM's: it is given draft tokens without probabilities and so treats each as a point mass, accepting token d
-with the target's probability of d and drawing from the target's law without d otherwise. That is exact for any draft, whatever
-chose it and however many tokens it has: all is chosen before the target draws. Drafts are the drafter's most likely tokens, which
-such a rule accepts most often.
+with the target's probability of d and drawing from the target's distribution without d otherwise. That is exact for any
+draft, whatever chose it and however many tokens it has, because drafts are chosen before the target draws. Drafts are the
+drafter's most likely tokens, which this rule accepts most often.
 """
 
 import time
@@ -17,17 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from volley.engine.pacing import make_policy
 from volley.models.accelerate import accelerate
 from volley.models.drafter import Drafter
-from volley.types import Proposal
+from volley.policies.make import DEFAULT_POLICY, make_policy
 from volley.vllm.drafting import SlotDrafter
-from volley.vllm.options import _LOG, PluginOptions, check_engine, check_sampler
-from volley.vllm.pacing import Pacing
+from volley.vllm.options import LOGGER, PluginOptions, check_engine, check_sampler
+from volley.vllm.pacing import PassPacing
 from volley.vllm.passes import FINAL, IntArray, PassTaps, TargetPass, Tokens, decoder_layers
 
 
-class Proposer:
+class PluginProposer:
     """``speculative_config={"method": "custom_class", "model": "volley.vllm.Proposer", "num_speculative_tokens": K}``."""
 
     def __init__(self, vllm_config: Any) -> None:
@@ -39,7 +38,7 @@ class Proposer:
         if not self.options.greedy_only:
             check_sampler(vllm_config.device_config.device)
         self._max_length: int = vllm_config.model_config.max_model_len
-        self._request_at: dict[int, int] = {}  # last slot that each request's last pass filled → the request
+        self.request_at: dict[int, int] = {}  # last slot that each request's last pass filled → the request
         self._request_ids = count()
         self._ended = 0.0
         self._warned = False
@@ -55,7 +54,8 @@ class Proposer:
         self.drafter = drafter.to(next(target_model.parameters()).device).requires_grad_(False)
         self.drafter.rotary.cover(self._max_length + drafter.config.block_size)
         accelerate(self.drafter)
-        self.policy = make_policy(self.options.policy, self.drafter)
+        policy = self.options.policy or DEFAULT_POLICY
+        self.policy = make_policy(policy, self.drafter)
         self._num_layers = layers
         self.taps = PassTaps(
             target_model,
@@ -75,10 +75,8 @@ class Proposer:
         )
         slots = self.config.speculative_config.num_speculative_tokens
         largest = min(drafter.config.block_size, 1 + slots)
-        self.pacing = Pacing(self.policy, largest, self._draft_seconds, self._target_seconds)
-        _LOG.info(
-            "volley drafts with %s, policy %s, blocks up to %d", self.options.drafter, self.options.policy, largest
-        )
+        self.pacing = PassPacing(self.policy, largest, self._draft_seconds, self._target_seconds)
+        LOGGER.info("volley drafts with %s, policy %s, blocks up to %d", self.options.drafter, policy, largest)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
     def propose(
@@ -111,7 +109,7 @@ class Proposer:
         The block a request writes to is nobody else's, so that slot names it. A request that sat out a pass gets a new name: its
         policy begins anew, nothing else is lost.
         """
-        before, after, judged, ids, fresh = self._request_at, {}, {}, {}, {}
+        before, after, judged, ids, fresh = self.request_at, {}, {}, {}, {}
         for row, tokens in enumerate(sampled):
             if not tokens:
                 continue  # its prompt goes on
@@ -123,8 +121,8 @@ class Proposer:
                 judged[request_id] = (int(done.lengths[row]) - 1, len(tokens) - 1)
             ids[row] = request_id
             after[done.slot(row, known - 1)] = request_id
-        self._request_at = after
-        self.pacing.after_pass(judged)
+        self.request_at = after
+        self.pacing.judge(judged)
         if fresh and self.policy.uses_prefill:
             self._show_prompts(done, fresh)
         if len(judged) == len(sampled):  # nobody's prompt was in the pass
@@ -166,51 +164,36 @@ class Proposer:
         self, done: TargetPass, ids: dict[int, int], lengths: Sequence[int], token_ids: Tokens
     ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in lengths]
-        contexts = {row: done.slots(row, 0, lengths[row] - 1) for row in ids}
-        limits = []
-        for row, context in contexts.items():
-            room = max(0, self._max_length - lengths[row] - 1)
-            limits.append(room if self.slots.has_seen(context, token_ids[row, : len(context)]) else 0)
         if not ids:
             return drafts
-        sizes = self.pacing.draft(list(ids.values()), limits)
-        drafting = [(row, size) for row, size in zip(ids, sizes, strict=True) if size]
-        proposals = self._propose(drafting, contexts, lengths, token_ids)
-        if not self.pacing.is_learning and drafting:
-            kept = self.pacing.verify([proposals[row].confidence if row in proposals else [] for row in ids])
-            for row, size in zip(ids, kept, strict=True):
-                if row in proposals:
-                    del proposals[row].token_ids[size:]
-        for row, proposal in proposals.items():
-            drafts[row] = proposal.token_ids
+        requests, limits = [], []
+        for index, (row, request_id) in enumerate(ids.items()):
+            context, anchor = done.slots(row, 0, lengths[row] - 1), int(token_ids[row, lengths[row] - 1])
+            requests.append(self.slots.request(index, request_id, context, anchor))
+            room = max(0, self._max_length - lengths[row] - 1)
+            limits.append(room if self.slots.has_seen(context, token_ids[row, : len(context)]) else 0)
+        works = self.pacing.decide(requests, limits)
+        drafting = [work for work in works if work.ask.positions]
+        if drafting:
+            started = time.perf_counter()
+            self.slots.proposer.propose(drafting, with_confidence=self.policy.uses_confidence)
+            tokens = len(drafting) + sum(work.ask.positions for work in drafting)
+            self.pacing.costs.draft.observe(tokens, len(drafting), time.perf_counter() - started)
+        self.pacing.trim(works)
+        for row, work in zip(ids, works, strict=True):
+            drafts[row] = work.proposal.token_ids
         return drafts
-
-    def _propose(
-        self,
-        drafting: Sequence[tuple[int, int]],
-        contexts: dict[int, Any],
-        lengths: Sequence[int],
-        token_ids: Tokens,
-    ) -> dict[int, Proposal]:
-        if not drafting:
-            return {}
-        started = time.perf_counter()
-        rows, sizes = zip(*drafting, strict=True)
-        anchors = [int(token_ids[row, lengths[row] - 1]) for row in rows]
-        found = self.slots.draft([contexts[row] for row in rows], anchors, sizes, self.policy.uses_confidence)
-        self.pacing.drafted(len(rows) + sum(sizes), len(rows), time.perf_counter() - started)
-        return dict(zip(rows, found, strict=True))
 
     # -- costs ---------------------------------------------------------------------------------------------------------
     def _draft_seconds(self, tokens: int, requests: int) -> float:
-        return sum(self.slots.seconds(tokens, requests))
+        return self.slots.proposer.seconds(tokens, requests)
 
     def _target_seconds(self, tokens: int, requests: int) -> float:
         """A drafter's layers are about as large as its target's."""
-        body, head = self.slots.seconds(tokens, requests)
-        return body * self._num_layers / self.drafter.config.num_hidden_layers + head
+        layers, head = self.slots.proposer.timed_parts(tokens, requests)
+        return layers * self._num_layers / self.drafter.config.num_hidden_layers + head
 
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            _LOG.warning(message)
+            LOGGER.warning(message)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from volley.errors import ConfigError, UnsupportedModelError
 from volley.models.recorded import Recorded, recorded_path, save_recorded
-from volley.vllm.options import _LOG, check_engine, parse_options
+from volley.vllm.options import LOGGER, check_engine, parse_options
 from volley.vllm.passes import FINAL, PassTaps, TargetPass, Tokens
 
 RECORDER = "volley.vllm.Recorder"
@@ -85,7 +85,7 @@ class Recorder:
             )
         self._block_size: int = vllm_config.cache_config.block_size
         self._folder = Path(self.options.record)
-        self._beginnings: dict[int, _Beginning] = {}  # by the slot of the last token read
+        self.beginnings: dict[int, _Beginning] = {}  # by the slot of the last token read
         self._warned = False
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -100,7 +100,7 @@ class Recorder:
                 self._folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"cannot record in {self._folder} ({error}); give a folder to write in") from None
-            _LOG.info("volley records layers %s of every prompt in %s", list(options.taps), self._folder)
+            LOGGER.info("volley records layers %s of every prompt in %s", list(options.taps), self._folder)
 
     def propose(
         self,
@@ -116,10 +116,10 @@ class Recorder:
                 if sampled_token_ids[row]:
                     self._write(beginning, token_ids_cpu[row, : done.ends[row]])
                 else:
-                    self._beginnings[done.slot(row, done.ends[row] - 1)] = beginning
+                    self.beginnings[done.slot(row, done.ends[row] - 1)] = beginning
         elif self._writes and not self._warned:
             self._warned = True
-            _LOG.warning("volley: the target's layers did not call their forward hooks; nothing is recorded")
+            LOGGER.warning("volley: the target's layers did not call their forward hooks; nothing is recorded")
         return [[] for _ in sampled_token_ids]
 
     def _read(self, done: TargetPass, token_ids: Tokens) -> Iterator[tuple[int, _Beginning]]:
@@ -133,10 +133,10 @@ class Recorder:
         for row, start in enumerate(done.starts.tolist()):
             if start == 0:
                 found[row] = _Beginning()
-            elif before := self._beginnings.pop(done.slot(row, start - 1), None):
+            elif before := self.beginnings.pop(done.slot(row, start - 1), None):
                 found[row] = before
         for slot in done.span(done.ends)[2].tolist():
-            self._beginnings.pop(slot, None)
+            self.beginnings.pop(slot, None)
         layers = [*self.options.taps, *([FINAL] if self.options.final else [])]
         for row, beginning in found.items():
             rows = slice(int(done.offsets[row]), int(done.offsets[row + 1]))

@@ -52,10 +52,7 @@ def check(
     queries = torch.randn(kv_heads * groups, len(batch), dim).to(DEVICE, dtype).transpose(0, 1)
     keys, values = torch.randn(2, len(batch), kv_heads, dim).to(DEVICE, dtype)
     expected = reference_attention(batch, stores[0], 1, queries, keys, values, options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_choose_splits", lambda *_: splits)
-        patch.setattr(kernel, "_KEYS", 16)
-        found = kernel.ragged_attention(batch, stores[1], 1, queries, keys, values, options)
+    found = kernel.ragged_attention(batch, stores[1], 1, queries, keys, values, options, splits, block_keys=16)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(stores[0].keys[1], stores[1].keys[1])
 
@@ -140,8 +137,8 @@ def test_splits_fill_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     def splits(start: int, segments: int) -> int:
         shapes = [(start, 1, True)] * segments
         batch = RaggedBatch(make_segments(shapes, 16, None, False), torch.zeros(segments, dtype=torch.long))
-        plan = kernel._make_plan(batch, AttentionOptions(1.0), 4)
-        return int(kernel._choose_splits(plan, 8, torch.device("cuda")))
+        plan = kernel.tiled_batch(batch, AttentionOptions(1.0), 4)
+        return int(kernel.choose_splits(plan, 8, torch.device("cuda")))
 
     assert splits(8000, 1) == 16  # 31 parts at least of 256 keys; 33 programs would fill the GPU
     assert splits(300, 1) == 1

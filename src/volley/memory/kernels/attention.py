@@ -18,7 +18,7 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import DenseKVStore, KVStore
 
 _BIDIRECTIONAL, _CAUSAL, _TREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_KEYS = 64  # keys a program reads at once
+BLOCK_KEYS = 64  # keys a program reads at once
 _MOST_SPLITS = 32
 
 
@@ -155,7 +155,7 @@ def _join_kernel(parts, log_sums, output, num_rows, DIM: tl.constexpr, BLOCK_DIM
 
 
 @dataclass(slots=True)
-class _Plan:
+class TiledBatch:
     """What the kernel reads about a batch, the same for all layers of one window."""
 
     rows: int
@@ -180,15 +180,22 @@ def ragged_attention(
     keys: Tensor,
     values: Tensor,
     options: AttentionOptions,
+    splits: int | None = None,
+    block_keys: int = BLOCK_KEYS,
 ) -> Tensor:
-    """Same contract as ``reference_attention``; a quantised store is left to ``paged_attention``."""
+    """Same contract as ``reference_attention``; a quantised store is left to ``paged_attention``.
+
+    ``splits`` programs share the keys of a tile and read ``block_keys`` of them at once, both powers of 2: they change the
+    speed alone. ``None`` fills the processors.
+    """
     if not isinstance(store, DenseKVStore):
         return paged_attention(batch, store, layer, queries, keys, values, options)
     store.write(layer, write_slots(batch), keys, values)
     groups = queries.shape[1] // keys.shape[1]
-    plan = _make_plan(batch, options, groups)
-    splits = _choose_splits(plan, keys.shape[1], queries.device)
-    return launch(plan, batch.segments[0].table.page_size, store, layer, queries, options, splits)
+    tiled = tiled_batch(batch, options, groups)
+    if splits is None:
+        splits = choose_splits(tiled, keys.shape[1], queries.device)
+    return launch(tiled, batch.segments[0].table.page_size, store, layer, queries, options, splits, block_keys)
 
 
 def _ancestors(segment: Segment) -> Tensor | None:
@@ -197,15 +204,16 @@ def _ancestors(segment: Segment) -> Tensor | None:
 
 
 def launch(
-    plan: _Plan,
+    tiled: TiledBatch,
     page_size: int,
     store: DenseKVStore,
     layer: int,
     queries: Tensor,
     options: AttentionOptions,
     splits: int,
+    block_keys: int,
 ) -> Tensor:
-    """Attend ``queries [T, heads, d]``, the keys of every tile divided among ``splits`` (a power of 2) programs."""
+    """Attend ``queries [T, heads, d]``, the keys of every tile divided among ``splits`` programs."""
     pool = store.keys[layer]
     count, heads, dim = queries.shape
     kv_heads = pool.shape[1]
@@ -216,16 +224,16 @@ def launch(
         parts = torch.empty(splits, count, heads, dim, dtype=torch.float32, device=queries.device)
         log_sums = torch.empty(splits, count, heads, dtype=torch.float32, device=queries.device)
     block_dim = max(16, triton.next_power_of_2(dim))
-    _attention_kernel[(len(plan.tiles), kv_heads, splits)](
+    _attention_kernel[(len(tiled.tiles), kv_heads, splits)](
         queries,
         pool,
         store.values[layer],
         queries if options.sinks is None else options.sinks,
-        plan.positions,
-        plan.tiles,
-        plan.segments,
-        plan.pages,
-        plan.masks,
+        tiled.positions,
+        tiled.tiles,
+        tiled.segments,
+        tiled.pages,
+        tiled.masks,
         parts,
         log_sums,
         options.scale,
@@ -239,8 +247,8 @@ def launch(
         GROUPS=heads // kv_heads,
         DIM=dim,
         BLOCK_DIM=block_dim,
-        ROWS=plan.rows,
-        KEYS=_KEYS,
+        ROWS=tiled.rows,
+        KEYS=block_keys,
         SPLITS=splits,
         WINDOWED=options.window is not None,
         SYMMETRIC=options.symmetric,
@@ -252,24 +260,24 @@ def launch(
     return output
 
 
-def _choose_splits(plan: _Plan, kv_heads: int, device: torch.device) -> int:
+def choose_splits(tiled: TiledBatch, kv_heads: int, device: torch.device) -> int:
     """Enough programs for all processors, none with fewer than four blocks of keys."""
     if device.type != "cuda":
         return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // (len(plan.tiles) * kv_heads)
-    most = min(wanted, plan.longest // (4 * _KEYS), _MOST_SPLITS)
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // (len(tiled.tiles) * kv_heads)
+    most = min(wanted, tiled.longest // (4 * BLOCK_KEYS), _MOST_SPLITS)
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _make_plan(batch: RaggedBatch, options: AttentionOptions, groups: int) -> _Plan:
+def tiled_batch(batch: RaggedBatch, options: AttentionOptions, groups: int) -> TiledBatch:
     key = ("triton", options.window, options.symmetric, groups)
-    plan = batch.plans.get(key)
-    if plan is None:
-        plan = batch.plans[key] = _build_plan(batch, options, groups)
-    return plan  # type: ignore[return-value]
+    tiled = batch.plans.get(key)
+    if tiled is None:
+        tiled = batch.plans[key] = _tile_batch(batch, options, groups)
+    return tiled  # type: ignore[return-value]
 
 
-def _build_plan(batch: RaggedBatch, options: AttentionOptions, groups: int) -> _Plan:
+def _tile_batch(batch: RaggedBatch, options: AttentionOptions, groups: int) -> TiledBatch:
     tokens_wanted = min(max(segment.length for segment in batch.segments), 64)
     rows = max(16, triton.next_power_of_2(groups), min(64, triton.next_power_of_2(tokens_wanted * groups)))
     step = rows // groups
@@ -293,7 +301,7 @@ def _build_plan(batch: RaggedBatch, options: AttentionOptions, groups: int) -> _
     def tensor(rows_of: Sequence[object]) -> Tensor:
         return torch.from_numpy(np.array(rows_of, dtype=np.int32)).to(batch.token_ids.device)
 
-    return _Plan(
+    return TiledBatch(
         rows=rows,
         tiles=tensor(tiles),
         segments=tensor(segments),

@@ -1,0 +1,135 @@
+"""The settings of an engine: how it decodes, and how much it does at once. Declared here once, with their help texts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from volley.errors import ConfigError, check_keys, unknown_key
+
+KVDtype = Literal["auto", "int8", "int4"]
+"""How K/V are kept: in the model's dtype, in 8 bits, or in 4 bits after a random rotation."""
+Verification = Literal["auto", "speculative", "match"]
+Schedule = Literal["cosine", "linear", "sqrt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingConfig:
+    """How tokens are drafted: the settings that volley's engine and its plugin for vLLM share."""
+
+    policy: str | Any | None = None
+    """What decides how much is drafted and verified: goodput (the default), goodput:drafts, feedback, pilot or fixed:8."""
+    denoising_steps: int = 1
+    """Denoising passes of the drafter for each block; 1 is DFlash."""
+    denoising_schedule: Schedule = "cosine"
+    """How many draft positions each denoising pass reveals: cosine, linear or sqrt."""
+    draft_window: int | None = None
+    """Tokens of context that the drafter sees, and keeps; by default all."""
+
+    def __post_init__(self) -> None:
+        if self.denoising_steps < 1:
+            raise ConfigError(f"denoising_steps is {self.denoising_steps}; it must be at least 1")
+        if self.denoising_schedule not in get_args(Schedule):
+            raise unknown_key("denoising schedule", str(self.denoising_schedule), get_args(Schedule))
+        if self.draft_window is not None and self.draft_window < 1:
+            raise ConfigError(
+                f"draft_window is {self.draft_window}; give at least 1 token, or None for the whole context"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingConfig(DraftingConfig):
+    """How tokens are drafted and verified. All choices are lossless; they differ in speed.
+
+    An engine takes another one between two steps (:meth:`volley.Engine.reconfigure`), except for where K/V live:
+    ``draft_window``, ``kv_dtype`` and ``draft_kv_dtype``.
+    """
+
+    block_size: int | None = None
+    """Tokens verified every cycle, anchor included; 1 is plain decoding. Short for a fixed policy."""
+    tree_nodes: int | None = None
+    """Verify the best tree of so many draft tokens, anchor included, instead of one chain. By default the policy decides."""
+    verification: Verification = "auto"
+    """For sampled requests: speculative, match, or auto: match for requests with a seed, whose answers must come again, and where
+    the distribution of the draft is not known; speculative sampling for all others."""
+    kv_dtype: KVDtype = "auto"
+    """How the target's K/V are kept; auto: in the models' data type. Another type changes what the target computes."""
+    draft_kv_dtype: KVDtype = "auto"
+    """How the drafter's K/V are kept."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy is not None and self.block_size is not None:
+            raise ConfigError("block_size fixes the block and policy decides it; give one of them")
+        if self.block_size is not None and self.block_size < 1:
+            raise ConfigError(
+                f"block_size {self.block_size} cannot be used; it is 1 (plain decoding) or more, with a drafter"
+            )
+        if self.verification not in get_args(Verification):
+            raise ConfigError(f"verification {self.verification!r} is unknown; use auto, speculative or match")
+        if self.verification == "speculative" and self.denoising_steps > 1:
+            raise ConfigError(
+                "speculative verification needs the distribution each draft token was drawn from, which multi-step "
+                "denoising does not have; use verification='match' or denoising_steps=1"
+            )
+        if self.tree_nodes is not None:
+            self._check_tree(self.tree_nodes)
+
+    def _check_tree(self, tree_nodes: int) -> None:
+        if tree_nodes < 2:
+            raise ConfigError(f"tree_nodes is {tree_nodes}; a tree has 2 or more, anchor included. None drafts a chain")
+        if self.denoising_steps > 1:
+            raise ConfigError(
+                "a tree grows from the probabilities of one draft pass, and denoising_steps is "
+                f"{self.denoising_steps}; use denoising_steps=1, or tree_nodes=None"
+            )
+        if self.verification == "speculative":
+            raise ConfigError(
+                "speculative verification is biased on a tree, whose tokens are not drawn from the draft's distribution; "
+                "use verification='match' or 'auto', or tree_nodes=None"
+            )
+
+    @property
+    def max_tree_nodes(self) -> int | None:
+        """Draft tokens of the tree that replaces each chain; 0: no trees, ``None``: the policy decides."""
+        if self.tree_nodes is not None:
+            return self.tree_nodes - 1
+        return None if self.denoising_steps == 1 and self.verification != "speculative" else 0
+
+    def matches(self, seed: int | None) -> bool:
+        """Whether a sampled request with this ``seed`` is verified by sample-and-match when it drafts a chain."""
+        wants_repetition = self.verification == "auto" and seed is not None
+        has_no_distribution = self.denoising_steps > 1 or self.tree_nodes is not None
+        return self.verification == "match" or has_no_distribution or wants_repetition
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityConfig:
+    """How much an engine holds and does at once."""
+
+    max_running: int = 64
+    """Requests decoded at once."""
+    max_batch_tokens: int = 512
+    """Tokens of one target pass. Chains always take part; prompts, trees and copies share what they leave, prompts at least an
+    eighth."""
+    page_size: int = 16
+    """Tokens of a page of K/V."""
+    num_pages: int | None = None
+    """Pages that hold all K/V; by default up to 1 GiB."""
+    prefix_caching: bool = True
+    """Let prompts that begin alike share pages."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < 1 or self.max_running < 1:
+            raise ConfigError("max_batch_tokens and max_running must be at least 1")
+        if self.page_size < 1:
+            raise ConfigError(f"page_size is {self.page_size}; a page holds at least 1 token")
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[DecodingConfig, CapacityConfig]:
+    """Both configs from options by name; an unknown one is an error that names the nearest known."""
+    decoding, capacity = ({field.name for field in fields(config)} for config in (DecodingConfig, CapacityConfig))
+    check_keys("engine option", options, decoding | capacity)
+    return (
+        DecodingConfig(**{name: value for name, value in options.items() if name in decoding}),
+        CapacityConfig(**{name: value for name, value in options.items() if name in capacity}),
+    )

@@ -1,0 +1,262 @@
+"""What the models remember of each request: K/V of the target on pages, of the drafter beside it or in a ring.
+
+A step ends with one verdict on every request, applied once: ``keep`` moves, injects, rolls back and publishes. A state of another
+kind (a recurrent layer's) is one more class here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from volley.config import CapacityConfig
+from volley.decode.verify import kept_rows
+from volley.decode.work import Work
+from volley.engine.step import Step
+from volley.errors import CapacityError
+from volley.memory.kv_cache import BlockTable, PagePool
+from volley.memory.kv_store import KVStore
+from volley.models.adapter import Adapter
+from volley.models.draft_model import DraftModel
+from volley.procedures.request import Request
+
+
+class SequenceState(ABC):
+    """One kind of state of all requests."""
+
+    can_fork = True
+    """Whether it can hold a tree of tokens until one path is kept."""
+
+    @abstractmethod
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Room for so many tokens of a request; False, and nothing changed, where there is none."""
+
+    @abstractmethod
+    def match_prefix(self, request: Request, most: int) -> int:
+        """How many of the first ``most`` tokens of a request that holds nothing yet are known already."""
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Take fewer tokens than :meth:`match_prefix` found, because another state knows fewer."""
+
+    @abstractmethod
+    def keep(self, step: Step) -> None:
+        """Apply the verdicts: what was accepted stays, the rest is forgotten. ``request.computed`` is still that of before."""
+
+    @abstractmethod
+    def release(self, request: Request) -> None:
+        """Forget a request."""
+
+    def check_integrity(self, requests: Sequence[Request]) -> None:
+        """Recount everything from the requests alive; raises ``AssertionError``."""
+
+
+class TargetPages(SequenceState):
+    """The target's K/V, and all prefix caching. Without a draft window the drafter's K/V share the pages."""
+
+    def __init__(self, pool: PagePool, store: KVStore, *, prefix_caching: bool) -> None:
+        self.pool, self.store, self.prefix_caching = pool, store, prefix_caching
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        return self.pool.grow(request.table, num_tokens, request.max_length)
+
+    def room(self, request: Request) -> int:
+        """Tokens the request could have, all free pages taken."""
+        return request.table.capacity + self.pool.num_available * self.pool.page_size
+
+    def match_prefix(self, request: Request, most: int) -> int:
+        if self.prefix_caching:
+            usable = request.token_ids[:most]
+            request.page_hashes = self.pool.match_prefix(request.table, usable, request.prefix_root)
+        return request.table.capacity
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        self.pool.rollback(request.table, num_tokens)
+        del request.page_hashes[len(request.table.pages) :]
+
+    def keep(self, step: Step) -> None:
+        self._compact(step)
+        for work in step.works:
+            request = work.request
+            self.pool.rollback(request.table, request.computed + work.num_kept)
+            if self.prefix_caching:
+                self._publish(work)
+
+    def _compact(self, step: Step) -> None:
+        """Move the K/V of accepted tree nodes to the positions their tokens now have."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for work in step.works:
+            if not work.verdict.path:
+                continue
+            nodes = np.asarray(work.verdict.path, dtype=np.int64)
+            places = np.arange(1, len(nodes) + 1)
+            away = nodes != places
+            if away.any():
+                start, table = work.request.computed, work.request.table
+                kv_slots = table.slot_array(start, start + int(nodes[-1]) + 1)
+                sources.append(torch.from_numpy(kv_slots[nodes[away]]))
+                targets.append(torch.from_numpy(kv_slots[places[away]]))
+        if sources:
+            assert step.batch is not None
+            device = step.batch.positions.device
+            self.store.move(*(torch.cat(kv_slots).to(device) for kv_slots in (sources, targets)))
+
+    def _publish(self, work: Work[Request]) -> None:
+        """Offer the request's full pages to later prompts."""
+        request, size = work.request, self.pool.page_size
+        known = request.computed + work.num_kept
+        if len(request.page_hashes) >= known // size:
+            return
+        token_ids = request.token_ids + work.verdict.token_ids[: work.verdict.accepted]
+        while (done := len(request.page_hashes)) < known // size:
+            parent = request.page_hashes[-1] if done else request.prefix_root
+            digest = self.pool.page_hash(parent, token_ids[done * size : (done + 1) * size])
+            request.page_hashes.append(digest)
+            self.pool.publish(request.table.pages[done], digest)
+
+    def release(self, request: Request) -> None:
+        self.pool.release(request.table)
+        request.page_hashes = []
+
+    def check_integrity(self, requests: Sequence[Request]) -> None:
+        self.pool.check_integrity(request.table for request in requests)
+
+
+class DraftContext(SequenceState):
+    """The drafter's K/V of each request's tokens, made of the target's features: on the target's pages."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self.model = model
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        return True
+
+    def match_prefix(self, request: Request, most: int) -> int:
+        return most
+
+    def release(self, request: Request) -> None:
+        pass
+
+    def keep(self, step: Step) -> None:
+        groups: dict[Adapter | None, list[int]] = {}
+        for index, work in enumerate(step.works):
+            groups.setdefault(work.request.adapter, []).append(index)
+        for adapter, members in groups.items():
+            self._inject(step, members, adapter)
+
+    def _inject(self, step: Step, members: list[int], adapter: Adapter | None) -> None:
+        """Inject for some of the works, out of the features of the whole pass."""
+        assert step.batch is not None
+        assert step.features is not None
+        kept, kv_slots = [], []
+        for index in members:
+            work, start = step.works[index], step.batch.offsets[index]
+            table, first = work.request.draft_table, work.request.computed
+            skip = max(0, work.num_kept - table.capacity) if table.is_ring else 0
+            kept.append(kept_rows(work.num_known, work.verdict, start, skip))
+            kv_slots.append(table.slots(first + skip, first + work.num_kept))
+        rows, where = kept[0], kv_slots[0]
+        if len(kept) > 1:
+            device = step.features.device
+            rows, where = (torch.cat([_as_indices(s) for s in parts]).to(device) for parts in (kept, kv_slots))
+        self.model.keep(step.features[rows], step.batch.positions[rows], where, adapter)
+
+
+def _as_indices(rows: slice | Tensor) -> Tensor:
+    return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+class DraftRing(DraftContext):
+    """The same for the last tokens only, on a ring of pages that every running request has to itself."""
+
+    def __init__(self, model: DraftModel, window: int, page_size: int, max_running: int) -> None:
+        super().__init__(model)
+        self.window, self.page_size = window, page_size
+        self.pages = ring_pages(model.drafter.config.block_size, window, page_size)
+        self.pool = PagePool(self.pages * max_running, page_size)
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        if not request.draft_table.is_ring:
+            request.draft_table = BlockTable(self.page_size, is_ring=True)
+        return self.pool.grow(request.draft_table, self.pages * self.page_size)
+
+    def match_prefix(self, request: Request, most: int) -> int:
+        """A ring starts empty: the window before the first block must be computed again to have its features."""
+        return max(0, most - self.window) // self.page_size * self.page_size
+
+    def release(self, request: Request) -> None:
+        self.pool.release(request.draft_table)
+
+    def check_integrity(self, requests: Sequence[Request]) -> None:
+        self.pool.check_integrity(request.draft_table for request in requests)
+
+
+def ring_pages(block_size: int, window: int, page_size: int) -> int:
+    """Pages of a ring that holds a draft window and a block, wherever they begin."""
+    return -(-(window + block_size) // page_size) + 1
+
+
+class Sequences:
+    """All states of all requests, as the scheduler sees them."""
+
+    def __init__(self, pages: TargetPages, others: Iterable[SequenceState]) -> None:
+        self.pages = pages
+        self.states: tuple[SequenceState, ...] = (pages, *others)
+        self.can_fork = all(state.can_fork for state in self.states)
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Room for so many tokens in every state."""
+        return all(state.reserve(request, num_tokens) for state in self.states)
+
+    def admit(self, request: Request, num_tokens: int) -> bool:
+        """Take what is known of the request's tokens; False, and nothing held, where ``num_tokens`` would not fit."""
+        request.computed = request.prefill_end + (request.num_output > 0)
+        for state in self.states:
+            request.computed = state.match_prefix(request, request.computed)
+        for state in self.states:
+            state.truncate(request, request.computed)
+        if self.pages.room(request) < num_tokens or not all(s.reserve(request, 0) for s in self.states):
+            self.release(request)
+            return False
+        if request.num_output == 0:
+            request.stats.cached_tokens = request.computed
+        return True
+
+    def keep(self, step: Step) -> None:
+        """Apply the step's verdicts to every state."""
+        for state in self.states:
+            with step.timings.count("verify" if state is self.pages else "draft"):
+                state.keep(step)
+        for work in step.works:
+            work.request.computed += work.num_kept
+
+    def release(self, request: Request) -> None:
+        for state in self.states:
+            state.release(request)
+        request.computed = 0
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Refuse a request that could never finish, however long it waits."""
+        self.pages.pool.check_fits(num_tokens)
+
+    def check_integrity(self, requests: Sequence[Request]) -> None:
+        for state in self.states:
+            state.check_integrity(requests)
+
+
+def default_pages(capacity: CapacityConfig, bytes_per_token: int, context_length: int) -> int:
+    """A pool of at most 64k tokens and 1 GiB, and at least one full context of up to 4k tokens."""
+    tokens = min(2**16, 2**30 // bytes_per_token)
+    return -(-max(tokens, min(context_length, 4096)) // capacity.page_size)
+
+
+def free_table(sequences: Sequences, num_tokens: int) -> BlockTable:
+    """Pages for so many tokens apart from all requests; to be given back with ``pool.release``."""
+    pool = sequences.pages.pool
+    table = BlockTable(pool.page_size)
+    sequences.check_fits(num_tokens)
+    if not pool.grow(table, num_tokens):
+        raise CapacityError(f"no {num_tokens} tokens of K/V are free now; finish or abort requests first")
+    return table

@@ -1,0 +1,67 @@
+"""One cycle of the engine: who takes part, what was proposed, computed and kept. ``Engine.step`` fills it in and drops it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from volley.decode.work import Kind, Work
+from volley.memory.batch import RaggedBatch
+from volley.policies.base import Cycle
+from volley.procedures.request import Procedure, Request
+
+
+@dataclass(slots=True)
+class Timings:
+    """Wall seconds of the parts of a step."""
+
+    draft: float = 0.0
+    """Drafting, and the drafter's K/V of what stays."""
+    walk: float = 0.0
+    """The part of ``draft`` that a sequential head takes."""
+    verify: float = 0.0
+    """The target's pass, and what is made of its logits."""
+
+    @contextmanager
+    def count(self, part: str) -> Iterator[None]:
+        """Add the seconds of what runs inside to one part."""
+        started = time.perf_counter()
+        yield
+        setattr(self, part, getattr(self, part) + time.perf_counter() - started)
+
+
+@dataclass(slots=True)
+class Step:
+    works: list[Work[Request]]
+    with_confidence: bool = False
+    """Whether the policy reads the drafter's confidences."""
+    started: float = field(default_factory=time.perf_counter)
+    timings: Timings = field(default_factory=Timings)
+    drafted_at: float = 0.0
+    """When drafting had ended, and ``drafting`` is how many seconds it took."""
+    drafting: float = 0.0
+    cycles: list[Cycle] = field(default_factory=list)
+    """What the policy sees of :attr:`decoding`."""
+    batch: RaggedBatch | None = None
+    logits: Tensor | None = None
+    """``[R, V]``: each work has its ``rows``."""
+    features: Tensor | None = None
+    """The tapped states ``[T, taps · H]`` of the pass, if there is a drafter."""
+
+    @property
+    def decoding(self) -> list[Work[Request]]:
+        """Works of requests that decode; the others read prompts."""
+        return [work for work in self.works if work.kind is not Kind.PREFILL]
+
+
+def accept(step: Step) -> None:
+    """Every request's procedure says what comes of its rows."""
+    assert step.logits is not None
+    groups: dict[Procedure, list[Work[Request]]] = {}
+    for work in step.works:
+        groups.setdefault(work.request.procedure, []).append(work)
+    with step.timings.count("verify"):
+        for procedure, works in groups.items():
+            procedure.absorb(works, step.logits)

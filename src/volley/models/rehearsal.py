@@ -1,0 +1,50 @@
+"""Passes over made-up text, timed for cost tables, in K/V of their own."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_cache import BlockTable
+from volley.memory.kv_store import KVStore, make_store
+
+CONTEXT = 128  # tokens before each made-up segment: a short prompt
+_MOST_RUNS = 8
+_LONG = 0.1  # seconds of timing after which one run has to do
+_ALIKE = 1.05  # runs that differ by less were not interrupted
+
+
+def made_up(
+    lengths: Sequence[int],
+    shapes: list[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    causal: bool,
+    context: int,
+) -> tuple[RaggedBatch, KVStore]:
+    """A batch of requests of so many tokens, each after ``context`` others, and a store for layers of ``shapes``."""
+    most = max(lengths)
+    segments = [
+        Segment(BlockTable(context + most, [index]), context, length, causal) for index, length in enumerate(lengths)
+    ]
+    batch = RaggedBatch(segments, torch.zeros(sum(lengths), dtype=torch.long, device=device))
+    return batch, make_store("auto", shapes, len(lengths) * (context + most), dtype, device)
+
+
+def spread(tokens: int, requests: int) -> list[int]:
+    """``tokens`` over so many requests, each as many."""
+    return [-(-tokens // requests)] * requests
+
+
+@torch.inference_mode()
+def fastest(run: Callable[[], object]) -> float:
+    """Seconds of the fastest run, once another was about as fast: a machine with other work interrupts most long runs."""
+    run()
+    times: list[float] = []
+    while sum(times) < _LONG and (len(times) < 2 or (times[1] > _ALIKE * times[0] and len(times) < _MOST_RUNS)):
+        started = time.perf_counter()
+        run()
+        times = sorted([*times, time.perf_counter() - started])
+    return times[0]

@@ -1,0 +1,77 @@
+"""How likely the target agrees with a draft: learnt while decoding, from the drafter's confidences and what became of them."""
+
+from math import exp, log, sqrt
+from operator import mul
+
+SAMPLED, TREE = 1, 2  # a request's kind is 0 if it is greedy and 1 if it is sampled, plus 2 if it drafts trees
+KINDS = 4
+
+# Weights at first, by kind: fitted to the bundled pair, overruled by what some 50 blocks teach.
+OF_DRAFTS = ((0.5, 0.9, -0.9, 1.0), (0.0, 0.6, -0.5, 0.5), (0.2, 1.0, 0.0, 1.0), (-0.2, 0.9, 0.0, 0.6))
+OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # of tokens found in greedy and in sampled texts
+
+_RATE = 0.1  # Adagrad's step; twice as much is noisier where nothing changes
+_KEPT = 0.99  # of its squares, a block later: a sum over all blocks would learn a new text too slowly
+_RECENT = 0.95  # of a request's record, a block later: about its last 20 blocks count
+_DOUBT = 4.0  # added to a record's variance, so that a few tokens say little
+
+
+class Acceptance:
+    """The chance of each slot of a chain, given those before it, or of each node of a tree.
+
+    A logistic model for each kind, learnt online (Adagrad that forgets). Its features are 1, the log-odds of the confidence, the
+    slot's number and the request's record: how many more of its tokens were right than expected. In a sampled chain, draft and
+    target agree with the chance Σ min(p, q), which is never small where both are flat; the second feature there is
+    -log(1 - confidence).
+    """
+
+    def __init__(self, start: tuple[tuple[float, ...], ...] = OF_DRAFTS) -> None:
+        self.weights = [list(row) for row in start]
+        self._squares = [[0.1] * 4 for _ in start]  # of gradients, summed; 0.1 keeps the first steps short
+        self._records: dict[int, tuple[float, float]] = {}  # by request, Σ (right - expected) and Σ variance
+
+    def gains(self, request_id: int, kind: int, confidence: list[float], price: float = 0.0) -> list[float]:
+        """The chance that each slot, or node, and all before it are right, up to the first below ``price``.
+
+        Plain Python: for a few slots this takes a fifth of the time that arrays need.
+        """
+        constant, slope, later, own = self.weights[kind]
+        constant += own * self._record(request_id)
+        gains: list[float] = []
+        gain = 1.0
+        for slot, sure in enumerate(confidence):
+            alone = 1 / (1 + exp(-constant - slope * _odds(kind, sure) - later * slot / 8))
+            gain = min(gain, alone) if kind >= TREE else gain * alone
+            if gain < price:
+                break
+            gains.append(gain)
+        return gains
+
+    def _record(self, request_id: int) -> float:
+        surplus, variance = self._records.get(request_id, (0.0, 0.0))
+        return surplus / (variance + _DOUBT)
+
+    def observe(self, request_id: int, kind: int, confidence: list[float], right: list[bool]) -> None:
+        """Learn from a block of which the first ``len(right)`` tokens were verified, of a chain up to its first error."""
+        weights, squares, record = self.weights[kind], self._squares[kind], self._record(request_id)
+        gradient, variance = [0.0] * 4, 0.0
+        for slot, (sure, is_right) in enumerate(zip(confidence, right, strict=False)):
+            features = (1.0, _odds(kind, sure), slot / 8, record)
+            chance = 1 / (1 + exp(-sum(map(mul, weights, features))))
+            error, variance = is_right - chance, variance + chance * (1 - chance)
+            gradient = [total + error * feature for total, feature in zip(gradient, features, strict=True)]
+            if not is_right and kind < TREE:
+                break
+        for index, slope in enumerate(gradient):
+            squares[index] = _KEPT * squares[index] + slope * slope
+            weights[index] += _RATE * slope / sqrt(squares[index])
+        surplus, total = self._records.get(request_id, (0.0, 0.0))
+        self._records[request_id] = (_RECENT * surplus + gradient[0], _RECENT * total + variance)
+
+    def end(self, request_id: int) -> None:
+        self._records.pop(request_id, None)
+
+
+def _odds(kind: int, sure: float) -> float:
+    sure = min(max(sure, 1e-4), 1 - 1e-4)
+    return (0.0 if kind == SAMPLED else log(sure)) - log(1 - sure)

@@ -1,0 +1,50 @@
+"""The simple policies: one block size for everyone, and one that follows each request's acceptance rate."""
+
+from collections.abc import Sequence
+
+from volley.decode.work import Ask
+from volley.errors import ConfigError
+from volley.policies.base import Cycle, Policy, View
+
+
+class Fixed(Policy):
+    """The same block for everyone; 1 is plain decoding."""
+
+    def __init__(self, block_size: int = 0) -> None:
+        """``block_size`` 0 is the drafter's own."""
+        self.block_size = block_size
+
+    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+        return [view.draft(self.block_size - 1) for view in views]
+
+
+class Feedback(Policy):
+    """Shrink a request's block after a cycle with too few accepted, grow it after one with nearly all (AitherOS DFlash)."""
+
+    def __init__(
+        self, smallest: int = 2, largest: int = 0, *, shrink_below: float = 0.6, grow_above: float = 0.9
+    ) -> None:
+        """Blocks stay in ``[smallest, largest]``, anchor included; ``largest`` 0 is the drafter's own."""
+        if smallest < 2 or 0 < largest < smallest:
+            raise ConfigError(f"feedback between blocks of {smallest} and {largest}; give 2 <= smallest <= largest")
+        if not 0 <= shrink_below < grow_above <= 1:
+            raise ConfigError(
+                f"feedback shrinks below {shrink_below} and grows above {grow_above}; give 0 <= a < b <= 1"
+            )
+        self.smallest, self.block_size = smallest, largest
+        self.shrink_below, self.grow_above = shrink_below, grow_above
+        self.positions: dict[int, int] = {}
+
+    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+        return [view.draft(self.positions.setdefault(view.request_id, self.block_size - 1)) for view in views]
+
+    def observe(self, cycles: Sequence[Cycle]) -> None:
+        for cycle in cycles:
+            if cycle.verified:
+                rate = cycle.accepted / min(cycle.verified, cycle.ask.positions)  # a tree has more nodes than levels
+                step = (rate > self.grow_above) - (rate < self.shrink_below)
+                size = min(max(self.positions[cycle.request_id] + step, self.smallest - 1), self.block_size - 1)
+                self.positions[cycle.request_id] = size
+
+    def end(self, request_id: int) -> None:
+        self.positions.pop(request_id, None)

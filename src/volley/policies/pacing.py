@@ -1,0 +1,54 @@
+"""Between works and a policy: what a policy may see of a draft, and how much of it goes to the target."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from volley.decode.lookup import found_confidence, right_so_far
+from volley.decode.tree import likeliest_first, prune
+from volley.decode.work import Work
+from volley.policies.base import Cycle, Policy
+from volley.types import Proposal
+
+
+def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:
+    """Cut every draft of the drafter's to what the policy wants verified; returns what the policy sees of each work."""
+    cycles = [
+        Cycle(
+            work.request.request_id,
+            work.ask,
+            _likeliest_first(work.proposal),
+            found_confidence(work.agreed, len(work.found)),
+        )
+        for work in works
+    ]
+    if any(work.ask.positions for work in works):
+        for work, size in zip(works, policy.trim(cycles), strict=True):
+            if work.ask.positions:
+                work.proposal = _cut(work.proposal, size)
+    return cycles
+
+
+def conclude(work: Work[Any], cycle: Cycle) -> None:
+    """Fill in what became of a cycle once its work has a verdict."""
+    proposal, verdict = work.proposal, work.verdict
+    cycle.verified, cycle.accepted = len(proposal.token_ids), verdict.accepted
+    if proposal.parents is None:
+        cycle.right = [place < verdict.accepted for place in range(cycle.verified)]
+    else:
+        cycle.right = [node + 1 in (verdict.path or ()) for node in likeliest_first(proposal)]
+    cycle.found_right = right_so_far(work.found, verdict.token_ids)
+
+
+def _likeliest_first(proposal: Proposal) -> list[float]:
+    """Confidences in the order in which a policy verifies them."""
+    return sorted(proposal.confidence, reverse=True) if proposal.parents is not None else proposal.confidence
+
+
+def _cut(proposal: Proposal, size: int) -> Proposal:
+    assert size >= 0, "a policy verifies no fewer than no tokens"
+    if size >= len(proposal.token_ids):
+        return proposal
+    if proposal.parents is not None:
+        return prune(proposal, size)
+    known = proposal.draft_probs
+    return Proposal(proposal.token_ids[:size], None if known is None else known[:size], confidence=proposal.confidence)

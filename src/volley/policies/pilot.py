@@ -1,0 +1,31 @@
+"""The ``pilot`` policy: a small network reads the end of the prompt once and fixes the request's block size (BlockPilot)."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from volley.decode.work import Ask
+from volley.models.pilot import PilotConfig, features
+from volley.policies.base import Policy, View
+
+
+class Pilot(Policy):
+    """One block size for each request, chosen from what the target expects after the prompt."""
+
+    uses_prefill = True
+
+    def __init__(self, config: PilotConfig, net: nn.Sequential) -> None:
+        self.config, self.net = config, net
+        self.block_size = max(config.block_sizes)
+        self.positions: dict[int, int] = {}
+
+    def prefilled(self, request_id: int, temperature: float, logits: Tensor, hidden: Tensor) -> None:
+        found = features(self.config.input, logits.new_tensor([temperature]), logits[None], hidden[None])
+        self.positions[request_id] = self.config.block_sizes[int(self.net(found).argmax())] - 1
+
+    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+        # Requests that were read before the pilot came take the largest block.
+        return [view.draft(self.positions.get(view.request_id, self.block_size - 1)) for view in views]
+
+    def end(self, request_id: int) -> None:
+        self.positions.pop(request_id, None)

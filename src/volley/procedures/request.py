@@ -1,0 +1,168 @@
+"""A request, from arrival to its result, and what a procedure is: how requests turn passes of the target into tokens."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from volley.decode.detokenize import Detokenizer
+from volley.decode.lookup import Lookup
+from volley.decode.rules import TokenRule
+from volley.decode.sampling import PositionNoise
+from volley.decode.work import NO_DRAFT, Ask, Kind, Work
+from volley.memory.batch import Segment
+from volley.memory.kv_cache import BlockTable
+from volley.models.adapter import Adapter
+from volley.policies.base import View
+from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams, TextChunk
+
+
+class Procedure(ABC):
+    """One object serves all requests that decode by it: what belongs to a request is kept in the request."""
+
+    def view(self, request: "Request", largest: int) -> View | None:
+        """What the policy decides on, with blocks of at most ``largest``; ``None``: nothing is drafted for this request."""
+        return None
+
+    def read(self, request: "Request", num_tokens: int) -> Work["Request"]:
+        """What a pass does that computes the next ``num_tokens`` of a prompt, or of what a preemption took."""
+        view = self.view(request, 1)
+        ask = NO_DRAFT if view is None else view.draft(0)
+        return Work(request, ask, Kind.PREFILL, num_tokens)
+
+    @abstractmethod
+    def next_work(self, request: "Request", ask: Ask) -> Work["Request"]:
+        """What the next pass does for a request that has been read; ``ask`` is the policy's decision about its view."""
+
+    @abstractmethod
+    def segment(self, work: Work["Request"]) -> tuple[list[int], Segment]:
+        """The tokens that the target computes for a work, and where they lie."""
+
+    @abstractmethod
+    def num_rows(self, work: Work["Request"]) -> int:
+        """How many of the segment's last tokens need logits."""
+
+    @abstractmethod
+    def absorb(self, works: Sequence[Work["Request"]], logits: Tensor) -> None:
+        """Fill in the verdict of every work from its rows of ``logits [R, V]``: which tokens come out, which K/V stay."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One prompt being answered.
+
+    ``token_ids`` is prompt and output; K/V exist for positions ``[0, computed)``, of both models. Outside a step,
+    a request that is decoding has ``computed == len(token_ids) - 1``: its last token is the anchor of the next cycle.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    params: SamplingParams
+    noise: PositionNoise
+    max_length: int
+    """Tokens, prompt included, at which the request ends for length."""
+    stop_token_ids: frozenset[int]
+    detokenizer: Detokenizer
+    table: BlockTable
+    draft_table: BlockTable
+    """The drafter's pages: the same table, or a ring of its own under a draft window."""
+    procedure: Procedure
+    rules: tuple[TokenRule, ...] = ()
+    """What changes its logits: penalties, biases, rules of its own."""
+    adapter: Adapter | None = None
+    """Drafts for this request; ``None``: the drafter as it is."""
+    prefix_root: bytes = b""
+    """The parent of the first page's hash: pages are shared among requests that have the same."""
+    num_prompt: int = 0
+    computed: int = 0
+    lookup: Lookup = field(default_factory=Lookup)
+    foreseen: int = 0
+    """Positions before this one whose noise a draft may have known."""
+    page_hashes: list[bytes] = field(default_factory=list)
+    text: str = ""
+    emitted_text: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stats: GenerationStats = field(default_factory=GenerationStats)
+    chunks: list[TextChunk] = field(default_factory=list)
+    arrived: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = self.stats.prompt_tokens = len(self.token_ids)
+
+    @property
+    def anchor(self) -> int:
+        return self.token_ids[-1]
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def prefill_end(self) -> int:
+        """Positions to compute before decoding: the prompt, or after a preemption everything but the anchor."""
+        return self.num_prompt if self.num_output == 0 else len(self.token_ids) - 1
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_output > 0 and self.computed == len(self.token_ids) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens the request may still emit."""
+        return self.max_length - len(self.token_ids)
+
+    def append(self, token_ids: list[int], num_from_draft: int) -> int:
+        """Take the tokens of one cycle until the request ends; returns how many were taken."""
+        for taken, token in enumerate(token_ids, start=1):
+            self.token_ids.append(token)
+            for rule in self.rules:
+                rule.take(token)
+            if token in self.stop_token_ids:
+                self.finish_reason = "stop"
+            elif self.remaining == 0:
+                self.finish_reason = "length"
+            self.text += self.detokenizer.push(token, last=self.finish_reason is not None)
+            self._cut_at_stop_string()
+            self._emit(token, from_draft=taken <= num_from_draft)
+            if self.finish_reason is not None:
+                break
+        self.stats.output_tokens = self.num_output
+        return taken
+
+    def _cut_at_stop_string(self) -> None:
+        found = [index for stop in self.params.stop if (index := self.text.find(stop)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.finish_reason = "stop"
+
+    def _emit(self, token: int, *, from_draft: bool) -> None:
+        """Release text, holding back an end that may turn out to begin a stop string."""
+        ready = len(self.text)
+        if self.finish_reason is None:
+            for stop in self.params.stop:
+                for size in range(min(len(stop) - 1, ready), 0, -1):
+                    if self.text.endswith(stop[:size]):
+                        ready = min(ready, len(self.text) - size)
+                        break
+        piece = self.text[self.emitted_text : ready]
+        self.emitted_text = max(self.emitted_text, ready)
+        self.chunks.append(TextChunk(piece, [token], from_draft))
+
+    def result(self) -> GenerationResult:
+        assert self.finish_reason is not None
+        return GenerationResult(
+            text=self.text,
+            token_ids=self.token_ids[self.num_prompt :],
+            finish_reason=self.finish_reason,
+            stats=self.stats,
+            logprobs=self.logprobs if self.params.logprobs else None,
+            top_logprobs=self.top_logprobs if self.params.logprobs and self.params.top_logprobs else None,
+        )

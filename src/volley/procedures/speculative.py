@@ -1,0 +1,154 @@
+"""Autoregressive decoding, plain or speculative: every request is verified by the rule that is lossless for its draft."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from volley.config import DecodingConfig
+from volley.decode.rules import apply_rules, paths_of
+from volley.decode.sampling import (
+    PositionNoise,
+    Purpose,
+    best_tokens,
+    chosen_logprobs,
+    draw,
+    race,
+    token_probs,
+    top_logprobs,
+)
+from volley.decode.verify import kept_rows, verify_choices, verify_speculative, verify_tree
+from volley.decode.work import Ask, Rule, Work
+from volley.memory.batch import Segment
+from volley.policies.base import View
+from volley.procedures.request import Procedure, Request
+
+Works = Sequence[Work[Request]]
+
+
+class Speculative(Procedure):
+    def __init__(self, config: DecodingConfig) -> None:
+        self.config = config
+
+    def view(self, request: Request, largest: int) -> View:
+        """A sampled request leaves matching only behind the last position whose noise a draft has known.
+
+        How far that draft was right depends on the noise, so these positions must be sampled with it; until then chains draft no
+        further.
+        """
+        limit = min(largest - 1, request.remaining - 1)
+        params, chain_limit, rule = request.params, limit, Rule.GREEDY
+        if params.temperature > 0:
+            rule = Rule.MATCH
+            if not self.config.matches(params.seed):
+                bound = request.foreseen - request.length
+                rule, chain_limit = (Rule.MATCH, min(limit, bound)) if bound > 0 else (Rule.SPECULATIVE, limit)
+        return View(request.request_id, rule, limit, chain_limit, self.config.max_tree_nodes)
+
+    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+        return Work(request, ask)
+
+    def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
+        request, proposal = work.request, work.proposal
+        known = request.token_ids[request.computed : request.computed + work.num_known]
+        size = work.num_known + len(proposal.token_ids)
+        return known + proposal.token_ids, Segment(request.table, request.computed, size, parents=proposal.parents)
+
+    def num_rows(self, work: Work[Request]) -> int:
+        """A request whose last token is computed chooses the next one; a chunk of a prompt may end before."""
+        request = work.request
+        emits = request.computed + work.num_known == request.length
+        return 1 + len(work.proposal.token_ids) if emits else 0
+
+    def absorb(self, works: Works, logits: Tensor) -> None:
+        choosing = [work for work in works if work.rows.stop > work.rows.start]
+        rows = [logits[work.rows] for work in choosing]
+        best = best_tokens(logits)
+        choices = [best[work.rows] for work in choosing]
+        for place, work in enumerate(choosing):
+            if work.request.rules:
+                rows[place] = apply_rules(work.request.rules, rows[place], paths_of(work.proposal))
+                choices[place] = best_tokens(rows[place])
+        sampled: dict[tuple[bool, Rule, tuple[float | None, ...]], list[int]] = {}
+        for place, work in enumerate(choosing):
+            request, proposal = work.request, work.proposal
+            if proposal.parents is not None:
+                choose = _chooser(request, rows[place], choices[place])
+                work.verdict = verify_tree(choose, proposal.token_ids, proposal.parents)
+            elif request.params.temperature == 0:
+                work.verdict = verify_choices(choices[place], [proposal.token_ids])[0]
+            else:
+                is_compared = proposal.draft_probs is None and len(proposal.token_ids) > 0
+                sampled.setdefault((is_compared, work.ask.rule, request.params.distribution), []).append(place)
+        for (is_compared, rule, _), places in sampled.items():
+            verify = _compare if is_compared else _sample
+            verify([choosing[place] for place in places], [rows[place] for place in places], rule)
+        for work in choosing:
+            if work.request.params.logprobs:
+                _note_logprobs(work, logits[work.rows])
+
+
+def _compare(works: Works, rows: list[Tensor], rule: Rule) -> None:
+    """Draw the target's own tokens and keep the draft while it agrees; all requests sample alike."""
+    probs = token_probs(torch.cat(rows), works[0].request.params)
+    choices = _drawn(probs, _positions(works), rule)
+    for work, verdict in zip(works, verify_choices(choices, _drafts(works)), strict=True):
+        work.verdict = verdict
+
+
+def _sample(works: Works, rows: list[Tensor], rule: Rule) -> None:
+    """Speculative sampling for requests that sample alike; one without a draft just draws its token."""
+    positions = _positions(works)
+
+    def choose(weights: Tensor, rows: list[int]) -> list[int]:
+        return _drawn(weights, [positions[row] for row in rows], rule)
+
+    uniforms = [
+        work.request.noise.uniforms(Purpose.ACCEPT, work.request.length, len(work.proposal.token_ids)) for work in works
+    ]
+    probs = token_probs(torch.cat(rows), works[0].request.params)
+    draft_probs = [probs[:0] if work.proposal.draft_probs is None else work.proposal.draft_probs for work in works]
+    verdicts = verify_speculative(probs, draft_probs, _drafts(works), uniforms, choose)
+    for work, verdict in zip(works, verdicts, strict=True):
+        work.verdict = verdict
+
+
+def _drafts(works: Works) -> list[list[int]]:
+    return [work.proposal.token_ids for work in works]
+
+
+def _positions(works: Works) -> list[tuple[PositionNoise, int]]:
+    """Whose noise chooses the token of each row, and at which position."""
+    return [
+        (work.request.noise, work.request.length + i) for work in works for i in range(len(work.proposal.token_ids) + 1)
+    ]
+
+
+def _drawn(weights: Tensor, positions: list[tuple[PositionNoise, int]], rule: Rule) -> list[int]:
+    """A token of each of ``weights [R, V]``; matching needs the noise that drafts may know, else one uniform is cheaper."""
+    if rule is Rule.MATCH:
+        chosen = race(weights, torch.cat([noise.exponentials([at], weights.shape[-1]) for noise, at in positions]))
+    else:
+        chosen = draw(weights, [noise.uniforms(Purpose.TARGET, at, 1)[0] for noise, at in positions])
+    tokens: list[int] = chosen.tolist()
+    return tokens
+
+
+def _chooser(request: Request, rows: Tensor, best: list[int]) -> Callable[[int, int], int]:
+    """The target's own choice after a node of a tree, for ``verify_tree``."""
+
+    def choose(node: int, depth: int) -> int:
+        if request.params.temperature == 0:
+            return best[node]
+        probs = token_probs(rows[node : node + 1], request.params)
+        return _drawn(probs, [(request.noise, request.length + depth)], Rule.MATCH)[0]
+
+    return choose
+
+
+def _note_logprobs(work: Work[Request], logits: Tensor) -> None:
+    """Of the tokens chosen, under the target's unmodified distribution."""
+    rows = logits[kept_rows(1, work.verdict)]
+    work.logprobs = chosen_logprobs(rows, work.verdict.token_ids)
+    if work.request.params.top_logprobs:
+        work.top_logprobs = top_logprobs(rows, work.request.params.top_logprobs)

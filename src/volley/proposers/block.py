@@ -1,0 +1,221 @@
+"""The block drafter's proposals: one pass over an anchor and masks, then chains or trees of the most promising tokens.
+
+A drafter without a sequential head predicts every draft position by itself. With one, each token is chosen knowing the one before
+(``decode/walk.py``). With several denoising steps the surest positions are revealed first (``decode/denoise.py``).
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volley.config import DecodingConfig, DraftingConfig
+from volley.decode.denoise import denoise
+from volley.decode.propose import draft_temperature, propose_coupled, propose_greedy, propose_sampled
+from volley.decode.rules import apply_rules
+from volley.decode.sampling import best_tokens, confidences
+from volley.decode.tree import coupled_logits, expand, position_lattice
+from volley.decode.walk import Block, walk_coupled, walk_greedy, walk_sampled
+from volley.decode.work import Drafted, Rule, Shape, Work
+from volley.memory.batch import Segment
+from volley.models.adapter import Adapter
+from volley.models.draft_model import DraftModel
+from volley.models.heads import BoundHead
+from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
+from volley.proposers.base import Proposer, Works
+from volley.types import Proposal
+
+
+class BlockProposer(Proposer):
+    can_grow_trees = True
+
+    def __init__(self, model: DraftModel, config: DraftingConfig) -> None:
+        self.model, self.config = model, config
+        self.block_size = model.drafter.config.block_size
+
+    def configure(self, config: DecodingConfig) -> None:
+        self.config = config
+
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        mask, walking = self.model.drafter.config.mask_token_id, 0.0
+        blocks = [torch.tensor([work.request.anchor] + [mask] * work.ask.positions) for work in works]
+        if self.config.denoising_steps > 1:
+            logits = self._denoise(works, blocks)
+        else:
+            logits, hidden = self.position_logits(works, blocks)
+            logits = _processed(works, logits)
+            noisy = _with_noise(works, logits)
+            if self.model.bound_head is None:
+                _choose(works, noisy)
+            else:
+                walking = _walk(works, self.model.bound_head, hidden, noisy)
+        if with_confidence:
+            _note_confidence(works, logits)
+        return walking
+
+    def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits ``[Σ k, V]`` of every draft position of ``blocks [1 + k]``, and the states ``[Σ k, H]`` they are of.
+
+        One draft pass for each adapter among the requests.
+        """
+        states: list[Tensor] = [torch.empty(0)] * len(works)
+        groups: dict[Adapter | None, list[int]] = {}
+        for index, work in enumerate(works):
+            groups.setdefault(work.request.adapter, []).append(index)
+        for adapter, members in groups.items():
+            segments = [
+                Segment(works[i].request.draft_table, works[i].request.length - 1, len(blocks[i]), causal=False)
+                for i in members
+            ]
+            found = self.model.states(segments, torch.cat([blocks[i] for i in members]), adapter)
+            if len(groups) == 1:
+                return self.model.logits(found), found
+            for i, rows in zip(members, torch.split(found, [len(blocks[i]) - 1 for i in members]), strict=True):
+                states[i] = rows
+        hidden = torch.cat(states)
+        return self.model.logits(hidden), hidden
+
+    def _denoise(self, works: Works, blocks: list[Tensor]) -> Tensor:
+        """Reveal the blocks step by step; the logits ``[Σ k, V]`` of the first step."""
+        first = denoise(
+            blocks,
+            self.config.denoising_steps,
+            self.config.denoising_schedule,
+            lambda blocks: _processed(works, self.position_logits(works, blocks)[0]),
+            lambda index, rows: _draw(works[index].request, rows),
+        )
+        for work, block in zip(works, blocks, strict=True):
+            work.proposal = Proposal(block[1:].tolist())
+        return first
+
+    def seconds(self, tokens: int, requests: int) -> float:
+        return sum(self.timed_parts(tokens, requests))
+
+    @torch.inference_mode()
+    def timed_parts(self, tokens: int, requests: int) -> tuple[float, float]:
+        """Seconds of the drafter's layers, and of logits and choice, for ``tokens`` spread over ``requests``."""
+        model = self.model
+        shapes, sizes = model.drafter.kv_shapes, spread(tokens, requests)
+        context = min(CONTEXT, max(0, model.drafter.rotary.length - max(sizes)))
+        batch, store = made_up(sizes, shapes, model.dtype, model.device, causal=False, context=context)
+        states = model.block_states(batch, store)
+
+        def choose() -> None:
+            logits = model.logits(states)
+            if model.bound_head is None:
+                best_tokens(logits)
+            else:
+                model.bound_head.lattices(states, logits, [0] * requests, sizes)
+
+        return fastest(lambda: model.block_states(batch, store)), fastest(choose)
+
+
+def _sizes(works: Works) -> list[int]:
+    return [work.ask.positions for work in works]
+
+
+def _processed(works: Works, logits: Tensor) -> Tensor:
+    """Logits ``[Σ k, V]`` under the rules of what is accepted so far: the draft's own tokens are not known yet."""
+    if not any(work.request.rules for work in works):
+        return logits
+    parts = zip(works, torch.split(logits, _sizes(works)), strict=True)
+    return torch.cat([apply_rules(work.request.rules, rows, [()] * len(rows)) for work, rows in parts])
+
+
+def _with_noise(works: Works, logits: Tensor) -> Tensor:
+    """Logits ``[Σ k, V]``, those of trees with the noise that the target will use."""
+    if all(work.ask.shape is not Shape.TREE for work in works):
+        return logits
+    parts = zip(works, torch.split(logits, _sizes(works)), strict=True)
+    return torch.cat(
+        [
+            coupled_logits(rows, work.request.params, work.request.noise, work.request.length)
+            if work.ask.shape is Shape.TREE
+            else rows
+            for work, rows in parts
+        ]
+    )
+
+
+def _draw(request: Drafted, logits: Tensor) -> Tensor:
+    """Tokens for verification by comparing choices."""
+    if request.params.temperature == 0:
+        return logits.argmax(dim=-1)
+    return propose_coupled(logits, request.params, request.noise, request.length)
+
+
+def _choose(works: Works, logits: Tensor) -> None:
+    """Proposals of positions that are independent of each other."""
+    needs_best = any(work.ask.rule is Rule.GREEDY and work.ask.shape is Shape.CHAIN for work in works)
+    best, row = best_tokens(logits) if needs_best else [], 0
+    for work in works:
+        request, rows = work.request, logits[row : row + work.ask.positions]
+        if work.ask.shape is Shape.TREE:
+            work.proposal = expand(position_lattice(rows), work.ask.size, draft_temperature(request.params))
+        elif work.ask.rule is Rule.GREEDY:
+            work.proposal = propose_greedy(best[row : row + len(rows)])
+        elif work.ask.rule is Rule.MATCH:
+            work.proposal = Proposal(_draw(request, rows).tolist())
+        else:
+            work.proposal = propose_sampled(rows, request.params, request.noise, request.length)
+        row += len(rows)
+
+
+def _walk(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> float:
+    """Proposals of a drafter with a sequential head; returns the seconds it took."""
+    started, sizes = time.perf_counter(), _sizes(works)
+    alike: dict[tuple[Any, ...] | None, list[int]] = {}  # requests that are walked side by side
+    for index, work in enumerate(works):
+        on_lattice = work.ask.shape is Shape.TREE or work.ask.rule is Rule.GREEDY
+        key = None if on_lattice else (work.ask.rule, work.request.params.distribution)
+        alike.setdefault(key, []).append(index)
+    for distribution, members in alike.items():
+        own = [hidden, logits]
+        if len(alike) > 1:
+            split = [torch.split(rows, sizes) for rows in own]
+            own = [torch.cat([rows[i] for i in members]) for rows in split]
+        walk = _walk_lattices if distribution is None else _walk_distributions
+        walk([works[i] for i in members], head, *own)
+    return time.perf_counter() - started
+
+
+def _walk_lattices(works: list[Work[Any]], head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
+    """Trees and greedy chains."""
+    lattices = head.lattices(hidden, logits, [work.request.anchor for work in works], _sizes(works))
+    for work, lattice in zip(works, lattices, strict=True):
+        if work.ask.shape is Shape.TREE:
+            work.proposal = expand(lattice, work.ask.size, draft_temperature(work.request.params))
+        else:
+            work.proposal = walk_greedy(lattice)
+
+
+def _walk_distributions(works: list[Work[Any]], head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
+    """Sampled chains of requests that sample alike, all matched or none."""
+    blocks = [Block(work.ask.positions, work.request.anchor, work.request.noise, work.request.length) for work in works]
+    walk = walk_coupled if works[0].ask.rule is Rule.MATCH else walk_sampled
+    proposals = walk(head.transitions(hidden, logits), blocks, works[0].request.params)
+    for work, proposal in zip(works, proposals, strict=True):
+        work.proposal = proposal
+
+
+def _note_confidence(works: Works, logits: Tensor) -> None:
+    """Note how sure the drafter was of each position before its token was drawn or any noise mixed in.
+
+    That is the largest probability of the distribution it was drawn from if that is known, else of the first pass. Trees and
+    greedy walks have noted it already.
+    """
+    for work in works:
+        if work.proposal.draft_probs is not None:
+            work.proposal.confidence = work.proposal.draft_probs.amax(dim=-1).tolist()
+    row = 0
+    for is_known, members in groupby(works, lambda work: bool(work.proposal.confidence)):
+        run = list(members)
+        end = row + sum(_sizes(run))
+        if not is_known:
+            found = iter(confidences(logits[row:end]))
+            for work in run:
+                work.proposal.confidence = list(islice(found, work.ask.positions))
+        row = end

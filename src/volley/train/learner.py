@@ -1,0 +1,98 @@
+"""What learns in a run: a drafter, new or started from another one, or an adapter of a drafter that stays."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from volley.models.adapter import AdapterConfig, attach, drafter_fingerprint, merge, save_adapter
+from volley.models.drafter import Drafter
+from volley.train.data import TrainingData
+from volley.train.features import FrozenTarget
+from volley.train.fused import fuse
+from volley.train.options import TrainConfig
+from volley.train.parallel import Ranks
+from volley.train.shape import choose_mask_token, drafter_config, drafter_to_adapt, start_from
+from volley.train.state import whole_weights
+from volley.train.step import BlockForward
+
+
+class Learner:
+    """The drafter with its adapter, if it has one, as ``model``: fused, or sharded and compiled, as the options ask."""
+
+    def __init__(self, config: TrainConfig, target: FrozenTarget, data: TrainingData, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.adapter: AdapterConfig | None = None
+        torch.manual_seed(config.seed)
+        if config.lora_rank is None:
+            drafter = _new_drafter(config, target, data).to(ranks.device)
+        else:
+            assert config.init is not None, "TrainConfig has checked it"
+            drafter = drafter_to_adapt(config.init, target.model).to(ranks.device)
+            fingerprint = drafter_fingerprint(drafter)
+            self.adapter = AdapterConfig(r=config.lora_rank, lora_alpha=2.0 * config.lora_rank, drafter=fingerprint)
+            attach(drafter, self.adapter)
+        self.shape = drafter.config
+        if not config.compile:
+            fuse(drafter)
+        self.model = BlockForward(drafter, _choose_attention(config, ranks.device))
+        ranks.shard(self.model)
+        if config.compile:
+            self.model.compile(dynamic=True)
+
+    @property
+    def name(self) -> str:
+        """What the run makes, and the name of its folder."""
+        return "drafter" if self.adapter is None else "adapter"
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What learns."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def size(self) -> int:
+        """How many numbers learn."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def describe(self) -> str:
+        """One line for the terminal."""
+        shape = self.shape
+        return (
+            f"{self.name}: {shape.num_hidden_layers} layers, {self.size / 1e6:.2f} M parameters to learn, "
+            f"block size {shape.block_size}, taps {list(shape.target_layer_ids)} of {shape.num_target_layers}, "
+            f"mask token {shape.mask_token_id}"
+        )
+
+    def drafter(self) -> Drafter | None:
+        """A copy of the drafter as it stands, on the first process; every process of a sharded run must ask."""
+        weights = whole_weights(self.model, self.ranks.sharded)
+        if not self.ranks.first:
+            return None
+        copy = Drafter(self.shape)
+        if self.adapter is not None:
+            attach(copy, self.adapter)
+        copy.load_state_dict({name.removeprefix("drafter."): tensor for name, tensor in weights.items()})
+        merge(copy)
+        return copy
+
+    def save(self, drafter: Drafter, folder: Path) -> None:
+        """Save what the run makes: the adapter, or ``drafter``, the copy that :meth:`drafter` gave."""
+        if self.adapter is None:
+            drafter.save_pretrained(folder)
+        else:
+            save_adapter(folder, self.model.drafter, self.adapter)
+
+
+def _new_drafter(config: TrainConfig, target: FrozenTarget, data: TrainingData) -> Drafter:
+    texts = [*data.documents, *data.held_out]
+    mask = choose_mask_token(target.tokenizer, target.vocab_size, texts, config.mask_token_id)
+    drafter = Drafter(drafter_config(config, target.model, mask))
+    if config.init is not None:
+        start_from(drafter, config.init)
+    return drafter
+
+
+def _choose_attention(config: TrainConfig, device: torch.device) -> str:
+    if config.attention != "auto":
+        return config.attention
+    return "flex" if device.type == "cuda" else "grouped"

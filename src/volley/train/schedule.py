@@ -1,0 +1,79 @@
+"""Where a run stands: the next batch, the progress of the run, and the learning rate at that progress."""
+
+import math
+import time
+from collections.abc import Sequence
+
+from volley.train.documents import plan_epoch
+from volley.train.options import TrainConfig
+from volley.train.parallel import Ranks
+from volley.train.state import Position
+
+
+def learning_rate_scale(progress: float, warmup: float) -> float:
+    """Linear rise over ``warmup`` (from a hundredth), cosine to zero over the rest; ``progress`` in [0, 1]."""
+    if progress < warmup:
+        return max(progress / warmup, 0.01)
+    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+
+
+class Schedule:
+    """The batches of a run in their order; ``position`` says how many are done."""
+
+    def __init__(self, config: TrainConfig, lengths: Sequence[int], ranks: Ranks) -> None:
+        self.config = config
+        self.lengths = lengths
+        self.ranks = ranks
+        self.go_on(Position())
+
+    def go_on(self, position: Position) -> None:
+        """Continue at ``position``."""
+        self.position = position
+        self._plan()
+
+    def _plan(self) -> None:
+        config = self.config
+        self.batches = plan_epoch(self.lengths, config.tokens_per_batch, config.seed, self.position.epoch)
+
+    @property
+    def batch(self) -> list[int]:
+        """The documents of the next step, by their index."""
+        return self.batches[self.position.batch]
+
+    def advance(self) -> None:
+        """Count the batch at hand as done."""
+        at = self.position
+        at.step, at.batch = at.step + 1, at.batch + 1
+        if at.batch == len(self.batches):
+            at.epoch, at.batch = at.epoch + 1, 0
+            self._plan()
+
+    def progress(self) -> float:
+        """How far the run has come, by whichever bound is nearest: 1 is the end. Every process must ask."""
+        config, at = self.config, self.position
+        fractions = [(at.epoch + at.batch / len(self.batches)) / config.epochs]
+        if config.max_steps is not None:
+            fractions.append(at.step / config.max_steps)
+        if config.max_minutes is not None:
+            fractions.append(self.ranks.from_first(at.seconds) / (60 * config.max_minutes))
+        return min(1.0, max(fractions))
+
+
+class Interval:
+    """Something that is due every so many ``steps``, or ``minutes`` after it was last done."""
+
+    def __init__(self, steps: int | None, minutes: float | None, ranks: Ranks) -> None:
+        self.steps = steps
+        self.minutes = minutes
+        self.ranks = ranks
+        self.restart()
+
+    def restart(self) -> None:
+        """Count the minutes from now."""
+        self.last = time.monotonic()
+
+    def due(self, step: int) -> bool:
+        """Whether it is due after ``step`` steps. Every process must ask."""
+        if self.steps is not None and step % self.steps == 0:
+            return True
+        return self.minutes is not None and self.ranks.any(time.monotonic() - self.last > 60 * self.minutes)

@@ -1,0 +1,125 @@
+"""``volley serve --engine vllm``: checks a pair and starts vLLM's own server with it. ``cli.py`` puts it on the command line."""
+
+import os
+import shlex
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from volley.config import DraftingConfig
+from volley.errors import ConfigError
+from volley.options import expand
+from volley.vllm import launch
+
+if TYPE_CHECKING:
+    from volley.models.checkpoint import DrafterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMOptions:
+    """What is served, and what is recorded."""
+
+    engine: Literal["vllm"]
+    """Whose server to start."""
+    target: str | None = None
+    """Target, folder or hub name; it may also stand right after --engine vllm. By default the bundled one."""
+    drafter: str | None = None
+    """Drafter: folder, or 'none' for plain decoding; the bundled target comes with its own."""
+    greedy_only: bool = False
+    """Every request will have temperature 0: the plugin asks for this on CPUs, where vLLM 0.32 verifies others wrongly."""
+    record: Path | None = None
+    """Draft nothing and record the target's features of every prompt in this folder, for volley train --feature-server."""
+    taps: str | None = None
+    """With --record: the layers, by number or how many, as volley train's. By default what it would tap."""
+    record_final: bool = False
+    """With --record: the final states too, for volley train's --soft-targets and --total-variation."""
+    dry_run: bool = False
+    """Check everything, print vLLM's command and do not run it."""
+
+
+@expand
+def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingConfig) -> None:
+    """Serve a target with vLLM's OpenAI server and a drafter of volley's. All further options are vLLM's own.
+
+    Such as --tensor-parallel-size 2 --port 8000. Without a --policy, or with a fixed one, vLLM's built-in dflash drafts if it can
+    do all that is asked for; otherwise volley's plugin does.
+    """
+    from volley.files import REFERENCE
+    from volley.models.export import TargetShape
+    from volley.vllm.options import TESTED
+
+    named, args = launch.split_target(context.args)
+    if named is not None and options.target is not None:
+        raise ConfigError(f"two targets are named, {named} and {options.target}; name one")
+    launch.check_installed(TESTED)
+    target, drafter = options.target or named, options.drafter
+    if target is None:
+        target = str(REFERENCE / "target")
+        drafter = drafter if drafter or options.record else str(REFERENCE / "drafter")
+    engine_args: dict[str, Any] = {}
+    if options.record is not None or options.taps is not None or options.record_final:
+        engine_args = _recording(options, drafting, TargetShape.from_pretrained(target).num_layers)
+    elif drafter is not None and drafter != "none":
+        engine_args = _speculation(target, drafter, options, drafting, args)
+    line = launch.command_line(target, engine_args, args)
+    typer.echo(shlex.join(line), err=not options.dry_run)
+    if not options.dry_run:
+        os.execv(line[0], line)
+
+
+def _recording(options: VLLMOptions, drafting: DraftingConfig, num_layers: int) -> dict[str, Any]:
+    """vLLM's arguments for a target whose features are recorded."""
+    from volley.models.tap_layers import choose_taps, parse_taps
+    from volley.vllm.recorder import RecordOptions, recorder_args
+
+    if options.record is None:
+        raise ConfigError("taps and record_final say what to record; give --record FOLDER")
+    given = {"drafter": options.drafter is not None, "greedy_only": options.greedy_only}
+    given |= {field.name: getattr(drafting, field.name) != field.default for field in fields(drafting)}
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"a vLLM that records does not draft; leave out --{name.replace('_', '-')}, or --record")
+    taps = choose_taps(parse_taps(options.taps), num_layers)
+    return recorder_args(RecordOptions(record=str(options.record.resolve()), taps=taps, final=options.record_final))
+
+
+def _speculation(
+    target: str, drafter: str, options: VLLMOptions, drafting: DraftingConfig, args: list[str]
+) -> dict[str, Any]:
+    """vLLM's arguments for a drafter: its built-in method where that does all that is asked, volley's plugin otherwise."""
+    from volley.files import read_json
+    from volley.models.drafter import Drafter
+    from volley.models.export import TargetShape
+    from volley.models.formats import detect, parse_config
+    from volley.policies.make import DEFAULT_POLICY, make_policy
+    from volley.vllm.options import PluginOptions, engine_args
+
+    raw = read_json(Path(drafter) / "config.json")
+    config = parse_config(raw)
+    TargetShape.from_pretrained(target).check(config)
+    found = _built_in(drafter, config, drafting)
+    if found is None:
+        make_policy(drafting.policy or DEFAULT_POLICY, Drafter.from_pretrained(drafter))
+        found = engine_args(
+            PluginOptions(drafter=drafter, greedy_only=options.greedy_only, **asdict(drafting)),
+            eager="--no-enforce-eager" not in args,
+            tensor_parallel_size=launch.size_option(args, "--tensor-parallel-size", "-tp"),
+            pipeline_parallel_size=launch.size_option(args, "--pipeline-parallel-size", "-pp"),
+        )
+    if found["speculative_config"]["method"] == "dflash" and detect(raw) == "transformers":
+        raise ConfigError(f"vLLM does not read {drafter}, which is in transformers' format; volley export it --to zlab")
+    return found
+
+
+def _built_in(drafter: str, config: "DrafterConfig", drafting: DraftingConfig) -> dict[str, Any] | None:
+    """vLLM's arguments for its own ``dflash``, if that does all that is asked."""
+    fixed, _, size = (drafting.policy or "fixed").partition(":")
+    is_plain = config.head is None and drafting.denoising_steps == 1 and drafting.draft_window is None
+    if fixed != "fixed" or not is_plain:
+        return None
+    block_size = int(size) if size.isdecimal() else config.block_size
+    if not 2 <= block_size <= config.block_size or (size and not size.isdecimal()):
+        raise ConfigError(f"policy is {drafting.policy!r}; this drafter has blocks of 2 to {config.block_size}")
+    return {"speculative_config": {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}}

@@ -1,0 +1,29 @@
+"""A whole benchmark on an engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import TinyPair
+from volley import Engine
+from volley.bench.run import run_bench
+from volley.bench.tasks import BenchConfig
+from volley.errors import ConfigError
+
+
+def test_an_engine_decodes_by_its_own_settings_again_afterwards(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "Hello"}\n')
+    engine = Engine.from_pretrained(
+        tiny_pair.target, tiny_pair.drafter, dtype=torch.float32, policy="feedback", kv_dtype="int8", draft_window=32
+    )
+    before = engine.config
+    config = BenchConfig(datasets=(str(file),), repeats=1, max_tokens=8, policies=("goodput",), tree_nodes=(0, 4))
+    report = run_bench(engine, config, {"path": str(tiny_pair.target)})
+    assert [summary.case.label for summary in report.summaries] == ["plain", "goodput", "B=6", "B=6 N=4"]
+    assert all(summary.identical == 1 for summary in report.summaries)
+    assert engine.config is before
+    with pytest.raises(ConfigError, match="beyond the 6"):
+        run_bench(engine, BenchConfig(datasets=(str(file),), block_sizes=(9,)), {})
+    assert engine.config is before

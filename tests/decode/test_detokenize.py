@@ -1,0 +1,46 @@
+"""Tokens become text as they come, and no character is ever taken back."""
+
+import functools
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import byte_tokenizer
+from volley.decode.detokenize import Detokenizer
+
+
+@given(text=st.text(max_size=20), noise=st.lists(st.integers(0, 255), max_size=8), cut=st.integers(0, 20))
+def test_text_is_never_taken_back_and_complete_at_the_end(text: str, noise: list[int], cut: int) -> None:
+    """Bytes as tokens: characters span tokens, and some byte strings are no text at all."""
+    raw = text.encode()
+    raw = raw[:cut] + bytes(noise) + raw[cut:]
+    tokens = byte_ids(raw)
+    detokenizer = Detokenizer(tokenizer())
+    pieces = [detokenizer.push(token, last=i == len(tokens) - 1) for i, token in enumerate(tokens)]
+    assert "".join(pieces) == raw.decode(errors="replace")
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return byte_tokenizer()
+
+
+def byte_ids(raw: bytes) -> list[int]:
+    """Tokens of single bytes, however invalid, spelled as byte-level BPE spells them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    vocabulary = tokenizer().get_vocab()
+    return [vocabulary[letters[byte]] for byte in raw]
+
+
+def test_special_tokens_are_not_text() -> None:
+    detokenizer = Detokenizer(tokenizer())
+    ids = [*byte_ids(b"a"), tokenizer().convert_tokens_to_ids("<|im_end|>"), *byte_ids(b"b")]
+    assert "".join(detokenizer.push(token) for token in ids) == "ab"
+
+
+def test_without_a_tokenizer_every_text_is_empty() -> None:
+    detokenizer = Detokenizer(None)
+    assert [detokenizer.push(token, last=token == 2) for token in range(3)] == ["", "", ""]

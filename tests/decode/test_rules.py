@@ -1,0 +1,128 @@
+"""Penalties and biases against a plain loop, and the shapes in which drafts reach them."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from volley.decode.rules import TokenRule, apply_rules, make_rules
+from volley.decode.sampling import token_probs, top_logprobs
+from volley.errors import ConfigError
+from volley.types import SamplingParams
+
+V = 9
+TOKENS = st.lists(st.integers(0, V - 1), max_size=6)
+PENALTY = st.sampled_from([0.0, 0.5, -2.0, 1.25])
+
+
+def reference(row: list[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+    """One row, one token at a time, from the definition."""
+    times, bias = Counter(output), dict(params.logit_bias)
+    result = []
+    for token, logit in enumerate(row):
+        if token in prompt or token in output:
+            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+        logit -= params.frequency_penalty * times[token]
+        logit -= params.presence_penalty * (times[token] > 0)
+        result.append(logit + bias.get(token, 0.0))
+    return result
+
+
+def taken(params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> tuple[TokenRule, ...]:
+    rules = make_rules(params, prompt, V, torch.device("cpu"))
+    for token in output:
+        for rule in rules:
+            rule.take(token)
+    return rules
+
+
+@given(
+    prompt=TOKENS,
+    output=TOKENS,
+    paths=st.lists(TOKENS, min_size=1, max_size=5),
+    frequency=PENALTY,
+    presence=PENALTY,
+    repetition=st.sampled_from([1.0, 0.5, 1.7]),
+    bias=st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100, width=32), max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_every_row_is_what_a_plain_loop_makes_of_it(
+    prompt: list[int],
+    output: list[int],
+    paths: list[list[int]],
+    frequency: float,
+    presence: float,
+    repetition: float,
+    bias: dict[int, float],
+    seed: int,
+) -> None:
+    params = SamplingParams(
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        repetition_penalty=repetition,
+        logit_bias=tuple(bias.items()),
+    )
+    logits = torch.randn(len(paths), V, generator=torch.Generator().manual_seed(seed)) * 4
+    before = logits.clone()
+    rules = taken(params, prompt, output)
+    got = apply_rules(rules, logits, paths)
+    assert torch.equal(apply_rules(rules, logits, paths), got), "a rule takes only what is final"
+    for row, path in enumerate(paths):
+        want = reference(logits[row].tolist(), params, prompt, [*output, *path])
+        torch.testing.assert_close(got[row], torch.tensor(want))
+    assert torch.equal(logits, before), "the target's own logits stay as they are"
+
+
+def test_half_precision_is_processed_in_single() -> None:
+    logits = torch.zeros(1, V, dtype=torch.bfloat16)
+    processed: Tensor = apply_rules(taken(SamplingParams(frequency_penalty=0.001), [], [3]), logits, [()])
+    assert processed.dtype == torch.float32
+    assert processed[0, 3] == pytest.approx(-0.001)
+
+
+def test_nothing_asked_is_nothing_changed() -> None:
+    assert not taken(SamplingParams(temperature=1.0, top_k=3), [1], [2])
+    for change in ({"presence_penalty": 1}, {"repetition_penalty": 0.9}, {"logit_bias": {4: 1.0}}):
+        assert len(taken(SamplingParams(**change), [1], [2])) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": float("inf")},
+        {"logit_bias": {1: 101}},
+        {"top_logprobs": -1},
+    ],
+)
+def test_values_out_of_range_are_named(bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"SamplingParams.{next(iter(bad))} is "):
+        SamplingParams(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tiny", [{"temperature": 1e-40}, {"temperature": 1e-6}, {"temperature": 1.0, "top_p": 1e-46}])
+def test_values_too_small_for_single_precision_still_give_a_law(tiny: dict[str, float]) -> None:
+    law = token_probs(torch.tensor([[0.5, 2.0, 1.0]]), SamplingParams(**tiny))  # type: ignore[arg-type]
+    assert law.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_choices_have_seeds_of_their_own() -> None:
+    params = SamplingParams(seed=5)
+    seeds = [params.for_choice(index).seed for index in range(50)]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 50
+    assert seeds == [params.for_choice(index).seed for index in range(50)]
+    assert SamplingParams().for_choice(3).seed is None
+
+
+def test_top_logprobs_are_the_likeliest_in_order() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.0]])
+    law = logits.log_softmax(-1)
+    assert [[token for token, _ in row] for row in top_logprobs(logits, 2)] == [[1, 2], [0, 2]]
+    assert top_logprobs(logits, 9)[1][2] == (1, pytest.approx(float(law[1, 1])))

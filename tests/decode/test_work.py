@@ -1,0 +1,32 @@
+"""An ask may be cut; a work knows how many tokens it takes and keeps."""
+
+import pytest
+
+from volley.decode.work import NO_DRAFT, Ask, Rule, Shape, Work
+from volley.types import Verdict
+
+
+@pytest.mark.parametrize(("size", "left"), [(-3, 0), (0, 0), (2, 2), (5, 5), (9, 5)])
+def test_a_chain_that_is_cut_drafts_no_more_than_it_verifies(size: int, left: int) -> None:
+    assert Ask(Shape.CHAIN, Rule.MATCH, 5, 5, 0.2).cut(size) == Ask(Shape.CHAIN, Rule.MATCH, left, left, 0.2)
+
+
+def test_a_tree_that_is_cut_keeps_its_levels_and_a_copy_has_none() -> None:
+    assert Ask(Shape.TREE, Rule.GREEDY, 12, 5).cut(7) == Ask(Shape.TREE, Rule.GREEDY, 7, 5)
+    assert Ask(Shape.COPY, Rule.GREEDY, 12).cut(7) == Ask(Shape.COPY, Rule.GREEDY, 7)
+
+
+def test_a_work_counts_known_tokens_and_the_draft() -> None:
+    work = Work(None, Ask(Shape.TREE, Rule.GREEDY, 12, 5), num_known=3)  # type: ignore[type-var]
+    assert work.num_tokens == 15
+    work.verdict = Verdict(2, [7, 8, 9], (1, 4))
+    assert work.num_kept == 5
+    assert Work(None, NO_DRAFT).num_tokens == 1  # type: ignore[type-var]
+
+
+def test_works_share_nothing() -> None:
+    one, other = Work(None, NO_DRAFT), Work(None, NO_DRAFT)  # type: ignore[type-var]
+    one.found.append(1)
+    one.proposal.token_ids.append(1)
+    one.verdict.token_ids.append(1)
+    assert other == Work(None, NO_DRAFT)  # type: ignore[type-var]

@@ -1,0 +1,63 @@
+"""Which proposer fills in which work, and what a draft that knew the noise leaves behind."""
+
+import pytest
+
+from tests.made_up import decoding, request
+from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
+from volley.engine.proposing import Proposers
+from volley.engine.step import Step
+from volley.proposers.base import Proposer, Works
+from volley.types import Proposal
+
+CHAIN, TREE = Ask(Shape.CHAIN, Rule.GREEDY, 3, 3), Ask(Shape.TREE, Rule.GREEDY, 7, 3)
+COPY = Ask(Shape.COPY, Rule.GREEDY, 2)
+
+
+class Spy(Proposer):
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Shape], bool]] = []
+
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        self.calls.append(([work.ask.shape for work in works], with_confidence))
+        for work in works:
+            work.proposal = Proposal([9] * work.ask.positions)
+        return 0.25
+
+
+@pytest.mark.parametrize("with_confidence", [False, True])
+def test_the_drafter_is_asked_once_for_all_that_draft_and_copies_come_from_the_text(with_confidence: bool) -> None:
+    works = [
+        Work(decoding([1, 2]), CHAIN),
+        Work(decoding([1, 2]), COPY, found=[4, 5, 6]),
+        Work(decoding([1, 2]), NO_DRAFT),
+        Work(request([1, 2]), NO_DRAFT, Kind.PREFILL, 2),
+        Work(decoding([1, 2]), TREE),
+    ]
+    spy, step = Spy(), Step(works, with_confidence)
+    Proposers(spy).propose(step)
+    assert spy.calls == [([Shape.CHAIN, Shape.TREE], with_confidence)]
+    assert [work.proposal.token_ids for work in works] == [[9] * 3, [4, 5], [], [], [9] * 3]
+    assert step.timings.walk == 0.25
+
+
+def test_a_drafter_with_nothing_to_do_is_left_alone() -> None:
+    spy = Spy()
+    Proposers(spy).propose(Step([Work(decoding([1, 2]), NO_DRAFT), Work(decoding([1, 2]), COPY)]))
+    assert spy.calls == []
+    Proposers(None).propose(Step([Work(decoding([1, 2]), NO_DRAFT)]))
+
+
+def test_positions_of_matched_drafts_are_foreseen_and_stay_so() -> None:
+    own = decoding([1, 2, 3])
+    for rule, positions, foreseen in (
+        (Rule.GREEDY, 5, 0),
+        (Rule.SPECULATIVE, 5, 0),
+        (Rule.MATCH, 4, 7),
+        (Rule.MATCH, 2, 7),
+        (Rule.SPECULATIVE, 9, 7),
+        (Rule.MATCH, 6, 9),
+    ):
+        Proposers(Spy()).propose(Step([Work(own, Ask(Shape.CHAIN, rule, positions, positions))]))
+        assert own.foreseen == foreseen
+    Proposers(Spy()).propose(Step([Work(own, Ask(Shape.COPY, Rule.MATCH, 30), found=[1] * 30)]))
+    assert own.foreseen == 9, "a copy knows no noise"

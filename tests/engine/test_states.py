@@ -1,0 +1,316 @@
+"""What is kept after a step, of chains, trees and rings, is what one would have written token by token."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.made_up import SPECULATIVE, random_path, random_tree, request, with_batch
+from volley.config import CapacityConfig
+from volley.decode.work import Ask, Rule, Shape, Work
+from volley.engine.states import (
+    DraftContext,
+    DraftRing,
+    Sequences,
+    SequenceState,
+    TargetPages,
+    default_pages,
+    free_table,
+    ring_pages,
+)
+from volley.engine.step import Step
+from volley.errors import CapacityError
+from volley.memory.kv_cache import BlockTable, PagePool
+from volley.memory.kv_store import DenseKVStore
+from volley.models.draft_model import DraftModel
+from volley.procedures.request import Request
+from volley.types import Proposal, SamplingParams, Verdict
+
+SIZE, PAGES, BLOCK, VOCAB = 4, 14, 5, 3
+PROMPTS = [[0, 1, 2, 0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 1, 1, 0], [2, 2], [1] * 9, [0, 1, 2, 0, 1]]
+
+
+def mark(token_ids: list[int]) -> float:
+    """What a model would remember of the last of ``token_ids``: another number for all other texts."""
+    return float(hash(tuple(token_ids)) % 2**50)
+
+
+class Remembering(DraftModel):
+    """A drafter's K/V that are the target's features as they come."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.kept = torch.zeros(num_slots, dtype=torch.float64)
+        self.positions = torch.zeros(num_slots, dtype=torch.long)
+        self.drafter: Any = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK))
+
+    def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor, adapter: Any) -> None:
+        self.kept[kv_slots] = features[:, 0] + (0 if adapter is None else adapter)
+        self.positions[kv_slots] = positions
+
+
+class World:
+    """States of random requests, of which a text's every token is known by its mark."""
+
+    def __init__(self, chance: random.Random, *, prefix_caching: bool, window: int | None) -> None:
+        self.chance = chance
+        self.store = DenseKVStore([(1, 1)], PAGES * SIZE, torch.float64, torch.device("cpu"))
+        self.pool = PagePool(PAGES, SIZE)
+        pages = TargetPages(self.pool, self.store, prefix_caching=prefix_caching)
+        self.window = window
+        if window is None:
+            self.model = Remembering(PAGES * SIZE)
+            self.drafting: DraftContext = DraftContext(self.model)
+        else:
+            self.model = Remembering(ring_pages(BLOCK, window, SIZE) * SIZE * 3)
+            self.drafting = DraftRing(self.model, window, SIZE, 3)
+        self.sequences = Sequences(pages, [self.drafting])
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.found: dict[Request, int] = {}
+        """How much of each running request was known when it was admitted."""
+        self.cached = 0
+
+    def arrive(self) -> None:
+        prompt = self.chance.choice(PROMPTS)
+        adapter: Any = self.chance.choice([None, None, 0.25])
+        root = b"adapted" if adapter and self.window is None else b""
+        self.waiting.append(request(prompt, SamplingParams(max_tokens=12), adapter=adapter, prefix_root=root))
+
+    def admit(self) -> None:
+        if self.waiting and len(self.running) < 3:
+            own = self.waiting[0]
+            if self.sequences.admit(own, min(own.length + BLOCK, own.max_length)):
+                self.running.append(self.waiting.pop(0))
+                self.found[own] = own.computed
+                self.cached += own.computed
+            else:
+                assert (own.computed, own.table.pages) == (0, [])
+
+    def preempt(self) -> None:
+        if self.running:
+            own = self.running.pop(self.chance.randrange(len(self.running)))
+            self.sequences.release(own)
+            self.waiting.insert(0, own)
+
+    def work(self, own: Request) -> Work[Request]:
+        if not own.is_decoding:
+            work = SPECULATIVE.read(own, self.chance.randint(1, own.prefill_end - own.computed))
+            if own.computed + work.num_known == own.length:
+                work.verdict = Verdict(0, [self.chance.randrange(VOCAB)])
+            return work
+        most = min(BLOCK, own.remaining) - 1
+        nodes = most + self.chance.randrange(4)
+        is_tree = most > 0 and self.chance.random() < 0.5
+        work = Work(own, Ask(Shape.TREE if is_tree else Shape.CHAIN, Rule.GREEDY, nodes if is_tree else most, most))
+        if is_tree:
+            work.proposal = random_tree(nodes, VOCAB, self.chance)
+            path = random_path(work.proposal, self.chance)[:most]
+            chosen = [work.proposal.token_ids[node - 1] for node in path]
+            work.verdict = Verdict(len(path), [*chosen, self.chance.randrange(VOCAB)], path)
+        else:
+            work.proposal = Proposal([self.chance.randrange(VOCAB) for _ in range(most)])
+            accepted = self.chance.randint(0, most)
+            work.verdict = Verdict(accepted, [*work.proposal.token_ids[:accepted], self.chance.randrange(VOCAB)])
+        return work
+
+    def step(self) -> None:
+        works = []
+        for own in list(self.running):
+            work = self.work(own)
+            if self.sequences.reserve(own, own.computed + work.num_known + len(work.proposal.token_ids)):
+                works.append(work)
+        if not works:
+            return
+        step = with_batch(Step(works))
+        assert step.batch is not None
+        features = [self.compute(work) for work in works]
+        step.features = torch.tensor([value for own in features for value in own], dtype=torch.float64)[:, None]
+        before = {work.request: work.request.computed for work in works}
+        self.sequences.keep(step)
+        for work in works:
+            own = work.request
+            assert own.computed == before[own] + work.num_known + work.verdict.accepted
+            if work.verdict.token_ids:
+                own.append(work.verdict.token_ids, work.verdict.accepted)
+            if own.finish_reason is not None:
+                self.running.remove(own)
+                self.sequences.release(own)
+
+    def compute(self, work: Work[Request]) -> list[float]:
+        """What a pass does: writes the mark of every token, and returns the marks as features."""
+        own, parents = work.request, work.proposal.parents
+        texts = [own.token_ids[: own.computed + count] for count in range(1, work.num_known + 1)]
+        root = len(texts) - 1
+        for index, token in enumerate(work.proposal.token_ids):
+            parent = index if parents is None else parents[index]
+            texts.append([*texts[root + parent], token])
+        marks = [mark(text) for text in texts]
+        slots = own.table.slots(own.computed, own.computed + len(marks))
+        values = torch.tensor(marks, dtype=torch.float64)[:, None, None]
+        self.store.write(0, slots, values, -values)
+        return marks
+
+    def go_on(self, count: int) -> None:
+        for _ in range(count):
+            getattr(self, self.chance.choice(["arrive", "admit", "step", "step", "preempt"]))()
+            self.check()
+
+    def check(self) -> None:
+        """Every token that counts as computed is where its position says, in both states."""
+        self.sequences.check_integrity([*self.running, *self.waiting])
+        for own in self.running:
+            end = own.computed
+            if own.table.pages and end:
+                slots = own.table.slot_array(0, end)
+                expected = torch.tensor([mark(own.token_ids[: p + 1]) for p in range(end)], dtype=torch.float64)
+                assert torch.equal(self.store.keys[0][slots, 0, 0], expected)
+                assert torch.equal(self.store.values[0][slots, 0, 0], -expected)
+                first = 0 if self.window is None else max(end - self.window, self.found[own])
+                where = own.draft_table.slot_array(first, end)
+                assert torch.equal(self.model.kept[where], expected[first:] + (own.adapter or 0))  # type: ignore[operator]
+                assert self.model.positions[where].tolist() == list(range(first, end))
+
+
+CHANCES = st.integers(0, 2**32 - 1).map(random.Random)
+ACTIONS = st.lists(
+    st.sampled_from(["arrive", "arrive", "admit", "admit", "step", "step", "step", "preempt"]), max_size=60
+)
+
+
+@given(
+    actions=ACTIONS,
+    chance=CHANCES,
+    prefix_caching=st.booleans(),
+    window=st.sampled_from([None, None, 2, 6]),
+)
+@settings(max_examples=150)
+def test_whatever_arrives_and_is_preempted_what_is_kept_is_the_text_s_own(
+    actions: list[str], chance: random.Random, prefix_caching: bool, window: int | None
+) -> None:
+    world = World(chance, prefix_caching=prefix_caching, window=window)
+    for action in actions:
+        getattr(world, action)()
+        world.check()
+    for own in [*world.running, *world.waiting]:
+        world.sequences.release(own)
+    assert world.pool.num_used == 0
+    world.sequences.check_integrity([])
+
+
+def test_prefixes_were_found_above() -> None:
+    """Or the property would say nothing about them."""
+    world = World(random.Random(0), prefix_caching=True, window=None)
+    world.go_on(300)
+    assert world.cached > 50
+
+
+@pytest.mark.parametrize("fault", ["not moved", "one too many"])
+def test_what_a_wrong_keep_leaves_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Trees whose K/V are not moved, and a request that counts the token that was refused."""
+    if fault == "not moved":
+        monkeypatch.setattr(DenseKVStore, "move", lambda *_: None)
+    else:
+        monkeypatch.setattr(Work, "num_kept", property(lambda work: work.num_known + len(work.proposal.token_ids)))
+    world = World(random.Random(1), prefix_caching=False, window=None)
+    with pytest.raises((AssertionError, RuntimeError)):
+        world.go_on(200)
+
+
+# -- several states ----------------------------------------------------------------------------------------------------
+
+
+class Forgetful(SequenceState):
+    """Knows of every prompt the first token only, and holds no tree."""
+
+    can_fork = False
+
+    def __init__(self) -> None:
+        self.released = 0
+        self.has_room = True
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        return self.has_room
+
+    def match_prefix(self, request: Request, most: int) -> int:
+        return min(most, SIZE)
+
+    def keep(self, step: Step) -> None:
+        pass
+
+    def release(self, request: Request) -> None:
+        self.released += 1
+
+
+def sequences(*others: SequenceState) -> Sequences:
+    store = DenseKVStore([(1, 1)], PAGES * SIZE, torch.float32, torch.device("cpu"))
+    return Sequences(TargetPages(PagePool(PAGES, SIZE), store, prefix_caching=True), others)
+
+
+def read(own: Sequences, request: Request) -> None:
+    assert own.admit(request, request.length)
+    assert own.reserve(request, request.length)
+    step = with_batch(Step([SPECULATIVE.read(request, request.prefill_end - request.computed)]))
+    own.keep(step)
+
+
+def test_a_prefix_is_as_long_as_every_state_knows_it() -> None:
+    prompt = list(range(13))
+    for others, known in ((), 12), ((Forgetful(),), SIZE):
+        own = sequences(*others)
+        first = request(prompt)
+        read(own, first)
+        own.release(first)
+        again = request(prompt)
+        assert own.admit(again, again.length)
+        assert again.computed == again.stats.cached_tokens == again.table.capacity == known
+        assert len(again.page_hashes) == known // SIZE
+        own.check_integrity([again])
+
+
+def test_a_request_that_one_state_has_no_room_for_holds_nothing() -> None:
+    state = Forgetful()
+    own = sequences(state)
+    state.has_room = False
+    waiting = request([1, 2, 3])
+    assert not own.admit(waiting, 3)
+    assert (waiting.computed, waiting.table.pages, own.pages.pool.num_used, state.released) == (0, [], 0, 1)
+
+
+def test_trees_need_every_state_to_fork() -> None:
+    assert sequences().can_fork
+    assert not sequences(Forgetful()).can_fork
+
+
+def test_a_request_that_could_never_finish_is_refused() -> None:
+    sequences().check_fits(PAGES * SIZE)
+    with pytest.raises(CapacityError, match="raise num_pages or lower max_tokens"):
+        sequences().check_fits(PAGES * SIZE + 1)
+
+
+def test_pages_apart_from_all_requests() -> None:
+    own = sequences()
+    table = free_table(own, 9)
+    assert isinstance(table, BlockTable)
+    assert own.pages.pool.num_used == 3
+    with pytest.raises(CapacityError, match="finish or abort requests first"):
+        free_table(own, (PAGES - 2) * SIZE)
+    own.pages.pool.release(table)
+    assert own.pages.pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("per_token", "context", "tokens"), [(2**10, 4096, 2**16), (2**20, 512, 1024), (2**20, 2**20, 4096)]
+)
+def test_the_usual_pool_is_bounded_and_holds_a_context(per_token: int, context: int, tokens: int) -> None:
+    assert default_pages(CapacityConfig(page_size=16), per_token, context) == tokens // 16
+
+
+@given(st.integers(1, 20), st.integers(1, 40), st.integers(1, 16))
+def test_a_ring_holds_window_and_block_wherever_they_begin(block: int, window: int, page_size: int) -> None:
+    pages = ring_pages(block, window, page_size)
+    assert all((start % page_size + window + block - 1) // page_size < pages for start in range(page_size))

@@ -1,0 +1,88 @@
+"""Requests, works and steps made up without an engine."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from volley.config import DecodingConfig
+from volley.decode.detokenize import Detokenizer
+from volley.decode.sampling import PositionNoise
+from volley.engine.step import Step
+from volley.memory.batch import RaggedBatch
+from volley.memory.kv_cache import BlockTable
+from volley.policies.cost import Costs
+from volley.procedures.request import Request
+from volley.procedures.speculative import Speculative
+from volley.types import Proposal, SamplingParams
+
+SPECULATIVE = Speculative(DecodingConfig())
+
+
+def request(
+    token_ids: Sequence[int],
+    params: SamplingParams | None = None,
+    *,
+    page_size: int = 4,
+    answered: int = 0,
+    **fields: Any,
+) -> Request:
+    """A request of which nothing is computed; the last ``answered`` of its tokens are output."""
+    params = params or SamplingParams(max_tokens=20)
+    table = BlockTable(page_size)
+    values: dict[str, Any] = {
+        "request_id": 0,
+        "params": params,
+        "noise": PositionNoise(params.seed or 0),
+        "max_length": len(token_ids) - answered + params.max_tokens,
+        "stop_token_ids": frozenset(params.stop_token_ids),
+        "detokenizer": Detokenizer(None),
+        "table": table,
+        "draft_table": table,
+        "procedure": SPECULATIVE,
+    }
+    made = Request(token_ids=list(token_ids), **{**values, **fields})
+    made.num_prompt -= answered
+    return made
+
+
+def decoding(token_ids: Sequence[int], params: SamplingParams | None = None, **fields: Any) -> Request:
+    """A request whose prompt was read and whose last token is its only output."""
+    made = request(token_ids, params, answered=1, **fields)
+    made.computed = len(token_ids) - 1
+    return made
+
+
+def costs(draft: float = 0.1, token: float = 0.1) -> Costs:
+    return Costs(lambda tokens, requests: draft, lambda tokens, requests: 1 + token * tokens)
+
+
+def with_batch(step: Step) -> Step:
+    """The step with the batch that the runner would make of its works."""
+    made = [work.request.procedure.segment(work) for work in step.works]
+    step.batch = RaggedBatch([segment for _, segment in made], torch.tensor([t for own, _ in made for t in own]))
+    return step
+
+
+def random_tree(size: int, vocab: int, chance: random.Random) -> Proposal:
+    """A tree of at most ``size`` tokens; no two children of one node are the same token."""
+    families: list[tuple[int, int]] = []
+    for _ in range(size):
+        family = chance.randint(0, len(families)), chance.randrange(vocab)
+        if family not in families:
+            families.append(family)
+    return Proposal([token for _, token in families], parents=tuple(parent for parent, _ in families))
+
+
+def random_path(proposal: Proposal, chance: random.Random) -> tuple[int, ...]:
+    """Nodes of a tree from a child of the anchor on, each following the one before."""
+    assert proposal.parents is not None
+    path: list[int] = []
+    while children := [
+        node for node, parent in enumerate(proposal.parents, start=1) if parent == (path[-1] if path else 0)
+    ]:
+        if chance.random() < 0.25:
+            break
+        path.append(chance.choice(children))
+    return tuple(path)

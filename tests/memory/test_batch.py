@@ -1,0 +1,32 @@
+"""Segments laid end to end: rows, positions and the depths of trees."""
+
+import pytest
+import torch
+
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_cache import BlockTable
+
+TABLE = BlockTable(4, [0, 1, 2])
+
+
+def test_each_segment_has_its_rows_and_positions() -> None:
+    batch = RaggedBatch([Segment(TABLE, 3, 4), Segment(TABLE, 0, 2, causal=False)], torch.arange(6))
+    assert len(batch) == 6
+    assert batch.offsets == [0, 4, 6]
+    assert batch.positions.tolist() == [3, 4, 5, 6, 0, 1]
+
+
+def test_nodes_of_a_tree_stand_at_their_depths() -> None:
+    segment = Segment(TABLE, 5, 6, parents=(0, 0, 1, 3, 2))
+    assert segment.positions().tolist() == [5, 6, 6, 7, 8, 7]
+    assert segment.end == 11, "though each has a place of its own"
+
+
+def test_a_tree_has_a_parent_for_each_node() -> None:
+    with pytest.raises(AssertionError, match="a parent for every token but the first"):
+        Segment(TABLE, 0, 3, parents=(0,)).positions()
+
+
+def test_the_tokens_are_exactly_the_segments() -> None:
+    with pytest.raises(AssertionError, match="exactly the segments' tokens"):
+        RaggedBatch([Segment(TABLE, 0, 3)], torch.arange(4))

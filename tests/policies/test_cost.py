@@ -1,0 +1,133 @@
+"""Cost tables: what is measured, what is learnt from real steps."""
+
+import numpy as np
+import pytest
+
+from volley.policies.cost import PassCost
+
+
+def truth(tokens: int, requests: int, speed: float = 1.0, each: float = 2e-4) -> float:
+    return speed * (0.01 + 1e-4 * max(tokens, 12)) + each * requests
+
+
+def test_costs_are_measured_when_needed_and_interpolated() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def measure(tokens: int, requests: int) -> float:
+        calls.append((tokens, requests))
+        return truth(tokens, requests)
+
+    cost = PassCost(measure)
+    assert cost(20, 1) == pytest.approx(truth(20, 1), rel=0.05)
+    assert max(calls.count(call) for call in calls) == 2, "at two times, or a slow moment would count"
+    assert max(tokens for tokens, _ in calls) == 24, "no more than was asked for"
+    before = len(calls)
+    assert np.diff(cost.expected(np.arange(1, 24), 1)).min() >= 0
+    assert cost.expected(np.array(400.0), 1) == pytest.approx(truth(400, 50), rel=0.2), "without timing it"
+    assert len(calls) == before
+    assert cost(30, 8) == pytest.approx(truth(30, 8), rel=0.1)
+    assert cost(2000, 1) == pytest.approx(truth(2000, 250), rel=0.1), "beyond the table"
+
+
+def test_only_new_sizes_are_timed() -> None:
+    calls: list[int] = []
+    cost = PassCost(lambda tokens, requests: calls.append(tokens) or truth(tokens, requests))  # type: ignore[func-returns-value]
+    assert cost.time(30)
+    assert not cost.time(32)
+    assert cost.time(33)
+    assert sorted(calls) == sorted([1, 2, 4, 8, 12, 16, 24, 32, 48] * 2)
+    assert cost.time(1000)
+    assert not cost.time(2000), "larger ones than 512 are taken to go on as before"
+
+
+def test_a_size_that_was_interrupted_does_not_count() -> None:
+    cost, quiet = PassCost(lambda *size: truth(*size) * (3 if size[0] in {2, 16, 24} else 1)), PassCost(truth)
+    cost(64, 1)
+    quiet(64, 1)
+    for tokens in (1, 2, 4, 16, 20, 24, 40, 64):
+        assert cost(tokens, 1) == pytest.approx(quiet(tokens, 1), rel=0.05)
+
+
+@pytest.mark.parametrize("bad", range(30))
+def test_one_bad_moment_does_not_make_large_passes_free(bad: int) -> None:
+    """Whichever of the measurements it falls on."""
+    asked = 0
+
+    def measure(tokens: int, requests: int) -> float:
+        nonlocal asked
+        asked += 1
+        return truth(tokens, requests) * (5 if asked == 1 + bad else 1)
+
+    cost, quiet = PassCost(measure), PassCost(truth)
+    for tokens, requests in [(48, 8), (64, 16), (256, 16), (8, 8)]:
+        assert cost(tokens, requests) == pytest.approx(quiet(tokens, requests), rel=0.05)
+    assert asked > bad - 2, "the bad moment was among them, or as good as"
+
+
+def test_more_tokens_never_take_less() -> None:
+    """Whatever the steps seem to say: here those of many requests took long, however many tokens they had."""
+    cost = PassCost(truth)
+    cost(512, 64)
+    for requests in range(8, 64):
+        cost.observe(3 * requests, requests, 1e-3 * requests)
+    assert np.diff(cost.expected(np.arange(64, 512), 64)).min() > 0.1 * 1e-4
+
+
+def test_large_passes_are_those_of_many_requests() -> None:
+    """One request that had all their tokens would see far more keys."""
+
+    def measure(tokens: int, requests: int) -> float:
+        return truth(tokens, requests, each=0.0) + 2e-6 * tokens * (tokens / requests)
+
+    cost = PassCost(measure)
+    for tokens in (64, 128, 256, 512):
+        assert cost(tokens, 1) == pytest.approx(measure(tokens, tokens // 8), rel=0.05)
+
+
+@pytest.mark.parametrize("each", [0.0, 2e-4, 4e-4])
+def test_costs_follow_what_steps_really_take(each: float) -> None:
+    cost = PassCost(lambda tokens, requests: truth(tokens, requests, each=each))
+    cost(64, 32)
+    for tokens in [32, 64, 48, 60] * 20:
+        cost.observe(tokens, 32, truth(tokens, 32, 1.7, each))
+    assert cost(40, 32) == pytest.approx(truth(40, 32, 1.7, each), rel=0.05)
+    assert cost(4, 4) == pytest.approx(truth(4, 4, 1.7, each), rel=0.3), "never seen with so few"
+    cost.observe(64, 32, 50.0)
+    assert cost(40, 32) < 1.2 * truth(40, 32, 1.7, each), "one interrupted step does not upset it"
+    for tokens in [64] + [32, 64, 48, 60] * 8:
+        cost.observe(tokens, 32, 50.0 if tokens == 48 else truth(tokens, 32, 1.7, each))
+    assert cost(40, 32) < 2 * truth(40, 32, 1.7, each), "interrupted steps do not upset it"
+
+
+def test_what_the_first_short_passes_take_is_learnt_at_once() -> None:
+    cost = PassCost(truth)
+    cost(64, 32)
+    for _ in range(4):
+        cost.observe(64, 32, truth(64, 32, speed=1.7))
+    assert cost(64, 32) == pytest.approx(truth(64, 32, speed=1.7), rel=0.1)
+
+
+def test_prompts_are_told_apart_from_tokens() -> None:
+    """Though they take three times what was assumed at first."""
+    cost = PassCost(truth)
+    cost(96, 32)
+    for tokens, read in [(64, 0), (32, 200), (96, 100), (64, 300), (96, 0)] * 20:
+        cost.observe(tokens, 32, truth(tokens, 32, speed=1.7) + 15e-5 * read, read)
+    for tokens in (32, 64, 96):
+        assert cost(tokens, 32) == pytest.approx(truth(tokens, 32, speed=1.7), rel=0.05)
+
+
+def test_steps_of_sizes_that_were_never_timed_teach_nothing() -> None:
+    cost = PassCost(truth)
+    cost(8, 1)
+    for _ in range(20):
+        cost.observe(500, 60, 9.0)
+    assert cost(8, 1) == pytest.approx(truth(8, 1), rel=0.01)
+
+
+def test_passes_that_take_no_time_at_all_cost_nothing() -> None:
+    """What a proposer says that does not time itself."""
+    cost = PassCost(lambda tokens, requests: 0.0)
+    cost.time(8)
+    cost.observe(4, 1, 1e-6)
+    assert 0 <= cost(4, 1) < 1e-3

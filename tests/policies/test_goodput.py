@@ -1,0 +1,214 @@
+"""What goodput decides where costs and chances are known."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.policies.views import views
+from volley.decode.work import Rule, Shape
+from volley.policies.base import Cycle
+from volley.policies.cost import Costs, FloatArray
+from volley.policies.goodput import Goodput
+
+
+def simulate(policy: Goodput, count: int, cycles: int, sure: float, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Run ``count`` greedy requests whose slots are right as often as they claim, about ``sure``; what was drafted and
+    verified per cycle."""
+    random = np.random.default_rng(seed)
+    drafted, verified = played(
+        policy, [False] * count, cycles, random, lambda _, size: np.clip(random.normal(sure, 0.15, size), 0.02, 0.98)
+    )
+    return drafted.sum(axis=1).tolist(), verified.sum(axis=1).tolist()
+
+
+def played(
+    policy: Goodput,
+    sampled: list[bool],
+    cycles: int,
+    random: np.random.Generator,
+    chances: Callable[[int, int], FloatArray],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Slots drafted and verified per cycle and request ``[cycles, R]``; ``chances(request, size)`` is how likely they are
+    right, which they claim."""
+    count = len(sampled)
+    rules = [Rule.SPECULATIVE if own else Rule.GREEDY for own in sampled]
+    sizes: list[tuple[list[int], list[int]]] = []
+    for _ in range(cycles):
+        asks = policy.decide(views([7] * count, rules, max_nodes=0), count)
+        cycle = [Cycle(i, ask, chances(i, ask.positions).tolist()) for i, ask in enumerate(asks)]
+        verified = policy.trim(cycle)
+        for own, size in zip(cycle, verified, strict=True):
+            kept = int(np.cumprod(random.random(size) < np.array(own.confidence[:size])).sum())
+            conclude(own, size, kept)
+        policy.observe(cycle)
+        sizes.append(([ask.positions for ask in asks], verified))
+    drafted_all, verified_all = np.array(sizes).transpose(1, 0, 2)
+    return drafted_all, verified_all
+
+
+def conclude(cycle: Cycle, verified: int, accepted: int) -> None:
+    cycle.verified, cycle.accepted = verified, accepted
+    cycle.right = [position < accepted for position in range(verified)]
+
+
+def goodput(token: float, draft: float = 0.1) -> Goodput:
+    policy = Goodput()
+    policy.attach(8, Costs(lambda tokens, requests: draft, lambda tokens, requests: 1 + token * tokens))
+    return policy
+
+
+def test_free_slots_are_all_verified_and_dear_ones_are_not() -> None:
+    for token, least, most in ((0.0, 6.9, 7.0), (0.05, 2.0, 5.0), (0.3, 0.0, 3.0)):
+        _, verified = simulate(goodput(token), 4, 200, sure=0.8)
+        mean = float(np.mean(verified[100:])) / 4
+        assert least <= mean <= most, (token, mean)
+
+
+def test_drafting_stops_where_it_cannot_pay_and_comes_back() -> None:
+    policy = goodput(token=0.5, draft=3.0)
+    drafted, _ = simulate(policy, 64, 300, sure=0.5)
+    assert np.mean([size > 0 for size in drafted[50:]]) < 0.15, "a probe now and then, for 1 % of the time"
+    cheap = goodput(token=0.02, draft=0.5)
+    cheap_drafted, _ = simulate(cheap, 1, 100, sure=0.1)
+    assert np.mean([size > 0 for size in cheap_drafted[50:]]) < 0.6, "hopeless text is decoded plainly"
+    back, _ = simulate(cheap, 1, 600, sure=0.95, seed=1)
+    assert np.mean([size > 0 for size in back[-50:]]) > 0.9, "and drafted again once it is easy"
+
+
+def test_the_plan_that_was_not_chosen_is_tried_as_often_as_that_is_cheap() -> None:
+    """Two slots of 0.5 make 1.75 tokens in 1.6 units of time and the draft's, plain decoding 1 in 1.2: a seventh more or less."""
+    for draft, least, most in ((0.24, 0.85, 0.99), (1.1, 0.005, 0.1)):
+        policy = goodput(token=0.05, draft=draft)
+        drafted, _ = played(policy, [False] * 4, 500, np.random.default_rng(0), lambda _, size: np.full(size, 0.5))
+        assert least < drafted[100:].any(axis=1).mean() < most
+
+
+def test_drafting_may_pay_for_all_kinds_together_though_for_none_alone() -> None:
+    """Three slots of 0.8 make 2.95 tokens: for half of the requests in 1.2 + 0.3 + 0.7 units of time, for all in 2.5, against one
+    in 1.2 without; the geometric means are 0.78, 1.18 and 0.83."""
+    drafted, _ = played(
+        goodput(token=0.05, draft=0.7),
+        [False, False, True, True],
+        200,
+        np.random.default_rng(0),
+        lambda _, size: np.full(size, 0.8),
+    )
+    assert (drafted[100:] > 0).mean() > 0.8
+
+
+def tree_simulation(token: float, count: int, cycles: int = 60) -> tuple[list[int], list[int]]:
+    """The nodes that are asked for, and how many of each tree are verified; the k-th likeliest is right with 0.9 / k."""
+    random = np.random.default_rng(0)
+    policy = goodput(token=token)
+    probabilities = [0.9 / (1 + rank) for rank in range(15)]
+    nodes, verified = 0, [0] * count
+    for _ in range(cycles):
+        asks = policy.decide(views([7] * count), count)
+        nodes = max(ask.size if ask.shape is Shape.TREE else 0 for ask in asks)
+        cycle = [
+            Cycle(i, ask, probabilities if ask.shape is Shape.TREE else [0.5] * ask.positions)
+            for i, ask in enumerate(asks)
+        ]
+        verified = policy.trim(cycle)
+        for own, size in zip(cycle, verified, strict=True):
+            own.right = (random.random(size) < np.array(own.confidence[:size])).tolist()
+            own.verified, own.accepted = size, sum(own.right)
+        policy.observe(cycle)
+    return [nodes], verified
+
+
+def test_trees_are_grown_where_they_are_nearly_free_and_pruned_where_they_are_not() -> None:
+    assert tree_simulation(token=0.5, count=8)[0] == [0]
+    assert tree_simulation(token=0.0, count=8) == ([15], [15] * 8)
+    nodes, verified = tree_simulation(token=0.03, count=1)
+    assert nodes == [15]
+    assert 2 <= verified[0] <= 12
+    (ask,) = goodput(token=0.0).decide(views([7], [Rule.SPECULATIVE]), 1)
+    assert ask.shape is Shape.CHAIN, "chains get as far there"
+
+
+def test_a_slot_is_worth_what_it_adds_to_the_speed_of_its_own_request() -> None:
+    """Five slots for the greedy requests and none for the others make 5.8 tokens in a unit of time, two and one only 5.4. But
+    then greedy requests end almost five times as fast as the others and are soon the fewer: if as many of each arrive, 3.4
+    and 5.0 tokens come of it."""
+    is_sampled = [False] * 4 + [True] * 4
+    _, verified = played(
+        goodput(token=0.1),
+        is_sampled,
+        600,
+        np.random.default_rng(0),
+        lambda request, size: np.full(size, 0.5 if is_sampled[request] else 0.9),
+    )
+    greedy, sampled = verified[300:, :4].mean(), verified[300:, 4:].mean()
+    assert sampled > 0.3
+    assert greedy > sampled
+
+
+def copies(policy: Goodput, cycles: int, agreed: int, right: float, *, drafts: float = 0.6) -> list[int]:
+    """Two greedy requests: how many tokens of the first one's text were to be verified in each cycle, where 15 are always found
+    after ``agreed`` that agree, each ``right`` as often; the second finds nothing."""
+    random = np.random.default_rng(0)
+    most = policy.block_size - 1
+    sure = [n / (n + 1) for n in range(agreed, agreed + 15)]
+    counts = []
+    for _ in range(cycles):
+        asks = policy.decide(views([most] * 2, found=[sure, []], max_nodes=0), 2)
+        cycle = [Cycle(i, ask, [drafts] * ask.positions) for i, ask in enumerate(asks)]
+        for own, size in zip(cycle, policy.trim(cycle), strict=True):
+            chance = drafts if own.ask.shape is Shape.CHAIN else right
+            conclude(own, size, int(np.cumprod(random.random(size) < chance).sum()))
+        true = int(np.cumprod(random.random(15) < right).sum())
+        cycle[0].found, cycle[0].found_right = sure, [True] * true + [False] * (true < 15)
+        policy.observe(cycle)
+        assert asks[1].shape is Shape.CHAIN
+        counts.append(asks[0].size if asks[0].shape is Shape.COPY else 0)
+    return counts
+
+
+def test_what_is_found_takes_the_place_of_a_draft_where_it_promises_more() -> None:
+    assert np.mean(copies(goodput(0.01), 100, agreed=16, right=0.97)[20:]) > 12
+    assert np.mean(copies(goodput(0.01), 100, agreed=3, right=0.5, drafts=0.9)[20:]) < 0.5, "drafts are better"
+    dear = copies(goodput(0.3), 100, agreed=16, right=0.97)[20:]
+    assert 1 < np.mean(dear) < 6, "few where each token costs a third of a pass"
+
+
+def test_texts_that_turn_out_otherwise_are_no_longer_copied() -> None:
+    policy = goodput(0.01)
+    assert np.mean(copies(policy, 200, agreed=12, right=0.95)[-50:]) > 8
+    assert np.mean(copies(policy, 400, agreed=12, right=0.2)[-50:]) < 0.5
+    assert np.mean(copies(policy, 400, agreed=12, right=0.95)[-50:]) > 8, "learnt though none of it was verified"
+
+
+def test_copies_are_weighed_without_a_drafter() -> None:
+    policy = Goodput()
+    costs = Costs(lambda *_: pytest.fail("there is none"), lambda tokens, requests: 1 + 0.02 * tokens)
+    policy.attach(1, costs)
+    policy.rehearse()
+    assert np.mean(copies(policy, 100, agreed=8, right=0.9)[20:]) > 5
+
+
+@pytest.mark.parametrize("count", [3, 8, 16, 31, 32, 64])
+def test_everyone_is_learnt_from_sooner_or_later_and_few_at_once(count: int) -> None:
+    policy = goodput(token=1e-6)
+    simulate(policy, count, cycles=80, sure=0.9)
+    taught: set[int] = set()
+    counts: list[int] = []
+    observe, now = policy.acceptance.observe, [[0.9] * 7 for _ in range(count)]
+
+    def spy(request_id: int, kind: int, confidence: list[float], right: list[bool]) -> None:
+        taught.add(request_id)
+        counts[-1] += 1
+        observe(request_id, kind, confidence, right)
+
+    policy.acceptance.observe = spy  # type: ignore[method-assign]
+    for _ in range(60):
+        counts.append(0)
+        asks = policy.decide(views([7] * count, max_nodes=0), count)
+        cycle = [Cycle(i, ask, now[i]) for i, ask in enumerate(asks)]
+        for own, size in zip(cycle, policy.trim(cycle), strict=True):
+            conclude(own, size, size)
+        policy.observe(cycle)
+    assert taught == set(range(count))
+    assert np.median(counts) <= 1 + count // 16

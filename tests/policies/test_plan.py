@@ -1,0 +1,122 @@
+"""The planner against every option, one after the other."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from volley.policies.acceptance import KINDS, TREE
+from volley.policies.cost import Costs, FloatArray
+from volley.policies.plan import _PRICES, PLAIN, UNEVEN, WHOLE, Plan, Planner
+
+MOST, NODES = 5, 9  # slots of a chain, nodes of a tree
+SLOTS = (5, 4, 3, 2, 1)  # in the order of the planner's options
+OPTIONS = [(0, 0.0), *itertools.product(SLOTS, _PRICES.tolist())]
+
+
+def made_costs(token: float) -> Costs:
+    """Passes that are free up to 10 tokens; both tables are timed far enough for all that follows."""
+    costs = Costs(
+        lambda tokens, requests: 0.002 + 1e-4 * tokens, lambda tokens, requests: 0.01 + token * max(0, tokens - 12)
+    )
+    costs.draft.time(512)
+    costs.target.time(512)
+    return costs
+
+
+def made_gains(counts: list[int], blocks: int, seed: int) -> dict[int, FloatArray]:
+    random = np.random.default_rng(seed)
+    chance = random.uniform(0.3, 0.95, KINDS)
+    gains: dict[int, FloatArray] = {}
+    for kind in range(KINDS):
+        if counts[kind]:
+            length = NODES if kind >= TREE else MOST
+            alone = np.clip(random.normal(chance[kind], 0.2, (length, blocks)), 0.05, 0.99)
+            gains[kind] = np.cumprod(alone, axis=0)
+    return gains
+
+
+def expected(costs: Costs, counts: list[int], gains: dict[int, FloatArray], options: list[int]) -> Plan:
+    """What an option for each kind promises, block by block and slot by slot."""
+    plan = Plan(0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
+    for kind, chances in gains.items():
+        size, price = OPTIONS[options[kind]]
+        plan.slots[kind], plan.prices[kind] = MOST if kind >= TREE and size else size, price
+        for block in chances.T.tolist() if size else ():
+            kept = [gain for gain in (block if kind >= TREE else block[:size]) if gain >= price]
+            plan.tokens[kind] += sum(kept) / chances.shape[1]
+            plan.verified[kind] += len(kept) / chances.shape[1]
+    total = sum(counts)
+    verified = sum(count * each for count, each in zip(counts, plan.verified, strict=True))
+    seconds = float(costs.target.expected(np.array(total + verified), total))
+    drafting = sum(count for count, size in zip(counts, plan.slots, strict=True) if size)
+    drafted = sum(count * size for count, size in zip(counts, plan.slots, strict=True))
+    if drafting:
+        seconds += float(costs.draft.expected(np.array(drafting + drafted), drafting))
+    if total > 1 and any(plan.prices):
+        seconds *= UNEVEN
+    speed = math.prod(tokens ** (count / total) for tokens, count in zip(plan.tokens, counts, strict=True))
+    return plan._replace(rate=total * speed / seconds, seconds=seconds)
+
+
+COUNTS = st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(any)
+
+
+@settings(max_examples=40, deadline=None)
+@given(COUNTS, st.tuples(st.booleans(), st.booleans()), st.sampled_from([0.0, 2e-4, 2e-3]), st.integers(0, 99))
+def test_the_best_plan_is_the_best_of_all_options(
+    numbers: tuple[int, int], trees: tuple[bool, bool], token: float, seed: int
+) -> None:
+    counts = [0] * KINDS
+    for kind, (number, is_tree) in enumerate(zip(numbers, trees, strict=True)):
+        counts[kind + TREE * is_tree] = number
+    present = [kind for kind in range(KINDS) if counts[kind]]
+    costs, gains = made_costs(token), made_gains(counts, 8, seed)
+    planner = Planner(costs, counts, gains, MOST)
+    best = planner.best()
+    together = [expected(costs, counts, gains, [option] * KINDS) for option in range(len(OPTIONS))]
+    for option, plan in enumerate(together):
+        promise = planner.promise([option] * KINDS)
+        assert promise.rate == pytest.approx(plan.rate)
+        assert promise.seconds == pytest.approx(plan.seconds)
+        for kind in present:
+            assert promise.slots[kind] == plan.slots[kind]
+            assert promise.prices[kind] == plan.prices[kind]
+            assert promise.tokens[kind] == pytest.approx(plan.tokens[kind])
+            assert promise.verified[kind] == pytest.approx(plan.verified[kind])
+    most = max(plan.rate for plan in together[1:])
+    if len(present) == 1:
+        assert best.rate == pytest.approx(most)
+    else:
+        every = [
+            expected(costs, counts, gains, [{present[0]: one, present[1]: other}.get(kind, 0) for kind in range(KINDS)])
+            for one, other in itertools.product(range(len(OPTIONS)), repeat=2)
+            if one or other
+        ]
+        assert best.rate >= most * (1 - 1e-9)
+        assert max(best.rate, together[0].rate) >= 0.9 * max(plan.rate for plan in every), "mostly it is more than 0.98"
+
+
+def test_plain_and_whole_are_the_ends() -> None:
+    counts = [4, 2, 0, 0]
+    planner = Planner(made_costs(1e-3), counts, made_gains(counts, 16, 7), MOST)
+    plain, whole = planner.promise([PLAIN] * KINDS), planner.promise([WHOLE] * KINDS)
+    assert (plain.slots[:2], plain.verified[:2], plain.tokens[:2]) == ([0, 0], [0, 0], [1, 1])
+    assert (whole.slots[:2], whole.prices[:2], whole.verified[:2]) == ([MOST] * 2, [0, 0], [MOST] * 2)
+
+
+@pytest.mark.parametrize(("token", "largest"), [(1e-6, 384), (5e-3, 96)])
+def test_large_passes_are_timed_only_if_they_look_best(token: float, largest: int) -> None:
+    timed: list[int] = []
+
+    def target(tokens: int, requests: int) -> float:
+        timed.append(tokens)
+        return 0.01 + token * tokens
+
+    counts = [64, 0, 0, 0]
+    costs = Costs(lambda tokens, requests: 0.001, target)
+    Planner(costs, counts, made_gains(counts, 16, 7), MOST).best()
+    assert max(timed) == largest

@@ -1,0 +1,119 @@
+"""What a request is between steps, how it takes tokens, and where it ends."""
+
+from typing import Any
+
+import pytest
+
+from tests.made_up import decoding, request
+from volley.decode.detokenize import Detokenizer
+from volley.decode.work import NO_DRAFT, Kind, Rule
+from volley.memory.batch import Segment
+from volley.procedures.request import Procedure, Request
+from volley.types import SamplingParams
+
+
+class Letters:
+    """Token i is the i-th letter."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+
+def lettered(**params: Any) -> Request:
+    own = SamplingParams(**{"max_tokens": 20, **params})
+    return decoding([9, 9, 0], own, detokenizer=Detokenizer(Letters()))  # type: ignore[arg-type]
+
+
+def test_a_request_is_read_then_decodes_then_is_read_again_after_a_preemption() -> None:
+    own = request([5, 6, 7, 8])
+    assert (own.prefill_end, own.is_decoding, own.num_output) == (4, False, 0)
+    own.computed = 4
+    own.append([1], 0)
+    assert (own.anchor, own.num_output, own.is_decoding) == (1, 1, True)
+    own.append([2, 3], 1)
+    own.computed = 6
+    assert own.is_decoding
+    own.computed = 0
+    assert (own.prefill_end, own.is_decoding) == (6, False), "all but the anchor"
+
+
+def test_length_ends_a_request_inside_a_block() -> None:
+    own = request([1, 2], SamplingParams(max_tokens=3))
+    assert own.append([4, 5, 6, 7, 8], 4) == 3
+    assert own.token_ids == [1, 2, 4, 5, 6]
+    assert own.result().finish_reason == "length"
+    assert own.result().token_ids == [4, 5, 6]
+
+
+def test_a_stop_token_ends_a_request_and_belongs_to_it() -> None:
+    own = request([1, 2], SamplingParams(max_tokens=9, stop_token_ids=(5,)))
+    assert own.append([4, 5, 6], 2) == 2
+    assert own.result().finish_reason == "stop"
+    assert own.result().stats.output_tokens == 2
+
+
+def test_a_stop_string_is_cut_off_and_what_may_begin_one_waits() -> None:
+    own = lettered(stop=("cde",))
+    own.append([1, 2], 0)
+    assert "".join(chunk.text for chunk in own.chunks) == "b"
+    own.append([3, 5], 0)
+    assert "".join(chunk.text for chunk in own.chunks) == "bcdf"
+    assert own.append([2, 3, 4, 6], 0) == 3
+    assert own.result().text == "bcdf"
+    assert "".join(chunk.text for chunk in own.chunks) == "bcdf"
+
+
+def test_chunks_tell_which_tokens_were_drafted() -> None:
+    own = lettered()
+    own.append([1, 2, 3], 2)
+    assert [(chunk.text, chunk.token_ids, chunk.from_draft) for chunk in own.chunks] == [
+        ("b", [1], True),
+        ("c", [2], True),
+        ("d", [3], False),
+    ]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_log_probabilities_are_in_the_result_if_they_were_asked_for(asked: bool) -> None:
+    own = request([1], SamplingParams(max_tokens=1, logprobs=asked, top_logprobs=2))
+    own.logprobs, own.top_logprobs = [-0.5], [[(4, -0.5), (3, -1.0)]]
+    own.append([4], 0)
+    result = own.result()
+    assert result.logprobs == ([-0.5] if asked else None)
+    assert result.top_logprobs == ([[(4, -0.5), (3, -1.0)]] if asked else None)
+
+
+def test_every_rule_takes_every_final_token() -> None:
+    class Noting:
+        def __init__(self) -> None:
+            self.taken: list[int] = []
+
+        def take(self, token_id: int) -> None:
+            self.taken.append(token_id)
+
+    one, other = Noting(), Noting()
+    own = request([1], SamplingParams(max_tokens=2), rules=(one, other))
+    own.append([4, 5, 6], 2)
+    assert one.taken == other.taken == [4, 5], "and none behind the end"
+
+
+class Bare(Procedure):
+    """No more than what every procedure must say."""
+
+    next_work = segment = num_rows = absorb = None  # type: ignore[assignment]
+
+
+def test_a_procedure_drafts_nothing_unless_it_shows_the_policy_something() -> None:
+    own = request([1, 2, 3], procedure=Bare())
+    assert own.procedure.view(own, 8) is None
+    work = own.procedure.read(own, 2)
+    assert (work.kind, work.ask, work.num_known) == (Kind.PREFILL, NO_DRAFT, 2)
+
+
+def test_a_prompt_is_read_without_a_draft_by_the_rule_its_token_will_need() -> None:
+    own = request([1, 2, 3], SamplingParams(temperature=1.0))
+    work = own.procedure.read(own, 3)
+    assert (work.ask.size, work.ask.positions, work.ask.rule) == (0, 0, Rule.SPECULATIVE)
+    tokens, segment = own.procedure.segment(work)
+    assert tokens == [1, 2, 3]
+    assert segment == Segment(own.table, 0, 3)

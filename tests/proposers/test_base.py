@@ -1,0 +1,23 @@
+"""What a proposer is when it says nothing more than what it proposes."""
+
+import pytest
+
+from volley.config import DecodingConfig
+from volley.proposers.base import Proposer, Works
+
+
+class Silent(Proposer):
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        return 0.0
+
+
+def test_by_default_drafting_is_free_and_grows_no_trees() -> None:
+    proposer = Silent()
+    assert proposer.seconds(16, 2) == 0
+    assert (proposer.block_size, proposer.can_grow_trees) == (1, False)
+    proposer.configure(DecodingConfig())
+
+
+def test_a_proposer_must_propose() -> None:
+    with pytest.raises(TypeError, match="propose"):
+        Proposer()  # type: ignore[abstract]

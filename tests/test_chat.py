@@ -1,0 +1,69 @@
+"""Chats become the text and the token ids of the tokenizer's template; what cannot be rendered is named."""
+
+from typing import Any
+
+import pytest
+
+from volley.chat import check_template, encode_chat, end_of_turn, render_chat
+from volley.errors import ConfigError, InputError
+
+from .conftest import byte_tokenizer
+
+ASKED = [{"role": "user", "content": "hi"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "yes"}]
+
+
+def test_a_chat_ends_with_the_opening_of_the_answer_unless_told_otherwise() -> None:
+    tokenizer = byte_tokenizer()
+    opened = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert render_chat(tokenizer, ASKED) == opened
+    assert render_chat(tokenizer, ANSWERED, add_generation_prompt=False).rstrip() == f"{opened}yes<|im_end|>"
+
+
+def test_token_ids_are_those_of_the_rendered_text_and_of_the_tokenizer_itself() -> None:
+    tokenizer = byte_tokenizer()
+    token_ids = encode_chat(tokenizer, ASKED)
+    assert tokenizer.decode(token_ids) == render_chat(tokenizer, ASKED)
+    assert token_ids == tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize(("thinking", "text"), [(True, "T"), (False, "F"), (None, "default")])
+def test_the_thinking_switch_reaches_the_template(thinking: bool | None, text: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if enable_thinking is defined %}{{ 'T' if enable_thinking else 'F' }}{% else %}default{% endif %}"
+    )
+    assert render_chat(tokenizer, ASKED, thinking=thinking) == text
+    assert tokenizer.decode(encode_chat(tokenizer, ASKED, thinking=thinking)) == text
+    assert check_template(tokenizer, thinking) == tokenizer.chat_template
+
+
+def test_a_switch_that_the_template_ignores_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no thinking switch; leave thinking unset"):
+        check_template(byte_tokenizer(), thinking=False)
+
+
+@pytest.mark.parametrize("template", [None, ""])
+def test_a_missing_template_is_an_error_that_names_the_remedies(template: str | None) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    for function in (render_chat, encode_chat):
+        with pytest.raises(
+            InputError, match=r"no chat template; pass the prompt as a string .*tokenizer\.chat_template"
+        ):
+            function(tokenizer, ASKED)
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"content": "hi"}, {"role": 1, "content": "hi"}])
+def test_a_message_without_role_or_content_is_named(message: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"a chat message has 'role' and 'content'; this one has \['"):
+        encode_chat(byte_tokenizer(), [message])
+
+
+def test_the_end_of_turn_is_the_stop_token_the_template_writes() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    assert end_of_turn(tokenizer, {0, 2}) == 2
+    assert end_of_turn(tokenizer, set()) == 0
+    tokenizer.chat_template = None
+    assert end_of_turn(tokenizer, {2}) == 0

@@ -1,0 +1,90 @@
+"""Options from dataclasses: which fields become options, and what the command gets."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from volley.cli import app
+from volley.config import CapacityConfig, DecodingConfig
+from volley.options import Without, expand, field_docs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    sizes: tuple[int, ...] = (1,)
+    """Sizes to try."""
+    seed: int = 0
+    """First seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    policy: str | Any | None = None
+    """A name, or an object from Python."""
+    seed: int = 7
+    """Taken by Sizes on a command that has both."""
+    sizes: int = 5
+    hidden: int = 9
+
+
+def called(command: Any, *args: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    application = typer.Typer()
+    application.command()(expand(command(found)))
+    result = CliRunner().invoke(application, args)
+    assert result.exit_code == 0, result.output
+    return found
+
+
+def both(found: dict[str, Any]) -> Any:
+    def command(first: Sizes, second: Annotated[Rules, Without("hidden")], quiet: bool = False) -> None:
+        found.update(first=first, second=second, quiet=quiet)
+
+    return command
+
+
+def test_a_field_whose_option_is_taken_keeps_its_default() -> None:
+    found = called(both, "--seed", "3", "--sizes", "4,8")
+    assert found == {"first": Sizes(sizes=(4, 8), seed=3), "second": Rules(), "quiet": False}
+
+
+def test_a_plain_parameter_before_takes_an_option_too() -> None:
+    def command(found: dict[str, Any]) -> Any:
+        def command(seed: int, rules: Rules) -> None:
+            found.update(seed=seed, rules=rules)
+
+        return command
+
+    found = called(command, "--sizes", "2", "3")
+    assert found == {"seed": 3, "rules": Rules(sizes=2)}
+
+
+def test_what_may_be_an_object_is_text() -> None:
+    assert called(both, "--policy", "fixed:8")["second"] == Rules(policy="fixed:8")
+
+
+def test_a_field_that_is_left_out_is_no_option() -> None:
+    application = typer.Typer()
+    application.command()(expand(both({})))
+    result = CliRunner().invoke(application, ["--hidden", "1"])
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+
+
+ENGINE_COMMANDS = {
+    "generate": (),
+    "serve": (),
+    "bench": ("policy", "block_size"),  # it has lists of them
+}
+
+
+@pytest.mark.parametrize(("command", "left_out"), ENGINE_COMMANDS.items())
+def test_every_setting_of_an_engine_is_an_option_with_help(command: str, left_out: tuple[str, ...]) -> None:
+    docs = field_docs(DecodingConfig) | field_docs(CapacityConfig)
+    assert set(docs) == set(DecodingConfig.__dataclass_fields__) | set(CapacityConfig.__dataclass_fields__)
+    found = CliRunner().invoke(app, [command, "--help"]).output.split()
+    for name in docs:
+        assert (f"--{name.replace('_', '-')}" in found) == (name not in left_out), name

@@ -1,0 +1,116 @@
+"""The shape of the source: one name for one class, short files and functions, and modules that say what they are."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import volley
+
+SOURCE = Path(volley.__file__).parent
+TESTS = Path(__file__).parent
+CORE = ("engine", "procedures", "proposers", "policies")
+TESTED_BY_NAME = (*CORE, "decode", "memory")
+MOST_LINES_OF_A_FILE = 500
+MOST_LINES_OF_A_FUNCTION = 60
+LONG_FUNCTIONS = {
+    "memory/kernels/attention.py:_attention_kernel": "Triton compiles one function; its parts share thirty variables",
+}
+
+PRIVATE_NAMES_THAT_TESTS_PATCH: dict[str, str] = {}
+"""``file:name`` of each, and why no seam will do."""
+
+
+def modules() -> Iterator[tuple[str, str, ast.Module]]:
+    """The path, the text and the syntax tree of every module."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield path.relative_to(SOURCE).as_posix(), text, ast.parse(text)
+
+
+def test_the_package_is_found() -> None:
+    assert "errors.py" in {path for path, _, _ in modules()}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places = defaultdict(list)
+    for path, _, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_file_is_long() -> None:
+    lengths = {path: len(text.splitlines()) for path, text, _ in modules()}
+    assert {path: length for path, length in lengths.items() if length > MOST_LINES_OF_A_FILE} == {}
+
+
+def test_no_function_is_long() -> None:
+    long = {}
+    for path, _, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                length = node.end_lineno - node.lineno + 1
+                if length > MOST_LINES_OF_A_FUNCTION and f"{path}:{node.name}" not in LONG_FUNCTIONS:
+                    long[f"{path}:{node.name}"] = length
+    assert long == {}
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert [path for path, text, tree in modules() if text.strip() and not ast.get_docstring(tree)] == []
+
+
+def test_the_core_has_no_exceptions() -> None:
+    assert [name for name in LONG_FUNCTIONS if name.split("/")[0] in CORE] == []
+
+
+def test_every_module_of_the_core_has_a_test_of_its_name() -> None:
+    missing = []
+    for path, _, _ in modules():
+        folder, _, name = path.rpartition("/")
+        if folder.split("/")[0] in TESTED_BY_NAME and name != "__init__.py":
+            test = TESTS / folder / f"test_{name}"
+            if not test.exists():
+                missing.append(test.relative_to(TESTS).as_posix())
+    assert missing == []
+
+
+def patched_privately(tree: ast.Module) -> Iterator[str]:
+    """Private names that a test sets in objects of others: by ``setattr``, by ``patch``, or by a plain assignment."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            if function in ("setattr", "delattr", "patch", "object"):
+                names = [arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant)]
+                yield from (name for name in map(str, names) if is_private(name.rpartition(".")[2]))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and is_private(node.attr):
+            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            yield from () if is_own else (node.attr,)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_no_test_patches_a_private_name() -> None:
+    found = {
+        f"{path.relative_to(TESTS).as_posix()}:{name}"
+        for path in TESTS.rglob("*.py")
+        for name in patched_privately(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert found == set(PRIVATE_NAMES_THAT_TESTS_PATCH)
+
+
+def test_a_private_patch_would_be_seen() -> None:
+    for line in (
+        'monkeypatch.setattr(engine, "_timings", None)',
+        'monkeypatch.setattr("volley.engine.engine._is_one_prompt", None)',
+        'mock.patch.object(engine, "_timings")',
+        "setattr(engine, '_timings', None)",
+        "engine._timings = None",
+        "del engine.pool._refs",
+    ):
+        assert list(patched_privately(ast.parse(line))), line
+    for line in ('setattr(engine, "policy", None)', "self._inner = None", "one.__doc__ = None", "_ = engine._timings"):
+        assert not list(patched_privately(ast.parse(line))), line

