@@ -15,7 +15,7 @@ from volley.types import Proposal, SamplingParams, Verdict
 
 
 class Kind(Enum):
-    """What a pass does for a request. A procedure of another kind (``procedures/base.py``) may add its own."""
+    """What a pass does for a request. A procedure of another kind (``procedures/request.py``) may add its own."""
 
     PREFILL = "prefill"
     DECODE = "decode"
