@@ -3,17 +3,11 @@
 import torch
 
 from tests.chi_square import chi_square_p
-from volley.decode.propose import propose_coupled, propose_greedy, propose_sampled
+from volley.decode.propose import propose_coupled, propose_sampled
 from volley.decode.sampling import PositionNoise, race, token_probs
 from volley.types import SamplingParams
 
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-
-
-def test_greedy_proposals_carry_no_law() -> None:
-    proposal = propose_greedy([4, 1])
-    assert proposal.token_ids == [4, 1]
-    assert proposal.draft_probs is None
 
 
 def test_the_law_of_a_sampled_proposal_is_the_one_it_was_drawn_from() -> None:

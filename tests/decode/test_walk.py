@@ -8,12 +8,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.chi_square import chi_square_p
+from tests.made_up import decoding
 from volley.decode.sampling import PositionNoise, race, token_probs
-from volley.decode.walk import Block, Transitions, walk_coupled, walk_greedy, walk_sampled
+from volley.decode.walk import Transitions, walk_coupled, walk_greedy, walk_sampled
+from volley.decode.work import Ask, Rule, Shape, Work
+from volley.procedures.request import Request
 from volley.types import Lattice, SamplingParams
 
 VOCAB = 5
 PARAMS = SamplingParams(temperature=0.8, top_p=0.95, draft_temperature=1.2)
+
+
+def block(positions: int, anchor: int, seed: int, first: int, params: SamplingParams = PARAMS) -> Work[Request]:
+    """So many positions from ``first`` on, to be walked from ``anchor``."""
+    request = decoding([0] * (first - 1) + [anchor], params, noise=PositionNoise(seed))
+    return Work(request, Ask(Shape.CHAIN, Rule.SPECULATIVE, positions, positions))
 
 
 def random_transitions(positions: int, seed: int) -> tuple[Tensor, Transitions]:
@@ -41,7 +50,7 @@ def test_walks_equal_choosing_slot_by_slot(positions: int, anchor: int, seed: in
         token = int(race(law, noise.exponentials([first + position], VOCAB)))
         expected.append(token)
         greedy.append(int(table[position, greedy[-1]].argmax()))
-    (found,) = walk_coupled(after, [Block(positions, anchor, noise, first)], PARAMS)
+    (found,) = walk_coupled(after, [block(positions, anchor, seed, first)])
     assert found.token_ids == expected
     assert found.draft_probs is None
     walked = walk_greedy(lattice_of(table, anchor, seed))
@@ -53,16 +62,16 @@ def test_walks_equal_choosing_slot_by_slot(positions: int, anchor: int, seed: in
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_blocks_walked_side_by_side_do_not_mix(sizes: list[int], seed: int) -> None:
     table, after = random_transitions(sum(sizes), seed)
-    blocks = [Block(size, i % VOCAB, PositionNoise(seed + i), 3 * i) for i, size in enumerate(sizes)]
+    blocks = [block(size, i % VOCAB, seed + i, 3 * i + 1) for i, size in enumerate(sizes)]
     for walk in (walk_sampled, walk_coupled):
         start = 0
-        for block, found in zip(blocks, walk(after, blocks, PARAMS), strict=True):
-            own = table[start : start + block.positions]
-            (alone,) = walk(lambda rows, tokens, own=own: own[rows, tokens], [block], PARAMS)
+        for work, found in zip(blocks, walk(after, blocks), strict=True):
+            own = table[start : start + work.ask.positions]
+            (alone,) = walk(lambda rows, tokens, own=own: own[rows, tokens], [work])
             assert found.token_ids == alone.token_ids
             if alone.draft_probs is not None:
                 assert torch.equal(found.draft_probs, alone.draft_probs)
-            start += block.positions
+            start += work.ask.positions
 
 
 def test_the_law_of_a_sampled_walk_is_the_one_it_carries() -> None:
@@ -71,7 +80,7 @@ def test_the_law_of_a_sampled_walk_is_the_one_it_carries() -> None:
     joint = laws[0, 2][:, None, None] * laws[1][:, :, None] * laws[2][None]
     counts = torch.zeros(VOCAB, VOCAB, VOCAB)
     for seed in range(2000):
-        (proposal,) = walk_sampled(after, [Block(3, 2, PositionNoise(seed), 10)], PARAMS)
+        (proposal,) = walk_sampled(after, [block(3, 2, seed, 10)])
         path = tuple(proposal.token_ids)
         counts[path] += 1
         assert proposal.draft_probs is not None
@@ -83,7 +92,7 @@ def test_sampled_walks_do_not_use_the_targets_noise() -> None:
     hot = SamplingParams(temperature=1.0)
     flat = torch.zeros(1, 1000)
     same = [
-        walk(lambda rows, tokens: flat, [Block(1, 0, PositionNoise(seed), 4)], hot)[0].token_ids
+        walk(lambda rows, tokens: flat, [block(1, 0, seed, 4, hot)])[0].token_ids
         for seed in range(10)
         for walk in (walk_sampled, walk_coupled)
     ]

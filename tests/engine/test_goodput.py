@@ -1,8 +1,8 @@
 """Goodput against plain decoding, in whole engines and in modelled seconds: no clock is read.
 
 A pass of the target takes 1 and so much for each token, a draft pass one amount, whatever it drafts. Every engine answers the
-same prompts several times. The first times are the warm-up, 240 cycles where no draft is right: until then goodput
-learns what its drafter is worth, and may well be slower. Only the times after that count.
+same prompts several times. The first times are the warm-up, in which goodput learns what its drafter is worth and may be slower. Only
+the times after that count, where nothing else is said.
 """
 
 import functools
@@ -64,7 +64,14 @@ def plain(requests: int) -> tuple[list[list[int]], Meter]:
 
 
 def ratio(
-    monkeypatch: pytest.MonkeyPatch, policy: str, requests: int, token: float, draft: float, *, is_right: bool
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    requests: int,
+    token: float,
+    draft: float,
+    *,
+    is_right: bool,
+    warm_up: int | None = None,
 ) -> float:
     """Seconds under a policy over those of plain decoding; the drafter is sure of itself whether it is right or not."""
     settle(monkeypatch, draft=draft, token=token)
@@ -72,10 +79,10 @@ def ratio(
     engine = Engine(shared().target, shared().drafter, policy=policy, num_pages=200, prefix_caching=False)
     told = [[(token_id + (not is_right)) % VOCAB for token_id in answer] for answer in answers]
     teach(engine, {tuple(prompt): own for prompt, own in zip(PROMPTS, told, strict=False)})
-    times = (
-        5 if requests == 1 and not is_right else 1
-    )  # one trial of whole blocks is dear in 120 cycles, and rare in 600
-    found, own = serve(engine, requests, monkeypatch, 1 if is_right else 2, times)
+    warm_up = (1 if is_right else 2) if warm_up is None else warm_up
+    # One trial of whole blocks is dear in 120 cycles, and rare in 600.
+    times = 5 if requests == 1 and warm_up and not is_right else 1
+    found, own = serve(engine, requests, monkeypatch, warm_up, times)
     assert found == answers
     return own.seconds(token, draft) / meter.seconds(token, draft) / times
 
@@ -93,11 +100,21 @@ def test_goodput_is_no_slower_than_plain_decoding(
 
 
 @pytest.mark.parametrize("requests", [1, 4, 16])
+@pytest.mark.parametrize("token", [0.0, 0.05])
 def test_drafts_that_are_never_right_are_given_up_without_copies_too(
-    monkeypatch: pytest.MonkeyPatch, requests: int
+    monkeypatch: pytest.MonkeyPatch, requests: int, token: float
 ) -> None:
     """Copies of these texts pay, and would make up for drafts that do not."""
-    assert ratio(monkeypatch, "goodput:drafts", requests, 0.05, 0.1, is_right=False) <= NO_SLOWER
+    assert ratio(monkeypatch, "goodput:drafts", requests, token, 0.1, is_right=False) <= NO_SLOWER
+
+
+@pytest.mark.parametrize("requests", [1, 4, 16])
+@pytest.mark.parametrize(("draft", "most"), [(0.1, 1.03), (2.0, 1.2)])
+def test_a_drafter_that_is_sure_and_never_right_is_found_out_at_once(
+    monkeypatch: pytest.MonkeyPatch, requests: int, draft: float, most: float
+) -> None:
+    """In the first 120 cycles of an engine. Eight whole blocks of one request, each at the price of ``draft``, are 16 at most."""
+    assert ratio(monkeypatch, "goodput:drafts", requests, 0.0, draft, is_right=False, warm_up=0) <= most
 
 
 @pytest.mark.parametrize("requests", [1, 4, 16])

@@ -80,8 +80,11 @@ class World:
                 work.request.append(work.verdict.token_ids, work.verdict.accepted)
             if work.request.finish_reason is not None:
                 self.scheduler.finish(work.request)
-        self.scheduler.check_integrity()
+        self.check_integrity()
         return step
+
+    def check_integrity(self) -> None:
+        self.sequences.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
 
     def check(self, step: Step, before: dict[int, int]) -> None:
         """``before`` says how often each request that was running had been preempted; those resumed by this step are not in line
@@ -168,7 +171,7 @@ def test_whatever_arrives_every_schedule_is_sound_and_everybody_is_served(
             own = world.arrived[value % len(world.arrived)]
             own.finish_reason = own.finish_reason or "abort"
             world.scheduler.finish(own)
-        world.scheduler.check_integrity()
+        world.check_integrity()
     world.drain()
     assert world.pool.num_used == 0
     assert all(own.finish_reason in ("length", "abort") for own in world.arrived)

@@ -54,19 +54,10 @@ def test_feedback_within_bounds() -> None:
     assert positions(policy, 1) == [1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"smallest": 1},
-        {"smallest": 5, "largest": 4},
-        {"shrink_below": 0.9, "grow_above": 0.6},
-        {"grow_above": 1.1},
-        {"shrink_below": -0.1},
-    ],
-)
-def test_feedback_refuses_impossible_bounds(options: dict[str, float]) -> None:
+@pytest.mark.parametrize("options", [{"smallest": 1}, {"smallest": 5, "largest": 4}])
+def test_feedback_refuses_impossible_bounds(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="give"):
-        Feedback(**options)  # type: ignore[arg-type]
+        Feedback(**options)
 
 
 @pytest.mark.parametrize(("policy", "largest"), [(Fixed(9), 8), (Feedback(2, 9), 8), (Fixed(2), 1), (Fixed(-1), 8)])

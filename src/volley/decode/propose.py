@@ -1,16 +1,9 @@
 """From the drafter's position logits to draft tokens, and to the distribution they were drawn from where one is known."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
 from volley.types import Proposal, SamplingParams
-
-
-def propose_greedy(best: Sequence[int]) -> Proposal:
-    """The most likely token of every position; verified by comparing choices."""
-    return Proposal(list(best))
 
 
 def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Proposal:

@@ -5,6 +5,7 @@ i draft tokens. Losslessness conditions are in each docstring; a verifier must n
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
 
 import numpy as np
 import torch
@@ -87,37 +88,28 @@ def verify_speculative(
     surplus = target_probs[rows].mul_(before[:, None].to(target_probs.device)).sub_(distributions).clamp_min_(0)
     masses = surplus.sum(dim=-1).tolist()
 
-    accepted = []
-    final_rows = []
-    left_over: list[tuple[int, int]] = []  # draft that was cut, row of its surplus
-    first = 0
+    accepted, cut, behind = [], [], []  # drafts that were cut, and the rows of what is left over there
     for index, (size, own) in enumerate(zip(sizes, levels, strict=True)):
+        first = starts[index] - index  # the first token's row among those of all draft tokens
         kept = _kept(own, masses[first : first + size], uniforms[index])
-        if kept < size and masses[first + kept] > 0:
-            left_over.append((index, first + kept))
         accepted.append(kept)
-        final_rows.append(starts[index] + kept)
-        first += size
+        if kept < size and masses[first + kept] > 0:
+            cut.append(index)
+            behind.append(first + kept)
+    final_rows = [start + kept for start, kept in zip(starts, accepted, strict=False)]
     finals = target_probs[final_rows]
-    if left_over:
-        cut, behind = map(list, zip(*left_over, strict=True))
-        finals[cut] = surplus[behind]
+    finals[cut] = surplus[behind]
     bonus = draw(finals, final_rows)
-    return [
-        Verdict(count, [*draft[:count], token]) for count, draft, token in zip(accepted, drafts, bonus, strict=True)
-    ]
+    return [Verdict(kept, [*draft[:kept], token]) for kept, draft, token in zip(accepted, drafts, bonus, strict=True)]
 
 
 def _levels(ratios: Sequence[float], sizes: Sequence[int]) -> list[list[float]]:
     """``l_0 … l_k`` of each draft, from ``p / q`` of all draft tokens."""
-    levels = []
     upcoming = iter(ratios)
-    for size in sizes:
-        own = [1.0]
-        for _ in range(size):
-            own.append(min(1.0, own[-1] * next(upcoming)))
-        levels.append(own)
-    return levels
+    return [
+        list(accumulate(islice(upcoming, size), lambda level, ratio: min(1.0, level * ratio), initial=1.0))
+        for size in sizes
+    ]
 
 
 def _kept(levels: Sequence[float], masses: Sequence[float], uniforms: Sequence[float]) -> int:

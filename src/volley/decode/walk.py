@@ -6,29 +6,21 @@ each distribution over the whole vocabulary, since a sampled target often goes w
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from volley.decode.propose import draft_temperature
-from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
-from volley.types import Lattice, Proposal, SamplingParams
+from volley.decode.sampling import Purpose, draw, race, token_probs
+from volley.decode.work import Work
+from volley.types import Lattice, Proposal
+
+Works = Sequence[Work[Any]]
 
 Transitions = Callable[[list[int], list[int]], Tensor]
 """``after(rows, tokens)``: the logits ``[n, V]`` of n positions, numbered over all blocks, each after its token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The positions of one request, to be walked from its anchor."""
-
-    positions: int
-    anchor: int
-    noise: PositionNoise
-    first: int
-    """Position of the first position."""
 
 
 def walk_greedy(lattice: Lattice) -> Proposal:
@@ -43,49 +35,49 @@ def walk_greedy(lattice: Lattice) -> Proposal:
     return Proposal(tokens, confidence=(1 / odds.sum(axis=-1)).tolist())
 
 
-def walk_sampled(after: Transitions, blocks: Sequence[Block], params: SamplingParams) -> list[Proposal]:
-    """Draw every position given the token drawn before it, for speculative sampling; all blocks side by side."""
-    uniforms = [u for block in blocks for u in block.noise.uniforms(Purpose.DRAFT, block.first, block.positions)]
+def walk_sampled(after: Transitions, works: Works) -> list[Proposal]:
+    """Draw every position given the token drawn before it, for speculative sampling; works that sample alike, side by side."""
+    sizes = [work.ask.positions for work in works]
+    uniforms = [
+        number
+        for work, size in zip(works, sizes, strict=True)
+        for number in work.request.noise.uniforms(Purpose.DRAFT, work.request.length, size)
+    ]
     drawn: list[Tensor] = []  # the distributions of all positions, once the first ones tell their size
 
-    def choose(distributions: Tensor, rows: list[int], _: list[Block], __: int) -> Tensor:
+    def choose(distributions: Tensor, rows: list[int], _: Works, __: int) -> Tensor:
         if not drawn:
             drawn.append(distributions.new_empty(len(uniforms), distributions.shape[-1]))
         drawn[0][rows] = distributions
         return draw(distributions, [uniforms[row] for row in rows])
 
-    tokens = _walk(after, blocks, params, choose)
-    parts = torch.split(drawn[0], [block.positions for block in blocks])
-    return [Proposal(own, distributions) for own, distributions in zip(tokens, parts, strict=True)]
+    tokens = _walk(after, works, choose)
+    return [Proposal(own, probs) for own, probs in zip(tokens, torch.split(drawn[0], sizes), strict=True)]
 
 
-def walk_coupled(after: Transitions, blocks: Sequence[Block], params: SamplingParams) -> list[Proposal]:
+def walk_coupled(after: Transitions, works: Works) -> list[Proposal]:
     """Draw with the noise the target will use at each position, for sample-and-match only."""
 
-    def choose(distribution: Tensor, rows: list[int], members: list[Block], position: int) -> Tensor:
-        size = distribution.shape[-1]
-        return race(
-            distribution, torch.cat([block.noise.exponentials([block.first + position], size) for block in members])
-        )
+    def choose(distributions: Tensor, _: list[int], works: Works, position: int) -> Tensor:
+        size, requests = distributions.shape[-1], [work.request for work in works]
+        noise = [request.noise.exponentials([request.length + position], size) for request in requests]
+        return race(distributions, torch.cat(noise))
 
-    return [Proposal(own) for own in _walk(after, blocks, params, choose)]
+    return [Proposal(own) for own in _walk(after, works, choose)]
 
 
 def _walk(
-    after: Transitions,
-    blocks: Sequence[Block],
-    params: SamplingParams,
-    choose: Callable[[Tensor, list[int], list[Block], int], Tensor],
+    after: Transitions, works: Works, choose: Callable[[Tensor, list[int], Works, int], Tensor]
 ) -> list[list[int]]:
     """The tokens of every block; ``choose`` takes the distributions ``[n, V]`` of one position of n blocks, and their rows."""
-    tokens = [[block.anchor] for block in blocks]
-    starts = np.cumsum([0, *(block.positions for block in blocks)]).tolist()
-    temperature = draft_temperature(params)
-    for position in range(max(block.positions for block in blocks)):
-        walking = [index for index, block in enumerate(blocks) if block.positions > position]
+    tokens = [[work.request.anchor] for work in works]
+    sizes, params = [work.ask.positions for work in works], works[0].request.params
+    starts, temperature = np.cumsum([0, *sizes]).tolist(), draft_temperature(params)
+    for position in range(max(sizes)):
+        walking = [index for index, size in enumerate(sizes) if size > position]
         rows = [starts[index] + position for index in walking]
         distributions = token_probs(after(rows, [tokens[index][-1] for index in walking]), params, temperature)
-        chosen = choose(distributions, rows, [blocks[index] for index in walking], position).tolist()
+        chosen = choose(distributions, rows, [works[index] for index in walking], position).tolist()
         for index, token in zip(walking, chosen, strict=True):
             tokens[index].append(token)
     return [own[1:] for own in tokens]

@@ -473,4 +473,4 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Recount every page; raises ``AssertionError`` if the books are wrong."""
-        self.scheduler.check_integrity()
+        self.sequences.check_integrity([*self.scheduler.running, *self.scheduler.waiting])

@@ -7,6 +7,7 @@ tokens, and since randomness belongs to positions, it goes on with the very toke
 import time
 from bisect import insort_left, insort_right
 from collections import deque
+from operator import attrgetter
 
 from volley.config import CapacityConfig
 from volley.decode.work import Shape, Work
@@ -109,15 +110,10 @@ class Scheduler:
             self.waiting.remove(request)
         self.sequences.release(request)
 
-    def check_integrity(self) -> None:
-        """Recount every page from the requests alive."""
-        self.sequences.check_integrity([*self.running, *self.waiting])
-
 
 def _read(request: Request, budget: int) -> Work[Request]:
     """The next chunk of a prompt."""
     return request.procedure.read(request, min(budget, request.prefill_end - request.computed))
 
 
-def _priority(request: Request) -> int:
-    return request.params.priority
+_priority = attrgetter("params.priority")

@@ -19,20 +19,14 @@ class Fixed(Policy):
 
 
 class Feedback(Policy):
-    """Shrink a request's block after a cycle with too few accepted, grow it after one with nearly all (AitherOS DFlash)."""
+    """Shrink a request's block after a cycle with less than 60 % accepted, grow it after one with more than 90 % (AitherOS
+    DFlash)."""
 
-    def __init__(
-        self, smallest: int = 2, largest: int = 0, *, shrink_below: float = 0.6, grow_above: float = 0.9
-    ) -> None:
+    def __init__(self, smallest: int = 2, largest: int = 0) -> None:
         """Blocks stay in ``[smallest, largest]``, anchor included; ``largest`` 0 is the drafter's own."""
         if smallest < 2 or 0 < largest < smallest:
             raise ConfigError(f"feedback between blocks of {smallest} and {largest}; give 2 <= smallest <= largest")
-        if not 0 <= shrink_below < grow_above <= 1:
-            raise ConfigError(
-                f"feedback shrinks below {shrink_below} and grows above {grow_above}; give 0 <= a < b <= 1"
-            )
         self.smallest, self.block_size = smallest, largest
-        self.shrink_below, self.grow_above = shrink_below, grow_above
         self.positions: dict[int, int] = {}
 
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
@@ -42,7 +36,7 @@ class Feedback(Policy):
         for cycle in cycles:
             if cycle.verified:
                 rate = cycle.accepted / min(cycle.verified, cycle.ask.positions)  # a tree has more nodes than levels
-                step = (rate > self.grow_above) - (rate < self.shrink_below)
+                step = (rate > 0.9) - (rate < 0.6)
                 size = min(max(self.positions[cycle.request_id] + step, self.smallest - 1), self.block_size - 1)
                 self.positions[cycle.request_id] = size
 

@@ -3,7 +3,7 @@
 ``max  E[tokens of a request in a cycle] / (T_draft + T_target)`` (left as future work by DFlash §5.4.4), with the geometric mean
 over the requests: whoever serves the fast ones first soon has a batch of slow ones.
 
-Every 32 cycles the planner (``policies/plan.py``) looks at the last blocks and at what passes cost, and chooses a number of slots
+Every 64 cycles the planner (``policies/plan.py``) looks at the last blocks and at what passes cost, and chooses a number of slots
 and a price. Each block is drafted with so many slots and cut at the first slot whose chance is below the price: a rule that looks
 at no slot behind the cut and at no token. Tokens found in the text (``decode/lookup.py``) take the place of a block where they
 promise more.
@@ -11,6 +11,7 @@ promise more.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import log
 
@@ -22,15 +23,33 @@ from volley.policies.acceptance import KINDS, OF_FOUND, TREE, Acceptance
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.plan import PLAIN, WHOLE, Plan, Planner
 
-_REVIEW = 32  # cycles between two reviews, which take 0.5 to 1 ms
+_REVIEW = (
+    64  # cycles that a review, which takes 0.5 to 1 ms, serves at most; the first ones serve as many as were before
+)
+_APART = 32  # cycles at least between two in which a plan is tried
 _REMEMBERED = 64  # blocks of a kind that a look is based on: their mean is known to some 5 %
 _ENOUGH = 8  # blocks of a kind before the first look; until then blocks are whole
 _PROBING = 0.0025  # share of the time that trying each of the two plans not chosen may lose
 _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
 _NODES = 15  # of a tree, anchor not counted; larger ones gain less than they cost
 _NEARLY_FREE = 1.5  # trees are grown where verifying whole ones takes at most so many times as long as plain decoding
-_LEARNERS = 16  # one request in so many is learnt from in a cycle, by turns: 10 to 40 µs for a block
+_OFTEN, _SELDOM = (
+    2,
+    16,
+)  # cycles between two that a request is learnt from, at least and at most: 10 to 40 µs for a block
+_CHANCE = 8  # tokens, about a block, that may be missing by chance from what was expected of the last blocks
 _WHOLE = Plan(0.0, 0.0, [10**6] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)  # as many slots as there may be
+
+
+@dataclass
+class _Review:
+    """What pays for requests of the kinds there are now."""
+
+    plan: Plan
+    number: int = 0  # of requests
+    left: int = 0  # cycles that it still serves
+    copying: tuple[float, list[float]] = (0.0, [])  # see Planner.copying
+    others: list[tuple[Plan, int]] = field(default_factory=list)  # plans that are tried, and every how many cycles
 
 
 class Goodput(Policy):
@@ -48,13 +67,14 @@ class Goodput(Policy):
         self.acceptance = Acceptance()
         self.recurrence = Acceptance(OF_FOUND)
         self._gains = [deque[list[float]](maxlen=_REMEMBERED) for _ in range(KINDS)]  # of the last blocks, by kind
+        self._results = [
+            deque[tuple[float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)
+        ]  # tokens expected, and right
         self._usual: list[list[float]] = [[] for _ in range(KINDS)]  # their means at the last review, by slot
-        self._plan = _WHOLE
-        self._others: list[Plan] = []  # the plans that are tried, every how many cycles, and in which they last were
-        self._every, self._tried = [0, 0], [0, 0]
-        self._copying: tuple[float, list[float]] = (0.0, [])  # see Planner.copying
+        self._reviews: dict[frozenset[int], _Review] = {}  # by the kinds present
+        self._review = _Review(_WHOLE)  # the one in use
+        self._tried = [0, 0]  # cycles in which the other plans last were
         self._tree_nodes: dict[int, int] = {}  # by number of requests
-        self._reviewed: list[int] = []  # kinds of the requests at the last review
         self._cycle = 0
 
     def rehearse(self) -> None:
@@ -97,43 +117,51 @@ class Goodput(Policy):
         """The plan of this cycle, and whether it is a probe: one that is tried so that what is known stays true."""
         if self.block_size > 1 and any(len(self._gains[kind]) < _ENOUGH for kind in kinds):
             return _WHOLE, True
-        if self._is_due(kinds):
-            self._review(kinds)
-        for index, plan in enumerate(self._others):
-            if self._cycle >= self._tried[index] + self._every[index]:
+        review = self._review = self._reviewed(kinds)
+        for index, (plan, every) in enumerate(review.others):
+            if self._cycle >= self._tried[index] + every:
                 self._tried[index] = self._cycle
                 return plan, True
-        return self._plan, False
+        return review.plan, False
 
-    def _is_due(self, kinds: list[int]) -> bool:
-        before = self._reviewed
-        is_other = set(kinds) != set(before) or 2 * abs(len(kinds) - len(before)) >= len(before)
-        return is_other or self._cycle % _REVIEW == 0
+    def _reviewed(self, kinds: list[int]) -> _Review:
+        """The last review for these kinds, unless it is used up or was for half or twice as many requests."""
+        review = self._reviews.get(frozenset(kinds))
+        if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
+            review = self._reviews[frozenset(kinds)] = self._look(kinds)
+        review.left -= 1
+        return review
 
-    def _review(self, kinds: list[int]) -> None:
+    def _look(self, kinds: list[int]) -> _Review:
         """Choose between plain decoding and the best plan that drafts; the other one and whole blocks are tried now and then."""
         assert self.costs is not None
-        self._reviewed = kinds
         self._tree_nodes.clear()
-        counts = [kinds.count(kind) for kind in range(KINDS)]
         drafting = set(kinds) if self.block_size > 1 else ()
-        gains = {kind: np.array(list(zip_longest(*self._gains[kind], fillvalue=0.0))) for kind in drafting}
-        for kind, chances in gains.items():
+        gains = {}
+        for kind in drafting:
+            chances = gains[kind] = np.array(list(zip_longest(*self._gains[kind], fillvalue=0.0)))
             self._usual[kind] = np.maximum(chances.mean(axis=1), 1e-6).tolist()
-        planner = Planner(self.costs, counts, gains, self.block_size - 1)
-        self._plan = plain = planner.promise([PLAIN] * KINDS)
+            expected, right = map(sum, zip(*self._results[kind], strict=True))
+            if (
+                2 * right + _CHANCE < expected
+            ):  # the model learns too slowly what drafts are worth that are sure and wrong
+                chances *= right / expected
+        planner = Planner(self.costs, [kinds.count(kind) for kind in range(KINDS)], gains, self.block_size - 1)
+        plain = planner.promise([PLAIN] * KINDS)
+        review = _Review(plain, len(kinds), min(self._cycle, _REVIEW))
         if gains:
             best, whole = planner.best(), planner.promise([WHOLE] * KINDS)
-            self._plan, other = (best, plain) if best.rate > _WORTHWHILE * plain.rate else (plain, best)
-            lost = [max(0.0, 1 - plan.rate / self._plan.rate) * plan.seconds for plan in (other, whole)]
-            self._every = [_REVIEW + int(seconds / self._plan.seconds / _PROBING) for seconds in lost]
-            self._others = [other, whole]
+            review.plan, other = (best, plain) if best.rate > _WORTHWHILE * plain.rate else (plain, best)
+            for plan in (other, whole):
+                lost = max(0.0, 1 - plan.rate / review.plan.rate) * plan.seconds / review.plan.seconds
+                review.others.append((plan, _APART + int(lost / _PROBING)))
         if self.uses_lookup:
-            self._copying = planner.copying(self._plan)
+            review.copying = planner.copying(review.plan)
+        return review
 
     def _copies(self, request_id: int, kind: int, confidence: list[float]) -> int:
         """Of tokens found in a request's text, how many pay."""
-        cost, least = self._copying
+        cost, least = self._review.copying
         tokens, count = 1.0, 0
         for gain in self.recurrence.gains(request_id, kind % TREE, confidence, cost):
             if gain < cost * (tokens + gain):
@@ -151,11 +179,11 @@ class Goodput(Policy):
         ]
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
-        """Learn from one request in 16, by turns; from all first blocks, and those tried at another price than the plan's."""
-        every = min(len(cycles), _LEARNERS)
+        """Learn from some requests, by turns; from all first blocks, and those tried at another price than the plan's."""
+        every = min(max(len(cycles), _OFTEN), _SELDOM)
         for cycle in cycles:
             kind = _kind(cycle.ask)
-            is_trial = len(self._gains[kind]) < _ENOUGH or cycle.ask.price != self._plan.prices[kind]
+            is_trial = len(self._gains[kind]) < _ENOUGH or cycle.ask.price != self._review.plan.prices[kind]
             if (cycle.request_id + self._cycle) % every and not (is_trial and cycle.ask.positions):
                 continue
             if cycle.found_right:
@@ -164,6 +192,7 @@ class Goodput(Policy):
                 self.acceptance.observe(cycle.request_id, kind, cycle.confidence, cycle.right)
                 usual = self._usual[kind]
                 gains = self.acceptance.gains(cycle.request_id, kind, cycle.confidence) or [0.0]
+                self._results[kind].append((sum(gains[: len(cycle.right)]), sum(cycle.right)))
                 # Positions that were not drafted are taken to fall off as they usually do.
                 gains += [gains[-1] * later / usual[len(gains) - 1] for later in usual[len(gains) :]]
                 self._gains[kind].append(gains)

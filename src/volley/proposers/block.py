@@ -14,11 +14,11 @@ from torch import Tensor
 
 from volley.config import DecodingConfig, DraftingConfig
 from volley.decode.denoise import denoise
-from volley.decode.propose import draft_temperature, propose_coupled, propose_greedy, propose_sampled
+from volley.decode.propose import draft_temperature, propose_coupled, propose_sampled
 from volley.decode.rules import apply_rules
 from volley.decode.sampling import best_tokens, confidences
 from volley.decode.tree import coupled_logits, expand, position_lattice
-from volley.decode.walk import Block, walk_coupled, walk_greedy, walk_sampled
+from volley.decode.walk import walk_coupled, walk_greedy, walk_sampled
 from volley.decode.work import Drafted, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.adapter import Adapter
@@ -156,7 +156,7 @@ def _choose(works: Works, logits: Tensor) -> None:
         if work.ask.shape is Shape.TREE:
             work.proposal = expand(position_lattice(rows), work.ask.size, draft_temperature(request.params))
         elif work.ask.rule is Rule.GREEDY:
-            work.proposal = propose_greedy(best[row : row + len(rows)])
+            work.proposal = Proposal(best[row : row + len(rows)])
         elif work.ask.rule is Rule.MATCH:
             work.proposal = Proposal(_draw(request, rows).tolist())
         else:
@@ -194,9 +194,8 @@ def _walk_lattices(works: list[Work[Any]], head: BoundHead, hidden: Tensor, logi
 
 def _walk_distributions(works: list[Work[Any]], head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
     """Sampled chains of requests that sample alike, all matched or none."""
-    blocks = [Block(work.ask.positions, work.request.anchor, work.request.noise, work.request.length) for work in works]
     walk = walk_coupled if works[0].ask.rule is Rule.MATCH else walk_sampled
-    proposals = walk(head.transitions(hidden, logits), blocks, works[0].request.params)
+    proposals = walk(head.transitions(hidden, logits), works)
     for work, proposal in zip(works, proposals, strict=True):
         work.proposal = proposal
 
