@@ -35,7 +35,7 @@ if ARGS.cpu_time:
 import torch  # noqa: E402
 
 from volley import Engine, SamplingParams  # noqa: E402
-from volley.engine import rehearsal  # noqa: E402
+from volley.engine import runner  # noqa: E402
 from volley.models.pilot import PilotConfig, net_for  # noqa: E402
 from volley.policies.make import make_policy  # noqa: E402
 from volley.policies.pilot import Pilot  # noqa: E402
@@ -63,7 +63,7 @@ def watch(engine: Engine) -> dict[str, float]:
 
         return wrapper
 
-    for module in (rehearsal, block):
+    for module in (runner, block):
         module.fastest = timed(REHEARSED, module.fastest)
     for name in ("decide", "trim", "observe"):
         setattr(engine.pacing, name, timed(name, getattr(engine.pacing, name)))

@@ -2,13 +2,13 @@
 
 import pytest
 
-from volley.engine.rehearsal import Rehearsal
+from volley.engine.runner import Runner
 from volley.policies.cost import PassCost
 from volley.proposers.block import BlockProposer
 
 
 def settle(monkeypatch: pytest.MonkeyPatch, *, draft: float = 0.1, token: float = 0.1) -> None:
     """A target pass takes 1 and ``token`` for each token, a draft pass ``draft``, whatever the clock says."""
-    monkeypatch.setattr(Rehearsal, "target", lambda self, tokens, requests: 1 + token * tokens)
+    monkeypatch.setattr(Runner, "seconds", lambda self, tokens, requests: 1 + token * tokens)
     monkeypatch.setattr(BlockProposer, "seconds", lambda self, tokens, requests: draft)
     monkeypatch.setattr(PassCost, "observe", lambda *_: None)

@@ -1,13 +1,110 @@
-"""Proposals: the tokens, and the law they were really drawn from."""
+"""Proposals: the tokens, and the law they were really drawn from; in walks each token's given the one before, and no other."""
 
+import numpy as np
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.chi_square import chi_square_p
-from volley.decode.propose import propose_coupled, propose_sampled
+from tests.made_up import decoding
+from volley.decode.propose import (
+    Transitions,
+    propose_coupled,
+    propose_sampled,
+    walk_coupled,
+    walk_greedy,
+    walk_sampled,
+)
 from volley.decode.sampling import PositionNoise, race, token_probs
-from volley.types import SamplingParams
+from volley.decode.work import Ask, Rule, Shape, Work
+from volley.procedures.request import Request
+from volley.types import Lattice, SamplingParams
 
+VOCAB = 5
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+PARAMS = SamplingParams(temperature=0.8, top_p=0.95, draft_temperature=1.2)
+
+
+def block(positions: int, anchor: int, seed: int, first: int, params: SamplingParams = PARAMS) -> Work[Request]:
+    """So many positions from ``first`` on, to be walked from ``anchor``."""
+    request = decoding([0] * (first - 1) + [anchor], params, noise=PositionNoise(seed))
+    return Work(request, Ask(Shape.CHAIN, Rule.SPECULATIVE, positions, positions))
+
+
+def random_transitions(positions: int, seed: int) -> tuple[Tensor, Transitions]:
+    """Logits ``[positions, V before, V]``."""
+    table = torch.randn(positions, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+    return table, lambda rows, tokens: table[rows, tokens]
+
+
+def lattice_of(table: Tensor, anchor: int, seed: int) -> Lattice:
+    """All tokens as candidates, in an order of their own in each position."""
+    generator = np.random.default_rng(seed)
+    tokens = np.stack([generator.permutation(VOCAB) for _ in table])
+    before = [np.full(VOCAB, anchor), *tokens[:-1]]
+    scores = [table[position].numpy()[before[position]][:, tokens[position]] for position in range(len(table))]
+    return Lattice(tokens, np.stack(scores))
+
+
+@given(positions=st.integers(1, 7), anchor=st.integers(0, VOCAB - 1), seed=st.integers(0, 99))
+def test_walks_equal_choosing_slot_by_slot(positions: int, anchor: int, seed: int) -> None:
+    table, after = random_transitions(positions, seed)
+    noise, first = PositionNoise(seed), 5
+    token, expected, greedy = anchor, [], [anchor]
+    for position in range(positions):
+        law = token_probs(table[position, token][None], PARAMS, PARAMS.draft_temperature)
+        token = int(race(law, noise.exponentials([first + position], VOCAB)))
+        expected.append(token)
+        greedy.append(int(table[position, greedy[-1]].argmax()))
+    (found,) = walk_coupled(after, [block(positions, anchor, seed, first)])
+    assert found.token_ids == expected
+    assert found.draft_probs is None
+    walked = walk_greedy(lattice_of(table, anchor, seed))
+    assert walked.token_ids == greedy[1:]
+    sure = [float(table[position, before].softmax(0).max()) for position, before in enumerate(greedy[:-1])]
+    assert walked.confidence == pytest.approx(sure, rel=1e-5)
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_blocks_walked_side_by_side_do_not_mix(sizes: list[int], seed: int) -> None:
+    table, after = random_transitions(sum(sizes), seed)
+    blocks = [block(size, i % VOCAB, seed + i, 3 * i + 1) for i, size in enumerate(sizes)]
+    for walk in (walk_sampled, walk_coupled):
+        start = 0
+        for work, found in zip(blocks, walk(after, blocks), strict=True):
+            own = table[start : start + work.ask.positions]
+            (alone,) = walk(lambda rows, tokens, own=own: own[rows, tokens], [work])
+            assert found.token_ids == alone.token_ids
+            if alone.draft_probs is not None:
+                assert torch.equal(found.draft_probs, alone.draft_probs)
+            start += work.ask.positions
+
+
+def test_the_law_of_a_sampled_walk_is_the_one_it_carries() -> None:
+    table, after = random_transitions(3, 1)
+    laws = token_probs(table.flatten(0, 1), PARAMS, PARAMS.draft_temperature).view_as(table)
+    joint = laws[0, 2][:, None, None] * laws[1][:, :, None] * laws[2][None]
+    counts = torch.zeros(VOCAB, VOCAB, VOCAB)
+    for seed in range(2000):
+        (proposal,) = walk_sampled(after, [block(3, 2, seed, 10)])
+        path = tuple(proposal.token_ids)
+        counts[path] += 1
+        assert proposal.draft_probs is not None
+        assert torch.equal(proposal.draft_probs, torch.stack([laws[0, 2], laws[1, path[0]], laws[2, path[1]]]))
+    assert chi_square_p(counts, joint) > 1e-3
+
+
+def test_sampled_walks_do_not_use_the_targets_noise() -> None:
+    hot = SamplingParams(temperature=1.0)
+    flat = torch.zeros(1, 1000)
+    same = [
+        walk(lambda rows, tokens: flat, [block(1, 0, seed, 4, hot)])[0].token_ids
+        for seed in range(10)
+        for walk in (walk_sampled, walk_coupled)
+    ]
+    assert sum(a == b for a, b in zip(same[::2], same[1::2], strict=True)) < 2
 
 
 def test_the_law_of_a_sampled_proposal_is_the_one_it_was_drawn_from() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from volley.decode.rules import TokenRule, apply_rules, make_rules
-from volley.decode.sampling import token_probs, top_logprobs
+from volley.decode.sampling import logprobs_of, token_probs
 from volley.errors import ConfigError
 from volley.types import SamplingParams
 
@@ -124,5 +124,5 @@ def test_choices_have_seeds_of_their_own() -> None:
 def test_top_logprobs_are_the_likeliest_in_order() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.0]])
     law = logits.log_softmax(-1)
-    assert [[token for token, _ in row] for row in top_logprobs(logits, 2)] == [[1, 2], [0, 2]]
-    assert top_logprobs(logits, 9)[1][2] == (1, pytest.approx(float(law[1, 1])))
+    assert [[token for token, _ in row] for row in logprobs_of(logits, [0, 0], 2)[1]] == [[1, 2], [0, 2]]
+    assert logprobs_of(logits, [0, 0], 9)[1][1][2] == (1, pytest.approx(float(law[1, 1])))

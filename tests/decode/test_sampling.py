@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.chi_square import chi_square_p
-from volley.decode.sampling import PositionNoise, Purpose, chosen_logprobs, draw, race, token_probs
+from volley.decode.sampling import PositionNoise, Purpose, draw, logprobs_of, race, token_probs
 from volley.errors import ConfigError
 from volley.types import SamplingParams
 
@@ -104,7 +104,7 @@ def test_bf16_logits_make_fp32_laws() -> None:
 def test_chosen_logprobs() -> None:
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
     expected = [math.log(float(logits[i].exp()[t] / logits[i].exp().sum())) for i, t in enumerate((6, 0, 3))]
-    assert chosen_logprobs(logits, [6, 0, 3]) == pytest.approx(expected, rel=1e-5)
+    assert logprobs_of(logits, [6, 0, 3], 0)[0] == pytest.approx(expected, rel=1e-5)
 
 
 # -- noise -------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Goodput against plain decoding, in whole engines and in modelled seconds: no clock is read.
 
 A pass of the target takes 1 and so much for each token, a draft pass one amount, whatever it drafts. Every engine answers the
-same prompts several times. The first times are the warm-up, in which goodput learns what its drafter is worth and may be slower. Only
-the times after that count, where nothing else is said.
+same prompts several times. The first times are the warm-up, in which goodput learns what its drafter is worth and may be slower.
+Only the times after that count, where nothing else is said.
 """
 
 import functools

@@ -64,7 +64,7 @@ def held(engine: AnyEngine, requests: list[Any]) -> list[str]:
         "runner": engine.runner,
         "pacing": engine.pacing,
         "scheduler": engine.scheduler,
-        "proposers": engine.proposers,
+        "proposer": engine.proposer,
         "sequences": engine.sequences,
         "procedure": engine.procedure,
     }

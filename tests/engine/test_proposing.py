@@ -4,7 +4,7 @@ import pytest
 
 from tests.made_up import decoding, request
 from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
-from volley.engine.proposing import Proposers
+from volley.engine.proposing import propose
 from volley.engine.step import Step
 from volley.proposers.base import Proposer, Works
 from volley.types import Proposal
@@ -34,7 +34,7 @@ def test_the_drafter_is_asked_once_for_all_that_draft_and_copies_come_from_the_t
         Work(decoding([1, 2]), TREE),
     ]
     spy, step = Spy(), Step(works, with_confidence)
-    Proposers(spy).propose(step)
+    propose(step, spy)
     assert spy.calls == [([Shape.CHAIN, Shape.TREE], with_confidence)]
     assert [work.proposal.token_ids for work in works] == [[9] * 3, [4, 5], [], [], [9] * 3]
     assert step.timings.walk == 0.25
@@ -42,9 +42,9 @@ def test_the_drafter_is_asked_once_for_all_that_draft_and_copies_come_from_the_t
 
 def test_a_drafter_with_nothing_to_do_is_left_alone() -> None:
     spy = Spy()
-    Proposers(spy).propose(Step([Work(decoding([1, 2]), NO_DRAFT), Work(decoding([1, 2]), COPY)]))
+    propose(Step([Work(decoding([1, 2]), NO_DRAFT), Work(decoding([1, 2]), COPY)]), spy)
     assert spy.calls == []
-    Proposers(None).propose(Step([Work(decoding([1, 2]), NO_DRAFT)]))
+    propose(Step([Work(decoding([1, 2]), NO_DRAFT)]), None)
 
 
 def test_positions_of_matched_drafts_are_foreseen_and_stay_so() -> None:
@@ -57,7 +57,7 @@ def test_positions_of_matched_drafts_are_foreseen_and_stay_so() -> None:
         (Rule.SPECULATIVE, 9, 7),
         (Rule.MATCH, 6, 9),
     ):
-        Proposers(Spy()).propose(Step([Work(own, Ask(Shape.CHAIN, rule, positions, positions))]))
+        propose(Step([Work(own, Ask(Shape.CHAIN, rule, positions, positions))]), Spy())
         assert own.foreseen == foreseen
-    Proposers(Spy()).propose(Step([Work(own, Ask(Shape.COPY, Rule.MATCH, 30), found=[1] * 30)]))
+    propose(Step([Work(own, Ask(Shape.COPY, Rule.MATCH, 30), found=[1] * 30)]), Spy())
     assert own.foreseen == 9, "a copy knows no noise"

@@ -10,6 +10,7 @@ from tests.tiny import Pair, greedy, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.detokenize import Detokenizer
 from volley.decode.work import Kind, Work
+from volley.engine import engine as engine_module
 from volley.engine.recovery import recover
 from volley.engine.step import Step
 from volley.procedures.request import Request
@@ -50,7 +51,7 @@ def breaks_when(
 ) -> None:
     """Let one phase of a step do its work and then raise when the step's works meet ``condition``."""
     part, method = {
-        "propose": (engine.proposers, "propose"),
+        "propose": (engine_module, "propose"),
         "forward": (engine.runner, "forward"),
         "accept": (engine.procedure, "absorb"),
         "keep": (engine.sequences, "keep"),

@@ -1,23 +1,32 @@
-"""One ragged pass gives every request the logits that it would have alone."""
+"""One ragged pass gives every request the logits that it would have alone. Passes on made-up text are timed: the clock is read,
+but a test asks only that it moved."""
 
+import pytest
 import torch
 
 from tests.made_up import request
-from tests.tiny import Pair, random_prompts
+from tests.tiny import Pair, greedy, random_prompts
+from volley import Engine, SamplingParams
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.engine.runner import Runner
 from volley.engine.step import Step
+from volley.memory.batch import RaggedBatch
 from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import make_store
+from volley.models.draft_model import DraftModel
+from volley.models.target import Target
 from volley.procedures.request import Request
 from volley.types import Proposal
 
 PROMPTS = random_prompts(3, longest=12, seed=5)
 
 
-def runner_for(pair: Pair, *taps: int) -> Runner:
+TIMED = Runner.seconds
+
+
+def runner_for(pair: Pair, model: DraftModel | None = None) -> Runner:
     target = pair.target
-    return Runner(target, make_store("auto", target.kv_shapes, 200, target.dtype, target.device), taps)
+    return Runner(target, make_store("auto", target.kv_shapes, 200, target.dtype, target.device), model)
 
 
 @torch.inference_mode()
@@ -27,7 +36,7 @@ def whole(pair: Pair, token_ids: list[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def test_prompts_chains_and_trees_share_a_pass(pair: Pair) -> None:
-    runner, pool = runner_for(pair, 0, 2), PagePool(50, 4)
+    runner, pool = runner_for(pair, Engine(pair.target, pair.drafter, num_pages=4).draft_model), PagePool(50, 4)
     requests = [request(prompt) for prompt in PROMPTS]
     for own in requests:
         assert pool.grow(own.table, own.length + 8)
@@ -65,3 +74,30 @@ def test_a_chunk_of_a_prompt_needs_no_logits(pair: Pair) -> None:
     assert len(step.logits) == 0
     assert step.works[0].rows == slice(0, 0)
     assert step.features is None, "nobody taps it"
+
+
+@pytest.mark.parametrize(("tokens", "requests"), [(1, 1), (12, 3), (600, 1)])
+def test_a_timed_pass_has_as_many_tokens_as_it_says(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tokens: int, requests: int
+) -> None:
+    """One of 600 tokens is longer than the context of 512: it is timed without any text before it."""
+    seen: list[RaggedBatch] = []
+    forward = Target.forward
+
+    def spied(self: Target, batch: RaggedBatch, *others: object) -> object:
+        seen.append(batch)
+        return forward(self, batch, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Target, "forward", spied)
+    assert TIMED(runner_for(pair), tokens, requests) > 0
+    assert {(len(batch), len(batch.segments)) for batch in seen} == {(tokens, requests)}
+
+
+def test_texts_that_run_do_not_notice_a_timed_pass(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, policy="fixed", num_pages=20)
+    prompt = random_prompts(1, seed=3)[0]
+    request = engine.add_request(prompt, SamplingParams(max_tokens=12))
+    while request.finish_reason is None:
+        engine.step()
+        assert TIMED(engine.runner, 4, 2) > 0
+    assert request.result().token_ids == greedy(pair.hf, prompt, 12)

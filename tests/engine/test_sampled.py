@@ -1,7 +1,6 @@
 """Sampled output: the same seed gives the same tokens, and over seeds the law is exactly the target's."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,14 +12,15 @@ from torch import Tensor
 from tests.chi_square import chi_square_p, joint_counts
 from tests.tiny import Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
-from volley.decode import walk
+from volley.decode import propose
+from volley.decode.propose import Transitions
 from volley.decode.sampling import token_probs
-from volley.decode.walk import Block, Transitions
 from volley.decode.work import Rule
 from volley.engine.engine import OnVerified
 from volley.engine.step import Step
 from volley.models.checkpoint import HeadConfig
 from volley.proposers import block
+from volley.proposers.base import Works
 from volley.types import Proposal
 
 PROMPTS = random_prompts(6, longest=30, seed=2)
@@ -255,14 +255,15 @@ def test_the_law_with_a_sequential_head_is_the_targets(options: dict[str, Any], 
     assert accepted > 0.4
 
 
-def scored_as_after_the_anchor(after: Transitions, blocks: Sequence[Block], params: SamplingParams) -> list[Proposal]:
+def scored_as_after_the_anchor(after: Transitions, works: Works) -> list[Proposal]:
     """Drawn knowing the token before, scored as if every position followed the anchor."""
-    proposals = walk.walk_sampled(after, blocks, params)
+    proposals = propose.walk_sampled(after, works)
     row = 0
-    for own, proposal in zip(blocks, proposals, strict=True):
-        rows = list(range(row, row + own.positions))
-        proposal.draft_probs = token_probs(after(rows, [own.anchor] * own.positions), params)
-        row += own.positions
+    for work, proposal in zip(works, proposals, strict=True):
+        size, request = work.ask.positions, work.request
+        rows = list(range(row, row + size))
+        proposal.draft_probs = token_probs(after(rows, [request.anchor] * size), request.params)
+        row += size
     return proposals
 
 

@@ -286,12 +286,6 @@ def test_trees_need_every_state_to_fork() -> None:
     assert not sequences(Forgetful()).can_fork
 
 
-def test_a_request_that_could_never_finish_is_refused() -> None:
-    sequences().check_fits(PAGES * SIZE)
-    with pytest.raises(CapacityError, match="raise num_pages or lower max_tokens"):
-        sequences().check_fits(PAGES * SIZE + 1)
-
-
 def test_pages_apart_from_all_requests() -> None:
     own = sequences()
     table = free_table(own, 9)

@@ -17,8 +17,7 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
             return ""
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def push(self, token_id: int, *, last: bool = False) -> str:
         """The new text that ``token_id`` completes; empty while a multi-byte character is unfinished."""

@@ -56,9 +56,5 @@ def found_confidence(agreed: int, count: int) -> list[float]:
 
 def right_so_far(found: Sequence[int], token_ids: Sequence[int]) -> list[bool]:
     """Of tokens ``found``, up to the first that is wrong, which were right, where ``token_ids`` really follow."""
-    marks: list[bool] = []
-    for one, other in zip(found, token_ids, strict=False):
-        marks.append(one == other)
-        if one != other:
-            break
-    return marks
+    marks = [one == other for one, other in zip(found, token_ids, strict=False)]
+    return marks[: marks.index(False) + 1] if False in marks else marks

@@ -1,28 +1,94 @@
-"""From the drafter's position logits to draft tokens, and to the distribution they were drawn from where one is known."""
+"""From the drafter's logits to draft tokens, and to the distribution they were drawn from where one is known.
 
+The positions of a single draft pass are independent given the context, and are drawn all at once. A sequential head makes each
+depend on the token before it; then they are *walked*. A greedy walk follows a lattice: a few candidates, one choice for every
+pair of position and token before. A sampled walk needs each distribution over the whole vocabulary, since a sampled target often
+goes where no candidate is. Both draws are exact, ``q(d_i | d_<i)``, so speculative sampling with them is lossless.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
 from torch import Tensor
 
-from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
-from volley.types import Proposal, SamplingParams
+from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, race
+from volley.decode.work import Work
+from volley.types import Lattice, Proposal, SamplingParams
+
+Works = Sequence[Work[Any]]
+
+Transitions = Callable[[list[int], list[int]], Tensor]
+"""``after(rows, tokens)``: the logits ``[n, V]`` of n positions, numbered over all blocks, each after its token."""
 
 
 def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Proposal:
-    """Draw every position from its own distribution for speculative sampling; ``logits [k, V]`` of positions from ``first``.
-
-    The positions of a single-pass draft are independent given the context. So each row is the distribution of its token given
-    the tokens before it, which speculative sampling needs.
-    """
-    probs = token_probs(logits, params, draft_temperature(params))
+    """Draw every position from its own distribution for speculative sampling; ``logits [k, V]`` of positions from ``first``."""
+    probs = draft_probs(logits, params)
     return Proposal(draw(probs, noise.uniforms(Purpose.DRAFT, first, len(logits))).tolist(), probs)
 
 
 def propose_coupled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
     """Draw every position with the noise the target will use at that position; tokens ``[k]``, for sample-and-match only."""
-    probs = token_probs(logits, params, draft_temperature(params))
-    positions = range(first, first + len(logits))
-    return race(probs, noise.exponentials(positions, logits.shape[-1]))
+    return race(draft_probs(logits, params), noise.exponentials(range(first, first + len(logits)), logits.shape[-1]))
 
 
-def draft_temperature(params: SamplingParams) -> float:
-    """The draft's temperature: its own if one was given, else the target's."""
-    return params.temperature if params.draft_temperature is None else params.draft_temperature
+def walk_greedy(lattice: Lattice) -> Proposal:
+    """The most likely candidate of every position after the one chosen before it, and how sure the drafter is of each."""
+    tokens, before, last = [], [], 0
+    for candidates, row in zip(lattice.tokens.tolist(), lattice.scores.argmax(axis=-1).tolist(), strict=True):
+        before.append(last)
+        last = row[last]
+        tokens.append(candidates[last])
+    followed = lattice.scores[np.arange(len(before)), before]
+    odds = np.exp(followed - followed.max(axis=-1, keepdims=True))
+    return Proposal(tokens, confidence=(1 / odds.sum(axis=-1)).tolist())
+
+
+def walk_sampled(after: Transitions, works: Works) -> list[Proposal]:
+    """Draw every position given the token drawn before it, for speculative sampling; works that sample alike, side by side."""
+    sizes = [work.ask.positions for work in works]
+    uniforms = [
+        number
+        for work, size in zip(works, sizes, strict=True)
+        for number in work.request.noise.uniforms(Purpose.DRAFT, work.request.length, size)
+    ]
+    drawn: list[Tensor] = []  # the distributions of all positions, once the first ones tell their size
+
+    def choose(distributions: Tensor, rows: list[int], _: Works, __: int) -> Tensor:
+        if not drawn:
+            drawn.append(distributions.new_empty(len(uniforms), distributions.shape[-1]))
+        drawn[0][rows] = distributions
+        return draw(distributions, [uniforms[row] for row in rows])
+
+    tokens = _walk(after, works, choose)
+    return [Proposal(own, probs) for own, probs in zip(tokens, torch.split(drawn[0], sizes), strict=True)]
+
+
+def walk_coupled(after: Transitions, works: Works) -> list[Proposal]:
+    """Draw with the noise the target will use at each position, for sample-and-match only."""
+
+    def choose(distributions: Tensor, _: list[int], works: Works, position: int) -> Tensor:
+        size, requests = distributions.shape[-1], [work.request for work in works]
+        noise = [request.noise.exponentials([request.length + position], size) for request in requests]
+        return race(distributions, torch.cat(noise))
+
+    return [Proposal(own) for own in _walk(after, works, choose)]
+
+
+def _walk(
+    after: Transitions, works: Works, choose: Callable[[Tensor, list[int], Works, int], Tensor]
+) -> list[list[int]]:
+    """The tokens of every block; ``choose`` takes the distributions ``[n, V]`` of one position of n blocks, and their rows."""
+    tokens = [[work.request.anchor] for work in works]
+    sizes, params = [work.ask.positions for work in works], works[0].request.params
+    starts = np.cumsum([0, *sizes]).tolist()
+    for position in range(max(sizes)):
+        walking = [index for index, size in enumerate(sizes) if size > position]
+        rows = [starts[index] + position for index in walking]
+        distributions = draft_probs(after(rows, [tokens[index][-1] for index in walking]), params)
+        chosen = choose(distributions, rows, [works[index] for index in walking], position).tolist()
+        for index, token in zip(walking, chosen, strict=True):
+            tokens[index].append(token)
+    return [own[1:] for own in tokens]

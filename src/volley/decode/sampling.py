@@ -136,15 +136,23 @@ def token_probs(logits: Tensor, params: SamplingParams, temperature: float | Non
     return probs / probs.sum(dim=-1, keepdim=True)
 
 
-def chosen_logprobs(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
-    """Natural log-probability of each token under its row of ``logits [R, V]``, before any sampling parameter."""
-    chosen = torch.tensor(token_ids, device=logits.device)[:, None]
-    logprobs: list[float] = logits.float().log_softmax(dim=-1).gather(1, chosen)[:, 0].tolist()
-    return logprobs
+def draft_temperature(params: SamplingParams) -> float:
+    """The draft's temperature: its own if one was given, else the target's."""
+    return params.temperature if params.draft_temperature is None else params.draft_temperature
 
 
-def top_logprobs(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """The ``count`` likeliest tokens of each row of ``logits [R, V]`` with their log-probabilities, likeliest first."""
-    best = logits.float().log_softmax(dim=-1).topk(min(count, logits.shape[-1]), dim=-1)
+def draft_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution ``[R, V]`` that draft tokens are drawn from."""
+    return token_probs(logits, params, draft_temperature(params))
+
+
+def logprobs_of(
+    logits: Tensor, token_ids: Sequence[int], count: int
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Natural log-probability of each token under its row of ``logits [R, V]``, before any sampling parameter; and the ``count``
+    likeliest tokens of each row with theirs, likeliest first.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    best, chosen = logprobs.topk(min(count, logits.shape[-1]), dim=-1), torch.tensor(token_ids, device=logits.device)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [list(zip(*pair, strict=True)) for pair in pairs]
+    return logprobs.gather(1, chosen[:, None])[:, 0].tolist(), [list(zip(*pair, strict=True)) for pair in pairs]

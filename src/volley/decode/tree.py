@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.decode.propose import draft_temperature
-from volley.decode.sampling import PositionNoise, token_probs
+from volley.decode.sampling import PositionNoise, draft_probs, draft_temperature
 from volley.types import Lattice, Proposal, SamplingParams
 
 CANDIDATES = 16
@@ -29,11 +28,9 @@ def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise,
     """
     if params.temperature == 0:
         return logits
-    temperature = draft_temperature(params)
-    weights = token_probs(logits, params, temperature)
-    positions = range(first, first + len(logits))
-    weights /= noise.exponentials(positions, logits.shape[-1]).to(weights.device)
-    return weights.log_() * (temperature or 1.0)
+    weights = draft_probs(logits, params)
+    weights /= noise.exponentials(range(first, first + len(logits)), logits.shape[-1]).to(weights.device)
+    return weights.log_() * (draft_temperature(params) or 1.0)
 
 
 def position_lattice(logits: Tensor, size: int = CANDIDATES) -> Lattice:
@@ -62,15 +59,13 @@ def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Propos
         children.append([])
         children[parent].append(len(chosen))
         siblings = costs[position][family]
+        serial += 2
         if rank + 1 < len(siblings):
-            serial += 1
             heappush(heap, (base + siblings[rank + 1], serial, parent, base, position, family, rank + 1))
-        if position + 1 < len(costs):
-            serial += 1
-            following = candidate if len(costs[position + 1]) > 1 else 0
-            heappush(
-                heap, (cost + costs[position + 1][following][0], serial, len(chosen), cost, position + 1, following, 0)
-            )
+        if (place := position + 1) < len(costs):
+            following = candidate if len(costs[place]) > 1 else 0
+            likeliest = cost + costs[place][following][0]
+            heappush(heap, (likeliest, serial + 1, len(chosen), cost, place, following, 0))
     return _preorder(lattice, chosen, children)
 
 
@@ -84,9 +79,7 @@ def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]
 
 
 def _preorder(lattice: Lattice, chosen: list[tuple[int, int, float]], children: list[list[int]]) -> Proposal:
-    tokens: list[int] = []
-    parents: list[int] = []
-    probabilities: list[float] = []
+    tokens, parents, probabilities = list[int](), list[int](), list[float]()
     stack = [(node, 0) for node in reversed(children[0])]
     while stack:
         node, parent = stack.pop()

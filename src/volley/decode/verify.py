@@ -26,11 +26,9 @@ def verify_choices(choices: Sequence[int], drafts: Sequence[Sequence[int]]) -> l
     draft that knows the noise of the choices (``propose_coupled``) needs that noise to belong to positions: a position
     must be chosen with the same noise again after a rejection before it, or where a draft fails would bias what follows.
     """
-    verdicts = []
-    row = 0
+    verdicts, row = [], 0
     for draft in drafts:
-        mine = choices[row : row + len(draft) + 1]
-        accepted = 0
+        mine, accepted = choices[row : row + len(draft) + 1], 0
         while accepted < len(draft) and draft[accepted] == mine[accepted]:
             accepted += 1
         verdicts.append(Verdict(accepted, list(mine[: accepted + 1])))
@@ -46,14 +44,10 @@ def verify_tree(choose: Callable[[int, int], int], tokens: Sequence[int], parent
     tokens a best-first tree holds is no draw from q.
     """
     children = {family: node for node, family in enumerate(zip(parents, tokens, strict=True), start=1)}
-    path: list[int] = []
-    emitted: list[int] = []
-    node: int | None = 0
-    while node is not None:
+    path, emitted = list[int](), [choose(0, 0)]
+    while (node := children.get((path[-1] if path else 0, emitted[-1]))) is not None:
+        path.append(node)
         emitted.append(choose(node, len(path)))
-        node = children.get((node, emitted[-1]))
-        if node is not None:
-            path.append(node)
     return Verdict(len(path), emitted, tuple(path))
 
 
@@ -98,7 +92,8 @@ def verify_speculative(
             behind.append(first + kept)
     final_rows = [start + kept for start, kept in zip(starts, accepted, strict=False)]
     finals = target_probs[final_rows]
-    finals[cut] = surplus[behind]
+    if cut:
+        finals[cut] = surplus[behind]
     bonus = draw(finals, final_rows)
     return [Verdict(kept, [*draft[:kept], token]) for kept, draft, token in zip(accepted, drafts, bonus, strict=True)]
 

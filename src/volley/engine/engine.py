@@ -18,8 +18,7 @@ from volley.decode.rules import make_rules
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.engine.pacing import Pacing
-from volley.engine.proposing import Proposers
-from volley.engine.rehearsal import Rehearsal
+from volley.engine.proposing import propose
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
 from volley.engine.states import DraftContext, DraftRing, Sequences, TargetPages, default_pages, free_table, ring_pages
@@ -46,6 +45,15 @@ from volley.types import GenerationResult, Proposal, SamplingParams, TextChunk, 
 OnVerified = Callable[[Request, Proposal, Verdict], None]
 
 _BUNDLED = object()
+
+
+def _setting(name: str, doc: str) -> Any:
+    """A field of :class:`DecodingConfig` as a property of the engine."""
+    return property(
+        lambda engine: getattr(engine.config, name),
+        lambda engine, value: engine.reconfigure(replace(engine.config, **{name: value})),
+        doc=doc,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +104,9 @@ class Engine:
         self.draft_model = self._make_states()
         if proposer is None and self.draft_model is not None:
             proposer = BlockProposer(self.draft_model, self.config)
-        self.proposers = Proposers(proposer)
-        self._rehearsal = Rehearsal(target, self.draft_model)
-        drafting = proposer.seconds if proposer else lambda *_: 0.0
-        costs = Costs(drafting, self._rehearsal.target)
+        self.proposer = proposer
+        """What drafts, if anything does: the drafter's, or one's own."""
+        costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds)
         trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
         self._can_grow_trees = trees
         self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=trees)
@@ -107,21 +114,19 @@ class Engine:
     def _make_states(self) -> DraftModel | None:
         """Pages and K/V for everybody; the drafter's part of them, if there is one."""
         config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
-        size, num_pages = capacity.page_size, capacity.num_pages
-        if num_pages is None:
-            per_token = bytes_per_token(config.kv_dtype, target.kv_shapes, target.dtype)
-            if drafter is not None:
-                per_token += bytes_per_token(config.draft_kv_dtype, drafter.kv_shapes, target.dtype)
-            num_pages = default_pages(capacity, per_token, target.context_length)
+        per_token, size = bytes_per_token(config.kv_dtype, target.kv_shapes, target.dtype), capacity.page_size
+        if drafter is not None:
+            per_token += bytes_per_token(config.draft_kv_dtype, drafter.kv_shapes, target.dtype)
+        fitting = default_pages(capacity, per_token, target.context_length)
+        num_pages = fitting if capacity.num_pages is None else capacity.num_pages
         self.pool = PagePool(num_pages, size)
         slots = num_pages * size
         store = make_store(config.kv_dtype, target.kv_shapes, slots, target.dtype, target.device)
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
-        model, others, taps, window = None, list[DraftContext](), tuple[int, ...](), config.draft_window
+        model, others, window = None, list[DraftContext](), config.draft_window
         if drafter is not None:
             check_pair(drafter, target)
             drafter.rotary.cover(min(target.context_length, slots) + drafter.config.block_size)
-            taps = drafter.config.target_layer_ids
             if window is not None:
                 slots = ring_pages(drafter.config.block_size, window, size) * capacity.max_running * size
             kv = make_store(config.draft_kv_dtype, drafter.kv_shapes, slots, target.dtype, target.device)
@@ -132,7 +137,7 @@ class Engine:
             others.append(ring or DraftContext(model))
         self.sequences = Sequences(pages, others)
         self.scheduler = Scheduler(capacity, self.sequences)
-        self.runner = Runner(target, store, taps)
+        self.runner = Runner(target, store, model)
         return model
 
     @classmethod
@@ -170,7 +175,7 @@ class Engine:
         step = self.scheduler.schedule(self.pacing)  # who takes part, and what each is asked to do
         if not step.works:
             return []
-        self.proposers.propose(step)  # drafts: from the drafter, from the text
+        propose(step, self.proposer)  # drafts: from the drafter, from the text
         self.pacing.trim(step)  # how much of each is worth verifying
         self.runner.forward(step)  # one target pass: logits
         accept(step)  # verdicts: tokens that come out, K/V that stay
@@ -230,7 +235,7 @@ class Engine:
             )
         self._check_tokens("logit_bias: ", [token for token, _ in params.logit_bias])
         max_length = min(len(token_ids) + params.max_tokens, limit)
-        self.sequences.check_fits(max_length)
+        self.pool.check_fits(max_length)
         table = BlockTable(self.capacity.page_size)
         adapter = self._find_adapter(params.draft_adapter)
         in_ring = self.config.draft_window is not None  # then pages hold the target's K/V only, whatever drafts
@@ -359,8 +364,7 @@ class Engine:
                 raise ConfigError(f"{name} says where K/V live and cannot change; make another engine for {name}")
         if self._policy_spec(config) != self._policy_spec(self.config) or config.policy is not self.config.policy:
             self.pacing.policy = self._make_policy(config, self.pacing.costs)
-        else:
-            self._check_trees(config)
+        self._check_trees(config)
         self.config = self.procedure.config = config
         if self.proposer is not None:
             self.proposer.configure(config)
@@ -385,15 +389,6 @@ class Engine:
             )
 
     @property
-    def proposer(self) -> Proposer | None:
-        """What drafts, if anything does: the drafter's, or one's own."""
-        return self.proposers.drafter
-
-    @proposer.setter
-    def proposer(self, proposer: Proposer) -> None:
-        self.proposers.drafter = proposer
-
-    @property
     def policy(self) -> Policy:
         """What decides how much is drafted and verified. May be set between steps, by name or to an object."""
         return self.pacing.policy
@@ -411,23 +406,8 @@ class Engine:
     def block_size(self, value: int) -> None:
         self.reconfigure(replace(self.config, policy=None, block_size=value))
 
-    @property
-    def denoising_steps(self) -> int:
-        """Draft passes per cycle. May be set between steps."""
-        return self.config.denoising_steps
-
-    @denoising_steps.setter
-    def denoising_steps(self, value: int) -> None:
-        self.reconfigure(replace(self.config, denoising_steps=value))
-
-    @property
-    def tree_nodes(self) -> int | None:
-        """Tokens of the draft tree verified per cycle, anchor included; ``None``: as the policy decides."""
-        return self.config.tree_nodes
-
-    @tree_nodes.setter
-    def tree_nodes(self, value: int | None) -> None:
-        self.reconfigure(replace(self.config, tree_nodes=value))
+    denoising_steps = _setting("denoising_steps", "Draft passes per cycle. May be set between steps.")
+    tree_nodes = _setting("tree_nodes", "Tokens of the draft tree verified per cycle; ``None``: as the policy decides.")
 
     def snapshot(self) -> Snapshot:
         """What the engine holds now."""
@@ -447,7 +427,7 @@ class Engine:
         """Seconds of one cycle of so many requests with blocks of one size, 1 for plain decoding; measured on made-up text."""
         tokens, proposer = block_size * requests, self.proposer if block_size > 1 else None
         drafting = proposer.seconds(tokens, requests) if proposer else 0.0
-        return drafting + self._rehearsal.target(tokens, requests)
+        return drafting + self.runner.seconds(tokens, requests)
 
     @property
     def has_work(self) -> bool:

@@ -18,22 +18,19 @@ class Pacing:
 
     def decide(self, requests: Sequence[Request], under_way: int) -> list[Work[Request]]:
         """What each of ``requests``, which decode, is asked to do."""
-        works, views, asked = [], [], []
-        for request in requests:
-            view = request.procedure.view(request, self.policy.block_size)
-            found: tuple[list[int], int] = [], 0
+        views, found = [request.procedure.view(request, self.policy.block_size) for request in requests], []
+        for request, view in zip(requests, views, strict=True):
+            found.append((list[int](), 0))
             if view is not None:
                 view.max_nodes = view.max_nodes if self.can_grow_trees else 0
                 if self.policy.uses_lookup:
-                    found = request.lookup.find(request.token_ids, min(MOST_FOUND, request.remaining - 1))
-                    view.found = found_confidence(found[1], len(found[0]))
-                views.append(view)
-                asked.append((request, found))
-            else:
-                works.append(request.procedure.next_work(request, NO_DRAFT))
-        asks = self.policy.decide(views, under_way) if views else []
-        for (request, (tokens, agreed)), ask in zip(asked, asks, strict=True):
-            work = request.procedure.next_work(request, ask)
+                    found[-1] = request.lookup.find(request.token_ids, min(MOST_FOUND, request.remaining - 1))
+                    view.found = found_confidence(found[-1][1], len(found[-1][0]))
+        asked = [view for view in views if view is not None]
+        asks = iter(self.policy.decide(asked, under_way) if asked else [])
+        works = []
+        for request, view, (tokens, agreed) in zip(requests, views, found, strict=True):
+            work = request.procedure.next_work(request, NO_DRAFT if view is None else next(asks))
             work.found, work.agreed = tokens, agreed
             works.append(work)
         return works
@@ -52,17 +49,12 @@ class Pacing:
         for work, cycle in zip(works, step.cycles, strict=True):
             conclude(work, cycle)
         if self.policy.uses_costs:
-            self._observe_costs(step)
+            assert step.batch is not None
+            tokens, seconds = sum(1 + cycle.verified for cycle in step.cycles), time.perf_counter() - step.drafted_at
+            self.costs.target.observe(tokens, len(works), seconds, len(step.batch) - tokens)
+            if drafted := [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]:
+                self.costs.draft.observe(len(drafted) + sum(drafted), len(drafted), step.drafting)
         self.policy.observe(step.cycles)
-
-    def _observe_costs(self, step: Step) -> None:
-        assert step.batch is not None
-        requests = len(step.cycles)
-        tokens, seconds = sum(1 + cycle.verified for cycle in step.cycles), time.perf_counter() - step.drafted_at
-        self.costs.target.observe(tokens, requests, seconds, len(step.batch) - tokens)
-        drafted = [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]
-        if drafted:
-            self.costs.draft.observe(len(drafted) + sum(drafted), len(drafted), step.drafting)
 
     def _show_prompts(self, step: Step) -> None:
         """Show the policy the prompts that were read to their end."""

@@ -20,7 +20,8 @@ def recover(engine: Engine, error: Exception) -> list[Fault]:
         scheduler.finish(request)
     faults: list[Fault] = []
     for request in suspects:
-        own = error if _is_torn(request) else _step_alone(engine, request)
+        is_torn = request.stats.output_tokens != request.num_output  # the error struck while it was taking tokens
+        own = error if is_torn else _step_alone(engine, request)
         if own is not None:
             engine.abort(request)
             faults.append((request, own))
@@ -29,11 +30,6 @@ def recover(engine: Engine, error: Exception) -> list[Fault]:
             scheduler.add(request)
     engine.check_integrity()
     return faults
-
-
-def _is_torn(request: Request) -> bool:
-    """Whether the error struck while the request was taking tokens."""
-    return request.stats.output_tokens != request.num_output
 
 
 def _step_alone(engine: Engine, request: Request) -> Exception | None:

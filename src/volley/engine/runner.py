@@ -1,30 +1,30 @@
-"""Runs the target for one step: one ragged pass over known and drafted tokens."""
+"""Runs the target for one step: one ragged pass over known and drafted tokens. Times such passes for cost tables."""
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 
+from volley.decode.sampling import best_tokens
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
+from volley.models.draft_model import DraftModel
+from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
 from volley.models.taps import Taps
 from volley.models.target import Target
 
 
 class Runner:
-    def __init__(self, target: Target, store: KVStore, tapped_layers: Sequence[int] = ()) -> None:
-        """The states of ``tapped_layers`` are kept for the drafter."""
-        self.target, self.store = target, store
-        self._taps = Taps(target.model, tapped_layers) if tapped_layers else None
-        if self._taps is not None:
+    def __init__(self, target: Target, store: KVStore, model: DraftModel | None = None) -> None:
+        """The states of the layers that the drafter of ``model`` reads are kept for it."""
+        self.target, self.store, self.model, self._taps = target, store, model, None
+        if model is not None:
+            self._taps = Taps(target.model, model.drafter.config.target_layer_ids)
             weakref.finalize(self, self._taps.close)  # a target outlives the engines made on it
 
     def forward(self, step: Step) -> None:
         """The pass of a step: fills in its batch, its logits, each work's rows and the tapped features."""
-        segments: list[Segment] = []
-        tokens: list[int] = []
-        rows: list[int] = []
+        segments, tokens, rows = list[Segment](), list[int](), list[int]()
         with step.timings.count("verify"):
             for work in step.works:
                 procedure = work.request.procedure
@@ -40,3 +40,19 @@ class Runner:
             step.logits = logits[: len(rows)]
             if self._taps is not None:
                 step.features = self._taps.take()[0]
+
+    def seconds(self, tokens: int, requests: int) -> float:
+        """Seconds of a pass over ``tokens`` of made-up text, spread over ``requests``, all verified and one of each injected."""
+        target, model, lengths = self.target, self.model, spread(tokens, requests)
+        context = min(CONTEXT, max(0, target.context_length - max(lengths)))
+        batch, store = made_up(lengths, target.kv_shapes, target.dtype, target.device, causal=True, context=context)
+        rows = torch.arange(len(batch), device=target.device)[-tokens:]
+        width = 0 if model is None else model.drafter.fc.in_features
+        features = torch.zeros(requests, width, dtype=target.dtype, device=target.device)
+
+        def run() -> None:
+            best_tokens(target.forward(batch, store, rows))
+            if model is not None:
+                model.drafter.context_kv(features, batch.positions[:requests])
+
+        return fastest(run)

@@ -104,10 +104,9 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Remove a request that ended or was aborted, wherever it is."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
         self.sequences.release(request)
 
 

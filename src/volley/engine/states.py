@@ -29,13 +29,13 @@ class SequenceState(ABC):
     can_fork = True
     """Whether it can hold a tree of tokens until one path is kept."""
 
-    @abstractmethod
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Room for so many tokens of a request; False, and nothing changed, where there is none."""
+        return True
 
-    @abstractmethod
     def match_prefix(self, request: Request, most: int) -> int:
         """How many of the first ``most`` tokens of a request that holds nothing yet are known already."""
+        return most
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Take fewer tokens than :meth:`match_prefix` found, because another state knows fewer."""
@@ -44,7 +44,6 @@ class SequenceState(ABC):
     def keep(self, step: Step) -> None:
         """Apply the verdicts: what was accepted stays, the rest is forgotten. ``request.computed`` is still that of before."""
 
-    @abstractmethod
     def release(self, request: Request) -> None:
         """Forget a request."""
 
@@ -85,8 +84,7 @@ class TargetPages(SequenceState):
 
     def _compact(self, step: Step) -> None:
         """Move the K/V of accepted tree nodes to the positions their tokens now have."""
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
+        sources, targets = list[Tensor](), list[Tensor]()
         for work in step.works:
             if not work.verdict.path:
                 continue
@@ -129,15 +127,6 @@ class DraftContext(SequenceState):
 
     def __init__(self, model: DraftModel) -> None:
         self.model = model
-
-    def reserve(self, request: Request, num_tokens: int) -> bool:
-        return True
-
-    def match_prefix(self, request: Request, most: int) -> int:
-        return most
-
-    def release(self, request: Request) -> None:
-        pass
 
     def keep(self, step: Step) -> None:
         groups: dict[Adapter | None, list[int]] = {}
@@ -237,10 +226,6 @@ class Sequences:
             state.release(request)
         request.computed = 0
 
-    def check_fits(self, num_tokens: int) -> None:
-        """Refuse a request that could never finish, however long it waits."""
-        self.pages.pool.check_fits(num_tokens)
-
     def check_integrity(self, requests: Sequence[Request]) -> None:
         for state in self.states:
             state.check_integrity(requests)
@@ -256,7 +241,7 @@ def free_table(sequences: Sequences, num_tokens: int) -> BlockTable:
     """Pages for so many tokens apart from all requests; to be given back with ``pool.release``."""
     pool = sequences.pages.pool
     table = BlockTable(pool.page_size)
-    sequences.check_fits(num_tokens)
+    pool.check_fits(num_tokens)
     if not pool.grow(table, num_tokens):
         raise CapacityError(f"no {num_tokens} tokens of K/V are free now; finish or abort requests first")
     return table

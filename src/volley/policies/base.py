@@ -31,15 +31,11 @@ class View:
     found: list[float] = field(default_factory=list)
     """A number for each token that was found in its text: n / (n + 1) where n tokens before it agree."""
 
-    @property
-    def is_sampled(self) -> bool:
-        return self.rule is not Rule.GREEDY
-
     def draft(self, positions: int, nodes: int = 0, price: float = 0.0) -> Ask:
         """Draft so many positions, 0 for plain decoding: as a chain, or as a tree of up to ``nodes`` tokens."""
         nodes = nodes if self.max_nodes is None else self.max_nodes
         if nodes and (positions := min(positions, self.limit)):
-            return Ask(Shape.TREE, Rule.MATCH if self.is_sampled else Rule.GREEDY, nodes, positions, price)
+            return Ask(Shape.TREE, Rule.GREEDY if self.rule is Rule.GREEDY else Rule.MATCH, nodes, positions, price)
         positions = min(positions, self.chain_limit)
         return Ask(Shape.CHAIN, self.rule, positions, positions, price)
 

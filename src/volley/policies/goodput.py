@@ -1,12 +1,7 @@
 """The default policy: draft and verify as much as makes the most tokens per second, and nothing where that does not pay.
 
 ``max  E[tokens of a request in a cycle] / (T_draft + T_target)`` (left as future work by DFlash §5.4.4), with the geometric mean
-over the requests: whoever serves the fast ones first soon has a batch of slow ones.
-
-Every 64 cycles the planner (``policies/plan.py``) looks at the last blocks and at what passes cost, and chooses a number of slots
-and a price. Each block is drafted with so many slots and cut at the first slot whose chance is below the price: a rule that looks
-at no slot behind the cut and at no token. Tokens found in the text (``decode/lookup.py``) take the place of a block where they
-promise more.
+over the requests: whoever serves the fast ones first soon has a batch of slow ones. ``docs/how-it-works.md`` explains it.
 """
 
 from collections import deque
@@ -23,9 +18,7 @@ from volley.policies.acceptance import KINDS, OF_FOUND, TREE, Acceptance
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.plan import PLAIN, WHOLE, Plan, Planner
 
-_REVIEW = (
-    64  # cycles that a review, which takes 0.5 to 1 ms, serves at most; the first ones serve as many as were before
-)
+_REVIEW = 64  # cycles that a review of 0.5 to 1 ms serves; early ones serve as many as there were before them
 _APART = 32  # cycles at least between two in which a plan is tried
 _REMEMBERED = 64  # blocks of a kind that a look is based on: their mean is known to some 5 %
 _ENOUGH = 8  # blocks of a kind before the first look; until then blocks are whole
@@ -33,10 +26,7 @@ _PROBING = 0.0025  # share of the time that trying each of the two plans not cho
 _WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
 _NODES = 15  # of a tree, anchor not counted; larger ones gain less than they cost
 _NEARLY_FREE = 1.5  # trees are grown where verifying whole ones takes at most so many times as long as plain decoding
-_OFTEN, _SELDOM = (
-    2,
-    16,
-)  # cycles between two that a request is learnt from, at least and at most: 10 to 40 µs for a block
+_OFTEN, _SELDOM = 2, 16  # a request is learnt from in one of so many cycles: 10 to 40 µs for a block
 _CHANCE = 8  # tokens, about a block, that may be missing by chance from what was expected of the last blocks
 _WHOLE = Plan(0.0, 0.0, [10**6] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)  # as many slots as there may be
 
@@ -53,10 +43,10 @@ class _Review:
 
 
 class Goodput(Policy):
-    """The geometric mean of all requests' speeds, as high as can be expected.
+    """Every 64 cycles the planner looks at the last blocks and at what passes cost, and chooses a number of slots and a price.
 
-    Greedy and sampled requests, chains and trees promise different things, so each kind has a memory, slots and a price of its
-    own. Trees are for few requests: they verify more than they draft, which pays while verifying is nearly free.
+    Each block is drafted with so many slots and cut at the first one whose chance is below the price: a rule that looks at no
+    slot behind the cut and at no token. Each kind of request (greedy or sampled, chain or tree) has a plan of its own.
     """
 
     uses_confidence = uses_costs = True
@@ -66,11 +56,9 @@ class Goodput(Policy):
         self.uses_lookup = uses_lookup
         self.acceptance = Acceptance()
         self.recurrence = Acceptance(OF_FOUND)
-        self._gains = [deque[list[float]](maxlen=_REMEMBERED) for _ in range(KINDS)]  # of the last blocks, by kind
-        self._results = [
-            deque[tuple[float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)
-        ]  # tokens expected, and right
-        self._usual: list[list[float]] = [[] for _ in range(KINDS)]  # their means at the last review, by slot
+        # Of the last blocks, by kind: the chance of each slot, and how many of its tokens were expected to be right, and were.
+        self._blocks = [deque[tuple[list[float], float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)]
+        self._usual: list[list[float]] = [[] for _ in range(KINDS)]  # mean chances at the last review, by slot
         self._reviews: dict[frozenset[int], _Review] = {}  # by the kinds present
         self._review = _Review(_WHOLE)  # the one in use
         self._tried = [0, 0]  # cycles in which the other plans last were
@@ -93,7 +81,7 @@ class Goodput(Policy):
             view.max_nodes if view.max_nodes is not None else own * (view.rule is not Rule.SPECULATIVE)
             for view in views
         ]
-        kinds = [view.is_sampled + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
+        kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
         plan, is_probe = self._choose(kinds)
         asks = []
         for view, kind, size in zip(views, kinds, nodes, strict=True):
@@ -115,7 +103,7 @@ class Goodput(Policy):
 
     def _choose(self, kinds: list[int]) -> tuple[Plan, bool]:
         """The plan of this cycle, and whether it is a probe: one that is tried so that what is known stays true."""
-        if self.block_size > 1 and any(len(self._gains[kind]) < _ENOUGH for kind in kinds):
+        if self.block_size > 1 and any(len(self._blocks[kind]) < _ENOUGH for kind in kinds):
             return _WHOLE, True
         review = self._review = self._reviewed(kinds)
         for index, (plan, every) in enumerate(review.others):
@@ -139,13 +127,12 @@ class Goodput(Policy):
         drafting = set(kinds) if self.block_size > 1 else ()
         gains = {}
         for kind in drafting:
-            chances = gains[kind] = np.array(list(zip_longest(*self._gains[kind], fillvalue=0.0)))
+            blocks, expected, right = zip(*self._blocks[kind], strict=True)
+            chances = gains[kind] = np.array(list(zip_longest(*blocks, fillvalue=0.0)))
             self._usual[kind] = np.maximum(chances.mean(axis=1), 1e-6).tolist()
-            expected, right = map(sum, zip(*self._results[kind], strict=True))
-            if (
-                2 * right + _CHANCE < expected
-            ):  # the model learns too slowly what drafts are worth that are sure and wrong
-                chances *= right / expected
+            # The model learns slowly what drafts are worth that are sure and wrong.
+            if 2 * sum(right) + _CHANCE < sum(expected):
+                chances *= sum(right) / sum(expected)
         planner = Planner(self.costs, [kinds.count(kind) for kind in range(KINDS)], gains, self.block_size - 1)
         plain = planner.promise([PLAIN] * KINDS)
         review = _Review(plain, len(kinds), min(self._cycle, _REVIEW))
@@ -183,7 +170,7 @@ class Goodput(Policy):
         every = min(max(len(cycles), _OFTEN), _SELDOM)
         for cycle in cycles:
             kind = _kind(cycle.ask)
-            is_trial = len(self._gains[kind]) < _ENOUGH or cycle.ask.price != self._review.plan.prices[kind]
+            is_trial = len(self._blocks[kind]) < _ENOUGH or cycle.ask.price != self._review.plan.prices[kind]
             if (cycle.request_id + self._cycle) % every and not (is_trial and cycle.ask.positions):
                 continue
             if cycle.found_right:
@@ -192,10 +179,10 @@ class Goodput(Policy):
                 self.acceptance.observe(cycle.request_id, kind, cycle.confidence, cycle.right)
                 usual = self._usual[kind]
                 gains = self.acceptance.gains(cycle.request_id, kind, cycle.confidence) or [0.0]
-                self._results[kind].append((sum(gains[: len(cycle.right)]), sum(cycle.right)))
+                expected = sum(gains[: len(cycle.right)])
                 # Positions that were not drafted are taken to fall off as they usually do.
                 gains += [gains[-1] * later / usual[len(gains) - 1] for later in usual[len(gains) :]]
-                self._gains[kind].append(gains)
+                self._blocks[kind].append((gains, expected, sum(cycle.right)))
 
     def end(self, request_id: int) -> None:
         self.acceptance.end(request_id)

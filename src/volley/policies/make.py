@@ -1,6 +1,7 @@
 """Policies by name."""
 
 from collections.abc import Callable
+from functools import partial
 
 from volley.errors import ConfigError, unknown_key
 from volley.models.drafter import Drafter
@@ -11,7 +12,12 @@ from volley.policies.goodput import Goodput
 from volley.policies.pilot import Pilot
 
 DEFAULT_POLICY = "goodput"
-POLICIES: dict[str, Callable[[], Policy]] = {"feedback": Feedback, "fixed": Fixed, "goodput": Goodput}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "feedback": Feedback,
+    "fixed": Fixed,
+    "goodput": Goodput,
+    "goodput:drafts": partial(Goodput, uses_lookup=False),
+}
 
 
 def make_policy(spec: str | Policy, drafter: Drafter | None) -> Policy:
@@ -21,8 +27,10 @@ def make_policy(spec: str | Policy, drafter: Drafter | None) -> Policy:
     """
     if isinstance(spec, Policy):
         return spec
-    name, colon, argument = spec.partition(":")
-    if name == "fixed" and colon:
+    if spec in POLICIES:
+        return POLICIES[spec]()
+    name, _, argument = spec.partition(":")
+    if name == "fixed":
         if not argument.isdecimal() or int(argument) < 1:
             raise ConfigError(f"policy {spec!r} has no usable block size; give one such as fixed:8")
         return Fixed(int(argument))
@@ -30,11 +38,4 @@ def make_policy(spec: str | Policy, drafter: Drafter | None) -> Policy:
         if drafter is None:
             raise ConfigError("policy 'pilot' decides how much a drafter drafts, and there is none; name a drafter")
         return Pilot(*load_pilot(drafter, argument or None))
-    if spec == "goodput:drafts":
-        return Goodput(uses_lookup=False)
-    if name not in POLICIES:
-        raise unknown_key("policy", name, [*POLICIES, "pilot"])
-    if colon:
-        known = " but 'drafts'" if name == "goodput" else ""
-        raise ConfigError(f"policy {name!r} takes nothing after a colon{known}; {argument!r} was given")
-    return POLICIES[name]()
+    raise unknown_key("policy", spec, [*POLICIES, "fixed:8", "pilot"])

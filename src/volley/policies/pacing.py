@@ -12,15 +12,11 @@ from volley.types import Proposal
 
 def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:
     """Cut every draft of the drafter's to what the policy wants verified; returns what the policy sees of each work."""
-    cycles = [
-        Cycle(
-            work.request.request_id,
-            work.ask,
-            _likeliest_first(work.proposal),
-            found_confidence(work.agreed, len(work.found)),
-        )
-        for work in works
-    ]
+    cycles = []
+    for work in works:
+        sure, found = work.proposal.confidence, found_confidence(work.agreed, len(work.found))
+        sure = sorted(sure, reverse=True) if work.proposal.parents is not None else sure
+        cycles.append(Cycle(work.request.request_id, work.ask, sure, found))
     if any(work.ask.positions for work in works):
         for work, size in zip(works, policy.trim(cycles), strict=True):
             if work.ask.positions:
@@ -37,11 +33,6 @@ def conclude(work: Work[Any], cycle: Cycle) -> None:
     else:
         cycle.right = [node + 1 in (verdict.path or ()) for node in likeliest_first(proposal)]
     cycle.found_right = right_so_far(work.found, verdict.token_ids)
-
-
-def _likeliest_first(proposal: Proposal) -> list[float]:
-    """Confidences in the order in which a policy verifies them."""
-    return sorted(proposal.confidence, reverse=True) if proposal.parents is not None else proposal.confidence
 
 
 def _cut(proposal: Proposal, size: int) -> Proposal:

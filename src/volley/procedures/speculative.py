@@ -11,11 +11,10 @@ from volley.decode.sampling import (
     PositionNoise,
     Purpose,
     best_tokens,
-    chosen_logprobs,
     draw,
+    logprobs_of,
     race,
     token_probs,
-    top_logprobs,
 )
 from volley.decode.verify import kept_rows, verify_choices, verify_speculative, verify_tree
 from volley.decode.work import Ask, Rule, Work
@@ -149,6 +148,4 @@ def _chooser(request: Request, rows: Tensor, best: list[int]) -> Callable[[int, 
 def _note_logprobs(work: Work[Request], logits: Tensor) -> None:
     """Of the tokens chosen, under the target's unmodified distribution."""
     rows = logits[kept_rows(1, work.verdict)]
-    work.logprobs = chosen_logprobs(rows, work.verdict.token_ids)
-    if work.request.params.top_logprobs:
-        work.top_logprobs = top_logprobs(rows, work.request.params.top_logprobs)
+    work.logprobs, work.top_logprobs = logprobs_of(rows, work.verdict.token_ids, work.request.params.top_logprobs)

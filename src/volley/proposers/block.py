@@ -1,7 +1,7 @@
 """The block drafter's proposals: one pass over an anchor and masks, then chains or trees of the most promising tokens.
 
 A drafter without a sequential head predicts every draft position by itself. With one, each token is chosen knowing the one before
-(``decode/walk.py``). With several denoising steps the surest positions are revealed first (``decode/denoise.py``).
+(``decode/propose.py``). With several denoising steps the surest positions are revealed first (``decode/denoise.py``).
 """
 
 import time
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from volley.config import DecodingConfig, DraftingConfig
 from volley.decode.denoise import denoise
-from volley.decode.propose import draft_temperature, propose_coupled, propose_sampled
+from volley.decode.propose import propose_coupled, propose_sampled, walk_coupled, walk_greedy, walk_sampled
 from volley.decode.rules import apply_rules
-from volley.decode.sampling import best_tokens, confidences
+from volley.decode.sampling import best_tokens, confidences, draft_temperature
 from volley.decode.tree import coupled_logits, expand, position_lattice
-from volley.decode.walk import walk_coupled, walk_greedy, walk_sampled
 from volley.decode.work import Drafted, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.adapter import Adapter
