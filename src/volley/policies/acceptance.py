@@ -1,7 +1,6 @@
 """How likely the target agrees with a draft: learnt while decoding, from the drafter's confidences and what became of them."""
 
 from math import exp, log, sqrt
-from operator import mul
 
 SAMPLED, TREE = 1, 2  # a request's kind is 0 if it is greedy and 1 if it is sampled, plus 2 if it drafts trees
 KINDS = 4
@@ -54,19 +53,20 @@ class Acceptance:
     def observe(self, request_id: int, kind: int, confidence: list[float], right: list[bool]) -> None:
         """Learn from a block of which the first ``len(right)`` tokens were verified, of a chain up to its first error."""
         weights, squares, record = self.weights[kind], self._squares[kind], self._record(request_id)
-        gradient, variance = [0.0] * 4, 0.0
+        constant, slope, later = weights[0] + weights[3] * record, weights[1], weights[2]
+        surplus = by_odds = by_slot = variance = 0.0
         for slot, (sure, is_right) in enumerate(zip(confidence, right, strict=False)):
-            features = (1.0, _odds(kind, sure), slot / 8, record)
-            chance = 1 / (1 + exp(-sum(map(mul, weights, features))))
+            odds = _odds(kind, sure)
+            chance = 1 / (1 + exp(-constant - slope * odds - later * slot / 8))
             error, variance = is_right - chance, variance + chance * (1 - chance)
-            gradient = [total + error * feature for total, feature in zip(gradient, features, strict=True)]
+            surplus, by_odds, by_slot = surplus + error, by_odds + error * odds, by_slot + error * slot / 8
             if not is_right and kind < TREE:
                 break
-        for index, slope in enumerate(gradient):
-            squares[index] = _KEPT * squares[index] + slope * slope
-            weights[index] += _RATE * slope / sqrt(squares[index])
-        surplus, total = self._records.get(request_id, (0.0, 0.0))
-        self._records[request_id] = (_RECENT * surplus + gradient[0], _RECENT * total + variance)
+        for index, gradient in enumerate((surplus, by_odds, by_slot, surplus * record)):
+            squares[index] = _KEPT * squares[index] + gradient * gradient
+            weights[index] += _RATE * gradient / sqrt(squares[index])
+        before, total = self._records.get(request_id, (0.0, 0.0))
+        self._records[request_id] = (_RECENT * before + surplus, _RECENT * total + variance)
 
     def end(self, request_id: int) -> None:
         self._records.pop(request_id, None)

@@ -44,7 +44,8 @@ class PassCost:
         """The same for many passes, without timing any. Those beyond the sizes timed take at least so long."""
         if not self._is_fitted:
             self._fit()
-        return np.asarray(self._weights @ self._parts(tokens, requests, 0))
+        speed, each, _ = self._weights
+        return np.asarray(speed * np.interp(tokens, *self._table) + each * (requests - 1))
 
     def observe(self, tokens: int, requests: int, seconds: float, read: int = 0) -> None:
         """A step took ``seconds``; besides ``tokens`` of ``requests`` it read so many tokens of prompts."""
@@ -67,13 +68,10 @@ class PassCost:
             self._is_fitted = not self._steps
         return bool(fresh)
 
-    def _parts(self, tokens: FloatArray, requests: FloatArray | int, read: FloatArray | int) -> FloatArray:
-        return np.array(np.broadcast_arrays(np.interp(tokens, *self._table), requests - 1, read))
-
     def _fit(self) -> None:
         """Ridge regression of the steps' relative errors, towards the weights that were assumed at first."""
         tokens, requests, read, seconds = np.array(self._steps).T
-        parts = self._parts(tokens, requests, read)
+        parts = np.array((np.interp(tokens, *self._table), requests - 1, read))
         expected = np.maximum(self._weights @ parts, 1e-9)  # a proposer may say that it takes no time
         parts /= _NOISE * np.minimum(seconds, _INTERRUPTED * expected)
         certainty = self._doubt**-2

@@ -76,7 +76,7 @@ class Planner:
 
     def _expect(self, options: Any) -> tuple[FloatArray, FloatArray]:
         """Rate and seconds of plans, given by their options ``[kinds, plans]``."""
-        slots, prices, tokens, verified = np.take_along_axis(self._options, options[None], 2)
+        slots, prices, tokens, verified = self._options[:, np.arange(KINDS)[:, None], options]
         seconds = self._costs.target.expected(self._total + self._counts @ verified, self._total)
         seconds = seconds + self._drafting(self._counts @ slots, self._counts @ (slots > 0))
         seconds = seconds * np.where((self._counts @ prices > 0) & (self._total > 1), UNEVEN, 1.0)
