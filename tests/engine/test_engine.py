@@ -9,7 +9,7 @@ import torch
 from tests.tiny import Pair, greedy, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.config import CapacityConfig, DecodingConfig
-from volley.errors import ConfigError, MismatchError
+from volley.errors import CapacityError, ConfigError, MismatchError
 from volley.policies.base import Policy
 from volley.policies.fixed import Feedback, Fixed
 
@@ -203,6 +203,16 @@ def test_a_cycle_costs_a_draft_only_where_something_is_drafted(pair: Pair) -> No
     assert engine.cycle_seconds(1, 4) == pytest.approx(1.04)
     assert engine.cycle_seconds(5, 4) == pytest.approx(1.2 + 0.1)
     assert Engine(pair.target).cycle_seconds(5, 4) == pytest.approx(1.2)
+
+
+def test_logits_need_pages_that_are_free(pair: Pair) -> None:
+    engine = Engine(pair.target, num_pages=3, page_size=8)
+    with pytest.raises(CapacityError, match="raise num_pages or lower max_tokens"):
+        engine.next_logits([1] * 25)
+    engine.add_request([1] * 12, SamplingParams(max_tokens=2))
+    engine.step()
+    with pytest.raises(CapacityError, match="finish or abort requests first"):
+        engine.next_logits([2] * 24)
 
 
 def test_logits_beside_what_is_running(pair: Pair) -> None:

@@ -20,12 +20,10 @@ from volley.engine.states import (
     SequenceState,
     TargetPages,
     default_pages,
-    free_table,
     ring_pages,
 )
 from volley.engine.step import Step
-from volley.errors import CapacityError
-from volley.memory.kv_cache import BlockTable, PagePool
+from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import DenseKVStore
 from volley.models.draft_model import DraftModel
 from volley.procedures.request import Request
@@ -284,17 +282,6 @@ def test_a_request_that_one_state_has_no_room_for_holds_nothing() -> None:
 def test_trees_need_every_state_to_fork() -> None:
     assert sequences().can_fork
     assert not sequences(Forgetful()).can_fork
-
-
-def test_pages_apart_from_all_requests() -> None:
-    own = sequences()
-    table = free_table(own, 9)
-    assert isinstance(table, BlockTable)
-    assert own.pages.pool.num_used == 3
-    with pytest.raises(CapacityError, match="finish or abort requests first"):
-        free_table(own, (PAGES - 2) * SIZE)
-    own.pages.pool.release(table)
-    assert own.pages.pool.num_used == 0
 
 
 @pytest.mark.parametrize(

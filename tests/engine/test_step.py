@@ -1,4 +1,4 @@
-"""A step: its timings, who decodes, and every procedure judging its own works once."""
+"""A step: its timings, who decodes, which proposer fills in which work, and every procedure judging its own works once."""
 
 import time
 from collections.abc import Sequence
@@ -9,10 +9,15 @@ from torch import Tensor
 
 from tests.made_up import decoding, request
 from volley.config import DecodingConfig
-from volley.decode.work import NO_DRAFT, Kind, Work
-from volley.engine.step import Step, Timings, accept
+from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
+from volley.engine.step import Step, Timings, accept, propose
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
+from volley.proposers.base import Proposer, Works
+from volley.types import Proposal
+
+CHAIN, TREE = Ask(Shape.CHAIN, Rule.GREEDY, 3, 3), Ask(Shape.TREE, Rule.GREEDY, 7, 3)
+COPY = Ask(Shape.COPY, Rule.GREEDY, 2)
 
 
 class Noting(Speculative):
@@ -52,3 +57,53 @@ def test_seconds_of_a_part_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         with timings.count(part):
             pass
     assert (timings.draft, timings.verify, timings.walk) == (6.0, 0.5, 0.0)
+
+
+class Spy(Proposer):
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Shape], bool]] = []
+
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        self.calls.append(([work.ask.shape for work in works], with_confidence))
+        for work in works:
+            work.proposal = Proposal([9] * work.ask.positions)
+        return 0.25
+
+
+@pytest.mark.parametrize("with_confidence", [False, True])
+def test_the_drafter_is_asked_once_for_all_that_draft_and_copies_come_from_the_text(with_confidence: bool) -> None:
+    works = [
+        Work(decoding([1, 2]), CHAIN),
+        Work(decoding([1, 2]), COPY, found=[4, 5, 6]),
+        Work(decoding([1, 2]), NO_DRAFT),
+        Work(request([1, 2]), NO_DRAFT, Kind.PREFILL, 2),
+        Work(decoding([1, 2]), TREE),
+    ]
+    spy, step = Spy(), Step(works, with_confidence)
+    propose(step, spy)
+    assert spy.calls == [([Shape.CHAIN, Shape.TREE], with_confidence)]
+    assert [work.proposal.token_ids for work in works] == [[9] * 3, [4, 5], [], [], [9] * 3]
+    assert step.timings.walk == 0.25
+
+
+def test_a_drafter_with_nothing_to_do_is_left_alone() -> None:
+    spy = Spy()
+    propose(Step([Work(decoding([1, 2]), NO_DRAFT), Work(decoding([1, 2]), COPY)]), spy)
+    assert spy.calls == []
+    propose(Step([Work(decoding([1, 2]), NO_DRAFT)]), None)
+
+
+def test_positions_of_matched_drafts_are_foreseen_and_stay_so() -> None:
+    own = decoding([1, 2, 3])
+    for rule, positions, foreseen in (
+        (Rule.GREEDY, 5, 0),
+        (Rule.SPECULATIVE, 5, 0),
+        (Rule.MATCH, 4, 7),
+        (Rule.MATCH, 2, 7),
+        (Rule.SPECULATIVE, 9, 7),
+        (Rule.MATCH, 6, 9),
+    ):
+        propose(Step([Work(own, Ask(Shape.CHAIN, rule, positions, positions))]), Spy())
+        assert own.foreseen == foreseen
+    propose(Step([Work(own, Ask(Shape.COPY, Rule.MATCH, 30), found=[1] * 30)]), Spy())
+    assert own.foreseen == 9, "a copy knows no noise"

@@ -1,9 +1,8 @@
 """From the drafter's logits to draft tokens, and to the distribution they were drawn from where one is known.
 
-The positions of a single draft pass are independent given the context, and are drawn all at once. A sequential head makes each
-depend on the token before it; then they are *walked*. A greedy walk follows a lattice: a few candidates, one choice for every
-pair of position and token before. A sampled walk needs each distribution over the whole vocabulary, since a sampled target often
-goes where no candidate is. Both draws are exact, ``q(d_i | d_<i)``, so speculative sampling with them is lossless.
+The positions of one draft pass are independent given the context. With a sequential head each depends on the token before it, and
+they are walked: greedily over a few candidates of each, or drawn from whole distributions, since a sampled target often goes
+where no candidate is. Draws of both kinds are exact, ``q(d_i | d_<i)``, so speculative sampling with them is lossless.
 """
 
 from collections.abc import Callable, Sequence

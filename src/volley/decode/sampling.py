@@ -69,10 +69,8 @@ def confidences(logits: Tensor) -> list[float]:
     Logarithms keep their precision near probability 1 even in bf16, which is twice as fast as fp32 on a CPU; rows in small
     groups stay in its cache.
     """
-    found: list[float] = []
-    for start in range(0, len(logits), 8):
-        found += logits[start : start + 8].log_softmax(dim=-1).amax(dim=-1).tolist()
-    return [math.exp(log) for log in found]
+    groups = (logits[start : start + 8] for start in range(0, len(logits), 8))
+    return [math.exp(log) for rows in groups for log in rows.log_softmax(dim=-1).amax(dim=-1).tolist()]
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:

@@ -77,7 +77,11 @@ def verify_speculative(
     tokens = [token for draft in drafts for token in draft]
     distributions = torch.cat(list(draft_probs)) if tokens else target_probs[:0]
     ratios = (target_probs[rows, tokens].double() / distributions[range(len(tokens)), tokens].double()).tolist()
-    levels = _levels(ratios, sizes)
+    upcoming = iter(ratios)
+    levels = [
+        list(accumulate(islice(upcoming, size), lambda level, ratio: min(1.0, level * ratio), initial=1.0))
+        for size in sizes
+    ]
     before = torch.tensor([level for own in levels for level in own[:-1]], dtype=target_probs.dtype)
     surplus = target_probs[rows].mul_(before[:, None].to(target_probs.device)).sub_(distributions).clamp_min_(0)
     masses = surplus.sum(dim=-1).tolist()
@@ -96,15 +100,6 @@ def verify_speculative(
         finals[cut] = surplus[behind]
     bonus = draw(finals, final_rows)
     return [Verdict(kept, [*draft[:kept], token]) for kept, draft, token in zip(accepted, drafts, bonus, strict=True)]
-
-
-def _levels(ratios: Sequence[float], sizes: Sequence[int]) -> list[list[float]]:
-    """``l_0 … l_k`` of each draft, from ``p / q`` of all draft tokens."""
-    upcoming = iter(ratios)
-    return [
-        list(accumulate(islice(upcoming, size), lambda level, ratio: min(1.0, level * ratio), initial=1.0))
-        for size in sizes
-    ]
 
 
 def _kept(levels: Sequence[float], masses: Sequence[float], uniforms: Sequence[float]) -> int:

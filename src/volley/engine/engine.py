@@ -18,12 +18,11 @@ from volley.decode.rules import make_rules
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.engine.pacing import Pacing
-from volley.engine.proposing import propose
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
-from volley.engine.states import DraftContext, DraftRing, Sequences, TargetPages, default_pages, free_table, ring_pages
-from volley.engine.step import Step, Timings, accept
-from volley.errors import ConfigError, InputError
+from volley.engine.states import DraftContext, DraftRing, Sequences, TargetPages, default_pages, ring_pages
+from volley.engine.step import Step, Timings, accept, propose
+from volley.errors import CapacityError, ConfigError, InputError
 from volley.files import REFERENCE
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
@@ -107,9 +106,8 @@ class Engine:
         self.proposer = proposer
         """What drafts, if anything does: the drafter's, or one's own."""
         costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds)
-        trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
-        self._can_grow_trees = trees
-        self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=trees)
+        self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
+        self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=self._can_grow_trees)
 
     def _make_states(self) -> DraftModel | None:
         """Pages and K/V for everybody; the drafter's part of them, if there is one."""
@@ -154,9 +152,7 @@ class Engine:
 
         ``target`` and ``drafter`` are folders, hub names (target) or loaded models; ``options`` are the constructor's.
         """
-        split_options(
-            {name: value for name, value in options.items() if name not in ("config", "capacity", "proposer")}
-        )
+        split_options({name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}})
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
         if not isinstance(target, Target):
@@ -259,11 +255,9 @@ class Engine:
         return request
 
     def _check_tokens(self, what: str, token_ids: Iterable[int]) -> None:
-        for token in token_ids:
-            if not 0 <= token < self.target.vocab_size:
-                raise InputError(
-                    f"{what}token id {token} is outside the target's vocabulary of {self.target.vocab_size}"
-                )
+        size = self.target.vocab_size
+        if wrong := [token for token in token_ids if not 0 <= token < size]:
+            raise InputError(f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}")
 
     def abort(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -283,9 +277,8 @@ class Engine:
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters; give one, or one each")
-        return self._results(
-            [self._make_request(prompt, own, self.procedure) for prompt, own in zip(many, each, strict=True)]
-        )
+        pairs = zip(many, each, strict=True)
+        return self._results([self._make_request(prompt, own, self.procedure) for prompt, own in pairs])
 
     def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
         """Queues the requests only when it is first asked, so that an iterator nobody reads leaves nothing behind."""
@@ -317,7 +310,10 @@ class Engine:
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in one pass beside what is running."""
-        table = free_table(self.sequences, len(token_ids))
+        table = BlockTable(self.pool.page_size)
+        self.pool.check_fits(len(token_ids))
+        if not self.pool.grow(table, len(token_ids)):
+            raise CapacityError("no pages are free for that many tokens now; finish or abort requests first")
         try:
             batch = RaggedBatch([Segment(table, 0, len(token_ids))], torch.tensor(token_ids, device=self.target.device))
             last = torch.tensor([len(token_ids) - 1], device=self.target.device)
@@ -346,12 +342,10 @@ class Engine:
         return sorted(self._adapters)
 
     def _find_adapter(self, name: str | None) -> Adapter | None:
-        if name is None:
-            return None
-        if name not in self._adapters:
+        if name is not None and name not in self._adapters:
             known = ", ".join(self.adapters) or "none is"
             raise InputError(f"no adapter {name!r} is loaded (of those, {known}); load it with Engine.load_adapter")
-        return self._adapters[name]
+        return None if name is None else self._adapters[name]
 
     # -- settings ------------------------------------------------------------------------------------------------------
     def reconfigure(self, config: DecodingConfig) -> None:

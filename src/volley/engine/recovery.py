@@ -3,10 +3,8 @@
 from volley.engine.engine import Engine
 from volley.procedures.request import Request
 
-Fault = tuple[Request, Exception]
 
-
-def recover(engine: Engine, error: Exception) -> list[Fault]:
+def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]:
     """Abort the requests at fault and return them, each with what it raised; call it when ``engine.step`` raised ``error``.
 
     Everybody gives pages back, since a broken step may have left any K/V half written. Each request of the step then runs
@@ -18,7 +16,7 @@ def recover(engine: Engine, error: Exception) -> list[Fault]:
     suspects = [*running, *waiting[:1]]  # the first in the queue may have raised while it was admitted
     for request in [*running, *waiting]:
         scheduler.finish(request)
-    faults: list[Fault] = []
+    faults = list[tuple[Request, Exception]]()
     for request in suspects:
         is_torn = request.stats.output_tokens != request.num_output  # the error struck while it was taking tokens
         own = error if is_torn else _step_alone(engine, request)

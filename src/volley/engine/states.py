@@ -15,7 +15,6 @@ from volley.config import CapacityConfig
 from volley.decode.verify import kept_rows
 from volley.decode.work import Work
 from volley.engine.step import Step
-from volley.errors import CapacityError
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVStore
 from volley.models.adapter import Adapter
@@ -235,13 +234,3 @@ def default_pages(capacity: CapacityConfig, bytes_per_token: int, context_length
     """A pool of at most 64k tokens and 1 GiB, and at least one full context of up to 4k tokens."""
     tokens = min(2**16, 2**30 // bytes_per_token)
     return -(-max(tokens, min(context_length, 4096)) // capacity.page_size)
-
-
-def free_table(sequences: Sequences, num_tokens: int) -> BlockTable:
-    """Pages for so many tokens apart from all requests; to be given back with ``pool.release``."""
-    pool = sequences.pages.pool
-    table = BlockTable(pool.page_size)
-    pool.check_fits(num_tokens)
-    if not pool.grow(table, num_tokens):
-        raise CapacityError(f"no {num_tokens} tokens of K/V are free now; finish or abort requests first")
-    return table

@@ -4,13 +4,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from volley.decode.work import Kind, Work
+from volley.decode.work import Kind, Rule, Shape, Work
 from volley.memory.batch import RaggedBatch
 from volley.policies.base import Cycle
 from volley.procedures.request import Procedure, Request
+from volley.proposers.base import Proposer
+from volley.proposers.lookup import TextLookup
 
 
 @dataclass(slots=True)
@@ -54,6 +57,21 @@ class Step:
     def decoding(self) -> list[Work[Request]]:
         """Works of requests that decode; the others read prompts."""
         return [work for work in self.works if work.kind is not Kind.PREFILL]
+
+
+def propose(step: Step, drafter: Proposer | None) -> None:
+    """Fill in the proposal of every work that asks for one."""
+    with step.timings.count("draft"):
+        copying: list[Work[Any]] = [work for work in step.works if work.ask.shape is Shape.COPY]
+        drafting: list[Work[Any]] = [work for work in step.works if work.ask.positions]
+        TextLookup().propose(copying, with_confidence=step.with_confidence)
+        if drafting:
+            assert drafter is not None, "a policy drafts nothing without a drafter"
+            step.timings.walk = drafter.propose(drafting, with_confidence=step.with_confidence)
+        for work in drafting:
+            if work.ask.rule is Rule.MATCH:
+                work.request.foreseen = max(work.request.foreseen, work.request.length + work.ask.positions)
+    step.drafting = time.perf_counter() - step.started
 
 
 def accept(step: Step) -> None:

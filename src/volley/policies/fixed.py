@@ -19,8 +19,7 @@ class Fixed(Policy):
 
 
 class Feedback(Policy):
-    """Shrink a request's block after a cycle with less than 60 % accepted, grow it after one with more than 90 % (AitherOS
-    DFlash)."""
+    """Shrink a request's block after less than 60 % of it was accepted, grow it after more than 90 % (AitherOS DFlash)."""
 
     def __init__(self, smallest: int = 2, largest: int = 0) -> None:
         """Blocks stay in ``[smallest, largest]``, anchor included; ``largest`` 0 is the drafter's own."""

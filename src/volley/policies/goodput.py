@@ -75,7 +75,7 @@ class Goodput(Policy):
 
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
         self._cycle += 1
-        own = self._nodes(under_way) if any(view.max_nodes is None for view in views) else 0
+        own = self._nodes(under_way) if self.block_size > 1 and any(view.max_nodes is None for view in views) else 0
         # Speculative chains get as far as trees, with fewer tokens.
         nodes = [
             view.max_nodes if view.max_nodes is not None else own * (view.rule is not Rule.SPECULATIVE)
@@ -92,8 +92,6 @@ class Goodput(Policy):
     def _nodes(self, under_way: int) -> int:
         """Tokens of the trees that are grown while so many requests are under way."""
         assert self.costs is not None
-        if self.block_size == 1:
-            return 0
         if under_way not in self._tree_nodes:
             target, tokens = self.costs.target, under_way * (1 + _NODES)
             most = _NEARLY_FREE * target(under_way, under_way)
@@ -105,20 +103,17 @@ class Goodput(Policy):
         """The plan of this cycle, and whether it is a probe: one that is tried so that what is known stays true."""
         if self.block_size > 1 and any(len(self._blocks[kind]) < _ENOUGH for kind in kinds):
             return _WHOLE, True
-        review = self._review = self._reviewed(kinds)
+        # The last review for these kinds serves, unless it is used up or was for half or twice as many requests.
+        review = self._reviews.get(frozenset(kinds))
+        if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
+            review = self._reviews[frozenset(kinds)] = self._look(kinds)
+        review.left -= 1
+        self._review = review
         for index, (plan, every) in enumerate(review.others):
             if self._cycle >= self._tried[index] + every:
                 self._tried[index] = self._cycle
                 return plan, True
         return review.plan, False
-
-    def _reviewed(self, kinds: list[int]) -> _Review:
-        """The last review for these kinds, unless it is used up or was for half or twice as many requests."""
-        review = self._reviews.get(frozenset(kinds))
-        if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
-            review = self._reviews[frozenset(kinds)] = self._look(kinds)
-        review.left -= 1
-        return review
 
     def _look(self, kinds: list[int]) -> _Review:
         """Choose between plain decoding and the best plan that drafts; the other one and whole blocks are tried now and then."""
@@ -159,10 +154,8 @@ class Goodput(Policy):
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
         gains = self.acceptance.gains
         return [
-            len(gains(cycle.request_id, _kind(cycle.ask), cycle.confidence, cycle.ask.price))
-            if cycle.ask.price
-            else cycle.ask.size
-            for cycle in cycles
+            len(gains(own.request_id, _kind(own.ask), own.confidence, own.ask.price)) if own.ask.price else own.ask.size
+            for own in cycles
         ]
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
