@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener
@@ -163,23 +163,46 @@ def worker(key: str, options: argparse.Namespace, folder: str) -> Iterator[Conne
     }
     command = [str(python), __file__, "--worker", key, "--address", address]
     command += ["--dtype", options.dtype, "--threads", str(options.threads)]
-    log = options.out / f"{key}.log"
+    with connected(command, environment, address, options.out / f"{key}.log") as (line, _):
+        yield line
+
+
+@contextmanager
+def connected(
+    command: Sequence[str], environment: Mapping[str, str], address: str, log: Path
+) -> Iterator[tuple[Connection, int]]:
+    """A line to ``address``, from which a new process calls and sends something once it is ready, and that process's id.
+
+    ``None`` on the line tells it to end.
+    """
     with Listener(address) as listener, log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        listener._listener._socket.settimeout(600)  # type: ignore[attr-defined]
+        listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
         try:
-            with listener.accept() as line:
+            with accepted(listener, process, log) as line:
                 while not line.poll(1):
-                    if process.poll() is not None:
-                        raise SystemExit(f"{key} ended; see {log}")
+                    check_alive(process, log)
                 line.recv()
-                yield line
+                yield line, process.pid
                 line.send(None)
         finally:
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.terminate()
+
+
+def accepted(listener: Listener, process: subprocess.Popen[bytes], log: Path) -> Connection:
+    while True:
+        try:
+            return listener.accept()
+        except TimeoutError:
+            check_alive(process, log)
+
+
+def check_alive(process: subprocess.Popen[bytes], log: Path) -> None:
+    if process.poll() is not None:
+        raise SystemExit(f"{process.args[0]} ended with {process.returncode}; see {log}")  # type: ignore[index]
 
 
 @dataclass

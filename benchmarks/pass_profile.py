@@ -1,0 +1,88 @@
+"""What a pass of the target spends its time on, by kind of operation.
+
+    python benchmarks/pass_profile.py runs/pair-0.6b/target --rows 1,8,16 --threads 2
+
+*Outside operations* is the time of a pass without a profiler, less the time in operations with one: Python, and what PyTorch
+does before an operation begins. It may be too small, because profiled operations are a little slower. The rate of products is the
+bytes of the weights by the time of the products.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from volley import Engine
+from volley.files import REFERENCE
+from volley.models.rehearsal import CONTEXT, made_up
+
+KINDS = {
+    "attention": ("scaled_dot_product", "flash_attention", "softmax", "bmm"),
+    "norms": ("norm", "rsqrt", "pow", "mean"),
+    "products": ("linear", "mm", "matmul", "int8pack", "int4pack"),
+    "moving data": (
+        "copy", "cat", "index", "clone", "contiguous", "empty", "zeros", "fill", "embedding", "stack", "gather", "::to",
+    ),
+    "views": (
+        "view", "as_strided", "slice", "narrow", "transpose", "split", "reshape", "unsqueeze", "expand", "select", "permute",
+        "unbind", "alias", "detach",
+    ),
+}  # fmt: skip
+OTHER = "rotary, SiLU, sums"
+ORDER = (*KINDS, OTHER, "outside operations")
+
+
+def kind(operation: str) -> str:
+    """The kind of an operation by its name; those that are left compute element by element."""
+    return next((kind for kind, parts in KINDS.items() if any(part in operation for part in parts)), OTHER)
+
+
+def measure(engine: Engine, rows: int, repeats: int) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Seconds of a pass of ``rows`` tokens, of its kinds of operations and of its operations."""
+    target = engine.target
+    batch, store = made_up([rows], target.kv_shapes, target.dtype, target.device, causal=True, context=CONTEXT)
+    wanted = torch.arange(rows)
+    with torch.inference_mode():
+        times = []
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            target.forward(batch, store, wanted)
+            times.append(time.perf_counter() - started)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            for _ in range(repeats):
+                target.forward(batch, store, wanted)
+    operations = {event.key: event.self_cpu_time_total / 1e6 / repeats for event in profiled.key_averages()}
+    kinds: dict[str, float] = defaultdict(float)
+    for name, seconds in operations.items():
+        kinds[kind(name)] += seconds
+    whole = statistics.median(times[1:])
+    kinds["outside operations"] = max(whole - sum(kinds.values()), 0.0)
+    return whole, kinds, operations
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?", default=REFERENCE / "target")
+    parser.add_argument("--rows", default="1,8,16")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--operations", type=int, default=0, help="list so many of the longest operations")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    engine = Engine.from_pretrained(options.target, drafter=None, num_pages=64)
+    weights = sum(parameter.nbytes for parameter in engine.target.model.parameters())
+    print("| ms | pass | " + " | ".join(ORDER) + " | GB/s of products |\n|" + "---|" * (len(ORDER) + 3))
+    for rows in map(int, options.rows.split(",")):
+        whole, kinds, operations = measure(engine, rows, options.repeats)
+        cells = [f"{1000 * kinds[name]:.2f} ({kinds[name] / whole:.0%})" for name in ORDER]
+        rate = weights / kinds["products"] / 1e9
+        print(f"| {rows} | {1000 * whole:.2f} | " + " | ".join(cells) + f" | {rate:.0f} |", flush=True)
+        for name in sorted(operations, key=lambda name: -operations[name])[: options.operations]:
+            print(f"    {1000 * operations[name]:8.3f} ms  {name} ({kind(name)})")
+
+
+if __name__ == "__main__":
+    main()
