@@ -161,6 +161,7 @@ class Engine:
         elif drafter is not None:
             drafter = Drafter.from_pretrained(drafter, dtype=target.dtype).to(target.device)
             accelerate(drafter)
+            drafter.fuse()
         return cls(target, drafter, **options)
 
     # -- the loop ------------------------------------------------------------------------------------------------------

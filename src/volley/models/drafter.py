@@ -19,8 +19,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from volley.errors import ConfigError
 from volley.files import check_weights, save_tensors, write_atomically
 from volley.models.checkpoint import DrafterConfig
+from volley.models.fused import fits, layer_shape, layer_weights
 from volley.models.formats import read_checkpoint, weight_files
 from volley.models.heads import ResidualHead
+from volley.native import LayerShape, LayerWeights, Weights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
@@ -157,6 +159,15 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         reduced = rows is not None and rows < config.vocab_size
         self.register_buffer("d2t", torch.zeros(rows or 0, dtype=torch.long) if reduced else None)
+        self.fused: tuple[list[LayerWeights], LayerShape] | None = None
+        """Copies of the layers' weights for :class:`FusedDecoder`, once :meth:`fuse` was called."""
+
+    def fuse(self, weights: Weights = "bf16") -> None:
+        """Let the layers run in one call where the machine has kernels for them; they must not be trained afterwards."""
+        layers = list(self._layers())
+        if layers[0].mlp.down_proj.weight.device.type == "cpu" and all(fits(layer, weights) for layer in layers):
+            shape = layer_shape(layers[0], self.config.head_dim**-0.5)
+            self.fused = ([layer_weights(layer, weights) for layer in layers], shape)
 
     def _layers(self) -> Iterator[DraftLayer]:
         return cast(Iterator[DraftLayer], iter(self.layers))
