@@ -6,7 +6,7 @@
 
 #define FEW 65536   /* products of a query and a key below which a second thread costs more than it takes over */
 #define PART 64    /* keys that are looked at together; parts begin at positions that are multiples of it */
-#define VECTORS 32 /* queries (tokens times heads that share keys) that are computed together */
+#define VECTORS 64 /* queries (tokens times heads that share keys) that are computed together */
 #define LARGEST 256
 
 typedef struct {
@@ -16,6 +16,8 @@ typedef struct {
     bf16 gathered[VECTORS * LARGEST];
     bf16 weights[VECTORS][PART];
     bf16 paired[PART * LARGEST]; /* values of two keys side by side */
+    bf16 keys[PART * LARGEST];
+    bf16 turned[VECTORS * LARGEST]; /* queries: [vectors / 16][dim / 32][16 pairs of numbers][16 vectors][2] */
 } Work;
 
 static void score_plain(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
@@ -65,7 +67,7 @@ DOT static void part_dot(Work *work, const bf16 *const *keys, const bf16 *const 
     }
 }
 
-DOT static void mix_part_dot(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
+DOT static void pair_values(Work *work, const bf16 *const *values, int count, int pairs, int dim) {
     static const bf16 nothing[LARGEST];
     uint16_t low[32], high[32];
     for (int i = 0; i < 16; i++) {
@@ -73,9 +75,9 @@ DOT static void mix_part_dot(Work *work, const bf16 *const *values, int count, i
         high[2 * i] = (uint16_t)(16 + i), high[2 * i + 1] = (uint16_t)(48 + i);
     }
     __m512i at_low = _mm512_loadu_si512(low), at_high = _mm512_loadu_si512(high);
-    int pairs = (count + 1) / 2;
     for (int pair = 0; pair < pairs; pair++) {
-        const bf16 *one = values[2 * pair], *two = 2 * pair + 1 < count ? values[2 * pair + 1] : nothing;
+        const bf16 *one = 2 * pair < count ? values[2 * pair] : nothing;
+        const bf16 *two = 2 * pair + 1 < count ? values[2 * pair + 1] : nothing;
         for (int i = 0; i < dim / 32; i++) {
             __m512i a = _mm512_loadu_si512(one + 32 * i), b = _mm512_loadu_si512(two + 32 * i);
             bf16 *place = work->paired + (pair * dim + 32 * i) * 2;
@@ -83,6 +85,11 @@ DOT static void mix_part_dot(Work *work, const bf16 *const *values, int count, i
             _mm512_storeu_si512(place + 32, _mm512_permutex2var_epi16(a, at_high, b));
         }
     }
+}
+
+DOT static void mix_part_dot(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
+    int pairs = (count + 1) / 2;
+    pair_values(work, values, count, pairs, dim);
     for (int v = 0; v < vectors; v++)
         for (int from = 0; from < dim; from += 128) {
             int parts = (dim - from < 128 ? dim - from : 128) / 16;
@@ -99,6 +106,89 @@ DOT static void mix_part_dot(Work *work, const bf16 *const *values, int count, i
             for (int i = 0; i < parts; i++) _mm512_storeu_ps(work->mixed[v] + from + 16 * i, sums[i]);
         }
 }
+
+/* ---- with tiles: 16 keys by 16 queries, then 16 queries by 16 numbers ---- */
+
+AMX static void configure(void) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    __asm__ volatile("" : "+m"(config)); /* the compiler does not know that it is read */
+    _tile_loadconfig(&config);
+}
+
+AMX static void release(void) { _tile_release(); }
+
+static void turn_queries(Work *work, int vectors, int dim) {
+    for (int tile = 0; tile < (vectors + 15) / 16; tile++)
+        for (int pair = 0; pair < dim / 2; pair++)
+            for (int v = 0; v < 16; v++) {
+                bf16 *place = work->turned + ((tile * dim / 2 + pair) * 16 + v) * 2;
+                int vector = tile * 16 + v;
+                for (int i = 0; i < 2; i++) place[i] = vector < vectors ? work->gathered[vector * dim + 2 * pair + i] : 0;
+            }
+}
+
+/* Scores [16 keys][16 queries] as rows of queries, scaled. */
+DOT static void transpose(float (*from)[16], float *to, float scale) {
+    __m512 a[16], b[16], times = _mm512_set1_ps(scale);
+    for (int i = 0; i < 16; i++) a[i] = _mm512_mul_ps(_mm512_load_ps(from[i]), times);
+    for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
+            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    for (int i = 0; i < 4; i++) { /* a[4 * q + i]: keys 4 q to 4 q + 3 of queries i, i + 4, i + 8, i + 12 */
+        __m512 one = _mm512_shuffle_f32x4(a[i], a[4 + i], 0x88), two = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0x88);
+        __m512 three = _mm512_shuffle_f32x4(a[i], a[4 + i], 0xdd), four = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0xdd);
+        _mm512_storeu_ps(to + i * PART, _mm512_shuffle_f32x4(one, two, 0x88));
+        _mm512_storeu_ps(to + (i + 8) * PART, _mm512_shuffle_f32x4(one, two, 0xdd));
+        _mm512_storeu_ps(to + (i + 4) * PART, _mm512_shuffle_f32x4(three, four, 0x88));
+        _mm512_storeu_ps(to + (i + 12) * PART, _mm512_shuffle_f32x4(three, four, 0xdd));
+    }
+}
+
+AMX static void part_amx(Work *work, const bf16 *const *keys, const bf16 *const *values, int count, int vectors, int dim,
+                         float scale) {
+    (void)values;
+    int tiles = (vectors + 15) / 16, key_tiles = (count + 15) / 16;
+    for (int key = 0; key < count; key++) memcpy(work->keys + key * dim, keys[key], dim * sizeof(bf16));
+    memset(work->keys + count * dim, 0, (key_tiles * 16 - count) * dim * sizeof(bf16));
+    __asm__ volatile("" ::: "memory");
+    for (int tile = 0; tile < tiles; tile++)
+        for (int key = 0; key < key_tiles; key++) {
+            float found[16][16] __attribute__((aligned(64)));
+            _tile_zero(0);
+            for (int i = 0; i < dim / 32; i++) {
+                _tile_loadd(1, work->keys + key * 16 * dim + i * 32, dim * 2);
+                _tile_loadd(2, work->turned + (tile * dim / 2 + i * 16) * 32, 64);
+                _tile_dpbf16ps(0, 1, 2);
+            }
+            _tile_stored(0, found, 64);
+            transpose(found, &work->scores[tile * 16][key * 16], scale);
+        }
+}
+
+AMX static void mix_part_amx(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
+    int tiles = (vectors + 15) / 16;
+    pair_values(work, values, count, PART / 2, dim);
+    __asm__ volatile("" ::: "memory");
+    for (int tile = 0; tile < tiles; tile++)
+        for (int from = 0; from < dim; from += 16) {
+            _tile_loadd(0, &work->mixed[tile * 16][from], LARGEST * 4);
+            for (int half = 0; half < 2; half++) {
+                _tile_loadd(1, &work->weights[tile * 16][half * 32], PART * 2);
+                _tile_loadd(2, work->paired + (half * 16 * dim + from) * 2, dim * 4);
+                _tile_dpbf16ps(0, 1, 2);
+            }
+            _tile_stored(0, &work->mixed[tile * 16][from], LARGEST * 4);
+        }
+}
 #endif
 
 typedef void (*Score)(Work *, const bf16 *const *, const bf16 *const *, int, int, int, float);
@@ -107,22 +197,20 @@ typedef void (*Mix)(Work *, const bf16 *const *, int, int, int);
 /* Weights of one part for one vector, whose visible keys are [begin, end) of it; what was mixed so far is scaled down if a
  * larger score is met. */
 FOR_EACH_CPU static void weigh(Work *work, int v, int begin, int end, int dim) {
-    float most = work->most[v];
-    const float *scores = work->scores[v];
-    for (int key = begin; key < end; key++) most = scores[key] > most ? scores[key] : most;
-    float old = work->most[v] == -INFINITY ? 0.0f : exponential(work->most[v] - most);
-    float weights[PART];
-    for (int key = 0; key < PART; key++) {
-        float weight = exponential(scores[key] - most);
-        weights[key] = key >= begin && key < end ? weight : 0.0f;
-    }
-    float parts[16] = {0};
+    float weights[PART], parts[16];
+    for (int key = 0; key < PART; key++) weights[key] = key >= begin && key < end ? work->scores[v][key] : -INFINITY;
+    for (int j = 0; j < 16; j++) parts[j] = work->most[v];
     for (int key = 0; key < PART; key += 16)
-        for (int j = 0; j < 16; j++) parts[j] += weights[key + j];
-    float sum = 0;
-    for (int j = 0; j < 16; j++) sum += parts[j];
+        for (int j = 0; j < 16; j++) parts[j] = weights[key + j] > parts[j] ? weights[key + j] : parts[j];
+    for (int half = 8; half; half /= 2)
+        for (int j = 0; j < half; j++) parts[j] = parts[j + half] > parts[j] ? parts[j + half] : parts[j];
+    float most = parts[0], old = work->most[v] == -INFINITY ? 0.0f : exponential(work->most[v] - most);
+    for (int key = 0; key < PART; key++) weights[key] = weights[key] == -INFINITY ? 0.0f : exponential(weights[key] - most);
+    for (int j = 0; j < 16; j++) parts[j] = (weights[j] + weights[j + 16]) + (weights[j + 32] + weights[j + 48]);
+    for (int half = 8; half; half /= 2)
+        for (int j = 0; j < half; j++) parts[j] += parts[j + half];
     for (int key = 0; key < PART; key++) work->weights[v][key] = narrow(weights[key]);
-    work->sum[v] = work->sum[v] * old + sum;
+    work->sum[v] = work->sum[v] * old + parts[0];
     work->most[v] = most;
     if (old != 1.0f)
         for (int i = 0; i < dim; i++) work->mixed[v][i] *= old;
@@ -143,11 +231,16 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
             memcpy(work.gathered + ((row - row0) * group + g) * dim,
                    call->queries + row * call->stride + (head * group + g) * dim, dim * sizeof(bf16));
     }
-    for (int v = 0; v < vectors; v++) {
+    int padded = (vectors + 15) / 16 * 16;
+    for (int v = 0; v < padded; v++) {
         work.most[v] = -INFINITY, work.sum[v] = 0;
         memset(work.mixed[v], 0, dim * sizeof(float));
     }
-    memset(work.scores, 0, sizeof work.scores);
+    memset(work.scores, 0, padded * sizeof work.scores[0]);
+    memset(work.weights, 0, padded * sizeof work.weights[0]);
+#if X86
+    if (score == part_amx) configure(), turn_queries(&work, vectors, dim);
+#endif
     for (int64_t part = lowest / PART * PART; part < highest; part += PART) {
         const bf16 *keys[PART], *values[PART];
         int64_t begin = part > lowest ? part : lowest, end = part + PART < highest ? part + PART : highest;
@@ -169,6 +262,9 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
         }
         mix(&work, values, count, vectors, dim);
     }
+#if X86
+    if (score == part_amx) release();
+#endif
     for (int v = 0; v < vectors; v++)
         finish(work.mixed[v], work.sum[v], call->out + ((row0 + v / group) * call->heads + head * group + v % group) * dim, dim);
 }
@@ -178,6 +274,7 @@ void attend_all(const AttentionCall *call, const Plan *plan) {
     Mix mix = mix_part_plain;
 #if X86
     if (__builtin_cpu_supports("avx512bf16") && call->dim % 32 == 0) score = part_dot, mix = mix_part_dot;
+    if (has_tiles && call->dim % 32 == 0) score = part_amx, mix = mix_part_amx;
 #endif
     int64_t tile = VECTORS / (call->heads / call->shared), pieces = 0;
     for (int64_t u = 0; u < plan->num_units; u++) pieces += (plan->units[u].rows + tile - 1) / tile;

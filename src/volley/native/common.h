@@ -12,6 +12,7 @@
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define DOT __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni")))
 #define AMX __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
+extern int has_tiles; /* AMX is there, and this process may use it */
 #else
 #define X86 0
 #define FOR_EACH_CPU

@@ -47,6 +47,8 @@ FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 
 
 #if X86
 
+int has_tiles;
+
 #define MOST 64 /* rows that share one look at a block */
 
 typedef struct {
@@ -258,8 +260,6 @@ DOT static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const float *s
     for (int64_t r = 0; r < rows; r++)
         _mm512_storeu_ps(sums[r], _mm512_mul_ps(_mm512_loadu_ps(sums[r]), _mm512_loadu_ps(scales)));
 }
-
-static int has_tiles; /* and this process may use them */
 
 #define DIRECT 4 /* rows up to which codes are multiplied without tiles */
 
