@@ -197,15 +197,16 @@ typedef void (*Mix)(Work *, const bf16 *const *, int, int, int);
 /* Weights of one part for one vector, whose visible keys are [begin, end) of it; what was mixed so far is scaled down if a
  * larger score is met. */
 FOR_EACH_CPU static void weigh(Work *work, int v, int begin, int end, int dim) {
-    float weights[PART], parts[16];
-    for (int key = 0; key < PART; key++) weights[key] = key >= begin && key < end ? work->scores[v][key] : -INFINITY;
+    float weights[PART], parts[16], visible[PART];
+    for (int key = 0; key < PART; key++) visible[key] = key >= begin && key < end ? 1.0f : 0.0f;
+    for (int key = 0; key < PART; key++) weights[key] = visible[key] != 0.0f ? work->scores[v][key] : -INFINITY;
     for (int j = 0; j < 16; j++) parts[j] = work->most[v];
     for (int key = 0; key < PART; key += 16)
         for (int j = 0; j < 16; j++) parts[j] = weights[key + j] > parts[j] ? weights[key + j] : parts[j];
     for (int half = 8; half; half /= 2)
         for (int j = 0; j < half; j++) parts[j] = parts[j + half] > parts[j] ? parts[j + half] : parts[j];
     float most = parts[0], old = work->most[v] == -INFINITY ? 0.0f : exponential(work->most[v] - most);
-    for (int key = 0; key < PART; key++) weights[key] = weights[key] == -INFINITY ? 0.0f : exponential(weights[key] - most);
+    for (int key = 0; key < PART; key++) weights[key] = visible[key] * exponential(weights[key] - most);
     for (int j = 0; j < 16; j++) parts[j] = (weights[j] + weights[j + 16]) + (weights[j + 32] + weights[j + 48]);
     for (int half = 8; half; half /= 2)
         for (int j = 0; j < half; j++) parts[j] += parts[j + half];
