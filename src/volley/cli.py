@@ -14,6 +14,7 @@ from volley.bench.tasks import BenchConfig
 from volley.config import CapacityConfig, DecodingConfig
 from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
+from volley.native import Weights
 from volley.options import Without, expand
 from volley.prompts import Conversation, load_prompts
 from volley.serve.config import ServeConfig
@@ -62,6 +63,10 @@ class ModelOptions:
     """Data type of both models."""
     device: str = "cpu"
     """Torch device, such as cpu or cuda."""
+    weights: Weights = "bf16"
+    """How a CPU keeps the target's weights: bf16, or int8 and int4 codes of them. Codes change what the target computes."""
+    draft_weights: Weights = "bf16"
+    """How it keeps those of drafting, the head among them: codes change how much is accepted, never what comes out."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
 
@@ -99,7 +104,14 @@ def load_engine(
     drafter = {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
     dtype = getattr(torch, models.dtype)
     return Engine.from_pretrained(
-        models.target, **drafter, dtype=dtype, device=models.device, config=decoding, capacity=capacity
+        models.target,
+        **drafter,
+        dtype=dtype,
+        device=models.device,
+        weights=models.weights,
+        draft_weights=models.draft_weights,
+        config=decoding,
+        capacity=capacity,
     )
 
 

@@ -31,7 +31,9 @@ from volley.models.accelerate import accelerate
 from volley.models.adapter import Adapter
 from volley.models.draft_model import DraftModel, check_pair
 from volley.models.drafter import Drafter
+from volley.models.products import check_weights
 from volley.models.target import Target
+from volley.native import Weights
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
 from volley.policies.make import DEFAULT_POLICY, make_policy
@@ -146,22 +148,28 @@ class Engine:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
+        weights: Weights = "bf16",
+        draft_weights: Weights = "bf16",
         **options: Any,
     ) -> Self:
         """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
 
         ``target`` and ``drafter`` are folders, hub names (target) or loaded models; ``options`` are the constructor's.
+        ``weights`` of the target that is loaded and ``draft_weights`` of the drafter are bf16, or int8 and int4 codes on a
+        CPU; drafts then come from a copy of the head in such codes too.
         """
         split_options({name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}})
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
         if not isinstance(target, Target):
-            target = Target.from_pretrained(target or REFERENCE / "target", dtype=dtype, device=device)
+            target = Target.from_pretrained(target or REFERENCE / "target", dtype, device, weights)
         if isinstance(drafter, Drafter):
             drafter.to(device=target.device, dtype=target.dtype).eval()
         elif drafter is not None:
             drafter = Drafter.from_pretrained(drafter, dtype=target.dtype).to(target.device)
-            accelerate(drafter)
+            check_weights(draft_weights, target.device, target.dtype)
+            accelerate(drafter, draft_weights)
+            drafter.fuse(draft_weights, target.head_weight)
         return cls(target, drafter, **options)
 
     # -- the loop ------------------------------------------------------------------------------------------------------

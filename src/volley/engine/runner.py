@@ -36,7 +36,7 @@ class Runner:
                 work.rows = slice(first, len(rows))
             device = self.target.device
             step.batch = RaggedBatch(segments, torch.tensor(tokens, device=device))
-            logits = self.target.forward(step.batch, self.store, torch.tensor(rows or [0], device=device))
+            logits = self.target.forward(step.batch, self.store, torch.tensor(rows or [0], device=device), self._taps)
             step.logits = logits[: len(rows)]
             if self._taps is not None:
                 step.features = self._taps.take()[0]

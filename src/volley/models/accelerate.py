@@ -1,45 +1,36 @@
-"""Fewer and cheaper operations for small bf16 models on a CPU, where a call costs more than its arithmetic.
+"""Fewer and cheaper operations for bf16 models on a CPU. Only the instances' ``forward`` is replaced.
 
-Projections that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight
-that oneDNN has packed beforehand, and RMS norms written out in Python become one fused operation. Parameters stay as they
-are; only the instances' ``forward`` is replaced, so the packed copies go stale if the weights are trained further.
+Decoder layers of the Llama and Qwen kind run on volley's own kernels (:mod:`volley.models.fused`). In others, projections
+that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight laid out for
+the machine, and RMS norms written out in Python become one operation. What is replaced holds copies of the weights, which go
+stale if these are trained further.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from volley import native
+from volley.models.fused import LINEAR, FusedLayer
+from volley.models.products import make_product
+from volley.native import Weights
+
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_LARGEST_BYTES = 2**30  # beyond it a pass is bound by memory, not by calls, and packed copies would double it
-_ROWS = 16  # the number of rows the weights are packed for; others work as well
 
 
-def packing_pays(weights: Iterable[Tensor]) -> bool:
-    """Whether products with such weights are bound by calls, and oneDNN can pack them."""
-    weights = list(weights)
-    small = all(w.device.type == "cpu" and w.dtype == torch.bfloat16 for w in weights)
-    small = small and sum(w.nbytes for w in weights) <= _LARGEST_BYTES
-    return small and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-
-
-def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The bias-free linear map of a copy of ``weight [out, in]`` in oneDNN's own layout."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-
-    def project(x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        return product
-
-    return project
+def packing_pays(*weights: Tensor) -> bool:
+    """Whether products with such weights are computed by oneDNN or volley, which lay them out."""
+    on_cpu = all(w.device.type == "cpu" and w.dtype == torch.bfloat16 for w in weights)
+    return on_cpu and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 class SharedProjection:
     """Several bias-free linear layers over one input, computed together when the first of them is asked."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.together = pack(torch.cat([layer.weight.detach() for layer in layers]))
+    def __init__(self, layers: Sequence[nn.Linear], weights: Weights = "bf16") -> None:
+        self.together = make_product(torch.cat([layer.weight.detach() for layer in layers]), weights=weights)
         self.sizes = [layer.out_features for layer in layers]
         self.input: Tensor | None = None
         self.outputs: tuple[Tensor, ...] = ()
@@ -55,20 +46,27 @@ class SharedProjection:
         return output
 
 
-def accelerate(model: nn.Module) -> bool:
-    """Replace forwards in place where that pays; True if anything was replaced."""
-    if not packing_pays(model.parameters()):
+def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = False) -> bool:
+    """Replace forwards in place where that pays; True if anything was replaced.
+
+    Linear layers compute with ``weights`` of that kind. With ``release`` the weights that only they read are given up, layer
+    by layer, so that memory holds each once; the model cannot be saved or trained any more.
+    """
+    if not packing_pays(*model.parameters()):
         return False
-    done: set[nn.Module] = set()
+    done = _fuse_layers(model, weights, release)
     for module in model.modules():
+        if module in done:
+            continue
         for names in SIBLINGS:
             layers = [getattr(module, name, None) for name in names]
             if all(_is_plain(layer) for layer in layers):
-                _share([layer for layer in layers if isinstance(layer, nn.Linear)])
+                _share([layer for layer in layers if isinstance(layer, nn.Linear)], weights, release)
                 done.update(layer for layer in layers if layer is not None)
-    for module in model.modules():
+    embeddings = [module for module in model.modules() if type(module) is nn.Embedding]
+    for module in list(model.modules()):
         if module not in done and isinstance(module, nn.Linear) and _is_plain(module):
-            _share([module])
+            _replace(module, [e for e in embeddings if e.weight is module.weight], weights, release)
         elif type(module).__name__.endswith("RMSNorm"):
             _fuse_norm(module)
     return True
@@ -78,14 +76,57 @@ def _is_plain(layer: object) -> bool:
     return type(layer) is nn.Linear and layer.bias is None
 
 
-def _share(layers: Sequence[nn.Linear]) -> None:
-    shared = SharedProjection(layers)
+def _fuse_layers(model: nn.Module, weights: Weights, release: bool) -> set[nn.Module]:
+    """Fuse the decoder layers that can be; returns these and all modules in them."""
+    done: set[nn.Module] = set()
+    layers, rotary = getattr(_decoder(model), "layers", None), getattr(_decoder(model), "rotary_emb", None)
+    if not (native.available and isinstance(layers, nn.ModuleList) and isinstance(rotary, nn.Module)):
+        return done
+    for layer in layers:
+        fused = FusedLayer.of(layer, rotary, weights)
+        if fused is None:
+            continue
+        layer.forward = fused  # type: ignore[method-assign, assignment]
+        done.update(layer.modules())
+        if release:
+            for name in LINEAR:
+                _release(layer.get_submodule(name))
+    return done
+
+
+def _decoder(model: nn.Module) -> object:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _release(layer: nn.Module) -> None:
+    """Give up a layer's weight; its shape stays known."""
+    weight = layer.get_parameter("weight")
+    layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+
+
+def _share(layers: Sequence[nn.Linear], weights: Weights, release: bool) -> None:
+    shared = SharedProjection(layers, weights)
     for index, layer in enumerate(layers):
 
         def forward(x: Tensor, index: int = index) -> Tensor:
             return shared.project(x, index)
 
         layer.forward = forward  # type: ignore[method-assign, assignment]
+        if release:
+            _release(layer)
+
+
+def _replace(layer: nn.Linear, tied: Sequence[nn.Embedding], weights: Weights, release: bool) -> None:
+    """One linear layer, whose weight may be that of an embedding as well."""
+    product = make_product(layer.weight, weights=weights)
+    layer.forward = product  # type: ignore[method-assign, assignment]
+    if not release or (tied and not isinstance(product, native.Product)):
+        return
+    for embedding in tied:
+        assert isinstance(product, native.Product)
+        embedding.forward = product.rows  # type: ignore[method-assign, assignment]
+    for module in (layer, *tied):
+        _release(module)
 
 
 def _fuse_norm(norm: nn.Module) -> None:
@@ -96,6 +137,8 @@ def _fuse_norm(norm: nn.Module) -> None:
     scale, shape = weight.detach(), weight.shape
 
     def forward(x: Tensor) -> Tensor:
+        if native.available and x.is_contiguous():
+            return native.rms_norm(x, scale, eps)
         return rms_norm(x, shape, scale, eps)
 
     with torch.no_grad():

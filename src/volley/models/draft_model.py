@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from volley.memory.kv_store import KVStore
 from volley.models.accelerate import accelerate
 from volley.models.adapter import Adapter, adapted, drafter_fingerprint
 from volley.models.drafter import Drafter, Projection
+from volley.models.fused import FusedDecoder
 from volley.models.heads import BoundHead
 from volley.models.inject import Injection
 from volley.models.target import Target
@@ -35,6 +37,7 @@ class DraftModel:
         self.drafter, self.store, self.embed, self.head = drafter, store, embed, head
         self.windows = drafter.windows(window)
         self._attention = attention
+        self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
         self._injection = Injection(drafter, store)
         self.bound_head: BoundHead | None = None
         if drafter.head is not None and config.head is not None:
@@ -54,6 +57,7 @@ class DraftModel:
         drafter = adapted(self.drafter, path)
         digest = bytes.fromhex(drafter_fingerprint(drafter))
         accelerate(drafter)
+        drafter.fuse()
         return Adapter(drafter, Injection(drafter, self.store), digest)
 
     def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor, adapter: Adapter | None) -> None:
@@ -82,8 +86,20 @@ class DraftModel:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attention(batch, store, layer, q, k, v, AttentionOptions(scale, self.windows[layer]))
 
-        states: Tensor = drafter(drafter.embed(batch.token_ids, self.embed), batch.positions, attend)
+        embeddings, decoder = drafter.embed(batch.token_ids, self.embed), self._decoder(drafter)
+        if decoder is not None and decoder.serves(store):
+            cos, sin = drafter.rotary(batch.positions, embeddings.dtype)
+            normed: Tensor = drafter.norm(decoder(embeddings, (cos[:, 0], sin[:, 0]), batch, store))
+            return normed
+        states: Tensor = drafter(embeddings, batch.positions, attend)
         return states
+
+    def _decoder(self, drafter: Drafter) -> FusedDecoder | None:
+        if drafter.fused is None:
+            return None
+        if drafter not in self._decoders:
+            self._decoders[drafter] = FusedDecoder(*drafter.fused, self.windows)
+        return self._decoders[drafter]
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits ``[R, V]`` of final states ``[R, H]``."""

@@ -19,8 +19,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from volley.errors import ConfigError
 from volley.files import check_weights, save_tensors, write_atomically
 from volley.models.checkpoint import DrafterConfig
+from volley.models.fused import fits, layer_shape, layer_weights
 from volley.models.formats import read_checkpoint, weight_files
 from volley.models.heads import ResidualHead
+from volley.models.products import make_product
+from volley.native import LayerShape, LayerWeights, Weights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
@@ -157,6 +160,22 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         reduced = rows is not None and rows < config.vocab_size
         self.register_buffer("d2t", torch.zeros(rows or 0, dtype=torch.long) if reduced else None)
+        self.fused: tuple[list[LayerWeights], LayerShape] | None = None
+        """Copies of the layers' weights for :class:`FusedDecoder`, once :meth:`fuse` was called."""
+        self.own_head: Projection | None = None
+        """The target's head in codes, if drafts come from these."""
+
+    def fuse(self, weights: Weights = "bf16", head: Tensor | None = None) -> None:
+        """Let the layers run in one call where the machine has kernels for them; they must not be trained afterwards.
+
+        With codes as ``weights``, drafts come from codes of the target's ``head [V, H]`` as well.
+        """
+        if weights != "bf16" and head is not None and self.lm_head is None:
+            self.own_head = make_product(head, weights=weights)
+        layers = list(self._layers())
+        if layers[0].mlp.down_proj.weight.device.type == "cpu" and all(fits(layer, weights) for layer in layers):
+            shape = layer_shape(layers[0], self.config.head_dim**-0.5)
+            self.fused = ([layer_weights(layer, weights) for layer in layers], shape)
 
     def _layers(self) -> Iterator[DraftLayer]:
         return cast(Iterator[DraftLayer], iter(self.layers))
@@ -200,7 +219,7 @@ class Drafter(nn.Module):
     def logits(self, hidden: Tensor, of_target: Projection) -> Tensor:
         """Logits ``[T, V]`` of final states ``[T, H]``, −∞ outside a reduced vocabulary; ``of_target`` is the target's head."""
         if self.lm_head is None:
-            return of_target(hidden)
+            return (self.own_head or of_target)(hidden)
         own: Tensor = self.lm_head(hidden)
         if self.d2t is None:
             return own

@@ -12,8 +12,9 @@ from torch.nn.functional import linear, rms_norm
 
 from volley.memory import kernels
 from volley.memory.kv_store import DenseKVStore, KVStore
-from volley.models.accelerate import pack, packing_pays
+from volley.models.accelerate import packing_pays
 from volley.models.drafter import Drafter, DraftLayer, rotate
+from volley.models.products import make_product
 
 
 class Injection:
@@ -65,5 +66,5 @@ class Injection:
 
     def _build(self) -> None:
         weight = torch.cat([w.detach() for w in (*self._keys, *self._values)])
-        self._project = pack(weight) if packing_pays([weight]) else lambda x: linear(x, weight)
+        self._project = make_product(weight) if packing_pays(weight) else lambda x: linear(x, weight)
         self.norm_weights = torch.stack([w.detach() for w in self._norms])

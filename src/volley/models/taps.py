@@ -48,6 +48,10 @@ class Taps:
 
         return keep
 
+    def note(self, index: int, states: Tensor) -> None:
+        """What a forward pass that calls no layer says of one."""
+        self._states[index] = states[None]
+
     def take(self) -> Tensor:
         """What the last forward pass left, ``[..., len(layer_ids) · H]``; forgets it."""
         states = [self._states[index] for index in self.layer_ids]

@@ -28,7 +28,11 @@ from volley.memory.batch import RaggedBatch
 from volley.memory.kernels import attention_for
 from volley.memory.kv_store import KVStore
 from volley.models.accelerate import accelerate
-from volley.models.taps import decoder_layers
+from volley.models.fused import FusedDecoder
+from volley.models.products import check_weights
+from volley.models.rehearsal import made_up
+from volley.models.taps import Taps, decoder_layers
+from volley.native import Product, Weights
 
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -89,7 +93,9 @@ class Target:
         check_config(model.config)
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.attention = attention_for(model.device)
+        self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
+        """Where it runs; weights that fused layers hold are on no device any more."""
+        self.attention = attention_for(self.device)
         text = model.config.get_text_config()
         self.num_layers = len(decoder_layers(model))
         self.hidden_size: int = text.hidden_size
@@ -98,8 +104,12 @@ class Target:
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]
         self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
+        self._decoder: FusedDecoder | None = None
         self._attach()
         self.kv_shapes = self._probe()
+        fused = FusedDecoder.of_layers(list(decoder_layers(model)))
+        if fused is not None and self._fusion_agrees(fused):
+            self._decoder = fused
 
     def _attach(self) -> None:
         name = type(self.model).__name__
@@ -115,11 +125,6 @@ class Target:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.model.dtype
         return dtype
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
 
     @torch.inference_mode()
     def _probe(self) -> list[tuple[int, int]]:
@@ -144,15 +149,18 @@ class Target:
     @property
     def head_weight(self) -> Tensor:
         """The head's matrix ``[V, H]``."""
-        return self._head.get_parameter("weight").detach()
+        forward = vars(self._head).get("forward")
+        return forward.weight() if isinstance(forward, Product) else self._head.get_parameter("weight").detach()
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` of normed hidden states ``[T, H]``."""
         logits: Tensor = self._head(hidden)
         return logits
 
-    def forward(self, batch: RaggedBatch, store: KVStore, rows: Tensor) -> Tensor:
-        """Logits ``[R, V]`` at batch rows ``rows [R]``; K/V of the whole batch end in ``store``."""
+    def forward(self, batch: RaggedBatch, store: KVStore, rows: Tensor, taps: Taps | None = None) -> Tensor:
+        """Logits ``[R, V]`` at batch rows ``rows [R]``; K/V of the whole batch end in ``store``, states in ``taps``."""
+        if self._decoder is not None and self._decoder.serves(store):
+            return self._fused_forward(self._decoder, batch, store, rows, taps)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
             return self.attention(batch, store, layer, q, k, v, options)
@@ -167,12 +175,38 @@ class Target:
         logits: Tensor = output.logits[0]
         return logits
 
+    def _fused_forward(
+        self, decoder: FusedDecoder, batch: RaggedBatch, store: KVStore, rows: Tensor, taps: Taps | None
+    ) -> Tensor:
+        base: Any = self.model.get_decoder()
+        states = self.embed(batch.token_ids)
+        cos, sin = base.rotary_emb(states[None], batch.positions[None])
+        noted = () if taps is None else taps.layer_ids
+        states = decoder(states, (cos[0], sin[0]), batch, store, noted, taps.note if taps is not None else None)
+        return self.head(base.norm(states[rows]))
+
+    @torch.inference_mode()
+    def _fusion_agrees(self, decoder: FusedDecoder) -> bool:
+        """Whether logits come out as from the model's own forward: some scale them, or norm the states elsewhere."""
+        batch, store = made_up([5], self.kv_shapes, self.dtype, self.device, causal=True, context=0)
+        if not decoder.serves(store):
+            return False
+        rows = torch.arange(5)
+        expected = self.forward(batch, store, rows).float()
+        found = self._fused_forward(decoder, batch, store, rows, None).float()
+        return bool((found - expected).norm() <= 2**-5 * expected.norm())
+
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
+        cls,
+        path: str | Path,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        weights: Weights = "bf16",
     ) -> Self:
-        """Load model and tokenizer from a folder or the hub."""
+        """Load model and tokenizer from a folder or the hub. On a CPU its products can compute with codes as ``weights``."""
         device = usable_device(device)
+        check_weights(weights, device, dtype)
         try:
             config = AutoConfig.from_pretrained(path)
             check_config(config)
@@ -190,7 +224,7 @@ class Target:
                 "model.safetensors and tokenizer files"
             ) from error
         model = model.to(device).eval()
-        accelerate(model)
+        accelerate(model, weights, release=True)
         return cls(model, tokenizer)
 
 

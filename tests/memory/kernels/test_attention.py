@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory.kernels import DEVICE
+from volley import native
 from volley.memory.attention import AttentionOptions, paged_attention, reference_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kernels import attention as kernel
 from volley.memory.kernels import attention_for
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore, make_store
+from volley.memory.native_attention import native_attention
 
 
 def make_segments(shapes: list[tuple[int, int, bool]], page_size: int, window: int | None, ring: bool) -> list[Segment]:
@@ -123,7 +125,7 @@ def test_a_quantised_store_takes_the_other_path(kind: Any) -> None:
 
 
 def test_the_kernel_is_chosen_where_it_can_run() -> None:
-    assert attention_for(torch.device("cpu")) is paged_attention
+    assert attention_for(torch.device("cpu")) is (native_attention if native.available else paged_attention)
     assert attention_for(torch.device("cuda")) is kernel.ragged_attention
 
 

@@ -4,7 +4,9 @@ import importlib.util
 
 import torch
 
+from volley import native
 from volley.memory.attention import Attention, paged_attention
+from volley.memory.native_attention import native_attention
 
 
 def usable(device: torch.device) -> bool:
@@ -18,4 +20,4 @@ def attention_for(device: torch.device) -> Attention:
         from volley.memory.kernels.attention import ragged_attention
 
         return ragged_attention
-    return paged_attention
+    return native_attention if native.available else paged_attention

@@ -1,0 +1,90 @@
+"""Attention of bf16 models on a CPU by the kernel in C; what it does not do goes to :func:`paged_attention`."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from volley import native
+from volley.memory.attention import AttentionOptions, first_visible, paged_attention
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_store import DenseKVStore, KVStore
+
+
+def native_attention(
+    batch: RaggedBatch,
+    store: KVStore,
+    layer: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """Same contract as :func:`reference_attention`; a token's result is the same to the bit in whatever batch it is."""
+    if not (serves(store, options) and _is_regular(queries, keys, values)):
+        return paged_attention(batch, store, layer, queries, keys, values, options)
+    assert isinstance(store, DenseKVStore)
+    plan = attention_plan(batch, options.window)
+    return plan.attend(queries, keys, values, store.keys[layer], store.values[layer], options.scale)
+
+
+def serves(store: KVStore, options: AttentionOptions) -> bool:
+    """Whether the kernel computes such attention over such a store."""
+    plain = options.softcap is None and options.sinks is None and not (options.symmetric and options.window is not None)
+    if not (native.available and plain and isinstance(store, DenseKVStore)):
+        return False
+    pool = store.keys[0]
+    return pool.dtype == torch.bfloat16 and pool.device.type == "cpu" and all(x.shape[-1] % 16 == 0 for x in store.keys)
+
+
+def _is_regular(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    def packed(x: Tensor) -> bool:
+        return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+    fits = queries.shape[2] <= 256 and queries.shape[1] <= 32 * keys.shape[1]
+    return fits and all(packed(x) and x.stride(0) == queries.stride(0) for x in (queries, keys, values))
+
+
+def attention_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
+    """The plan of a batch for layers with such a window; made once."""
+    key = ("native", window)
+    plan = batch.plans.get(key)
+    if plan is None:
+        plan = batch.plans[key] = _make_plan(batch, window)
+    return plan  # type: ignore[return-value]
+
+
+def _make_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
+    units: list[tuple[int, int, int, int, int]] = []
+    slots: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    entries = 0
+    begins, ends = np.zeros((2, len(batch)), dtype=np.int64)
+    written = np.concatenate([s.table.slot_array(s.start, s.end) for s in batch.segments])
+    for segment, row in zip(batch.segments, batch.offsets, strict=False):
+        first, rows = first_visible(segment, window), slice(row, row + segment.length)
+        seen = segment.table.slot_array(first, segment.end)
+        if segment.parents is None:
+            last = np.arange(segment.start, segment.end) + 1 if segment.causal else segment.end
+            begins[rows], ends[rows] = first, last
+            units.append((row, segment.length, entries, len(seen), first))
+            slots.append(seen)
+            entries += len(seen)
+        else:
+            for token, path in enumerate(_paths(segment)):  # each token sees a list of its own
+                own = seen[np.concatenate((np.arange(segment.start - first), np.array(path) + segment.start - first))]
+                begins[row + token], ends[row + token] = first, first + len(own)
+                units.append((row + token, 1, entries, len(own), first))
+                slots.append(own)
+                entries += len(own)
+        if window is not None and segment.causal:
+            begins[rows] = np.maximum(begins[rows], ends[rows] - window)
+    arrays = (written, np.array(units, dtype=np.int64), np.concatenate(slots), begins, ends)
+    return native.AttentionPlan(*(torch.from_numpy(array) for array in arrays))
+
+
+def _paths(segment: Segment) -> list[list[int]]:
+    """For each token of a tree, its ancestors and itself, root first."""
+    assert segment.parents is not None
+    paths = [[0]]
+    for token, parent in enumerate(segment.parents, start=1):
+        paths.append([*paths[parent], token])
+    return paths

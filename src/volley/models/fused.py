@@ -1,0 +1,221 @@
+"""Decoder layers of the Llama and Qwen kind in volley's own kernels, of targets and drafters alike.
+
+A :class:`FusedLayer` replaces the ``forward`` of one of transformers' layers once it was seen to compute the same; hooks fire
+as before, and the attention function stays whatever the model is set to. A :class:`FusedDecoder` runs all such layers in one
+call where K and V lie in bf16 pages.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from volley import native
+from volley.native import Weights
+from volley.memory.attention import AttentionOptions
+from volley.memory.batch import RaggedBatch
+from volley.memory.kv_store import DenseKVStore, KVStore
+from volley.memory.native_attention import attention_plan, serves
+
+_TOLERANCE = 2**-6
+_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LINEAR = (*_PROJECTIONS, *_GATED)
+"""The linear layers whose weights a fused layer holds."""
+
+
+def layer_weights(layer: Any, weights: Weights) -> native.LayerWeights:
+    """Copies of the weights of a decoder layer, of transformers or of a drafter."""
+    attention, mlp = layer.self_attn, layer.mlp
+    normed = hasattr(attention, "q_norm")
+    return native.LayerWeights(
+        layer.input_layernorm.weight.detach(),
+        layer.post_attention_layernorm.weight.detach(),
+        attention.q_norm.weight.detach() if normed else None,
+        attention.k_norm.weight.detach() if normed else None,
+        _joined([attention.q_proj, attention.k_proj, attention.v_proj], weights),
+        _joined([attention.o_proj], weights),
+        _joined([mlp.gate_proj, mlp.up_proj], weights),
+        _joined([mlp.down_proj], weights),
+    )
+
+
+def layer_shape(layer: Any, scale: float) -> native.LayerShape:
+    attention, dim = layer.self_attn, layer.self_attn.head_dim
+    norm = layer.input_layernorm
+    return native.LayerShape(
+        hidden=norm.weight.shape[0],
+        heads=attention.q_proj.out_features // dim,
+        shared=attention.k_proj.out_features // dim,
+        dim=dim,
+        inner=layer.mlp.up_proj.out_features,
+        eps=norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps,
+        scale=scale,
+    )
+
+
+def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
+    """Whether a layer is built like Llama's or Qwen's, of sizes that the kernels take."""
+    modules = dict(layer.named_modules())
+    if set(dict(layer.named_children())) != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
+        return False
+    linear = [modules.get(name) for name in LINEAR]
+    if not all(type(module) is nn.Linear and native.fits(module.weight, weights) for module in linear):
+        return False
+    attention: Any = layer.self_attn
+    norms = {name for name, _ in attention.named_children()} - {"q_proj", "k_proj", "v_proj", "o_proj"}
+    dim = getattr(attention, "head_dim", 0)
+    return (
+        norms in (set(), {"q_norm", "k_norm"})
+        and all(getattr(attention, name).weight.shape == (dim,) for name in norms)
+        and all((modules[a].bias is None) == (modules[_PROJECTIONS[0]].bias is None) for a in _PROJECTIONS[:3])
+        and all((modules[a].bias is None) == (modules[_GATED[0]].bias is None) for a in _GATED[:2])
+        and all(hasattr(getattr(layer, name), "weight") for name in ("input_layernorm", "post_attention_layernorm"))
+        and dim % 16 == 0
+    )
+
+
+class FusedLayer:
+    """The forward of one of transformers' decoder layers."""
+
+    def __init__(self, layer: nn.Module, weights: Weights) -> None:
+        attention: Any = layer.self_attn
+        self.attention = attention
+        self.options = AttentionOptions(attention.scaling, getattr(attention, "sliding_window", None))
+        self.shape = layer_shape(layer, attention.scaling)
+        self.weights = layer_weights(layer, weights)
+
+    @classmethod
+    def of(cls, layer: nn.Module, rotary: nn.Module, weights: Weights) -> Self | None:
+        """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
+        attention: Any = getattr(layer, "self_attn", None)
+        if not (fits(layer, weights) and hasattr(attention, "scaling") and hasattr(attention, "layer_idx")):
+            return None
+        if not _is_silu(layer.mlp):
+            return None
+        exact = cls(layer, "bf16")
+        if not exact._computes(layer, rotary):
+            return None
+        return exact if weights == "bf16" else cls(layer, weights)
+
+    @torch.no_grad()
+    def _computes(self, layer: nn.Module, rotary: nn.Module) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(1, 6, self.shape.hidden, generator=generator).bfloat16()
+        positions = torch.arange(6)[None]
+        try:
+            turns = rotary(states, positions)
+            expected = layer(states, position_embeddings=turns, position_ids=positions, attention_mask=None)
+        except TypeError:  # its arguments are others
+            return False
+        if not isinstance(expected, Tensor) or turns[0].shape[-1] != self.shape.dim:
+            return False
+        found = self(states, position_embeddings=turns, attention_mask=None)
+        change = (expected - states).float().norm()
+        return bool((found - expected).float().norm() <= _TOLERANCE * change)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """States ``[B, T, H]`` after the layer."""
+        assert position_embeddings is not None, "a decoder layer is given its rotary embedding"
+        of, size, shape = self.weights, self.shape, hidden_states.shape
+        states = hidden_states.reshape(-1, size.hidden)
+        cos, sin = (x.expand(*shape[:2], -1).reshape(-1, size.dim) for x in position_embeddings)
+        rows = of.project(native.rms_norm(states, of.first_norm, size.eps))
+        norms = None if of.query_norm is None or of.key_norm is None else (of.query_norm, of.key_norm)
+        native.norm_and_turn(rows, norms, cos, sin, size.heads, size.shared, size.eps)
+        split = rows.view(len(rows), -1, size.dim).split((size.heads, size.shared, size.shared), dim=1)
+        if "volley_call" in options:
+            mixed = options["volley_call"](self.attention.layer_idx, *split, self.options)
+        else:
+            mixed = self._dense(split, shape[0], attention_mask, past_key_values, options)
+        states = states + of.output(mixed.reshape(len(rows), -1))
+        gated = native.gated_silu(of.gate_up(native.rms_norm(states, of.second_norm, size.eps)))
+        return (states + of.down(gated)).view(shape)
+
+    def _dense(
+        self, split: Sequence[Tensor], batch: int, mask: Tensor | None, past_key_values: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """Attention by transformers' own function."""
+        queries, keys, values = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in split)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.attention.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS[self.attention.config._attn_implementation]
+        settings = {"scaling": self.options.scale, "sliding_window": self.options.window}
+        mixed: Tensor = attend(self.attention, queries, keys, values, mask, **settings, **options)[0]
+        return mixed
+
+
+class FusedDecoder:
+    """All layers of a model in one call."""
+
+    def __init__(
+        self, layers: Sequence[native.LayerWeights], shape: native.LayerShape, windows: Sequence[int | None]
+    ) -> None:
+        """``windows``: each layer's, as :class:`AttentionOptions` has it."""
+        self._decoder = native.Decoder(layers, shape)
+        self._last, self._scale = len(layers), shape.scale
+        self._windows = list(dict.fromkeys(windows))
+        self._plans = [self._windows.index(window) for window in windows]
+        self._store: KVStore | None = None
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[nn.Module]) -> Self | None:
+        """Of transformers' decoder layers, if all of them are fused and of one shape."""
+        fused = [vars(layer).get("forward") for layer in layers]
+        found = [forward for forward in fused if isinstance(forward, FusedLayer)]
+        if not found or len(found) < len(fused) or any(layer.shape != found[0].shape for layer in found):
+            return None
+        return cls([layer.weights for layer in found], found[0].shape, [layer.options.window for layer in found])
+
+    def serves(self, store: KVStore) -> bool:
+        """Whether K and V in ``store`` are where the kernels read them."""
+        return serves(store, AttentionOptions(self._scale))
+
+    def __call__(
+        self,
+        states: Tensor,
+        turns: tuple[Tensor, Tensor],
+        batch: RaggedBatch,
+        store: KVStore,
+        noted: Sequence[int] = (),
+        note: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """States ``[T, H]`` after the last layer, of embeddings ``[T, H]``; ``turns`` are cosines and sines ``[T, d]``.
+
+        ``note(layer, states)`` gets a copy of the states after each layer of ``noted``, -1 being before the first.
+        """
+        if store is not self._store:
+            assert isinstance(store, DenseKVStore)
+            self._decoder.place(store.keys, store.values, self._plans)
+            self._store = store
+        plans = [attention_plan(batch, window) for window in self._windows]
+        cos, sin = (turn.contiguous() for turn in turns)
+        states, first = states.clone(memory_format=torch.contiguous_format), 0
+        for layer in sorted({*noted, self._last - 1}):
+            if layer >= 0:
+                self._decoder.run(states, cos, sin, plans, first, layer + 1)
+                first = layer + 1
+            if note is not None and layer in noted:
+                note(layer, states.clone())
+        return states
+
+
+def _is_silu(mlp: Any) -> bool:
+    x = torch.linspace(-3, 3, 7)
+    return hasattr(mlp, "act_fn") and torch.equal(mlp.act_fn(x), silu(x))
+
+
+def _joined(layers: Sequence[nn.Linear], weights: Weights) -> native.Product:
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    return native.Product(weight, torch.cat(biases) if biases else None, weights)

@@ -1,0 +1,47 @@
+"""Products with fixed weights on a CPU: bf16, or int8 and int4 codes of it, laid out once as the machine reads them fastest."""
+
+from collections.abc import Callable
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from volley import native
+from volley.native import Weights
+from volley.errors import ConfigError, unknown_key
+
+Product = Callable[[Tensor], Tensor]
+"""``x [..., in] -> [..., out]``, both bf16."""
+_ROWS = 16  # the number of rows oneDNN lays weights out for; others work as well
+
+
+def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse codes where nothing multiplies with them."""
+    if weights not in get_args(Weights):
+        raise unknown_key("kind of weights", str(weights), get_args(Weights))
+    if weights != "bf16" and dtype != torch.bfloat16:
+        raise ConfigError(f"weights={weights!r} are codes of bf16 weights; load the model with dtype bf16")
+    if weights != "bf16" and not (native.available and device.type == "cpu"):
+        raise ConfigError(
+            f"weights={weights!r} needs a CPU with AVX512-BF16 and VNNI, and volley's kernels, which are built when it is "
+            "installed where there is a C compiler; use weights='bf16' here"
+        )
+
+
+def make_product(weight: Tensor, bias: Tensor | None = None, weights: Weights = "bf16") -> Product:
+    """``x @ weight.T + bias`` of ``weight [out, in]`` and ``bias [out]`` in bf16; the result holds a copy of the weight.
+
+    A weight whose inputs are too few for codes, or of an odd number, stays bf16.
+    """
+    weight = weight.detach()
+    bias = None if bias is None else bias.detach()
+    for kind in (weights, "bf16"):
+        if native.fits(weight, kind):
+            return native.Product(weight, bias, kind)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+
+    def product(x: Tensor) -> Tensor:
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return output
+
+    return product

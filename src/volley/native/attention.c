@@ -1,0 +1,305 @@
+/* Attention over pages. Keys are taken in parts that begin at multiples of 64 positions, and a token's sums run over the
+ * keys that it sees alone: its result is the same to the bit in whatever call it is computed.
+ */
+#include "attention.h"
+
+
+#define FEW 65536   /* products of a query and a key below which a second thread costs more than it takes over */
+#define PART 64    /* keys that are looked at together; parts begin at positions that are multiples of it */
+#define VECTORS 64 /* queries (tokens times heads that share keys) that are computed together */
+#define LARGEST 256
+
+typedef struct {
+    float scores[VECTORS][PART];
+    float mixed[VECTORS][LARGEST];
+    float most[VECTORS], sum[VECTORS];
+    bf16 gathered[VECTORS * LARGEST];
+    bf16 weights[VECTORS][PART];
+    bf16 paired[PART * LARGEST]; /* values of two keys side by side */
+    bf16 keys[PART * LARGEST];
+    bf16 turned[VECTORS * LARGEST]; /* queries: [vectors / 16][dim / 32][16 pairs of numbers][16 vectors][2] */
+} Work;
+
+static void score_plain(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
+    for (int key = 0; key < count; key++)
+        for (int v = 0; v < vectors; v++) {
+            const bf16 *query = work->gathered + v * dim;
+            float parts[16] = {0};
+            for (int i = 0; i < dim; i += 16)
+                for (int j = 0; j < 16; j++) parts[j] += widen(query[i + j]) * widen(keys[key][i + j]);
+            float sum = 0;
+            for (int j = 0; j < 16; j++) sum += parts[j];
+            work->scores[v][key] = sum * scale;
+        }
+}
+
+static void mix_plain(Work *work, const bf16 *const *values, int begin, int count, int v, int dim) {
+    for (int key = begin; key < count; key++) {
+        float weight = widen(work->weights[v][key]);
+        for (int i = 0; i < dim; i++) work->mixed[v][i] += weight * widen(values[key][i]);
+    }
+}
+
+FOR_EACH_CPU static void part_plain(Work *work, const bf16 *const *keys, const bf16 *const *values, int count, int vectors,
+                                    int dim, float scale) {
+    (void)values;
+    score_plain(work, keys, count, vectors, dim, scale);
+}
+
+FOR_EACH_CPU static void mix_part_plain(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
+    for (int v = 0; v < vectors; v++) mix_plain(work, values, 0, count, v, dim);
+}
+
+#if X86
+DOT static void part_dot(Work *work, const bf16 *const *keys, const bf16 *const *values, int count, int vectors, int dim,
+                         float scale) {
+    (void)values;
+    for (int key = 0; key < count; key++) {
+        __m512i own[LARGEST / 32];
+        for (int i = 0; i < dim / 32; i++) own[i] = _mm512_loadu_si512(keys[key] + 32 * i);
+        for (int v = 0; v < vectors; v++) {
+            const bf16 *query = work->gathered + v * dim;
+            __m512 sum = _mm512_setzero_ps();
+            for (int i = 0; i < dim / 32; i++)
+                sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(query + 32 * i), (__m512bh)own[i]);
+            work->scores[v][key] = _mm512_reduce_add_ps(sum) * scale;
+        }
+    }
+}
+
+DOT static void pair_values(Work *work, const bf16 *const *values, int count, int pairs, int dim) {
+    static const bf16 nothing[LARGEST];
+    uint16_t low[32], high[32];
+    for (int i = 0; i < 16; i++) {
+        low[2 * i] = (uint16_t)i, low[2 * i + 1] = (uint16_t)(32 + i);
+        high[2 * i] = (uint16_t)(16 + i), high[2 * i + 1] = (uint16_t)(48 + i);
+    }
+    __m512i at_low = _mm512_loadu_si512(low), at_high = _mm512_loadu_si512(high);
+    for (int pair = 0; pair < pairs; pair++) {
+        const bf16 *one = 2 * pair < count ? values[2 * pair] : nothing;
+        const bf16 *two = 2 * pair + 1 < count ? values[2 * pair + 1] : nothing;
+        for (int i = 0; i < dim / 32; i++) {
+            __m512i a = _mm512_loadu_si512(one + 32 * i), b = _mm512_loadu_si512(two + 32 * i);
+            bf16 *place = work->paired + (pair * dim + 32 * i) * 2;
+            _mm512_storeu_si512(place, _mm512_permutex2var_epi16(a, at_low, b));
+            _mm512_storeu_si512(place + 32, _mm512_permutex2var_epi16(a, at_high, b));
+        }
+    }
+}
+
+DOT static void mix_part_dot(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
+    int pairs = (count + 1) / 2;
+    pair_values(work, values, count, pairs, dim);
+    for (int v = 0; v < vectors; v++)
+        for (int from = 0; from < dim; from += 128) {
+            int parts = (dim - from < 128 ? dim - from : 128) / 16;
+            __m512 sums[8];
+            for (int i = 0; i < parts; i++) sums[i] = _mm512_loadu_ps(work->mixed[v] + from + 16 * i);
+            for (int pair = 0; pair < pairs; pair++) {
+                int32_t both;
+                memcpy(&both, &work->weights[v][2 * pair], 4);
+                __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
+                const bf16 *own = work->paired + (pair * dim + from) * 2;
+                for (int i = 0; i < parts; i++)
+                    sums[i] = _mm512_dpbf16_ps(sums[i], weight, (__m512bh)_mm512_loadu_si512(own + 32 * i));
+            }
+            for (int i = 0; i < parts; i++) _mm512_storeu_ps(work->mixed[v] + from + 16 * i, sums[i]);
+        }
+}
+
+/* ---- with tiles: 16 keys by 16 queries, then 16 queries by 16 numbers ---- */
+
+AMX static void configure(void) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    __asm__ volatile("" : "+m"(config)); /* the compiler does not know that it is read */
+    _tile_loadconfig(&config);
+}
+
+AMX static void release(void) { _tile_release(); }
+
+static void turn_queries(Work *work, int vectors, int dim) {
+    for (int tile = 0; tile < (vectors + 15) / 16; tile++)
+        for (int pair = 0; pair < dim / 2; pair++)
+            for (int v = 0; v < 16; v++) {
+                bf16 *place = work->turned + ((tile * dim / 2 + pair) * 16 + v) * 2;
+                int vector = tile * 16 + v;
+                for (int i = 0; i < 2; i++) place[i] = vector < vectors ? work->gathered[vector * dim + 2 * pair + i] : 0;
+            }
+}
+
+/* Scores [16 keys][16 queries] as rows of queries, scaled. */
+DOT static void transpose(float (*from)[16], float *to, float scale) {
+    __m512 a[16], b[16], times = _mm512_set1_ps(scale);
+    for (int i = 0; i < 16; i++) a[i] = _mm512_mul_ps(_mm512_load_ps(from[i]), times);
+    for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
+            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    for (int i = 0; i < 4; i++) { /* a[4 * q + i]: keys 4 q to 4 q + 3 of queries i, i + 4, i + 8, i + 12 */
+        __m512 one = _mm512_shuffle_f32x4(a[i], a[4 + i], 0x88), two = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0x88);
+        __m512 three = _mm512_shuffle_f32x4(a[i], a[4 + i], 0xdd), four = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0xdd);
+        _mm512_storeu_ps(to + i * PART, _mm512_shuffle_f32x4(one, two, 0x88));
+        _mm512_storeu_ps(to + (i + 8) * PART, _mm512_shuffle_f32x4(one, two, 0xdd));
+        _mm512_storeu_ps(to + (i + 4) * PART, _mm512_shuffle_f32x4(three, four, 0x88));
+        _mm512_storeu_ps(to + (i + 12) * PART, _mm512_shuffle_f32x4(three, four, 0xdd));
+    }
+}
+
+AMX static void part_amx(Work *work, const bf16 *const *keys, const bf16 *const *values, int count, int vectors, int dim,
+                         float scale) {
+    (void)values;
+    int tiles = (vectors + 15) / 16, key_tiles = (count + 15) / 16;
+    for (int key = 0; key < count; key++) memcpy(work->keys + key * dim, keys[key], dim * sizeof(bf16));
+    memset(work->keys + count * dim, 0, (key_tiles * 16 - count) * dim * sizeof(bf16));
+    __asm__ volatile("" ::: "memory");
+    for (int tile = 0; tile < tiles; tile++)
+        for (int key = 0; key < key_tiles; key++) {
+            float found[16][16] __attribute__((aligned(64)));
+            _tile_zero(0);
+            for (int i = 0; i < dim / 32; i++) {
+                _tile_loadd(1, work->keys + key * 16 * dim + i * 32, dim * 2);
+                _tile_loadd(2, work->turned + (tile * dim / 2 + i * 16) * 32, 64);
+                _tile_dpbf16ps(0, 1, 2);
+            }
+            _tile_stored(0, found, 64);
+            transpose(found, &work->scores[tile * 16][key * 16], scale);
+        }
+}
+
+AMX static void mix_part_amx(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
+    int tiles = (vectors + 15) / 16;
+    pair_values(work, values, count, PART / 2, dim);
+    __asm__ volatile("" ::: "memory");
+    for (int tile = 0; tile < tiles; tile++)
+        for (int from = 0; from < dim; from += 16) {
+            _tile_loadd(0, &work->mixed[tile * 16][from], LARGEST * 4);
+            for (int half = 0; half < 2; half++) {
+                _tile_loadd(1, &work->weights[tile * 16][half * 32], PART * 2);
+                _tile_loadd(2, work->paired + (half * 16 * dim + from) * 2, dim * 4);
+                _tile_dpbf16ps(0, 1, 2);
+            }
+            _tile_stored(0, &work->mixed[tile * 16][from], LARGEST * 4);
+        }
+}
+#endif
+
+typedef void (*Score)(Work *, const bf16 *const *, const bf16 *const *, int, int, int, float);
+typedef void (*Mix)(Work *, const bf16 *const *, int, int, int);
+
+/* Weights of one part for one vector, whose visible keys are [begin, end) of it; what was mixed so far is scaled down if a
+ * larger score is met. */
+FOR_EACH_CPU static void weigh(Work *work, int v, int begin, int end, int dim) {
+    float weights[PART], parts[16], visible[PART];
+    for (int key = 0; key < PART; key++) visible[key] = key >= begin && key < end ? 1.0f : 0.0f;
+    for (int key = 0; key < PART; key++) weights[key] = visible[key] != 0.0f ? work->scores[v][key] : -INFINITY;
+    for (int j = 0; j < 16; j++) parts[j] = work->most[v];
+    for (int key = 0; key < PART; key += 16)
+        for (int j = 0; j < 16; j++) parts[j] = weights[key + j] > parts[j] ? weights[key + j] : parts[j];
+    for (int half = 8; half; half /= 2)
+        for (int j = 0; j < half; j++) parts[j] = parts[j + half] > parts[j] ? parts[j + half] : parts[j];
+    float most = parts[0], old = work->most[v] == -INFINITY ? 0.0f : exponential(work->most[v] - most);
+    for (int key = 0; key < PART; key++) weights[key] = visible[key] * exponential(weights[key] - most);
+    for (int j = 0; j < 16; j++) parts[j] = (weights[j] + weights[j + 16]) + (weights[j + 32] + weights[j + 48]);
+    for (int half = 8; half; half /= 2)
+        for (int j = 0; j < half; j++) parts[j] += parts[j + half];
+    for (int key = 0; key < PART; key++) work->weights[v][key] = narrow(weights[key]);
+    work->sum[v] = work->sum[v] * old + parts[0];
+    work->most[v] = most;
+    if (old != 1.0f)
+        for (int i = 0; i < dim; i++) work->mixed[v][i] *= old;
+}
+
+FOR_EACH_CPU static void finish(const float *mixed, float sum, bf16 *out, int dim) {
+    for (int i = 0; i < dim; i++) out[i] = narrow(mixed[i] / sum);
+}
+
+static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit, int64_t from, int64_t rows, int64_t head, Score score, Mix mix) {
+    Work work;
+    int group = (int)(call->heads / call->shared), dim = (int)call->dim, vectors = (int)rows * group;
+    int64_t lowest = INT64_MAX, highest = 0, row0 = unit->row + from;
+    for (int64_t row = row0; row < row0 + rows; row++) {
+        lowest = plan->begins[row] < lowest ? plan->begins[row] : lowest;
+        highest = plan->ends[row] > highest ? plan->ends[row] : highest;
+        for (int g = 0; g < group; g++)
+            memcpy(work.gathered + ((row - row0) * group + g) * dim,
+                   call->queries + row * call->stride + (head * group + g) * dim, dim * sizeof(bf16));
+    }
+    int padded = (vectors + 15) / 16 * 16;
+    for (int v = 0; v < padded; v++) {
+        work.most[v] = -INFINITY, work.sum[v] = 0;
+        memset(work.mixed[v], 0, dim * sizeof(float));
+    }
+    memset(work.scores, 0, padded * sizeof work.scores[0]);
+    memset(work.weights, 0, padded * sizeof work.weights[0]);
+#if X86
+    if (score == part_amx) configure(), turn_queries(&work, vectors, dim);
+#endif
+    for (int64_t part = lowest / PART * PART; part < highest; part += PART) {
+        const bf16 *keys[PART], *values[PART];
+        int64_t begin = part > lowest ? part : lowest, end = part + PART < highest ? part + PART : highest;
+        for (int64_t position = part; position < end; position++) { /* what nobody sees is weighed by zero */
+            int64_t known = position > unit->first ? position - unit->first : 0;
+            int64_t place = (plan->slots[unit->slots + known] * call->shared + head) * dim;
+            keys[position - part] = call->key_pool + place, values[position - part] = call->value_pool + place;
+        }
+        int count = (int)(end - part);
+        score(&work, keys, values, count, vectors, dim, call->scale);
+        for (int v = 0; v < vectors; v++) {
+            int64_t row = row0 + v / group;
+            int64_t own = plan->begins[row] > begin ? plan->begins[row] : begin;
+            int64_t stop = plan->ends[row] < end ? plan->ends[row] : end;
+            if (own < stop)
+                weigh(&work, v, (int)(own - part), (int)(stop - part), dim);
+            else
+                memset(work.weights[v], 0, sizeof work.weights[v]);
+        }
+        mix(&work, values, count, vectors, dim);
+    }
+#if X86
+    if (score == part_amx) release();
+#endif
+    for (int v = 0; v < vectors; v++)
+        finish(work.mixed[v], work.sum[v], call->out + ((row0 + v / group) * call->heads + head * group + v % group) * dim, dim);
+}
+
+void attend_all(const AttentionCall *call, const Plan *plan) {
+    Score score = part_plain;
+    Mix mix = mix_part_plain;
+#if X86
+    if (__builtin_cpu_supports("avx512bf16") && call->dim % 32 == 0) score = part_dot, mix = mix_part_dot;
+    if (has_tiles && call->dim % 32 == 0) score = part_amx, mix = mix_part_amx;
+#endif
+    int64_t tile = VECTORS / (call->heads / call->shared), pieces = 0;
+    for (int64_t u = 0; u < plan->num_units; u++) pieces += (plan->units[u].rows + tile - 1) / tile;
+#pragma omp for schedule(dynamic)
+    for (int64_t index = 0; index < pieces * call->shared; index++) {
+        int64_t piece = index / call->shared, u = 0;
+        const Unit *units = plan->units;
+        while (piece >= (units[u].rows + tile - 1) / tile) piece -= (units[u].rows + tile - 1) / tile, u++;
+        int64_t from = piece * tile, rows = units[u].rows - from < tile ? units[u].rows - from : tile;
+        attend(call, plan, &units[u], from, rows, index % call->shared, score, mix);
+    }
+}
+
+void store_row(const AttentionCall *call, const Plan *plan, int64_t token) {
+    int64_t width = call->shared * call->dim, place = plan->written[token] * width;
+    memcpy(call->key_pool + place, call->keys + token * call->stride, width * sizeof(bf16));
+    memcpy(call->value_pool + place, call->values + token * call->stride, width * sizeof(bf16));
+}
+
+/* K and V of all tokens are stored, then all of them attend. */
+void paged_attention(const AttentionCall *call, const Plan *plan) {
+    int64_t work = 0;
+    for (int64_t u = 0; u < plan->num_units; u++) work += plan->units[u].rows * plan->units[u].length;
+    for (int64_t token = 0; token < plan->tokens; token++) store_row(call, plan, token);
+#pragma omp parallel if (work * call->heads * call->dim > FEW)
+    attend_all(call, plan);
+}

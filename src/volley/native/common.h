@@ -1,0 +1,50 @@
+/* bf16 numbers and how a function is compiled for several CPUs. */
+#ifndef VOLLEY_COMMON_H
+#define VOLLEY_COMMON_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#define X86 1
+#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define DOT __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni")))
+#define AMX __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
+extern int has_tiles; /* AMX is there, and this process may use it */
+#else
+#define X86 0
+#define FOR_EACH_CPU
+#endif
+
+typedef uint16_t bf16;
+
+static inline float widen(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline bf16 narrow(float value) { /* to nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return value != value ? 0x7fc0 : (bf16)rounded;
+}
+
+static inline float rounded(float value) { return widen(narrow(value)); }
+
+static inline float exponential(float x) { /* relative error below 3e-7 for x in [-87, 87] */
+    x = x < -87.0f ? -87.0f : x > 87.0f ? 87.0f : x;
+    float n = floorf(x * 1.44269504f + 0.5f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666672f + r * (0.0416666418f + r * (0.00833345205f + r * 0.00139430189f)))));
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+#endif

@@ -1,0 +1,76 @@
+/* Decoder layers of the Llama and Qwen kind, one after another, in one parallel region: see models/fused.py. */
+#include <omp.h>
+
+#include "attention.h"
+#include "products.h"
+#include "rows.h"
+
+typedef struct {
+    const bf16 *first_norm, *second_norm; /* [hidden] */
+    const bf16 *query_norm, *key_norm;    /* [dim] or null */
+    bf16 *key_pool, *value_pool;          /* [slots, shared, dim] */
+    int64_t plan;                         /* which of the plans it attends by */
+    Product project, output, gate_up, down;
+} Layer;
+
+typedef struct {
+    int64_t hidden, heads, shared, dim, inner;
+    float eps, scale;
+} Shape;
+
+typedef struct { /* room for one layer */
+    bf16 *normed, *rows, *mixed, *gated, *active;
+    int8_t *codes;
+    float *scales;
+    int32_t *sums;
+} Scratch;
+
+static void product(const Product *product, const bf16 *x, Quantised codes, int64_t tokens, bf16 *out, int64_t add) {
+    if (product->kind != BF16) {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < tokens; row++) quantise(x, product->inputs, product->inputs, codes, row, row + 1);
+    }
+    int64_t blocks = num_blocks(product), thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    multiply(product, x, product->inputs, codes, tokens, out, add, blocks * thread / threads, blocks * (thread + 1) / threads);
+#pragma omp barrier
+}
+
+static void norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t tokens, const Shape *shape) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < tokens; row++)
+        norm_row(x + row * shape->hidden, weight, out + row * shape->hidden, shape->hidden, shape->eps);
+}
+
+/* States x [tokens, hidden] through ``count`` layers, in place; cos and sin are [tokens, dim]. */
+void decode(const Layer *layers, int64_t count, const Shape *shape, const Plan *plans, bf16 *x, const bf16 *cos, const bf16 *sin,
+            const Scratch *scratch) {
+    int64_t tokens = plans->tokens, dim = shape->dim, inner = shape->inner, parts = (inner + 511) / 512;
+    int64_t width = (shape->heads + 2 * shape->shared) * dim;
+    Quantised codes = {scratch->codes, scratch->scales, scratch->sums};
+#pragma omp parallel
+    for (const Layer *layer = layers; layer < layers + count; layer++) {
+        const Plan *plan = plans + layer->plan;
+        bf16 *rows = scratch->rows, *keys = rows + shape->heads * dim;
+        AttentionCall call = {rows, keys, keys + shape->shared * dim, layer->key_pool, layer->value_pool, scratch->mixed,
+                              width, shape->heads, shape->shared, dim, shape->scale};
+        norm(x, layer->first_norm, scratch->normed, tokens, shape);
+        product(&layer->project, scratch->normed, codes, tokens, rows, 0);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < tokens; row++) {
+            turn_row(rows + row * width, layer->query_norm, layer->key_norm, cos + row * dim, sin + row * dim, shape->heads,
+                     shape->shared, dim, shape->eps);
+            store_row(&call, plan, row);
+        }
+        attend_all(&call, plan);
+        product(&layer->output, scratch->mixed, codes, tokens, x, 1);
+        norm(x, layer->second_norm, scratch->normed, tokens, shape);
+        product(&layer->gate_up, scratch->normed, codes, tokens, scratch->gated, 0);
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < tokens * parts; part++) {
+            int64_t row = part / parts, from = part % parts * 512, size = inner - from < 512 ? inner - from : 512;
+            const bf16 *gate = scratch->gated + row * 2 * inner + from;
+            gate_row(gate, gate + inner, scratch->active + row * inner + from, size);
+        }
+        product(&layer->down, scratch->active, codes, tokens, x, 1);
+    }
+}

@@ -1,0 +1,316 @@
+/* Products of a few rows with weights that lie as the instructions read them: a pass over the weights at memory's speed.
+ *
+ * bf16 weights are summed in fp32, in one order for every number of rows. int8 and int4 weights meet inputs in int8, with a
+ * scale for every 64 inputs of a row; sums within 64 are integers, so they are exact in any order.
+ */
+#include "products.h"
+
+#if X86
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+int64_t num_blocks(const Product *product) { return (product->outputs + BLOCK - 1) / BLOCK; }
+
+FOR_EACH_CPU static void quantise_group(const bf16 *x, int8_t *codes, float *scale, int32_t *sum) {
+    float most = 0;
+    for (int i = 0; i < GROUP; i++) {
+        float value = fabsf(widen(x[i]));
+        most = value > most ? value : most;
+    }
+    float inverse = most > 0 ? 127.0f / most : 0.0f;
+    int32_t total = 0;
+    for (int i = 0; i < GROUP; i++) {
+        int32_t code = (int32_t)rintf(widen(x[i]) * inverse);
+        codes[i] = (int8_t)code;
+        total += code;
+    }
+    *scale = most / 127.0f;
+    *sum = total;
+}
+
+void quantise(const bf16 *x, int64_t stride, int64_t inputs, Quantised to, int64_t begin, int64_t end) {
+    int64_t groups = inputs / GROUP;
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t g = 0; g < groups; g++)
+            quantise_group(x + row * stride + g * GROUP, to.codes + row * inputs + g * GROUP, to.scales + row * groups + g,
+                           to.sums + row * groups + g);
+}
+
+FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 *out, int64_t add, int64_t block) {
+    int64_t first = block * BLOCK, width = product->outputs - first < BLOCK ? product->outputs - first : BLOCK;
+    for (int64_t i = 0; i < width; i++) {
+        float value = rounded(sums[i] + (product->bias ? widen(product->bias[first + i]) : 0.0f));
+        out[first + i] = add ? narrow(widen(out[first + i]) + value) : narrow(value);
+    }
+}
+
+#if X86
+
+int has_tiles;
+
+#define MOST 64 /* rows that share one look at a block */
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Tiles;
+
+/* The compiler does not know that tiles are loaded from memory. */
+#define WRITTEN(variable) __asm__ volatile("" : "+m"(variable))
+
+/* Accumulators 0 to 3 for up to 64 rows, 4 and 5 for inputs (5 has the rows of the last accumulator), 6 for weights. */
+AMX static void configure(int64_t rows) {
+    int64_t tiles = (rows + 15) / 16;
+    Tiles config = {.palette = 1};
+    for (int i = 0; i < 7; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    config.rows[tiles - 1] = config.rows[5] = (uint8_t)(rows - (tiles - 1) * 16);
+    WRITTEN(config);
+    _tile_loadconfig(&config);
+}
+
+AMX static inline __attribute__((always_inline)) void zero_tiles(void) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+AMX static void release(void) { _tile_release(); }
+
+#define PREFETCH(place)                                                                             \
+    for (int line = 0; line < 16; line++) _mm_prefetch((const char *)(place) + 64 * line, _MM_HINT_T0)
+#define AHEAD 4096
+
+#define EACH_STEP(tiles, load, multiply)                                                            \
+    switch (tiles) {                                                                                \
+        case 4: load(4, 0); multiply(0, 4); load(4, 1); multiply(1, 4); load(4, 2); multiply(2, 4); load(5, 3); multiply(3, 5); break; \
+        case 3: load(4, 0); multiply(0, 4); load(4, 1); multiply(1, 4); load(5, 2); multiply(2, 5); break;                             \
+        case 2: load(4, 0); multiply(0, 4); load(5, 1); multiply(1, 5); break;                      \
+        default: load(5, 0); multiply(0, 5);                                                        \
+    }
+
+AMX static void block_amx(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t rows,
+                          float (*sums)[BLOCK]) {
+    int64_t tiles = (rows + 15) / 16;
+    zero_tiles();
+#define LOAD(tile, index) _tile_loadd(tile, x + (index) * 16 * stride + at, stride * 2)
+#define MULTIPLY(sum, tile) _tile_dpbf16ps(sum, tile, 6)
+    for (int64_t at = 0; at < inputs; at += 32) {
+        PREFETCH(codes + at * 32 + AHEAD);
+        _tile_loadd(6, codes + at * 32, 64);
+        EACH_STEP(tiles, LOAD, MULTIPLY)
+    }
+#undef LOAD
+#undef MULTIPLY
+    _tile_stored(0, sums, 64);
+    if (tiles > 1) _tile_stored(1, sums + 16, 64);
+    if (tiles > 2) _tile_stored(2, sums + 32, 64);
+    if (tiles > 3) _tile_stored(3, sums + 48, 64);
+}
+
+DOT static inline __attribute__((always_inline)) void rows_dot(const uint8_t *codes, const bf16 *x, int64_t stride,
+                                                               int64_t inputs, int count, float (*sums)[BLOCK]) {
+    __m512 own[8];
+    for (int r = 0; r < count; r++) own[r] = _mm512_setzero_ps();
+    for (int64_t at = 0; at < inputs; at += 2) {
+        __m512bh weights = (__m512bh)_mm512_loadu_si512(codes + at * 32);
+        _mm_prefetch((const char *)codes + at * 32 + AHEAD, _MM_HINT_T0);
+        for (int r = 0; r < count; r++) {
+            int32_t pair;
+            memcpy(&pair, x + r * stride + at, 4);
+            own[r] = _mm512_dpbf16_ps(own[r], (__m512bh)_mm512_set1_epi32(pair), weights);
+        }
+    }
+    for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[r], own[r]);
+}
+
+DOT static void block_dot(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t rows,
+                          float (*sums)[BLOCK]) {
+    for (int64_t from = 0; from < rows; from += 8) {
+        const bf16 *own = x + from * stride;
+        switch (rows - from) {
+            case 1: rows_dot(codes, own, stride, inputs, 1, sums + from); break;
+            case 2: rows_dot(codes, own, stride, inputs, 2, sums + from); break;
+            case 3: rows_dot(codes, own, stride, inputs, 3, sums + from); break;
+            case 4: rows_dot(codes, own, stride, inputs, 4, sums + from); break;
+            case 5: rows_dot(codes, own, stride, inputs, 5, sums + from); break;
+            case 6: rows_dot(codes, own, stride, inputs, 6, sums + from); break;
+            case 7: rows_dot(codes, own, stride, inputs, 7, sums + from); break;
+            default: rows_dot(codes, own, stride, inputs, 8, sums + from);
+        }
+    }
+}
+
+/* One group of 64 inputs: what codes c of weights mean is (c - zero) times a scale, so zero times the sum of inputs goes. */
+DOT static inline __attribute__((always_inline)) void add_group(__m512i found, __m512 *sum, int32_t of_inputs, int32_t zero,
+                                                                float of_row, __m512 of_outputs) {
+    __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(found, _mm512_set1_epi32(zero * of_inputs)));
+    *sum = _mm512_fmadd_ps(exact, _mm512_mul_ps(_mm512_set1_ps(of_row), of_outputs), *sum);
+}
+
+DOT static inline __attribute__((always_inline)) void unpack(const uint8_t *codes, int quad, __m512i *low, __m512i *high) {
+    __m512i both = _mm512_loadu_si512(codes + quad / 2 * 64), nibble = _mm512_set1_epi8(15);
+    *low = _mm512_and_si512(both, nibble);
+    *high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+}
+
+/* The sums of one group of 64 inputs for up to 4 rows. */
+DOT static inline __attribute__((always_inline)) void group_dot(const uint8_t *codes, const int8_t *x, int64_t inputs, int four,
+                                                                int count, __m512i *found) {
+    for (int r = 0; r < count; r++) found[r] = _mm512_setzero_si512();
+    for (int quad = 0; quad < 16; quad += 2) {
+        __m512i one, two;
+        if (four)
+            unpack(codes, quad, &one, &two);
+        else
+            one = _mm512_loadu_si512(codes + quad * 64), two = _mm512_loadu_si512(codes + quad * 64 + 64);
+        for (int r = 0; r < count; r++) {
+            int32_t first, second;
+            memcpy(&first, x + r * inputs + quad * 4, 4);
+            memcpy(&second, x + r * inputs + quad * 4 + 4, 4);
+            found[r] = _mm512_dpbusd_epi32(found[r], one, _mm512_set1_epi32(first));
+            found[r] = _mm512_dpbusd_epi32(found[r], two, _mm512_set1_epi32(second));
+        }
+    }
+}
+
+DOT static inline __attribute__((always_inline)) void rows_codes(const Product *product, const uint8_t *codes,
+                                                                 const float *scales, Quantised x, int64_t row, int four,
+                                                                 int count, float (*sums)[BLOCK]) {
+    int64_t inputs = product->inputs, groups = inputs / GROUP, bytes = four ? 512 : 1024;
+    __m512 own[4], ones = _mm512_set1_ps(1.0f);
+    for (int r = 0; r < count; r++) own[r] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; g++) {
+        __m512i found[4];
+        for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)codes + g * bytes + AHEAD + line, _MM_HINT_T0);
+        group_dot(codes + g * bytes, x.codes + row * inputs + g * GROUP, inputs, four, count, found);
+        __m512 of_outputs = four ? _mm512_loadu_ps(scales + g * BLOCK) : ones;
+        for (int r = 0; r < count; r++) {
+            int64_t place = (row + r) * groups + g;
+            add_group(found[r], &own[r], x.sums[place], four ? 8 : 128, x.scales[place], of_outputs);
+        }
+    }
+    for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[r], own[r]);
+}
+
+DOT static void block_codes(const Product *product, const uint8_t *codes, const float *scales, Quantised x, int64_t row,
+                            int64_t rows, float (*sums)[BLOCK]) {
+    for (int64_t from = 0; from < rows; from += 4) {
+        int64_t left = rows - from;
+        if (product->kind == INT4) switch (left) {
+                case 1: rows_codes(product, codes, scales, x, row + from, 1, 1, sums + from); break;
+                case 2: rows_codes(product, codes, scales, x, row + from, 1, 2, sums + from); break;
+                case 3: rows_codes(product, codes, scales, x, row + from, 1, 3, sums + from); break;
+                default: rows_codes(product, codes, scales, x, row + from, 1, 4, sums + from);
+            }
+        else switch (left) {
+                case 1: rows_codes(product, codes, scales, x, row + from, 0, 1, sums + from); break;
+                case 2: rows_codes(product, codes, scales, x, row + from, 0, 2, sums + from); break;
+                case 3: rows_codes(product, codes, scales, x, row + from, 0, 3, sums + from); break;
+                default: rows_codes(product, codes, scales, x, row + from, 0, 4, sums + from);
+            }
+    }
+}
+
+AMX static void block_codes_amx(const Product *product, const uint8_t *codes, const float *scales, Quantised x, int64_t row,
+                                int64_t rows, float (*sums)[BLOCK]) {
+    int64_t inputs = product->inputs, groups = inputs / GROUP, tiles = (rows + 15) / 16;
+    int four = product->kind == INT4, bytes = four ? 512 : 1024;
+    static _Thread_local int32_t found[MOST][BLOCK] __attribute__((aligned(64)));
+    static _Thread_local uint8_t opened[1024] __attribute__((aligned(64)));
+    __m512 ones = _mm512_set1_ps(1.0f);
+    memset(sums, 0, rows * BLOCK * sizeof(float));
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *own = codes + g * bytes;
+        const int8_t *inputs_of = x.codes + row * inputs + g * GROUP;
+        for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)own + AHEAD + line, _MM_HINT_T0);
+        if (four) {
+            for (int quad = 0; quad < 16; quad += 2) {
+                __m512i low, high;
+                unpack(own, quad, &low, &high);
+                _mm512_store_si512(opened + quad * 64, low), _mm512_store_si512(opened + quad * 64 + 64, high);
+            }
+            WRITTEN(opened);
+            own = opened;
+        }
+        _tile_loadd(6, own, 64);
+        zero_tiles();
+#define LOAD(tile, index) _tile_loadd(tile, inputs_of + (index) * 16 * inputs, inputs)
+#define MULTIPLY(sum, tile) _tile_dpbsud(sum, tile, 6)
+        EACH_STEP(tiles, LOAD, MULTIPLY)
+#undef LOAD
+#undef MULTIPLY
+        _tile_stored(0, found, 64);
+        if (tiles > 1) _tile_stored(1, found + 16, 64);
+        if (tiles > 2) _tile_stored(2, found + 32, 64);
+        if (tiles > 3) _tile_stored(3, found + 48, 64);
+        __m512 of_outputs = four ? _mm512_loadu_ps(scales + g * BLOCK) : ones;
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t place = (row + r) * groups + g;
+            __m512 sum = _mm512_loadu_ps(sums[r]);
+            add_group(_mm512_load_si512(found[r]), &sum, x.sums[place], four ? 8 : 128, x.scales[place], of_outputs);
+            _mm512_storeu_ps(sums[r], sum);
+        }
+    }
+}
+
+DOT static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const float *scales) {
+    for (int64_t r = 0; r < rows; r++)
+        _mm512_storeu_ps(sums[r], _mm512_mul_ps(_mm512_loadu_ps(sums[r]), _mm512_loadu_ps(scales)));
+}
+
+#define DIRECT 4 /* rows up to which codes are multiplied without tiles */
+
+void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised codes, int64_t rows, bf16 *out, int64_t add,
+              int64_t begin, int64_t end) {
+    static _Thread_local float sums[MOST][BLOCK] __attribute__((aligned(64)));
+    int amx = has_tiles && (product->kind == BF16 || rows > DIRECT);
+    int64_t inputs = product->inputs, configured = 0;
+    int64_t bytes = inputs * BLOCK * 2 >> product->kind; /* of a block: 2, 1, 1/2 for each weight */
+    for (int64_t block = begin; block < end; block++) {
+        const uint8_t *own = product->codes + block * bytes;
+        const float *scales = product->kind == INT4 ? product->scales + block * BLOCK * (inputs / GROUP) : 0;
+        for (int64_t from = 0; from < rows; from += MOST) {
+            int64_t count = rows - from < MOST ? rows - from : MOST;
+            if (amx && count != configured) configure(configured = count);
+            if (product->kind == BF16)
+                (amx ? block_amx : block_dot)(own, x + from * stride, stride, inputs, count, sums);
+            else
+                (amx ? block_codes_amx : block_codes)(product, own, scales, codes, from, count, sums);
+            if (product->kind == INT8) scale_outputs(sums, count, product->scales + block * BLOCK);
+            for (int64_t r = 0; r < count; r++) finish(product, sums[r], out + (from + r) * product->outputs, add, block);
+        }
+    }
+    if (configured) release();
+}
+
+/* Whether products run here. Tiles, where there are any, must be asked for once in a process. */
+int64_t usable(int64_t tiles) {
+    has_tiles = tiles && __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
+
+#else
+
+void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised codes, int64_t rows, bf16 *out, int64_t add,
+              int64_t begin, int64_t end) {
+    (void)product, (void)x, (void)stride, (void)codes, (void)rows, (void)out, (void)add, (void)begin, (void)end;
+}
+int64_t usable(int64_t tiles) { return tiles & 0; }
+
+#endif
+
+/* A whole product: x [rows, inputs], rows ``stride`` apart -> out [rows, outputs]. ``scratch`` has room for the codes. */
+void linear(const Product *product, const bf16 *x, int64_t stride, int8_t *codes, float *scales, int32_t *sums, bf16 *out,
+            int64_t rows) {
+    Quantised own = {codes, scales, sums};
+    if (product->kind != BF16) quantise(x, stride, product->inputs, own, 0, rows);
+    int64_t blocks = num_blocks(product), part = blocks > 64 ? 16 : 4, parts = (blocks + part - 1) / part;
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < parts; i++) {
+        int64_t end = (i + 1) * part < blocks ? (i + 1) * part : blocks;
+        multiply(product, x, stride, own, rows, out, 0, i * part, end);
+    }
+}
