@@ -79,7 +79,6 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("text", {"prompt": "x" * 5000}, "prompt", "5000 in the prompt"),
         ("text", {"prompt": "x" * 900_000}, "prompt", "at least "),
         ("chat", {"messages": [{"role": "user", "content": "x" * 900_000}]}, "messages", "at least "),
-        ("text", {**TEXT, "echo": True}, "echo", "not supported"),
         ("text", {**TEXT, "seed": 2**70}, "seed", ""),
         ("text", {**TEXT, "user": "me", "metadata": {"a": "b"}, "top_p": 0}, "top_p", "greater than 0"),
     ],

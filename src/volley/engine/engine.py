@@ -189,6 +189,10 @@ class Engine:
             else:
                 stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
             if not verdict.token_ids:
+                if request.remaining == 0 and request.computed == request.length:  # it was only to be read
+                    request.finish_reason = "length"
+                    stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
+                    finished.append(request)
                 continue
             taken = request.append(verdict.token_ids, verdict.accepted)
             request.computed = min(request.computed, request.length)  # it may have ended inside the block
@@ -224,7 +228,7 @@ class Engine:
         params, target = params or SamplingParams(), self.target
         token_ids = self.encode(prompt)
         limit = target.context_length
-        if len(token_ids) >= limit:
+        if len(token_ids) + min(params.max_tokens, 1) > limit:
             raise InputError(
                 f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
             )

@@ -85,6 +85,8 @@ class Request:
     emitted_text: int = 0
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
     chunks: list[TextChunk] = field(default_factory=list)
@@ -109,6 +111,12 @@ class Request:
     def prefill_end(self) -> int:
         """Positions to compute before decoding: the prompt, or after a preemption everything but the anchor."""
         return self.num_prompt if self.num_output == 0 else len(self.token_ids) - 1
+
+    @property
+    def first_unscored(self) -> int | None:
+        """The first position whose logits the prompt's log-probabilities still need; ``None``: they need no more."""
+        scored = len(self.prompt_logprobs)
+        return scored if self.params.prompt_logprobs is not None and scored < self.num_prompt - 1 else None
 
     @property
     def is_decoding(self) -> bool:
@@ -165,4 +173,6 @@ class Request:
             stats=self.stats,
             logprobs=self.logprobs if self.params.logprobs else None,
             top_logprobs=self.top_logprobs if self.params.logprobs and self.params.top_logprobs else None,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs if self.params.prompt_logprobs else None,
         )

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from volley.serve.errors import JSON, ApiError, as_api_error
 from volley.serve.replies import Choice, Dialect, Usage
-from volley.serve.worker import End, Failure, Job, Piece, Worker
+from volley.serve.worker import End, Failure, Job, Piece, Scored, Worker
 
 log = logging.getLogger("volley.serve")
 
@@ -75,7 +75,7 @@ class AnswerResponse(Response):
             self.worker.abort(self.job)
             self._note(scope)
 
-    async def _events(self) -> AsyncIterator[Piece | End]:
+    async def _events(self) -> AsyncIterator[Scored | Piece | End]:
         """The job's events until every choice has ended; raises the error of a failed job."""
         unfinished = len(self.choices)
         while unfinished:
@@ -86,6 +86,8 @@ class AnswerResponse(Response):
                 unfinished -= 1
                 self.usage.add(event.stats, is_first=event.choice in self._first_choices)
                 self.choices[event.choice].finish_reason = event.finish_reason
+            elif isinstance(event, Scored):
+                self.choices[event.choice].scored = event
             else:
                 self.usage.add_piece(event)
             yield event
@@ -103,12 +105,15 @@ class AnswerResponse(Response):
             if not self._begun:
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             parts = []
-            opening = dialect.opening(event.choice)
-            if event.choice not in opened and opening is not None:
+            choice = self.choices[event.choice]
+            opening = None if event.choice in opened else dialect.opening(event.choice, choice)
+            if opening is not None:
                 parts.append(opening)
             opened.add(event.choice)
-            choice = self.choices[event.choice]
-            parts += [dialect.ending(event, choice)] if isinstance(event, End) else dialect.piece(event, choice)
+            if isinstance(event, End):
+                parts.append(dialect.ending(event, choice))
+            elif isinstance(event, Piece):
+                parts += dialect.piece(event, choice)
             if parts:
                 await _send_events(send, [dialect.chunk([part]) for part in parts])
         last: list[Any] = [dialect.chunk([], self.usage)] if dialect.include_usage else []

@@ -22,7 +22,7 @@ from volley.serve.answer import AnswerResponse
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error
 from volley.serve.gate import Gate, Refused
-from volley.serve.protocol import ChatRequest, CompletionRequest, first_problem
+from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, first_problem
 from volley.serve.service import Service
 
 log = logging.getLogger("volley.serve")
@@ -81,6 +81,7 @@ def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
     app.state.service = service
     _handle_errors(app)
     _add_routes(app, service)
+    _add_token_routes(app, service)
     _add_status_routes(app, service)
     static = StaticFiles(directory=Path(__file__).parent / "static", html=True)
     app.mount("/dashboard", static)
@@ -120,6 +121,23 @@ def _add_routes(app: FastAPI, service: Service) -> None:
             message = f"the model {model!r} does not exist; this server has {service.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return JSON(service.card(started))
+
+
+def _add_token_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", response_class=Response)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The token ids of a text or a conversation."""
+        return JSON(await service.tokenize(body))
+
+    @app.post("/detokenize", response_class=Response)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        return JSON(await service.detokenize(body))
+
+    @app.get("/tokenizer_info", response_class=Response)
+    async def tokenizer_info() -> Response:
+        """The tokenizer's special tokens and chat template."""
+        return JSON(service.tokenizer_info())
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:

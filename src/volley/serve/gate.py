@@ -17,6 +17,7 @@ from volley.serve.metrics import Metrics
 
 log = logging.getLogger("volley.serve")
 
+_GUARDED = ("/v1/", "/tokenize", "/detokenize")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -62,7 +63,7 @@ class Gate:
                 log.info("request", extra={"fields": fields | scope["state"]["fields"]})
 
     def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
-        if self.keys and scope["path"].startswith("/v1/") and scope["method"] != "OPTIONS":
+        if self.keys and scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS":
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self.keys.accepts(key.strip()):
                 raise ApiError(

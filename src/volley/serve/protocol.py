@@ -5,6 +5,7 @@ happened anyway; fields without any effect on the answer are accepted.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -172,7 +173,7 @@ class ChatRequest(_Request):
 
 
 class CompletionRequest(_Request):
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"best_of": (1,), "suffix": ("",)}
 
     prompt: (
         Text
@@ -180,14 +181,51 @@ class CompletionRequest(_Request):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=128)]
     )
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = Field(False, description="Begin the text, and the log-probabilities, with the prompt's.")
+
+    @model_validator(mode="after")
+    def _something_is_asked(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise _refusal("max_tokens", "max_tokens is 0, which asks for nothing; set echo to have the prompt scored")
+        return self
+
+    def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:
+        params = super().sampling(max_tokens, top_logprobs)
+        return replace(params, prompt_logprobs=top_logprobs) if self.echo else params
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list, whether one or several were given."""
         many = isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list)
         return self.prompt if many else [self.prompt]  # type: ignore[return-value]
+
+
+class TokenizeRequest(_Strict):
+    """A text or a conversation, to be counted or looked at."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = Field(None, description="By default those of a text, none of a conversation.")
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise _refusal("prompt", "give either a prompt or messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message needs add_generation_prompt to be false"
+            raise _refusal("continue_final_message", message)
+        return self
+
+
+class DetokenizeRequest(_Strict):
+    model: str | None = None
+    tokens: list[TokenId] = Field(max_length=2**20)
 
 
 def _refusal(field: str, message: str) -> PydanticCustomError:

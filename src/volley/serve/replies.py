@@ -1,5 +1,6 @@
 """What clients get: OpenAI's completion objects and chunks, with draft statistics in the usage."""
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any
 
-from volley.serve.worker import End, Piece
+from volley.serve.worker import End, Piece, Scored
 from volley.types import GenerationStats
 
 Object = dict[str, Any]
@@ -22,6 +23,7 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
+    scored: Scored | None = None
 
     def add(self, piece: Piece) -> None:
         self.text += "".join(chunk.text for chunk in piece.chunks)
@@ -93,7 +95,7 @@ class Dialect:
         chunk = {**self._frame, "object": self.chunk_kind, "choices": choices}
         return chunk | {"usage": usage and usage.to_json()} if self.include_usage else chunk
 
-    def opening(self, index: int) -> Object | None:
+    def opening(self, index: int, choice: Choice) -> Object | None:
         """The first chunk of a choice, sent before its first token; ``None`` without one."""
         return None
 
@@ -129,7 +131,7 @@ class ChatDialect(Dialect):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def opening(self, index: int) -> Object:
+    def opening(self, index: int, choice: Choice) -> Object:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -159,34 +161,76 @@ class ChatDialect(Dialect):
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if whole else None}
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that its answer begins with."""
+
+    text: str
+    token_ids: list[int]
+
+
 class CompletionDialect(Dialect):
     kind = "text_completion"
     chunk_kind = "text_completion"
     prefix = "cmpl"
 
+    def __init__(self, model: str, spell: Callable[[int], str], *, echoes: Sequence[Echo] = (), **options: bool) -> None:
+        """``echoes`` has the prompt of every choice, or is empty where none is repeated."""
+        super().__init__(model, spell, **options)
+        self.echoes = echoes
+
+    def opening(self, index: int, choice: Choice) -> Object | None:
+        if not self.echoes:
+            return None
+        text, logprobs = self.echoes[index].text, self._logprobs(self._prompt(index, choice), 0)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
     def _choice(self, index: int, choice: Choice) -> Object:
-        logprobs = self._logprobs(choice, 0)
-        return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        whole = Choice()
+        if self.echoes:
+            whole = self._prompt(index, choice)
+        whole.text += choice.text
+        for name in ("token_ids", "logprobs", "top_logprobs"):
+            setattr(whole, name, getattr(whole, name) + getattr(choice, name))
+        logprobs = self._logprobs(whole, 0)
+        return {"index": index, "text": whole.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def _prompt(self, index: int, choice: Choice) -> Choice:
+        """The prompt as if it were text of the answer. Nothing comes before its first token: that one has no probability."""
+        echo, scored = self.echoes[index], choice.scored
+        prompt = Choice(text=echo.text, token_ids=list(echo.token_ids))
+        if scored is not None:
+            prompt.logprobs = [math.nan, *scored.logprobs]
+            prompt.top_logprobs = [[], *(scored.top_logprobs or [[] for _ in scored.logprobs])]
+        return prompt
 
     def _delta(self, index: int, part: Choice, sent: Choice, finish_reason: str | None) -> Object:
-        logprobs = None if finish_reason else self._logprobs(part, len(sent.text))
+        before = len(sent.text) + (len(self.echoes[index].text) if self.echoes else 0)
+        logprobs = None if finish_reason else self._logprobs(part, before)
         return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, part: Choice, start: int) -> Object | None:
         if not self.logprobs:
             return None
         tokens = [self.spell(token) for token in part.token_ids]
-        chosen = [_finite(logprob) for logprob in part.logprobs]
+        chosen = [None if math.isnan(logprob) else _finite(logprob) for logprob in part.logprobs]
         tops = part.top_logprobs or [[] for _ in tokens]
         return {
             "tokens": tokens,
             "token_logprobs": chosen,
             "top_logprobs": [
-                {self.spell(other): _finite(value) for other, value in top} | {token: logprob}
+                None if logprob is None else self._spelt({token: logprob}, top)
                 for top, token, logprob in zip(tops, tokens, chosen, strict=True)
             ],
             "text_offset": list(accumulate(map(len, tokens[:-1]), initial=start)) if tokens else [],
         }
+
+    def _spelt(self, likeliest: dict[str, float], top: list[tuple[int, float]]) -> dict[str, float]:
+        """The likeliest tokens by their text; of several with the same text the most likely, so that a client sees it."""
+        for token, logprob in top:
+            text = self.spell(token)
+            likeliest[text] = max(_finite(logprob), likeliest.get(text, -math.inf))
+        return likeliest
 
 
 def _finite(logprob: float) -> float:

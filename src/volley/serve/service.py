@@ -5,13 +5,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from volley.chat import Prompt
+from volley.chat import Prompt, render_chat
 from volley.engine.engine import Engine
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, shutting_down
 from volley.serve.metrics import Metrics
-from volley.serve.protocol import ChatRequest, CompletionRequest
-from volley.serve.replies import ChatDialect, CompletionDialect, Dialect
+from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
 from volley.serve.worker import Job, Worker
 
 
@@ -58,14 +58,19 @@ class Service:
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
         params = body.sampling(body.max_tokens, body.logprobs)
+        choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
+        echoes: list[Echo] = []
+        if body.echo:
+            given = [self.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompts]
+            echoes = [Echo(text, ids) for text, ids in zip(given, prompts, strict=True) for _ in range(body.n)]
         dialect = CompletionDialect(
             self.model,
             self.spell,
             logprobs=body.logprobs is not None,
             mark_draft=body.mark_draft,
             include_usage=body.stream_options.include_usage,
+            echoes=echoes,
         )
-        choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         return self._submit(Job([prompt for prompt, _ in choices], [own for _, own in choices])), dialect
 
     def _check(self, model: str | None) -> None:
@@ -80,10 +85,10 @@ class Service:
     def _check_length(self, prompt: Sequence[int], asked: int | None, field: str) -> int:
         """Tokens to generate at most."""
         room = self.max_model_len - len(prompt)
-        if room < (asked or 1):
+        if room < (1 if asked is None else asked):
             wanted = f"{len(prompt)} in the {field}" + (f", {asked} in the completion" if asked else "")
             raise self._too_long(wanted, field)
-        return asked or room
+        return room if asked is None else asked
 
     def _too_long(self, wanted: str, field: str) -> ApiError:
         message = f"this model's maximum context length is {self.max_model_len} tokens; you asked for {wanted}"
@@ -110,9 +115,49 @@ class Service:
 
         return await asyncio.to_thread(encode)
 
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a text or a conversation, in vLLM's form."""
+        self._check(body.model)
+        is_chat, tokenizer = body.messages is not None, self._engine.tokenizer
+        special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+
+        def encode() -> list[int]:
+            text = body.prompt or ""
+            if body.messages is not None:
+                text = render_chat(
+                    tokenizer,
+                    [message.for_template() for message in body.messages],
+                    add_generation_prompt=body.add_generation_prompt,
+                    continue_final_message=body.continue_final_message,
+                )
+            with self._tokenizer_in_use:
+                return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+        token_ids = await asyncio.to_thread(encode)
+        pieces = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        return {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids, "token_strs": pieces}
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """The text of token ids."""
+        self._check(body.model)
+        if body.tokens:
+            await asyncio.to_thread(self._engine.encode, body.tokens)  # which refuses ids that are no tokens
+        return {"prompt": await asyncio.to_thread(self.decode, body.tokens)}
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What a client needs to use the tokenizer from afar."""
+        tokenizer = self._engine.tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "chat_template")
+        own = {name: getattr(tokenizer, name) for name in names}
+        return {"tokenizer_class": type(tokenizer).__name__, "max_model_len": self.max_model_len} | own
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self._engine.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
     def spell(self, token_id: int) -> str:
         """The text of one token alone."""
-        return str(self._engine.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        return self.decode([token_id])
 
     def card(self, created: int) -> dict[str, Any]:
         """The model as ``/v1/models`` shows it."""

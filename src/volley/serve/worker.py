@@ -35,6 +35,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """The log-probabilities of a choice's prompt, all tokens but the first; they come before anything else of it."""
+
+    choice: int
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """A choice is complete."""
 
@@ -50,7 +59,7 @@ class Failure:
     error: Exception
 
 
-Event = Piece | End | Failure
+Event = Scored | Piece | End | Failure
 
 
 class QueueFull(Exception):
@@ -218,6 +227,11 @@ class Worker:
     def _publish(self) -> None:
         """Tell the loop what the step brought."""
         for request, (job, choice) in list(self._owner.items()):
+            is_over = request.finish_reason is not None
+            if request.params.prompt_logprobs is not None and request.num_output == len(request.chunks):
+                if request.chunks or is_over:
+                    scored = Scored(choice, request.prompt_logprobs, request.prompt_top_logprobs)
+                    self._outbox.append((job, scored))
             if request.chunks:
                 done, now = request.num_output - len(request.chunks), request.num_output
                 piece = Piece(choice, request.chunks, request.logprobs[done:now], request.top_logprobs[done:now])
