@@ -117,7 +117,7 @@ def main() -> int:
     write_tasks(tasks)
     runs = {
         "transformers": evaluate(
-            options.lm_eval, tasks, options.out / "hf", "hf", {"pretrained": target, "dtype": "float32", "device": "cpu"}
+            options.lm_eval, tasks, options.out / "hf", "hf", {"pretrained": target, "dtype": "float32"}
         )
     }
     for name, policy in (("volley, drafting", "fixed"), ("volley, plain", "fixed:1")):

@@ -246,7 +246,7 @@ class Engine:
             noise=PositionNoise(secrets.randbits(63) if params.seed is None else params.seed),
             max_length=max_length,
             stop_token_ids=own | frozenset(params.stop_token_ids),
-            detokenizer=Detokenizer(target.tokenizer),
+            detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens),
             table=table,
             draft_table=table,
             procedure=procedure,
