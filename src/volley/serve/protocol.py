@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from volley.errors import unknown_key
+from volley.serve.grammars import GrammarFields, grammar_of
 from volley.types import SamplingParams
 
 
@@ -28,7 +29,14 @@ StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
-_WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+_WITHOUT_EFFECT = (
+    "guided_decoding_backend",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "user",
+)
 
 
 class _Strict(BaseModel):
@@ -40,7 +48,7 @@ class StreamOptions(_Strict):
     include_obfuscation: bool = False
 
 
-class _Request(_Strict):
+class _Request(_Strict, GrammarFields):
     """What both endpoints take."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -114,6 +122,7 @@ class _Request(_Strict):
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
             priority=self.priority,
+            grammar=grammar_of(self),
         )
 
 
@@ -149,7 +158,6 @@ class ChatRequest(_Request):
         "parallel_tool_calls": (True, False),
         "prediction": (),
         "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "tool_choice": ("none", "auto"),
