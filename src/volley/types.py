@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.errors import ConfigError
+from volley.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -54,6 +55,8 @@ class SamplingParams:
     draft_temperature: float | None = None
     draft_adapter: str | None = None
     priority: int = 0
+    grammar: Grammar | None = None
+    """What the whole text must be. The request ends where the text is complete, or by the model's end token where it may be."""
     rules: tuple[Any, ...] = ()
     """Makers of token rules of one's own: ``make(prompt, vocab_size, device)`` gives a ``TokenRule`` (``decode/rules.py``)."""
 
@@ -78,6 +81,11 @@ class SamplingParams:
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number > 0"),
             ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "biases in [-100, 100]"),
+            (
+                "grammar",
+                isinstance(self.grammar, Grammar | None),
+                "a Grammar, such as Grammar.json_schema({...}), or None",
+            ),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "a non-negative 63-bit integer"),
             ("draft_temperature", self.draft_temperature is None or self.draft_temperature >= 0, "≥ 0, or None"),
         ]

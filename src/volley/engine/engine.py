@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from volley.chat import Prompt, encode_prompt, is_one_prompt
 from volley.config import CapacityConfig, DecodingConfig, split_options
 from volley.decode.detokenize import Detokenizer
-from volley.decode.rules import make_rules
+from volley.decode.grammars import Grammars
+from volley.decode.rules import TokenRule, make_rules
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.engine.pacing import Pacing
@@ -88,6 +89,8 @@ class Engine:
         decoding, sizes = split_options(options)
         self.config, self.capacity = config or decoding, capacity or sizes
         self.target, self.drafter = target, drafter
+        self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
+        """Compiles the grammars of requests; a server compiles with it ahead, in other threads."""
         self.on_verified: list[OnVerified] = []
         self._timings = Timings()
         self.procedure = Speculative(self.config)
@@ -250,12 +253,19 @@ class Engine:
             table=table,
             draft_table=table,
             procedure=procedure,
-            rules=make_rules(params, token_ids, target.vocab_size, target.device),
+            rules=self._make_rules(params, token_ids),
             adapter=adapter,
             prefix_root=b"" if adapter is None or in_ring else adapter.digest,
         )
         self._next_id += 1
         return request
+
+    def _make_rules(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[TokenRule, ...]:
+        """A grammar comes last: it forbids whatever the other rules made of the logits."""
+        rules = make_rules(params, prompt, self.target.vocab_size, self.target.device)
+        if params.grammar is None:
+            return rules
+        return (*rules, self.grammars.rule(params.grammar, ignore_eos=params.ignore_eos))
 
     def _check_tokens(self, what: str, token_ids: Iterable[int]) -> None:
         for token in token_ids:

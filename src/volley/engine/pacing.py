@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from volley.decode.lookup import MOST_FOUND, found_confidence
+from volley.decode.lookup import MOST_FOUND
 from volley.decode.work import NO_DRAFT, Kind, Work
 from volley.engine.step import Step
 from volley.policies.base import Policy
@@ -21,20 +21,20 @@ class Pacing:
         works, views, asked = [], [], []
         for request in requests:
             view = request.procedure.view(request, self.policy.block_size)
-            found: tuple[list[int], int] = [], 0
+            found: tuple[list[int], list[float]] = [], []
             if view is not None:
                 view.max_nodes = view.max_nodes if self.can_grow_trees else 0
                 if self.policy.uses_lookup:
-                    found = request.lookup.find(request.token_ids, min(MOST_FOUND, request.remaining - 1))
-                    view.found = found_confidence(found[1], len(found[0]))
+                    found = request.find(min(MOST_FOUND, request.remaining - 1))
+                    view.found = found[1]
                 views.append(view)
                 asked.append((request, found))
             else:
                 works.append(request.procedure.next_work(request, NO_DRAFT))
         asks = self.policy.decide(views, under_way) if views else []
-        for (request, (tokens, agreed)), ask in zip(asked, asks, strict=True):
+        for (request, (tokens, sure)), ask in zip(asked, asks, strict=True):
             work = request.procedure.next_work(request, ask)
-            work.found, work.agreed = tokens, agreed
+            work.found, work.found_confidence = tokens, sure
             works.append(work)
         return works
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from volley.decode.lookup import found_confidence, right_so_far
+from volley.decode.lookup import right_so_far
 from volley.decode.tree import likeliest_first, prune
 from volley.decode.work import Work
 from volley.policies.base import Cycle, Policy
@@ -17,7 +17,7 @@ def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:
             work.request.request_id,
             work.ask,
             _likeliest_first(work.proposal),
-            found_confidence(work.agreed, len(work.found)),
+            work.found_confidence,
         )
         for work in works
     ]

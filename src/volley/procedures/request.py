@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from volley.decode.detokenize import Detokenizer
-from volley.decode.lookup import Lookup
-from volley.decode.rules import TokenRule
+from volley.decode.lookup import CERTAIN, Lookup, found_confidence
+from volley.decode.rules import TokenRule, constraints, forced_tokens
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import NO_DRAFT, Ask, Kind, Work
 from volley.memory.batch import Segment
@@ -127,13 +127,24 @@ class Request:
         """Tokens the request may still emit."""
         return self.max_length - len(self.token_ids)
 
+    def find(self, most: int) -> tuple[list[int], list[float]]:
+        """At most ``most`` tokens that may come next, found without a model, and how sure each of them is.
+
+        First those that a grammar forces, then what follows them in the text.
+        """
+        forced = forced_tokens(self.rules, most)
+        copied, agreed = self.lookup.find(self.token_ids + forced, most - len(forced))
+        for rule in constraints(self.rules):
+            copied = copied[: rule.num_allowed(forced + copied) - len(forced)]
+        return forced + copied, [CERTAIN] * len(forced) + found_confidence(agreed, len(copied))
+
     def append(self, token_ids: list[int], num_from_draft: int) -> int:
         """Take the tokens of one cycle until the request ends; returns how many were taken."""
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             for rule in self.rules:
                 rule.take(token)
-            if token in self.stop_token_ids:
+            if token in self.stop_token_ids or any(rule.is_complete for rule in self.rules):
                 self.finish_reason = "stop"
             elif self.remaining == 0:
                 self.finish_reason = "length"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from volley.config import DecodingConfig
-from volley.decode.rules import apply_rules, paths_of
+from volley.decode.rules import allowed_choices, apply_rules, constraints, paths_of
 from volley.decode.sampling import (
     PositionNoise,
     Purpose,
@@ -75,8 +75,12 @@ class Speculative(Procedure):
             best = best_tokens(logits)
             choices = [best[work.rows] for work in choosing]
         for place, work in enumerate(choosing):
-            if work.request.rules:
-                rows[place] = apply_rules(work.request.rules, rows[place], paths_of(work.proposal))
+            rules, paths = work.request.rules, paths_of(work.proposal) if work.request.rules else []
+            bound = constraints(rules)
+            if bound and len(bound) == len(rules) and work.request.params.temperature == 0:
+                choices[place] = allowed_choices(bound, rows[place], choices[place], paths)
+            elif rules:
+                rows[place] = apply_rules(rules, rows[place], paths)
                 choices[place] = best_tokens(rows[place])
         sampled: dict[tuple[bool, Rule, tuple[float | None, ...]], list[int]] = {}
         for place, work in enumerate(choosing):

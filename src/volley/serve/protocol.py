@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from volley.errors import unknown_key
+from volley.serve.grammars import GrammarFields, grammar_of
 from volley.serve.messages import Message, Reasoning, Strict, Text, Tools, refusal, without_nulls
 from volley.types import SamplingParams
 
@@ -19,7 +20,14 @@ StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
-_WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+_WITHOUT_EFFECT = (
+    "guided_decoding_backend",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "user",
+)
 
 
 class StreamOptions(Strict):
@@ -27,7 +35,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-class _Request(Strict):
+class _Request(Strict, GrammarFields):
     """What both endpoints take."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -101,6 +109,7 @@ class _Request(Strict):
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
             priority=self.priority,
+            grammar=grammar_of(self),
         )
 
 
@@ -112,7 +121,6 @@ class ChatRequest(_Request, Tools, Reasoning):
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "verbosity": (),

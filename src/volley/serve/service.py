@@ -9,6 +9,7 @@ from volley.chat import Prompt, render_chat
 from volley.engine.engine import Engine
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, shutting_down
+from volley.serve.grammars import compile_grammar
 from volley.serve.metrics import Metrics
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
@@ -41,6 +42,7 @@ class Service:
         (prompt,) = await self._encode([[message.for_template() for message in body.messages]], "messages")
         asked = body.max_completion_tokens or body.max_tokens
         max_tokens = self._check_length(prompt, asked, "messages")
+        await compile_grammar(self._engine.grammars, body)
         params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
         dialect = ChatDialect(
             self.model,
@@ -57,6 +59,7 @@ class Service:
         prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
+        await compile_grammar(self._engine.grammars, body)
         params = body.sampling(body.max_tokens, body.logprobs)
         choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         echoes: list[Echo] = []
