@@ -154,7 +154,9 @@ def report(runs: dict[str, Any]) -> int:
             print(f"{name}: {len(got)} log-likelihoods, largest relative difference {worst:.2g}")
             failures += worst > TOLERANCE
     texts = [run["answers"]["generation"] for run in runs.values()]
-    print(f"generation: texts equal to transformers': {texts[1] == texts[0]}, with and without drafts: {texts[1] == texts[2]}")
+    print(
+        f"generation: texts equal to transformers': {texts[1] == texts[0]}, with and without drafts: {texts[1] == texts[2]}"
+    )
     failures += texts[1] != texts[2]
     return int(failures > 0)
 

@@ -61,16 +61,19 @@ def render_chat(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
+    template: str | None = None,
 ) -> str:
     """The text of ``messages``, by default with the opening of the assistant's answer.
 
     ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides. ``tools`` are functions in
     OpenAI's form. ``variables`` reach the template by their names. ``continue_final_message`` leaves the last message open.
+    ``template`` takes the place of the tokenizer's own.
     """
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f"a chat message has 'role' and 'content'; this one has {sorted(message)}")
-    check_template(tokenizer)
+    if template is None:
+        check_template(tokenizer)
     given = dict(variables or {})
     if thinking is not None:
         given["enable_thinking"] = thinking
@@ -82,6 +85,7 @@ def render_chat(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            chat_template=template,
             **given,
         )
     except ValueError as error:

@@ -76,7 +76,11 @@ class SamplingParams:
             ("max_tokens", self.max_tokens >= 0, "0 (only read the prompt) or a positive count"),
             ("stop", all(self.stop), "non-empty strings"),
             ("top_logprobs", self.top_logprobs >= 0, "0 or a positive count"),
-            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "None, 0 or a positive count"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or self.prompt_logprobs >= 0,
+                "None, 0 or a positive count",
+            ),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number > 0"),

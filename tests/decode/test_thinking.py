@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.tiny import VOCAB, make_pair
+from tests.tiny import make_pair
 from volley import Engine, SamplingParams
 from volley.decode.thinking import ThinkingBudget
 
@@ -14,7 +14,7 @@ OPEN, CLOSE = [5, 6], [7, 8]
 
 def allowed(rule: ThinkingBudget, *path: int) -> list[int]:
     logits = torch.arange(10.0)[None]
-    return rule.apply(logits, [path])[0].isfinite().nonzero()[:, 0].tolist()
+    return rule.apply(logits, [path])[0].softmax(dim=-1).nonzero()[:, 0].tolist()
 
 
 def test_nothing_is_forced_before_the_budget_or_without_reasoning() -> None:
@@ -39,12 +39,19 @@ def test_the_close_is_forced_token_by_token_and_once() -> None:
 def test_a_prompt_that_has_opened_it() -> None:
     assert allowed(ThinkingBudget(OPEN, CLOSE, 0, is_open=True)) == [7]
     rows = ThinkingBudget(OPEN, CLOSE, 1, is_open=True).apply(torch.zeros(2, 10), [(), (1,)])
-    assert rows.isfinite().sum(dim=1).tolist() == [10, 1]
+    assert (rows.softmax(dim=-1) > 0).sum(dim=1).tolist() == [10, 1]
 
 
 def test_a_forced_token_that_another_rule_forbids_is_still_drawn() -> None:
     logits = torch.full((1, 10), -torch.inf)
-    assert ThinkingBudget(OPEN, CLOSE, 0, is_open=True).apply(logits, [()])[0].isfinite().nonzero().tolist() == [[7]]
+    assert ThinkingBudget(OPEN, CLOSE, 0, is_open=True).apply(logits, [()])[0].argmax() == 7
+
+
+def test_a_grammar_that_forbids_the_close_has_the_last_word() -> None:
+    logits = ThinkingBudget(OPEN, CLOSE, 0, is_open=True).apply(torch.arange(10.0)[None], [()])
+    logits[0, 7] = -torch.inf
+    want = torch.arange(10.0).index_fill(0, torch.tensor([7]), -torch.inf).softmax(dim=-1)
+    assert torch.allclose(logits.softmax(dim=-1)[0], want, atol=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

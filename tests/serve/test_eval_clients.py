@@ -62,8 +62,10 @@ def test_echo_scores_prompts(
         want = logprobs[text]
         exact = [float(want[place, token]) for place, token in enumerate(tokens[1:])]
         assert found.token_logprobs[1 : len(tokens)] == pytest.approx(exact, rel=1e-3, abs=1e-5)
-        is_greedy = [max(top.values()) == own for top, own in zip(found.top_logprobs, found.token_logprobs) if top]
-        best = [int(row.argmax()) == token for row, token in zip(want, tokens[1:])]
+        is_greedy = [
+            max(top.values()) == own for top, own in zip(found.top_logprobs, found.token_logprobs, strict=True) if top
+        ]
+        best = [int(row.argmax()) == token for row, token in zip(want[:-1], tokens[1:], strict=True)]
         assert is_greedy == best + [True] * max_tokens
 
 

@@ -187,11 +187,9 @@ def test_penalties_and_bias(client: OpenAI, tiny: Tiny) -> None:
 
 
 def test_errors_have_openais_classes(client: OpenAI, server: Running) -> None:
-    with pytest.raises(openai.BadRequestError, match="tools is not supported") as error:
-        client.chat.completions.create(
-            model=MODEL, messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-    assert error.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match="audio is not supported") as error:
+        client.chat.completions.create(model=MODEL, messages=CHAT, audio={"format": "wav", "voice": "alloy"})
+    assert error.value.param == "audio"
     assert error.value.type == "invalid_request_error"
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-9", messages=CHAT)

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from volley.decode.rules import TokenRule
 
+_FORCE = 1e4
+"""What all other tokens lose. They stay possible for a grammar that forbids the forced one, as inside a character."""
+
 
 class _Place(NamedTuple):
     """Where an answer is: reasoning is open or not, tokens of it so far, and how much of the next marker stands at the end."""
@@ -45,7 +48,8 @@ class ThinkingBudget(TokenRule):
         rows = torch.tensor(list(forced), device=logits.device)
         tokens = torch.tensor(list(forced.values()), device=logits.device)
         kept = logits[rows, tokens].nan_to_num(neginf=0.0)
-        logits = logits.index_fill(0, rows, -torch.inf)
+        lowered = torch.zeros(len(logits), 1, device=logits.device).index_fill_(0, rows, _FORCE)
+        logits = logits - lowered
         logits[rows, tokens] = kept
         return logits
 

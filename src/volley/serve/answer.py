@@ -111,7 +111,7 @@ class AnswerResponse(Response):
                 parts.append(opening)
             opened.add(event.choice)
             if isinstance(event, End):
-                parts.append(dialect.ending(event, choice))
+                parts += dialect.ending(event, choice)
             elif isinstance(event, Piece):
                 parts += dialect.piece(event, choice)
             if parts:

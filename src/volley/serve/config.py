@@ -21,6 +21,10 @@ class ServeConfig:
     """Port to listen on; 0 lets the system choose."""
     served_model_name: str | None = None
     """Name clients give as model; by default the target folder's."""
+    answer_format: str = "auto"
+    """How answers hold reasoning and tool calls: auto asks the chat template; none, a format's name, or a JSON file."""
+    chat_template: Path | None = None
+    """File of a Jinja chat template to use instead of the tokenizer's."""
     api_key_file: Path | None = None
     """File of accepted API keys, one a line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is asked."""
     max_waiting: int = 256
@@ -46,6 +50,15 @@ class ServeConfig:
         for name in ("request_timeout", "receive_timeout", "max_body_bytes", "shutdown_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
+
+    def read_chat_template(self) -> str | None:
+        """The template of the file, if one is given."""
+        if self.chat_template is None:
+            return None
+        try:
+            return self.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template cannot be read ({error}); give a file of Jinja") from error
 
 
 class ApiKeys:

@@ -82,14 +82,13 @@ def load_format(name: str) -> AnswerFormat:
     return own
 
 
-def format_of(tokenizer: Any, choice: str = "auto") -> AnswerFormat | None:
-    """The format that ``choice`` names: ``none``, a name, a file, or ``auto``, which asks tokenizer and chat template."""
+def format_of(tokenizer: Any, template: str, choice: str = "auto") -> AnswerFormat | None:
+    """The format that ``choice`` names: ``none``, a name, a file, or ``auto``, which asks the tokenizer and the chat template."""
     if choice == "none":
         return None
     if choice != "auto":
         return load_format(choice)
     own = getattr(tokenizer, "response_template", None)
-    template = str(tokenizer.chat_template or "")
     found = (load_format(name) for name in _BY_PRECEDENCE)
     known = next((one for one in found if all(mark in template for mark in one.recognise)), None)
     if own is None:

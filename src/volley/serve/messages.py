@@ -2,12 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
-
-from volley.errors import ConfigError
 
 
 def _encodable(text: str) -> str:
@@ -71,8 +69,6 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    _WITHOUT_EFFECT: ClassVar = ("annotations", "refusal")
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1)] = ""
     name: str | None = None
@@ -95,7 +91,9 @@ class Message(Strict):
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning):
             raise refusal("messages", "only messages of the assistant have tool_calls or reasoning_content")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise refusal("messages", "messages of the role tool, and no others, say which call they answer: tool_call_id")
+            raise refusal(
+                "messages", "messages of the role tool, and no others, say which call they answer: tool_call_id"
+            )
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -145,7 +143,7 @@ class Tool(Strict):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        return self.function.parameters or {"type": "object", "properties": {}}
+        return self.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class NamedFunction(Strict):
@@ -205,7 +203,9 @@ class Reasoning(Strict):
     def _leaves_the_messages_alone(self) -> Self:
         taken = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
         if clash := sorted(taken & self.chat_template_kwargs.keys()):
-            raise refusal("chat_template_kwargs", f"chat_template_kwargs cannot set {clash[0]}; use the request's fields")
+            raise refusal(
+                "chat_template_kwargs", f"chat_template_kwargs cannot set {clash[0]}; use the request's fields"
+            )
         return self
 
     def variables(self) -> dict[str, Any]:
@@ -216,12 +216,3 @@ class Reasoning(Strict):
         if self.reasoning_effort == "none":  # templates know this switch under two names
             own |= {"enable_thinking": False, "thinking": False}
         return own | self.chat_template_kwargs
-
-
-def check_template_knows_tools(template: str) -> None:
-    """Raises :class:`ConfigError` if a model could not be told of its tools."""
-    if "tools" not in template:
-        raise ConfigError(
-            "the model's chat template has no place for tools; force a call with tool_choice, or start the server with "
-            "a --chat-template that has one"
-        )

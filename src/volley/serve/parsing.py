@@ -221,8 +221,8 @@ class CallReader:
 
     def _arguments(self) -> list[Part]:
         """Characters of the arguments, up to the brace that closes them."""
-        end = 0
-        for end, character in enumerate(self._buffer, start=1):
+        end = len(self._buffer)
+        for place, character in enumerate(self._buffer):
             if self._escaped:
                 self._escaped = False
             elif self._in_string:
@@ -234,7 +234,7 @@ class CallReader:
             elif character in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    self._phase = self._after_arguments
+                    self._phase, end = self._after_arguments, place + 1
                     break
         text, self._buffer = self._buffer[:end], self._buffer[end:]
         return self._more(text)

@@ -6,7 +6,7 @@ happened anyway; fields without any effect on the answer are accepted.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,6 @@ from volley.errors import unknown_key
 from volley.serve.grammars import GrammarFields, grammar_of
 from volley.serve.messages import Message, Reasoning, Strict, Text, Tools, refusal, without_nulls
 from volley.types import SamplingParams
-
 
 StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -50,8 +49,8 @@ class _Request(Strict, GrammarFields):
     top_k: int = Field(0, ge=-1, description="Keep so many of the likeliest tokens; 0 or -1 keeps all.")
     min_p: float = Field(0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
-    stop_token_ids: list[TokenId] = Field([], max_length=128)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)

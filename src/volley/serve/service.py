@@ -2,18 +2,26 @@
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from volley.chat import Prompt, render_chat
+from volley.decode.thinking import ThinkingBudget
 from volley.engine.engine import Engine
+from volley.errors import ConfigError
+from volley.serve.calls import grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, shutting_down
+from volley.serve.formats import AnswerFormat, format_of, load_format
 from volley.serve.grammars import compile_grammar
+from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics
+from volley.serve.parsing import AnswerParser
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
 from volley.serve.worker import Job, Worker
+from volley.types import SamplingParams
 
 
 class Service:
@@ -29,6 +37,8 @@ class Service:
         self.draining = False
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
+        self._template = config.read_chat_template() or str(engine.tokenizer.chat_template or "")
+        self.form = format_of(engine.tokenizer, self._template, config.answer_format)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
 
@@ -39,20 +49,90 @@ class Service:
     # -- from bodies to jobs -------------------------------------------------------------------------------------------
     async def chat(self, body: ChatRequest) -> tuple[Job, Dialect]:
         self._check(body.model)
-        (prompt,) = await self._encode([[message.for_template() for message in body.messages]], "messages")
-        asked = body.max_completion_tokens or body.max_tokens
-        max_tokens = self._check_length(prompt, asked, "messages")
-        await compile_grammar(self._engine.grammars, body)
-        params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
+        job, parsers = await self.converse(body)
         dialect = ChatDialect(
             self.model,
             self.spell,
             logprobs=body.logprobs,
             mark_draft=body.mark_draft,
             include_usage=body.stream_options.include_usage,
+            parsers=parsers,
+            is_named=isinstance(body.tool_choice, NamedTool),
         )
-        job = self._submit(Job([prompt] * body.n, [params.for_choice(choice) for choice in range(body.n)]))
         return job, dialect
+
+    async def converse(self, body: ChatRequest) -> tuple[Job, list[AnswerParser]]:
+        """The job of a conversation, and what takes each of its answers apart, if anything has to."""
+        form = self._form_of(body)
+        prompt = await asyncio.to_thread(self._render, body)
+        (token_ids,) = await self._encode([prompt], "messages", special=False)
+        asked = body.max_completion_tokens or body.max_tokens
+        max_tokens = self._check_length(token_ids, asked, "messages")
+        params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
+        parsers: list[AnswerParser] = []
+        if form is not None:
+            tools = [tool.for_template() for tool in body.offered]
+            parsers = [AnswerParser(form, prompt, tools, with_calls=bool(tools)) for _ in range(body.n)]
+            params = replace(params, skip_special_tokens=not self._shows_special_tokens(form))
+        is_thinking = bool(parsers) and parsers[0].is_thinking
+        params = await self._bind(params, body, form, is_thinking=is_thinking)
+        choices = [params.for_choice(choice) for choice in range(body.n)]
+        return self._submit(Job([token_ids] * body.n, choices)), parsers
+
+    def _form_of(self, body: ChatRequest) -> AnswerFormat | None:
+        """How the answer is written; ``None``: it is nothing but text. A forced call needs no format of the model's own."""
+        form = self.form
+        if body.is_forced and (form is None or form.call is None):
+            return load_format("plain")
+        if body.offered and not body.is_forced:
+            problem = None
+            if form is None or not form.has_calls:
+                problem = "it is not known how this model writes tool calls", "--answer-format"
+            elif "tools" not in self._template:
+                problem = "the model's chat template has no place for tools", "--chat-template that has one"
+            if problem:
+                message = f"tools: {problem[0]}; force a call with tool_choice, or start the server with a {problem[1]}"
+                raise ApiError(400, message, param="tools")
+        return form
+
+    def _render(self, body: ChatRequest | TokenizeRequest) -> str:
+        assert body.messages is not None
+        return render_chat(
+            self._engine.tokenizer,
+            for_template(body.messages),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=[tool.for_template() for tool in body.tools] if body.offered else (),
+            variables=body.variables(),
+            template=self._template or None,
+        )
+
+    def _shows_special_tokens(self, form: AnswerFormat) -> bool:
+        """Whether the format's markers are special tokens, which are left out of text otherwise."""
+        return any(str(token) in form.markers() for token in self._engine.tokenizer.all_special_tokens)
+
+    async def _bind(
+        self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, *, is_thinking: bool
+    ) -> SamplingParams:
+        """The parameters with the grammar of the whole answer, and the budget of its reasoning."""
+        tokenizer, field = self._engine.tokenizer, "tools" if body.offered else "response_format"
+        try:
+            grammar = grammar_of_answer(form, body, params.grammar, tokenizer, is_thinking=is_thinking)
+            if grammar is not None:
+                await asyncio.to_thread(self._engine.grammars.compile, grammar)
+        except ConfigError as error:
+            raise ApiError(400, f"{field}: {error}", param=field) from None
+        if body.thinking_token_budget is None:
+            return replace(params, grammar=grammar)
+        if form is None or form.thinking is None:
+            message = "thinking_token_budget: it is not known how this model reasons; leave it out"
+            raise ApiError(400, message, param="thinking_token_budget")
+        opens, closes = (tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in form.thinking)
+
+        def budget(*_: Any) -> ThinkingBudget:
+            return ThinkingBudget(opens, closes, body.thinking_token_budget or 0, is_open=is_thinking)
+
+        return replace(params, grammar=grammar, rules=(*params.rules, budget))
 
     async def complete(self, body: CompletionRequest) -> tuple[Job, Dialect]:
         self._check(body.model)
@@ -107,14 +187,17 @@ class Service:
         return job
 
     # -- text and tokens -----------------------------------------------------------------------------------------------
-    async def _encode(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
-        fewest = max(map(_characters, prompts)) // self._longest_token
+    async def _encode(self, prompts: Sequence[Prompt], field: str, *, special: bool = True) -> list[list[int]]:
+        """Token ids; without ``special``, of texts that have their special tokens already."""
+        fewest = max(map(len, prompts)) // self._longest_token
         if fewest > self.max_model_len:  # too long in any case; counting exactly could take seconds
             raise self._too_long(f"at least {fewest} in the {field}", field)
 
         def encode() -> list[list[int]]:
             with self._tokenizer_in_use:
-                return [self._engine.encode(prompt) for prompt in prompts]
+                if special:
+                    return [self._engine.encode(prompt) for prompt in prompts]
+                return list(self._engine.tokenizer(list(prompts), add_special_tokens=False)["input_ids"])
 
         return await asyncio.to_thread(encode)
 
@@ -125,14 +208,7 @@ class Service:
         special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
 
         def encode() -> list[int]:
-            text = body.prompt or ""
-            if body.messages is not None:
-                text = render_chat(
-                    tokenizer,
-                    [message.for_template() for message in body.messages],
-                    add_generation_prompt=body.add_generation_prompt,
-                    continue_final_message=body.continue_final_message,
-                )
+            text = self._render(body) if is_chat else body.prompt
             with self._tokenizer_in_use:
                 return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
@@ -171,9 +247,3 @@ class Service:
             "owned_by": "volley",
             "max_model_len": self.max_model_len,
         }
-
-
-def _characters(prompt: Prompt) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(part["content"]) if isinstance(part, Mapping) else 1 for part in prompt)

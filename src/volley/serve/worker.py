@@ -227,11 +227,12 @@ class Worker:
     def _publish(self) -> None:
         """Tell the loop what the step brought."""
         for request, (job, choice) in list(self._owner.items()):
-            is_over = request.finish_reason is not None
-            if request.params.prompt_logprobs is not None and request.num_output == len(request.chunks):
-                if request.chunks or is_over:
-                    scored = Scored(choice, request.prompt_logprobs, request.prompt_top_logprobs)
-                    self._outbox.append((job, scored))
+            is_first = request.num_output == len(request.chunks) and (
+                request.chunks or request.finish_reason is not None
+            )
+            if is_first and request.params.prompt_logprobs is not None:
+                scored = Scored(choice, request.prompt_logprobs, request.prompt_top_logprobs)
+                self._outbox.append((job, scored))
             if request.chunks:
                 done, now = request.num_output - len(request.chunks), request.num_output
                 piece = Piece(choice, request.chunks, request.logprobs[done:now], request.top_logprobs[done:now])
