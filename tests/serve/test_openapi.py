@@ -48,6 +48,7 @@ def test_the_document_covers_every_endpoint(server: Running) -> None:
     assert set(document["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/responses",
         "/v1/models",
         "/v1/models/{model}",
         "/health",

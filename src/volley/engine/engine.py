@@ -220,10 +220,21 @@ class Engine:
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        procedure: Procedure | None = None,
+        *,
+        after: Request | None = None,
     ) -> Request:
-        """Queue one prompt; :meth:`step` works on it from now on, by ``procedure`` or the engine's own."""
+        """Queue one prompt; :meth:`step` works on it from now on, by ``procedure`` or the engine's own.
+
+        ``after`` is a request with the same prompt: with prefix caching this one begins when that has been read, and takes
+        what it has computed.
+        """
         request = self._make_request(prompt, params, procedure or self.procedure)
+        if self.capacity.prefix_caching and request.num_prompt > self.capacity.page_size:
+            request.after = after
         self.scheduler.add(request)
         return request
 

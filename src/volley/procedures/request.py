@@ -75,6 +75,8 @@ class Request:
     """Drafts for this request; ``None``: the drafter as it is."""
     prefix_root: bytes = b""
     """The parent of the first page's hash: pages are shared among requests that have the same."""
+    after: "Request | None" = None
+    """A request with the same prompt. Until it has been read this one waits, and then takes its pages."""
     num_prompt: int = 0
     computed: int = 0
     lookup: Lookup = field(default_factory=Lookup)

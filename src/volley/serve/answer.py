@@ -104,11 +104,8 @@ class AnswerResponse(Response):
         async for event in self._events():
             if not self._begun:
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            parts = []
             choice = self.choices[event.choice]
-            opening = None if event.choice in opened else dialect.opening(event.choice, choice)
-            if opening is not None:
-                parts.append(opening)
+            parts = [] if event.choice in opened else list(dialect.opening(event.choice, choice))
             opened.add(event.choice)
             if isinstance(event, End):
                 parts += dialect.ending(event, choice)
@@ -116,8 +113,7 @@ class AnswerResponse(Response):
                 parts += dialect.piece(event, choice)
             if parts:
                 await _send_events(send, [dialect.chunk([part]) for part in parts])
-        last: list[Any] = [dialect.chunk([], self.usage)] if dialect.include_usage else []
-        await _send_events(send, [*last, "[DONE]"], more=False)
+        await _send_events(send, dialect.closing(self.usage), more=False)
 
     async def _complain(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         known = as_api_error(error)
@@ -126,7 +122,7 @@ class AnswerResponse(Response):
         if not self._begun:
             await known.response()(scope, receive, send)
         elif self.stream:
-            await _send_events(send, [known.body, "[DONE]"], more=False)
+            await _send_events(send, self.dialect.failing(known.body), more=False)
 
     def _note(self, scope: Scope) -> None:
         """For the line about this request in the log."""
@@ -140,9 +136,15 @@ class AnswerResponse(Response):
 
 
 async def _send_events(send: Send, objects: list[Any], *, more: bool = True) -> None:
-    lines = [item if isinstance(item, str) else json.dumps(item, separators=(",", ":")) for item in objects]
-    body = "".join(f"data: {line}\n\n" for line in lines).encode("ascii")
+    body = "".join(map(_as_event, objects)).encode("ascii")
     await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _as_event(item: Any) -> str:
+    """A server-sent event. Objects that say their type are events of that name."""
+    line = item if isinstance(item, str) else json.dumps(item, separators=(",", ":"))
+    name = f"event: {item['type']}\n" if isinstance(item, dict) and "type" in item else ""
+    return f"{name}data: {line}\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -23,6 +23,7 @@ from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error
 from volley.serve.gate import Gate, Refused
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, first_problem
+from volley.serve.responses import ResponsesRequest
 from volley.serve.service import Service
 
 log = logging.getLogger("volley.serve")
@@ -109,6 +110,13 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         job, dialect = await service.complete(body)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
+    @app.post("/v1/responses", response_class=Response)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream. Nothing is kept."""
+        _log_prompt(service, request, body)
+        job, dialect = await service.respond(body)
+        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The one model that is served."""
@@ -186,6 +194,6 @@ def _handle_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, other)
 
 
-def _log_prompt(service: Service, request: Request, body: ChatRequest | CompletionRequest) -> None:
+def _log_prompt(service: Service, request: Request, body: ChatRequest | CompletionRequest | ResponsesRequest) -> None:
     if service.config.log_prompts:
         request.state.fields["body"] = body.model_dump(exclude_unset=True)

@@ -208,6 +208,7 @@ _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists, none of them empty",
     "stop": "a string or up to 16 strings, none of them empty or longer than 1000 characters",
     "content": "a string or a list of text parts",
+    "output": "a string or a list of text parts",
     "tool_choice": "none, auto, required, or {type: function, function: {name}}",
 }
 """Fields with several accepted types; pydantic would report an error for each type."""

@@ -102,9 +102,17 @@ class Dialect:
     def _usage(self, usage: Usage) -> Object:
         return usage.to_json()
 
-    def opening(self, index: int, choice: Choice) -> Object | None:
-        """The first chunk of a choice, sent before its first token; ``None`` without one."""
-        return None
+    def opening(self, index: int, choice: Choice) -> Iterator[Object]:
+        """The first chunks of a choice, sent before its first token."""
+        yield from ()
+
+    def closing(self, usage: Usage) -> list[Any]:
+        """What ends a stream."""
+        return [*([self.chunk([], usage)] if self.include_usage else []), "[DONE]"]
+
+    def failing(self, body: Object) -> list[Any]:
+        """What ends a stream that failed, given the error's body."""
+        return [body, "[DONE]"]
 
     def piece(self, piece: Piece, sent: Choice) -> Iterator[Object]:
         """Choices of the chunks that stream ``piece``; ``sent`` is what went before. Several only to mark drafts."""
@@ -156,9 +164,9 @@ class ChatDialect(Dialect):
         self.is_named = is_named
         self._reasoning_tokens = 0
 
-    def opening(self, index: int, choice: Choice) -> Object:
+    def opening(self, index: int, choice: Choice) -> Iterator[Object]:
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _choice(self, index: int, choice: Choice) -> Object:
         message: Object = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -288,11 +296,10 @@ class CompletionDialect(Dialect):
         super().__init__(model, spell, **options)
         self.echoes = echoes
 
-    def opening(self, index: int, choice: Choice) -> Object | None:
-        if not self.echoes:
-            return None
-        text, logprobs = self.echoes[index].text, self._logprobs(self._prompt(index, choice), 0)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+    def opening(self, index: int, choice: Choice) -> Iterator[Object]:
+        if self.echoes:
+            text, logprobs = self.echoes[index].text, self._logprobs(self._prompt(index, choice), 0)
+            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def _choice(self, index: int, choice: Choice) -> Object:
         whole = Choice()

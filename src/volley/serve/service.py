@@ -20,6 +20,8 @@ from volley.serve.metrics import Metrics
 from volley.serve.parsing import AnswerParser
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
+from volley.serve.response_events import ResponsesDialect
+from volley.serve.responses import ResponsesRequest, here
 from volley.serve.worker import Job, Worker
 from volley.types import SamplingParams
 
@@ -60,6 +62,15 @@ class Service:
             is_named=isinstance(body.tool_choice, NamedTool),
         )
         return job, dialect
+
+    async def respond(self, body: ResponsesRequest) -> tuple[Job, Dialect]:
+        chat = body.as_chat()
+        try:
+            self._check(chat.model)
+            job, parsers = await self.converse(chat)
+        except ApiError as error:
+            raise here(error) from None
+        return job, ResponsesDialect(self.model, self.spell, body, parsers[0] if parsers else None)
 
     async def converse(self, body: ChatRequest) -> tuple[Job, list[AnswerParser]]:
         """The job of a conversation, and what takes each of its answers apart, if anything has to."""

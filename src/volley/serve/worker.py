@@ -190,8 +190,10 @@ class Worker:
 
     def _open(self, job: Job) -> None:
         try:
+            first: dict[int, Request] = {}  # of each prompt: the others share what it has read
             for choice, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
-                request = self.engine.add_request(prompt, params)
+                request = self.engine.add_request(prompt, params, after=first.get(id(prompt)))
+                first.setdefault(id(prompt), request)
                 job.requests.append(request)
                 self._owner[request] = (job, choice)
         except Exception as error:
