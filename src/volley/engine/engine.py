@@ -229,8 +229,7 @@ class Engine:
     ) -> Request:
         """Queue one prompt; :meth:`step` works on it from now on, by ``procedure`` or the engine's own.
 
-        ``after`` is a request with the same prompt: with prefix caching this one begins when that has been read, and takes
-        what it has computed.
+        Once ``after``, a request with the same prompt, has been read, this one takes what that has cached.
         """
         request = self._make_request(prompt, params, procedure or self.procedure)
         if self.capacity.prefix_caching and request.num_prompt > self.capacity.page_size:

@@ -45,10 +45,11 @@ class Scheduler:
             if budget > 0 and not request.is_decoding:
                 budget -= self._schedule(_read(request, budget), works)
         while budget > 0 and len(self.running) < self.capacity.max_running:
-            request = next((own for own in self.waiting if not self._is_held(own)), None)
-            if request is None or not self.sequences.admit(
-                request, min(request.length + pacing.policy.block_size, request.max_length)
-            ):
+            ready = next((own for own in self.waiting if not self._is_held(own)), None)
+            if ready is None:
+                break
+            request = ready
+            if not self.sequences.admit(request, min(request.length + pacing.policy.block_size, request.max_length)):
                 break
             self.waiting.remove(request)
             insort_right(self.running, request, key=_priority)

@@ -94,12 +94,12 @@ def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     started = int(time.time())
-    timeout = service.config.request_timeout
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, whole or as a stream of server-sent events."""
         _log_prompt(service, request, body)
+        timeout = _timeout(service, request)
         job, dialect = await service.chat(body)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
@@ -107,6 +107,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts, whole or as a stream of server-sent events."""
         _log_prompt(service, request, body)
+        timeout = _timeout(service, request)
         job, dialect = await service.complete(body)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
@@ -114,21 +115,35 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream. Nothing is kept."""
         _log_prompt(service, request, body)
+        timeout = _timeout(service, request)
         job, dialect = await service.respond(body)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [service.card(started)]}
+        """The model that is served, and the names that choose an adapter for it."""
+        return {"object": "list", "data": [service.card(name, started) for name in service.names]}
 
     @app.get("/v1/models/{model:path}", response_class=Response)
     async def one_model(model: str) -> Response:
         """The model of this name."""
-        if model != service.model:
-            message = f"the model {model!r} does not exist; this server has {service.model!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return JSON(service.card(started))
+        service.adapter_of(model)
+        return JSON(service.card(model, started))
+
+
+def _timeout(service: Service, request: Request) -> float:
+    """Seconds for one request: the server's, or fewer where the client's header says so."""
+    given, most = request.headers.get("x-request-timeout"), service.config.request_timeout
+    if given is None:
+        return most
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        message = f"the header x-request-timeout is {given!r}; give seconds, more than 0"
+        raise ApiError(400, message, param="x-request-timeout")
+    return min(seconds, most)
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:

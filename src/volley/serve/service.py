@@ -16,7 +16,7 @@ from volley.serve.errors import ApiError, shutting_down
 from volley.serve.formats import AnswerFormat, format_of, load_format
 from volley.serve.grammars import compile_grammar
 from volley.serve.messages import NamedTool, for_template
-from volley.serve.metrics import Metrics
+from volley.serve.metrics import Metrics, memory_of
 from volley.serve.parsing import AnswerParser
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
@@ -32,8 +32,11 @@ class Service:
     def __init__(self, engine: Engine, config: ServeConfig, model: str) -> None:
         self.config = config
         self.model = model
+        for adapter in config.adapters:
+            name, _, folder = adapter.partition("=")
+            engine.load_adapter(name, folder)
         holds = engine.snapshot()
-        self.metrics = Metrics(holds.num_pages)
+        self.metrics = Metrics(holds.num_pages, memory_of(engine))
         self.worker = Worker(engine, self.metrics, config.max_waiting)
         self.max_model_len = holds.max_tokens
         self.draining = False
@@ -50,7 +53,6 @@ class Service:
 
     # -- from bodies to jobs -------------------------------------------------------------------------------------------
     async def chat(self, body: ChatRequest) -> tuple[Job, Dialect]:
-        self._check(body.model)
         job, parsers = await self.converse(body)
         dialect = ChatDialect(
             self.model,
@@ -66,7 +68,6 @@ class Service:
     async def respond(self, body: ResponsesRequest) -> tuple[Job, Dialect]:
         chat = body.as_chat()
         try:
-            self._check(chat.model)
             job, parsers = await self.converse(chat)
         except ApiError as error:
             raise here(error) from None
@@ -74,12 +75,13 @@ class Service:
 
     async def converse(self, body: ChatRequest) -> tuple[Job, list[AnswerParser]]:
         """The job of a conversation, and what takes each of its answers apart, if anything has to."""
-        form = self._form_of(body)
+        adapter, form = self._check(body.model), self._form_of(body)
         prompt = await asyncio.to_thread(self._render, body)
         (token_ids,) = await self._encode([prompt], "messages", special=False)
         asked = body.max_completion_tokens or body.max_tokens
         max_tokens = self._check_length(token_ids, asked, "messages")
         params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
+        params = replace(params, draft_adapter=adapter)
         parsers: list[AnswerParser] = []
         if form is not None:
             tools = [tool.for_template() for tool in body.offered]
@@ -146,12 +148,12 @@ class Service:
         return replace(params, grammar=grammar, rules=(*params.rules, budget))
 
     async def complete(self, body: CompletionRequest) -> tuple[Job, Dialect]:
-        self._check(body.model)
+        adapter = self._check(body.model)
         prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
         await compile_grammar(self._engine.grammars, body)
-        params = body.sampling(body.max_tokens, body.logprobs)
+        params = replace(body.sampling(body.max_tokens, body.logprobs), draft_adapter=adapter)
         choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         echoes: list[Echo] = []
         if body.echo:
@@ -167,14 +169,28 @@ class Service:
         )
         return self._submit(Job([prompt for prompt, _ in choices], [own for _, own in choices])), dialect
 
-    def _check(self, model: str | None) -> None:
+    def _check(self, model: str | None) -> str | None:
+        """Whether requests are taken, and the adapter that the model's name chooses."""
         if self.draining:
             raise shutting_down(self.config.shutdown_timeout)
         if not self.worker.is_alive:
             raise ApiError(503, "the engine has stopped; restart the server", kind="server_error", code="engine_dead")
-        if model is not None and model != self.model:
-            message = f"the model {model!r} does not exist; this server has {self.model!r}"
+        return self.adapter_of(model)
+
+    @property
+    def names(self) -> list[str]:
+        """What clients may give as model."""
+        return [self.model, *(f"{self.model}:{adapter}" for adapter in self._engine.adapters)]
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a model's name chooses."""
+        if model is None or model == self.model:
+            return None
+        if model not in self.names:
+            known = ", ".join(map(repr, self.names))
+            message = f"the model {model!r} does not exist; this server has {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return model.removeprefix(f"{self.model}:")
 
     def _check_length(self, prompt: Sequence[int], asked: int | None, field: str) -> int:
         """Tokens to generate at most."""
@@ -249,10 +265,10 @@ class Service:
         """The text of one token alone."""
         return self.decode([token_id])
 
-    def card(self, created: int) -> dict[str, Any]:
-        """The model as ``/v1/models`` shows it."""
+    def card(self, name: str, created: int) -> dict[str, Any]:
+        """A model as ``/v1/models`` shows it."""
         return {
-            "id": self.model,
+            "id": name,
             "object": "model",
             "created": created,
             "owned_by": "volley",
