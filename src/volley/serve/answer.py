@@ -112,7 +112,8 @@ class AnswerResponse(Response):
             elif isinstance(event, Piece):
                 parts += dialect.piece(event, choice)
             if parts:
-                await _send_events(send, [dialect.chunk([part]) for part in parts])
+                usage = self.usage if dialect.continuous_usage else None
+                await _send_events(send, [dialect.chunk([part], usage) for part in parts])
         await _send_events(send, dialect.closing(self.usage), more=False)
 
     async def _complain(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:

@@ -31,6 +31,7 @@ _WITHOUT_EFFECT = (
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="Every chunk has the usage so far.")
     include_obfuscation: bool = False
 
 

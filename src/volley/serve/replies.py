@@ -49,12 +49,12 @@ class Usage:
     cycle_tokens: int = 0
 
     def add_piece(self, piece: Piece) -> None:
+        self.completion += len(piece.chunks)
         self.accepted += sum(chunk.from_draft for chunk in piece.chunks)
 
     def add(self, stats: GenerationStats, *, is_first: bool) -> None:
         """Count a complete choice; only the first of each prompt says how much of it was cached."""
         self.cached += stats.cached_tokens if is_first else 0
-        self.completion += stats.output_tokens
         self.drafted += sum(stats.block_sizes) - len(stats.block_sizes)
         self.cycles += len(stats.accepted_lengths)
         self.cycle_tokens += sum(stats.accepted_lengths)
@@ -82,9 +82,20 @@ class Dialect:
     prefix: str
 
     def __init__(
-        self, model: str, spell: Callable[[int], str], *, logprobs: bool, mark_draft: bool, include_usage: bool
+        self,
+        model: str,
+        spell: Callable[[int], str],
+        *,
+        logprobs: bool,
+        mark_draft: bool,
+        include_usage: bool,
+        continuous_usage: bool = False,
     ) -> None:
-        """``spell`` gives the text of a single token. With ``include_usage`` a stream ends with the usage."""
+        """``spell`` gives the text of a single token.
+
+        With ``include_usage`` a stream ends with the usage; with ``continuous_usage`` too every chunk has that so far.
+        """
+        self.continuous_usage = include_usage and continuous_usage
         self.spell = spell
         self.logprobs = logprobs
         self.mark_draft = mark_draft

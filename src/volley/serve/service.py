@@ -60,6 +60,7 @@ class Service:
             logprobs=body.logprobs,
             mark_draft=body.mark_draft,
             include_usage=body.stream_options.include_usage,
+            continuous_usage=body.stream_options.continuous_usage_stats,
             parsers=parsers,
             is_named=isinstance(body.tool_choice, NamedTool),
         )
@@ -165,6 +166,7 @@ class Service:
             logprobs=body.logprobs is not None,
             mark_draft=body.mark_draft,
             include_usage=body.stream_options.include_usage,
+            continuous_usage=body.stream_options.continuous_usage_stats,
             echoes=echoes,
         )
         return self._submit(Job([prompt for prompt, _ in choices], [own for _, own in choices])), dialect
