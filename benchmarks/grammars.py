@@ -8,8 +8,8 @@
 sampled and a third sampled with a seed, and checks every answer with the jsonschema package. An answer that was cut at
 --max-tokens is checked as far as it goes: its tokens must be a beginning that the grammar allows.
 
-``masks`` times, for a vocabulary of 151,936 tokens (BPE trained on the JSONL files of a folder), the masks of a chain of 15 draft
-tokens along answers to such schemas, and what applying them takes, against a pass of ``--pass-ms``.
+``masks`` times, for a vocabulary of 151,936 tokens (``--tokenizer``, or BPE trained on the JSONL files of a folder), the masks of
+a chain of 15 draft tokens along answers to such schemas, and what applying them takes, against a pass of ``--pass-ms``.
 
 ``speed`` compares the default policy with plain decoding in turn, under grammars and without, on the same prompts. Each prints a
 Markdown table; ``valid`` exits with 1 if an answer was wrong.
@@ -28,7 +28,7 @@ from typing import Any
 import jsonschema
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from volley import Engine, Grammar, SamplingParams
 from volley.decode.grammars import Grammars
@@ -202,7 +202,10 @@ def answer_to(rule: Constraint, chance: random.Random, tokenizer: PreTrainedToke
 
 def run_masks(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    tokenizer = large_tokenizer(options.text, options.vocab)
+    if options.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    else:
+        tokenizer = large_tokenizer(options.text, options.vocab)
     grammars, chance = Grammars(tokenizer, options.vocab, {tokenizer.eos_token_id}), random.Random(0)
     started = time.perf_counter()
     grammars.compile(Grammar.json_object())
@@ -292,7 +295,9 @@ def arguments() -> argparse.Namespace:
         command.set_defaults(run=run)
         command.add_argument("--schemas", type=int, default=1000 if name == "valid" else 40)
         if name == "masks":
-            command.add_argument("--text", type=Path, required=True, help="folder of JSONL files")
+            source = command.add_mutually_exclusive_group(required=True)
+            source.add_argument("--text", type=Path, help="folder of JSONL files to train a tokenizer on")
+            source.add_argument("--tokenizer", help="folder or hub name of a tokenizer")
             command.add_argument("--vocab", type=int, default=151_936)
             command.add_argument("--pass-ms", type=float, default=30.0)
         else:

@@ -34,7 +34,7 @@ GRAMMARS = {
     "schema": Grammar.json_schema(SCHEMA),
     "compact": Grammar.json_schema(SCHEMA, whitespace=""),
     "regex": Grammar.regex(r"(ab|a)*c?"),
-    "choice": Grammar.choice(["yes", "yes, sir", 'no "way" – ever']),
+    "choice": Grammar.choice(["yes", "yes, sir", 'no "way" – ever 😀\n']),
     "lark": Grammar.lark('start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]{1,3}/'),
     "ebnf": Grammar.ebnf('root ::= "-" item ("," item)*\nitem ::= [a-z]+ | "é"'),
 }
@@ -64,7 +64,7 @@ def library_text(name: str) -> str:
         return LLMatcher.grammar_from_regex(r"(ab|a)*c?")
     return LLMatcher.grammar_from_lark(
         {
-            "choice": r'start: "yes" | "yes, sir" | "no \"way\" – ever"',
+            "choice": r'start: "yes" | "yes, sir" | "no \"way\" – ever 😀\n"',
             "lark": GRAMMARS["lark"].source,
             "ebnf": 'start: "-" item ("," item)*\nitem: /[a-z]/+ | "é"',
         }[name]
