@@ -48,7 +48,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("chat", {**CHAT, "top_logprobs": 3}, "top_logprobs", "only allowed when logprobs is true"),
         ("chat", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ("chat", {**CHAT, "stream_options": {}}, "stream_options", "only allowed when stream is true"),
-        ("chat", {**CHAT, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ("chat", {**CHAT, "audio": {"voice": "x"}}, "audio", "not supported"),
         ("chat", {**CHAT, "tools": [{}]}, "tools.0.type", "required"),
         ("chat", {**CHAT, "stop": ["a", ""]}, "stop", "a string or up to 16 strings"),
         ("chat", {**CHAT, "logit_bias": {"x": 1}}, "logit_bias.x.[key]", "match pattern"),

@@ -1,8 +1,7 @@
 """Drafts under constraints: made token by token, each row masked for the tokens before it.
 
 The target's rows get the same masks (``decode/rules.py``). So every token of a draft is one that the target may choose, and for
-speculative sampling q is the distribution that a token was really drawn from, given the tokens before it. A token that the
-constraint forces costs no look at the drafter's logits.
+speculative sampling q is the distribution that a token was really drawn from, given the tokens before it.
 """
 
 from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ from volley.grammar import Grammar
 
 _KEPT = 256  # compiled grammars
 _LONGEST_MESSAGE = 300
-_MOST_TRIALS = 512  # parts of a schema that are compiled to find the one at fault
+_MOST_TRIALS = 128  # parts of a schema that are compiled to find the one at fault
 
 
 class Grammars:
@@ -119,7 +119,8 @@ def _text_for_library(grammar: Grammar) -> str:
         case "regex":
             text = LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
-            text = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(grammar.source))))
+            options = [json.dumps(option, ensure_ascii=False) for option in json.loads(grammar.source)]
+            text = LLMatcher.grammar_from_lark("start: " + " | ".join(options))
         case "lark":
             text = LLMatcher.grammar_from_lark(grammar.source)
         case "ebnf":

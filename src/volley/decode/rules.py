@@ -56,7 +56,7 @@ class Constraint(TokenRule):
         whole = np.full(-(-size // 8), 255, dtype=np.uint8)
         packed = np.stack([whole if mask is None else mask for mask in masks])
         allowed = torch.from_numpy(np.unpackbits(packed, axis=1, count=size, bitorder="little").view(np.bool_))
-        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+        return torch.where(allowed.to(logits.device), logits, -torch.inf)
 
 
 def constraints(rules: Sequence[TokenRule]) -> list[Constraint]:

@@ -137,7 +137,7 @@ class Request:
         forced = forced_tokens(self.rules, most)
         copied, agreed = self.lookup.find(self.token_ids + forced, most - len(forced))
         for rule in constraints(self.rules):
-            copied = copied[: rule.num_allowed(forced + copied) - len(forced)]
+            copied = copied[: max(0, rule.num_allowed(forced + copied) - len(forced))]
         return forced + copied, [CERTAIN] * len(forced) + found_confidence(agreed, len(copied))
 
     def append(self, token_ids: list[int], num_from_draft: int) -> int:

@@ -75,11 +75,13 @@ class Speculative(Procedure):
             best = best_tokens(logits)
             choices = [best[work.rows] for work in choosing]
         for place, work in enumerate(choosing):
-            rules, paths = work.request.rules, paths_of(work.proposal) if work.request.rules else []
-            bound = constraints(rules)
-            if bound and len(bound) == len(rules) and work.request.params.temperature == 0:
+            rules = work.request.rules
+            if not rules:
+                continue
+            paths, bound = paths_of(work.proposal), constraints(rules)
+            if len(bound) == len(rules) and work.request.params.temperature == 0:
                 choices[place] = allowed_choices(bound, rows[place], choices[place], paths)
-            elif rules:
+            else:
                 rows[place] = apply_rules(rules, rows[place], paths)
                 choices[place] = best_tokens(rows[place])
         sampled: dict[tuple[bool, Rule, tuple[float | None, ...]], list[int]] = {}

@@ -43,12 +43,13 @@ class BlockProposer(Proposer):
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         walking = 0.0
         bound = [work for work in works if constraints(work.request.rules)]
-        if bound and self.config.denoising_steps > 1:
-            self._draft_bound(bound, *self.position_logits(bound, self._blocks(bound)), with_confidence=with_confidence)
-            works = [work for work in works if not constraints(work.request.rules)]
-        if not works:
-            return walking
         if self.config.denoising_steps > 1:
+            if bound:
+                one_pass = self.position_logits(bound, self._blocks(bound))
+                self._draft_bound(bound, *one_pass, with_confidence=with_confidence)
+                works = [work for work in works if not constraints(work.request.rules)]
+            if not works:
+                return walking
             logits = self._denoise(works, self._blocks(works))
         else:
             logits, hidden = self.position_logits(works, self._blocks(works))

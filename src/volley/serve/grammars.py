@@ -97,19 +97,22 @@ def _asked_for(body: GrammarFields) -> list[_Asked]:
         ("ebnf", "ebnf", body.ebnf, ""),
     ]
     if (form := body.response_format) is not None and form.type != "text":
-        schema = None if form.json_schema is None else form.json_schema.schema_
         if form.type == "json_object":
             fields.append(("response_format", "json_object", True, WHITESPACE))
         else:
-            fields.append(("response_format.json_schema", "json_schema", {} if schema is None else schema, WHITESPACE))
-    if (form := body.structured_outputs) is not None:
-        spaces = "" if form.disable_any_whitespace else form.whitespace_pattern or WHITESPACE
+            field = "response_format.json_schema"
+            if form.json_schema is None:
+                raise ApiError(400, f"{field} is missing; a format of type json_schema needs a schema", param=field)
+            schema = form.json_schema.schema_
+            fields.append((field, "json_schema", {} if schema is None else schema, WHITESPACE))
+    if (outputs := body.structured_outputs) is not None:
+        spaces = "" if outputs.disable_any_whitespace else outputs.whitespace_pattern or WHITESPACE
         fields += [
-            ("structured_outputs.json", "json_schema", form.json_, spaces),
-            ("structured_outputs.regex", "regex", form.regex, ""),
-            ("structured_outputs.choice", "choice", form.choice, ""),
-            ("structured_outputs.grammar", "grammar", form.grammar, ""),
-            ("structured_outputs.json_object", "json_object", form.json_object or None, spaces),
+            ("structured_outputs.json", "json_schema", outputs.json_, spaces),
+            ("structured_outputs.regex", "regex", outputs.regex, ""),
+            ("structured_outputs.choice", "choice", outputs.choice, ""),
+            ("structured_outputs.grammar", "grammar", outputs.grammar, ""),
+            ("structured_outputs.json_object", "json_object", outputs.json_object or None, spaces),
         ]
     return [field for field in fields if field[2] is not None]
 
