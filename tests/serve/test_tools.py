@@ -261,6 +261,19 @@ def test_bad_fields_are_named(server: Running, body: Any, param: str, message: s
     assert error["param"] == param
 
 
+def test_a_notation_that_is_not_json_is_replaced_when_a_call_is_forced(tiny: Tiny, tmp_path: Path) -> None:
+    """Qwen 3.5's, here. It reasons as it always does."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(TEMPLATE + "{# <function= #}")
+    with running(tiny.engine(), chat_template=file) as server, openai_client(server) as client:
+        assert server.service.form is not None
+        assert server.service.form.name == "qwen3_5"
+        extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
+        (choice,) = ask(client, tool_choice=NAMED, extra_body=extra).choices
+        assert choice.message.reasoning_content
+        validate(json.loads(choice.message.tool_calls[0].function.arguments), SCHEMA)
+
+
 def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_path: Path) -> None:
     with running(tiny.engine()) as server, openai_client(server) as client:
         with pytest.raises(openai.BadRequestError, match="answer-format") as error:

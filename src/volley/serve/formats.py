@@ -6,7 +6,7 @@ A file has transformers' ``response`` template (its regions are ``thinking``, ``
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,16 @@ def load_format(name: str) -> AnswerFormat:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"the answer format in {file} cannot be used: {error!r}; see docs/clients.md") from error
     return own
+
+
+def plain_calls(form: AnswerFormat | None) -> AnswerFormat:
+    """Calls as plain JSON, for models whose own notation no grammar can force, with the reasoning of their own ``form``."""
+    plain = load_format("plain")
+    if form is None or form.thinking is None:
+        return plain
+    anchors = {name: value for name, value in form.response.items() if name.startswith("start_anchor")}
+    fields = {"thinking": form.response["fields"]["thinking"], **plain.response["fields"]}
+    return replace(plain, thinking=form.thinking, response={**anchors, "fields": fields})
 
 
 def format_of(tokenizer: Any, template: str, choice: str = "auto") -> AnswerFormat | None:

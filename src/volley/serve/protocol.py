@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = (
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    continuous_usage_stats: bool = Field(False, description="Every chunk has the usage so far.")
+    continuous_usage_stats: Annotated[bool, Field(description="Every chunk has the usage so far.")] = False
     include_obfuscation: bool = False
 
 

@@ -13,7 +13,7 @@ from volley.errors import ConfigError
 from volley.serve.calls import grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, shutting_down
-from volley.serve.formats import AnswerFormat, format_of, load_format
+from volley.serve.formats import AnswerFormat, format_of, plain_calls
 from volley.serve.grammars import compile_grammar
 from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics, memory_of
@@ -88,6 +88,7 @@ class Service:
             tools = [tool.for_template() for tool in body.offered]
             parsers = [AnswerParser(form, prompt, tools, with_calls=bool(tools)) for _ in range(body.n)]
             params = replace(params, skip_special_tokens=not self._shows_special_tokens(form))
+        await compile_grammar(self._engine.grammars, body)  # by itself, so that an error names its field
         is_thinking = bool(parsers) and parsers[0].is_thinking
         params = await self._bind(params, body, form, is_thinking=is_thinking)
         choices = [params.for_choice(choice) for choice in range(body.n)]
@@ -97,7 +98,7 @@ class Service:
         """How the answer is written; ``None``: it is nothing but text. A forced call needs no format of the model's own."""
         form = self.form
         if body.is_forced and (form is None or form.call is None):
-            return load_format("plain")
+            return plain_calls(form)
         if body.offered and not body.is_forced:
             problem = None
             if form is None or not form.has_calls:
