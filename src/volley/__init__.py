@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from volley.config import CapacityConfig, DecodingConfig
     from volley.engine.engine import Engine
+    from volley.grammar import Grammar
     from volley.models.drafter import Drafter
     from volley.models.target import Target
     from volley.policies.base import Policy
@@ -19,6 +20,7 @@ __all__ = [
     "Engine",
     "GenerationResult",
     "GenerationStats",
+    "Grammar",
     "Policy",
     "Proposer",
     "SamplingParams",
@@ -32,6 +34,7 @@ _HOMES = {
     "DecodingConfig": "volley.config",
     "Drafter": "volley.models.drafter",
     "Engine": "volley.engine.engine",
+    "Grammar": "volley.grammar",
     "Policy": "volley.policies.base",
     "Proposer": "volley.proposers.base",
     "Target": "volley.models.target",

@@ -58,18 +58,38 @@ def render_chat(
     *,
     thinking: bool | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
+    template: str | None = None,
 ) -> str:
     """The text of ``messages``, by default with the opening of the assistant's answer.
 
-    ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides.
+    ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides. ``tools`` are functions in
+    OpenAI's form. ``variables`` reach the template by their names. ``continue_final_message`` leaves the last message open.
+    ``template`` takes the place of the tokenizer's own.
     """
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f"a chat message has 'role' and 'content'; this one has {sorted(message)}")
-    check_template(tokenizer)
-    switch = {} if thinking is None else {"enable_thinking": thinking}
-    chat = [dict(message) for message in messages]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt, **switch)
+    if template is None:
+        check_template(tokenizer)
+    given = dict(variables or {})
+    if thinking is not None:
+        given["enable_thinking"] = thinking
+    if tools:
+        given["tools"] = [dict(tool) for tool in tools]
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=template,
+            **given,
+        )
+    except ValueError as error:
+        raise InputError(f"the messages cannot be rendered: {error}") from error
     return str(text)
 
 

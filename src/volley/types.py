@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.errors import ConfigError
+from volley.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -21,8 +22,11 @@ class SamplingParams:
     ``temperature`` 0 is greedy, and so is anything below 1e-5, which logits could not be divided by. ``top_k`` 0, ``top_p`` 1
     and ``min_p`` 0 keep every token. ``seed`` ``None`` draws one.
     ``stop`` strings end the text before they appear in it; ``stop_token_ids`` add to the model's own end tokens, which
-    ``ignore_eos`` switches off. ``logprobs`` records the log-probability of each chosen token under the target's
-    unmodified distribution, and of the ``top_logprobs`` likeliest beside it. ``presence_penalty`` and
+    ``ignore_eos`` switches off. Without ``skip_special_tokens`` the text shows special tokens, but for the one that ends it.
+    ``logprobs`` records the log-probability of each chosen token under the target's
+    unmodified distribution, and of the ``top_logprobs`` likeliest beside it. ``prompt_logprobs`` (``None``: none) does the
+    same for every token of the prompt but the first, with so many of the likeliest; such a prompt takes nothing from the
+    prefix cache. ``max_tokens`` 0 only reads the prompt. ``presence_penalty`` and
     ``frequency_penalty`` (each in [-2, 2]) lower the logits of tokens the output has, ``repetition_penalty`` (1: none)
     divides those of tokens that prompt or output have, ``logit_bias`` maps token ids to what is added to their logits.
     ``draft_temperature`` (``None``: the same as ``temperature``) and ``draft_adapter`` (the name of an adapter that the engine
@@ -39,8 +43,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -49,6 +55,8 @@ class SamplingParams:
     draft_temperature: float | None = None
     draft_adapter: str | None = None
     priority: int = 0
+    grammar: Grammar | None = None
+    """What the whole text must be. The request ends where the text is complete, or by the model's end token where it may be."""
     rules: tuple[Any, ...] = ()
     """Makers of token rules of one's own: ``make(prompt, vocab_size, device)`` gives a ``TokenRule`` (``decode/rules.py``)."""
 
@@ -65,13 +73,23 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (keep all) or a positive count"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens >= 0, "0 (only read the prompt) or a positive count"),
             ("stop", all(self.stop), "non-empty strings"),
             ("top_logprobs", self.top_logprobs >= 0, "0 or a positive count"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or self.prompt_logprobs >= 0,
+                "None, 0 or a positive count",
+            ),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number > 0"),
             ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "biases in [-100, 100]"),
+            (
+                "grammar",
+                isinstance(self.grammar, Grammar | None),
+                "a Grammar, such as Grammar.json_schema({...}), or None",
+            ),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "a non-negative 63-bit integer"),
             ("draft_temperature", self.draft_temperature is None or self.draft_temperature >= 0, "≥ 0, or None"),
         ]
@@ -190,6 +208,10 @@ class GenerationResult:
     """Log-probability (natural) of each output token, if asked for."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """The likeliest tokens and their log-probabilities where each output token stands, if asked for."""
+    prompt_logprobs: list[float] | None = None
+    """Log-probability of each prompt token but the first, given those before it, if asked for."""
+    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
+    """The likeliest tokens where each of these stands."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.decode import test_verify as law
 from volley.decode.sampling import PositionNoise, race, token_probs
-from volley.decode.tree import coupled_logits, expand, position_lattice
+from volley.decode.tree import coupled_logits, expand, expand_freely, position_lattice
 from volley.decode.verify import verify_choices, verify_tree
 from volley.types import Lattice, Proposal, SamplingParams, Verdict
 
@@ -53,6 +53,21 @@ def paths_of(lattice: Lattice, tree: Proposal) -> list[tuple[int, ...]]:
         before = paths[parent]
         paths.append((*before, lattice.tokens[len(before)].tolist().index(token)))
     return paths[1:]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_tree_whose_candidates_are_asked_for_is_the_lattices(seed: int) -> None:
+    lattice = random_lattice(4, 5, seed, sequential=seed % 2 == 1)
+
+    def candidates(path: list[int]) -> list[tuple[int, float]]:
+        position = len(path)
+        family = lattice.tokens[position - 1].tolist().index(path[-1]) if path and seed % 2 else 0
+        costs = -torch.from_numpy(lattice.scores[position, family]).log_softmax(dim=-1)
+        return sorted(zip(lattice.tokens[position].tolist(), costs.tolist(), strict=True), key=lambda pair: pair[1])
+
+    tree, free = expand(lattice, 17), expand_freely(candidates, 17, 4)
+    assert (free.token_ids, free.parents) == (tree.token_ids, tree.parents)
+    assert free.confidence == pytest.approx(tree.confidence, rel=1e-4)
 
 
 @given(

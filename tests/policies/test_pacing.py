@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.made_up import decoding
+from volley.decode.lookup import found_confidence
 from volley.decode.tree import expand, position_lattice
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.policies.base import Cycle, Policy, View
@@ -32,7 +33,13 @@ class To(Policy):
 
 def work(shape: Shape, proposal: Proposal, positions: int, found: Sequence[int] = (), agreed: int = 0) -> Work[Request]:
     ask = Ask(shape, Rule.GREEDY, len(proposal.token_ids), positions)
-    return Work(decoding([1, 2, 3]), ask, found=list(found), agreed=agreed, proposal=proposal)
+    return Work(
+        decoding([1, 2, 3]),
+        ask,
+        found=list(found),
+        found_confidence=found_confidence(agreed, len(found)),
+        proposal=proposal,
+    )
 
 
 def test_chains_are_cut_from_the_end_and_keep_their_distributions() -> None:

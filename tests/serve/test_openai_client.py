@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -86,6 +87,23 @@ def test_chat_stream(client: OpenAI, tiny: Tiny) -> None:
     assert chunks[-1].usage.completion_tokens == 24
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_every_chunk_may_have_the_usage(client: OpenAI) -> None:
+    """What guidellm asks for."""
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=CHAT,
+        max_completion_tokens=12,
+        stop=None,
+        stream=True,
+        stream_options=options,
+        extra_body={"ignore_eos": True},
+    )
+    counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage]
+    assert counts == sorted(counts)
+    assert (counts[-1], len(counts) > 3) == (12, True)
 
 
 def test_completion_of_text_and_of_tokens(client: OpenAI, tiny: Tiny) -> None:
@@ -187,11 +205,9 @@ def test_penalties_and_bias(client: OpenAI, tiny: Tiny) -> None:
 
 
 def test_errors_have_openais_classes(client: OpenAI, server: Running) -> None:
-    with pytest.raises(openai.BadRequestError, match="tools is not supported") as error:
-        client.chat.completions.create(
-            model=MODEL, messages=CHAT, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-    assert error.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match="audio is not supported") as error:
+        client.chat.completions.create(model=MODEL, messages=CHAT, audio={"format": "wav", "voice": "alloy"})
+    assert error.value.param == "audio"
     assert error.value.type == "invalid_request_error"
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-9", messages=CHAT)

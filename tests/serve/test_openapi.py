@@ -48,12 +48,16 @@ def test_the_document_covers_every_endpoint(server: Running) -> None:
     assert set(document["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/responses",
         "/v1/models",
         "/v1/models/{model}",
         "/health",
         "/ready",
         "/metrics",
         "/version",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
     }
     assert "422" not in document["paths"]["/v1/completions"]["post"]["responses"]
     chat = document["components"]["schemas"]["ChatRequest"]

@@ -8,8 +8,8 @@ class Detokenizer:
 
     _CONTEXT = 6  # tokens decoded again with the new ones, for merges and multi-byte characters across their border
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._token_ids: list[int] = []
         self._start = 0  # decoding begins here
         self._emitted = 0  # tokens whose text is out
@@ -17,7 +17,8 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
             return ""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
+        return str(text)
 
     def push(self, token_id: int, *, last: bool = False) -> str:
         """The new text that ``token_id`` completes; empty while a multi-byte character is unfinished."""

@@ -12,6 +12,8 @@ MOST_AGREED = 16
 """Tokens before them that agree; more say no more."""
 KEY = 3
 """Tokens that must agree before a place counts: fewer hardly tell what follows, more are seldom found."""
+CERTAIN = 0.9999
+"""How sure a token is that a grammar forces."""
 _SURE = [n / (n + 1) for n in range(MOST_AGREED + MOST_FOUND)]  # of a token of which n before it agree
 _COMPARED = 8  # places that are looked at, the last ones
 

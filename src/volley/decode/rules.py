@@ -8,7 +8,9 @@ rolled back, since a rule only ever takes tokens that are final.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.types import Proposal, SamplingParams
@@ -17,6 +19,9 @@ from volley.types import Proposal, SamplingParams
 class TokenRule(ABC):
     """One rule of one request."""
 
+    is_complete = False
+    """Whether the text is whole as it stands: the request ends here."""
+
     @abstractmethod
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Processed ``logits [R, V]`` (fp32): row r follows the tokens taken so far and then ``paths[r]``."""
@@ -24,6 +29,79 @@ class TokenRule(ABC):
     @abstractmethod
     def take(self, token_id: int) -> None:
         """One more token of the output is final."""
+
+
+Bits = NDArray[np.uint8]
+"""A set of tokens: token t is bit ``t % 8``, the lowest first, of byte ``t // 8``."""
+
+
+class Constraint(TokenRule):
+    """A rule that forbids tokens and changes no other logit.
+
+    Which tokens it forbids depends on the whole path, so drafts are made under it token by token (``decode/constrained.py``).
+    """
+
+    @abstractmethod
+    def mask(self, path: Sequence[int]) -> Bits | None:
+        """The tokens that may follow ``path``, at least one; ``None`` if the path is forbidden itself, or nothing follows it."""
+
+    @abstractmethod
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of the first of ``token_ids`` may follow, one after the other."""
+
+    def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Rows whose path has no mask stay as they are: no token of theirs is ever taken."""
+        masks = [self.mask(path) for path in paths]
+        size = logits.shape[-1]
+        whole = np.full(-(-size // 8), 255, dtype=np.uint8)
+        packed = np.stack([whole if mask is None else mask for mask in masks])
+        allowed = torch.from_numpy(np.unpackbits(packed, axis=1, count=size, bitorder="little").view(np.bool_))
+        return torch.where(allowed.to(logits.device), logits, -torch.inf)
+
+
+def constraints(rules: Sequence[TokenRule]) -> list[Constraint]:
+    """Those of ``rules`` that forbid tokens."""
+    return [rule for rule in rules if isinstance(rule, Constraint)]
+
+
+def is_in(token_id: int, bits: Bits) -> bool:
+    """Whether a set has a token."""
+    return bool(bits[token_id >> 3] >> (token_id & 7) & 1)
+
+
+def only_token(bits: Bits) -> int | None:
+    """The token of a set that has one alone."""
+    (places,) = bits.nonzero()
+    byte = int(bits[places[0]]) if len(places) == 1 else 0
+    return None if byte.bit_count() != 1 else int(places[0]) * 8 + byte.bit_length() - 1
+
+
+def forced_tokens(rules: Sequence[TokenRule], most: int) -> list[int]:
+    """Up to ``most`` tokens that must come next, because a constraint allows no other."""
+    path: list[int] = []
+    for rule in constraints(rules):
+        while len(path) < most and (mask := rule.mask(path)) is not None:
+            token = only_token(mask)
+            if token is None:
+                break
+            path.append(token)
+    return path
+
+
+def allowed_choices(
+    bound: Sequence[Constraint], logits: Tensor, best: Sequence[int], paths: Sequence[Sequence[int]]
+) -> list[int]:
+    """The likeliest token of each row that ``bound`` allows, of equal ones the first; ``best`` are the likeliest of all.
+
+    The same as the largest logit after :func:`apply_rules`. Most rows allow their best token, and need no look at the others.
+    """
+    choices = []
+    for row, (token, path) in enumerate(zip(best, paths, strict=True)):
+        masks = [mask for rule in bound if (mask := rule.mask(path)) is not None]
+        if not all(is_in(token, mask) for mask in masks):
+            token = int(apply_rules(bound, logits[row : row + 1], [path]).argmax())
+        choices.append(token)
+    return choices
 
 
 class Penalties(TokenRule):

@@ -5,6 +5,7 @@ only if all its ancestors are accepted, so its worth is that product, and the be
 paths: a closed set, because no path is likelier than its beginning. A heap finds them best first.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 from math import exp, inf
@@ -47,7 +48,7 @@ def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Propos
     belong.
     """
     costs, order = _sorted_families(lattice.scores / (temperature or 1.0))
-    chosen: list[tuple[int, int, float]] = []  # (position, candidate, cost of the path) of each node
+    chosen: list[tuple[int, float]] = []  # (token, cost of the path) of each node
     children: list[list[int]] = [[]]  # by node; the anchor is node 0
     # (cost of the path, serial number, parent, cost of the parent's path, position, family, rank in the family)
     heap = [(costs[0][0][0], 0, 0, 0.0, 0, 0, 0)] if num_nodes > 0 else []
@@ -55,7 +56,7 @@ def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Propos
     while heap and len(chosen) < num_nodes and heap[0][0] < inf:
         cost, _, parent, base, position, family, rank = heappop(heap)
         candidate = order[position][family][rank]
-        chosen.append((position, candidate, cost))
+        chosen.append((int(lattice.tokens[position, candidate]), cost))
         children.append([])
         children[parent].append(len(chosen))
         siblings = costs[position][family]
@@ -66,7 +67,7 @@ def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Propos
             following = candidate if len(costs[place]) > 1 else 0
             likeliest = cost + costs[place][following][0]
             heappush(heap, (likeliest, serial + 1, len(chosen), cost, place, following, 0))
-    return _preorder(lattice, chosen, children)
+    return _preorder(chosen, children)
 
 
 def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]]], list[list[list[int]]]]:
@@ -78,13 +79,40 @@ def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]
     return costs.tolist(), order.tolist()
 
 
-def _preorder(lattice: Lattice, chosen: list[tuple[int, int, float]], children: list[list[int]]) -> Proposal:
+Children = Callable[[list[int]], list[tuple[int, float]]]
+"""The candidates after a path, likeliest first, each with its cost ``−log q``."""
+
+
+def expand_freely(children_of: Children, num_nodes: int, levels: int) -> Proposal:
+    """As :func:`expand`, where the candidates after each node depend on the whole path to it; ``levels`` deep at most."""
+    chosen: list[tuple[int, float]] = []
+    paths: list[list[int]] = [[]]  # by node
+    children: list[list[int]] = [[]]
+    heap: list[tuple[float, int, int]] = []  # (cost of the path, parent, token)
+
+    def offer(node: int, base: float) -> None:
+        for token, cost in children_of(paths[node]) if len(paths[node]) < levels else []:
+            heappush(heap, (base + cost, node, token))
+
+    if num_nodes > 0:
+        offer(0, 0.0)
+    while heap and len(chosen) < num_nodes:
+        cost, parent, token = heappop(heap)
+        chosen.append((token, cost))
+        children.append([])
+        children[parent].append(len(chosen))
+        paths.append([*paths[parent], token])
+        offer(len(chosen), cost)
+    return _preorder(chosen, children)
+
+
+def _preorder(chosen: list[tuple[int, float]], children: list[list[int]]) -> Proposal:
     tokens, parents, probabilities = list[int](), list[int](), list[float]()
     stack = [(node, 0) for node in reversed(children[0])]
     while stack:
         node, parent = stack.pop()
-        position, candidate, cost = chosen[node - 1]
-        tokens.append(int(lattice.tokens[position, candidate]))
+        token, cost = chosen[node - 1]
+        tokens.append(token)
         parents.append(parent)
         probabilities.append(exp(-cost))
         place = len(tokens)

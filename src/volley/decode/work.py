@@ -92,8 +92,8 @@ class Work(Generic[R]):
     num_known: int = 1
     """Tokens of the request itself that the target computes: a part of the prompt, or the anchor."""
     found: list[int] = field(default_factory=list)
-    """What followed where the text last read as it does now, if the policy wants to know, after ``agreed`` equal tokens."""
-    agreed: int = 0
+    """What a grammar forces, and what followed where the text last read as it does now, if the policy wants to know."""
+    found_confidence: list[float] = field(default_factory=list)
     proposal: Proposal = field(default_factory=lambda: Proposal([]))
     rows: slice = field(default_factory=lambda: slice(0, 0))
     """The rows of the step's logits that choose this request's tokens."""

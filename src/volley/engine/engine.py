@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from volley.chat import Prompt, encode_prompt, is_one_prompt
 from volley.config import CapacityConfig, DecodingConfig, split_options
 from volley.decode.detokenize import Detokenizer
-from volley.decode.rules import make_rules
+from volley.decode.grammars import Grammars
+from volley.decode.rules import TokenRule, make_rules
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.engine.pacing import Pacing
@@ -97,6 +98,8 @@ class Engine:
         decoding, sizes = split_options(options)
         self.config, self.capacity = config or decoding, capacity or sizes
         self.target, self.drafter = target, drafter
+        self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
+        """Compiles the grammars of requests; a server compiles with it ahead, in other threads."""
         self.on_verified: list[OnVerified] = []
         self._timings = Timings()
         self.procedure = Speculative(self.config)
@@ -198,6 +201,10 @@ class Engine:
             else:
                 stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
             if not verdict.token_ids:
+                if request.remaining == 0 and request.computed == request.length:  # it was only to be read
+                    request.finish_reason = "length"
+                    stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
+                    finished.append(request)
                 continue
             taken = request.append(verdict.token_ids, verdict.accepted)
             request.computed = min(request.computed, request.length)  # it may have ended inside the block
@@ -222,10 +229,20 @@ class Engine:
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        procedure: Procedure | None = None,
+        *,
+        after: Request | None = None,
     ) -> Request:
-        """Queue one prompt; :meth:`step` works on it from now on, by ``procedure`` or the engine's own."""
+        """Queue one prompt; :meth:`step` works on it from now on, by ``procedure`` or the engine's own.
+
+        Once ``after``, a request with the same prompt, has been read, this one takes what that has cached.
+        """
         request = self._make_request(prompt, params, procedure or self.procedure)
+        if self.capacity.prefix_caching and request.num_prompt > self.capacity.page_size:
+            request.after = after
         self.scheduler.add(request)
         return request
 
@@ -233,7 +250,7 @@ class Engine:
         params, target = params or SamplingParams(), self.target
         token_ids = self.encode(prompt)
         limit = target.context_length
-        if len(token_ids) >= limit:
+        if len(token_ids) + min(params.max_tokens, 1) > limit:
             raise InputError(
                 f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
             )
@@ -251,16 +268,23 @@ class Engine:
             noise=PositionNoise(secrets.randbits(63) if params.seed is None else params.seed),
             max_length=max_length,
             stop_token_ids=own | frozenset(params.stop_token_ids),
-            detokenizer=Detokenizer(target.tokenizer),
+            detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens),
             table=table,
             draft_table=table,
             procedure=procedure,
-            rules=make_rules(params, token_ids, target.vocab_size, target.device),
+            rules=self._make_rules(params, token_ids),
             adapter=adapter,
             prefix_root=b"" if adapter is None or in_ring else adapter.digest,
         )
         self._next_id += 1
         return request
+
+    def _make_rules(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[TokenRule, ...]:
+        """A grammar comes last: it forbids whatever the other rules made of the logits."""
+        rules = make_rules(params, prompt, self.target.vocab_size, self.target.device)
+        if params.grammar is None:
+            return rules
+        return (*rules, self.grammars.rule(params.grammar, ignore_eos=params.ignore_eos))
 
     def _check_tokens(self, what: str, token_ids: Iterable[int]) -> None:
         size = self.target.vocab_size

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from volley.decode.lookup import MOST_FOUND, found_confidence
+from volley.decode.lookup import MOST_FOUND
 from volley.decode.work import NO_DRAFT, Kind, Work
 from volley.engine.step import Step
 from volley.policies.base import Policy
@@ -20,18 +20,18 @@ class Pacing:
         """What each of ``requests``, which decode, is asked to do."""
         views, found = [request.procedure.view(request, self.policy.block_size) for request in requests], []
         for request, view in zip(requests, views, strict=True):
-            found.append((list[int](), 0))
+            found.append((list[int](), list[float]()))
             if view is not None:
                 view.max_nodes = view.max_nodes if self.can_grow_trees else 0
                 if self.policy.uses_lookup:
-                    found[-1] = request.lookup.find(request.token_ids, min(MOST_FOUND, request.remaining - 1))
-                    view.found = found_confidence(found[-1][1], len(found[-1][0]))
+                    found[-1] = request.find(min(MOST_FOUND, request.remaining - 1))
+                    view.found = found[-1][1]
         asked = [view for view in views if view is not None]
         asks = iter(self.policy.decide(asked, under_way) if asked else [])
         works = []
-        for request, view, (tokens, agreed) in zip(requests, views, found, strict=True):
+        for request, view, (tokens, sure) in zip(requests, views, found, strict=True):
             work = request.procedure.next_work(request, NO_DRAFT if view is None else next(asks))
-            work.found, work.agreed = tokens, agreed
+            work.found, work.found_confidence = tokens, sure
             works.append(work)
         return works
 

@@ -45,11 +45,14 @@ class Scheduler:
         for request in list(self.running):
             if budget > 0 and not request.is_decoding:
                 budget -= self._schedule(_read(request, budget), works)
-        while budget > 0 and self.waiting and len(self.running) < self.capacity.max_running:
-            request = self.waiting[0]
+        while budget > 0 and len(self.running) < self.capacity.max_running:
+            ready = next((own for own in self.waiting if not self._is_held(own)), None)
+            if ready is None:
+                break
+            request = ready
             if not self.sequences.admit(request, min(request.length + pacing.policy.block_size, request.max_length)):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             insort_right(self.running, request, key=_priority)
             work = pacing.decide([request], under_way)[0] if request.is_decoding else _read(request, budget)
             if work.ask.shape is not Shape.CHAIN:
@@ -58,6 +61,13 @@ class Scheduler:
         self._grow_others(works)
         assert works or not self.has_work, "a pool that fits every single request always schedules one"
         return Step(works, pacing.policy.uses_confidence, started)
+
+    def _is_held(self, request: Request) -> bool:
+        """Whether another request is about to read the same prompt."""
+        other = request.after
+        if other is not None and (other.num_output or not (other in self.running or other in self.waiting)):
+            other = request.after = None
+        return other is not None
 
     def _schedule(self, work: Work[Request], works: list[Work[Request]]) -> int:
         """Let a work take part if there is room, taken from requests served after it if need be; returns its tokens.

@@ -201,6 +201,8 @@ class Sequences:
     def admit(self, request: Request, num_tokens: int) -> bool:
         """Take what is known of the request's tokens; False, and nothing held, where ``num_tokens`` would not fit."""
         request.computed = request.prefill_end + (request.num_output > 0)
+        if request.first_unscored is not None:  # a position that is not computed has no logits
+            request.computed = min(request.computed, request.first_unscored)
         for state in self.states:
             request.computed = state.match_prefix(request, request.computed)
         for state in self.states:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from volley.decode.lookup import found_confidence, right_so_far
+from volley.decode.lookup import right_so_far
 from volley.decode.tree import likeliest_first, prune
 from volley.decode.work import Work
 from volley.policies.base import Cycle, Policy
@@ -14,9 +14,9 @@ def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:
     """Cut every draft of the drafter's to what the policy wants verified; returns what the policy sees of each work."""
     cycles = []
     for work in works:
-        sure, found = work.proposal.confidence, found_confidence(work.agreed, len(work.found))
+        sure = work.proposal.confidence
         sure = sorted(sure, reverse=True) if work.proposal.parents is not None else sure
-        cycles.append(Cycle(work.request.request_id, work.ask, sure, found))
+        cycles.append(Cycle(work.request.request_id, work.ask, sure, work.found_confidence))
     if any(work.ask.positions for work in works):
         for work, size in zip(works, policy.trim(cycles), strict=True):
             if work.ask.positions:

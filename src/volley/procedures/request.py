@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from volley.decode.detokenize import Detokenizer
-from volley.decode.lookup import Lookup
-from volley.decode.rules import TokenRule
+from volley.decode.lookup import CERTAIN, Lookup, found_confidence
+from volley.decode.rules import TokenRule, constraints, forced_tokens
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import NO_DRAFT, Ask, Kind, Work
 from volley.memory.batch import Segment
@@ -75,6 +75,8 @@ class Request:
     """Drafts for this request; ``None``: the drafter as it is."""
     prefix_root: bytes = b""
     """The parent of the first page's hash: pages are shared among requests that have the same."""
+    after: "Request | None" = None
+    """A request with the same prompt. Until it has been read this one waits, and then takes its pages."""
     num_prompt: int = 0
     computed: int = 0
     lookup: Lookup = field(default_factory=Lookup)
@@ -85,6 +87,8 @@ class Request:
     emitted_text: int = 0
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
     chunks: list[TextChunk] = field(default_factory=list)
@@ -111,6 +115,12 @@ class Request:
         return self.num_prompt if self.num_output == 0 else len(self.token_ids) - 1
 
     @property
+    def first_unscored(self) -> int | None:
+        """The first position whose logits the prompt's log-probabilities still need; ``None``: they need no more."""
+        scored = len(self.prompt_logprobs)
+        return scored if self.params.prompt_logprobs is not None and scored < self.num_prompt - 1 else None
+
+    @property
     def is_decoding(self) -> bool:
         return self.num_output > 0 and self.computed == len(self.token_ids) - 1
 
@@ -119,17 +129,29 @@ class Request:
         """Tokens the request may still emit."""
         return self.max_length - len(self.token_ids)
 
+    def find(self, most: int) -> tuple[list[int], list[float]]:
+        """At most ``most`` tokens that may come next, found without a model, and how sure each of them is.
+
+        First those that a grammar forces, then what follows them in the text.
+        """
+        forced = forced_tokens(self.rules, most)
+        copied, agreed = self.lookup.find(self.token_ids + forced, most - len(forced))
+        for rule in constraints(self.rules):
+            copied = copied[: max(0, rule.num_allowed(forced + copied) - len(forced))]
+        return forced + copied, [CERTAIN] * len(forced) + found_confidence(agreed, len(copied))
+
     def append(self, token_ids: list[int], num_from_draft: int) -> int:
         """Take the tokens of one cycle until the request ends; returns how many were taken."""
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             for rule in self.rules:
                 rule.take(token)
-            if token in self.stop_token_ids:
+            if token in self.stop_token_ids or any(rule.is_complete for rule in self.rules):
                 self.finish_reason = "stop"
             elif self.remaining == 0:
                 self.finish_reason = "length"
-            self.text += self.detokenizer.push(token, last=self.finish_reason is not None)
+            if self.finish_reason != "stop" or self.params.skip_special_tokens:
+                self.text += self.detokenizer.push(token, last=self.finish_reason is not None)
             self._cut_at_stop_string()
             self._emit(token, from_draft=taken <= num_from_draft)
             if self.finish_reason is not None:
@@ -165,4 +187,6 @@ class Request:
             stats=self.stats,
             logprobs=self.logprobs if self.params.logprobs else None,
             top_logprobs=self.top_logprobs if self.params.logprobs and self.params.top_logprobs else None,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs if self.params.prompt_logprobs else None,
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from volley.config import DecodingConfig
-from volley.decode.rules import apply_rules, paths_of
+from volley.decode.rules import allowed_choices, apply_rules, constraints, paths_of
 from volley.decode.sampling import (
     PositionNoise,
     Purpose,
@@ -22,6 +22,8 @@ from volley.memory.batch import Segment
 from volley.policies.base import View
 from volley.procedures.request import Procedure, Request
 
+_SLICE = 32  # rows of a prompt's logits that are turned into log-probabilities at once
+
 Works = Sequence[Work[Request]]
 
 
@@ -35,7 +37,7 @@ class Speculative(Procedure):
         How far that draft was right depends on the noise, so these positions must be sampled with it; until then chains draft no
         further.
         """
-        limit = min(largest - 1, request.remaining - 1)
+        limit = max(0, min(largest, request.remaining) - 1)
         params, chain_limit, rule = request.params, limit, Rule.GREEDY
         if params.temperature > 0:
             rule = Rule.MATCH
@@ -54,19 +56,32 @@ class Speculative(Procedure):
         return known + proposal.token_ids, Segment(request.table, request.computed, size, parents=proposal.parents)
 
     def num_rows(self, work: Work[Request]) -> int:
-        """A request whose last token is computed chooses the next one; a chunk of a prompt may end before."""
-        request = work.request
-        emits = request.computed + work.num_known == request.length
-        return 1 + len(work.proposal.token_ids) if emits else 0
+        """A request whose last token is computed chooses the next one; a chunk of a prompt may end before.
+
+        A prompt whose log-probabilities are asked for needs the rows of all its tokens besides.
+        """
+        return max(_num_choosing(work), _num_scored(work))
 
     def absorb(self, works: Works, logits: Tensor) -> None:
+        scored = [(work, count) for work in works if (count := _num_scored(work))]
+        for work, count in scored:
+            _score_prompt(work, logits, count)
         choosing = [work for work in works if work.rows.stop > work.rows.start]
         rows = [logits[work.rows] for work in choosing]
-        best = best_tokens(logits)
-        choices = [best[work.rows] for work in choosing]
+        if scored:
+            choices = [best_tokens(own) for own in rows]
+        else:
+            best = best_tokens(logits)
+            choices = [best[work.rows] for work in choosing]
         for place, work in enumerate(choosing):
-            if work.request.rules:
-                rows[place] = apply_rules(work.request.rules, rows[place], paths_of(work.proposal))
+            rules = work.request.rules
+            if not rules:
+                continue
+            paths, bound = paths_of(work.proposal), constraints(rules)
+            if len(bound) == len(rules) and work.request.params.temperature == 0:
+                choices[place] = allowed_choices(bound, rows[place], choices[place], paths)
+            else:
+                rows[place] = apply_rules(rules, rows[place], paths)
                 choices[place] = best_tokens(rows[place])
         sampled: dict[tuple[bool, Rule, tuple[float | None, ...]], list[int]] = {}
         for place, work in enumerate(choosing):
@@ -85,6 +100,36 @@ class Speculative(Procedure):
         for work in choosing:
             if work.request.params.logprobs:
                 _note_logprobs(work, logits[work.rows])
+
+
+def _num_choosing(work: Work[Request]) -> int:
+    """How many of a work's last rows choose tokens."""
+    request = work.request
+    emits = request.computed + work.num_known == request.length and request.remaining > 0
+    return 1 + len(work.proposal.token_ids) if emits else 0
+
+
+def _num_scored(work: Work[Request]) -> int:
+    """How many of a work's last rows are needed to score its prompt: from the first unscored position to the end."""
+    first, start = work.request.first_unscored, work.request.computed
+    return 0 if first is None else max(0, start + work.num_known - max(first, start))
+
+
+def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int) -> None:
+    """Note log-probabilities of the prompt, and leave the work the rows that choose tokens.
+
+    The pass bounds how many rows there are; in fp32 there are few at once.
+    """
+    request = work.request
+    first = request.computed + work.num_known - num_scored
+    following = request.token_ids[first + 1 : min(first + 1 + num_scored, request.num_prompt)]
+    for at in range(0, len(following), _SLICE):
+        tokens = following[at : at + _SLICE]
+        rows = logits[work.rows.start + at :][: len(tokens)]
+        request.prompt_logprobs += chosen_logprobs(rows, tokens)
+        if request.params.prompt_logprobs:
+            request.prompt_top_logprobs += top_logprobs(rows, request.params.prompt_logprobs)
+    work.rows = slice(work.rows.stop - _num_choosing(work), work.rows.stop)
 
 
 def _compare(works: Works, rows: list[Tensor], rule: Rule) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from volley.config import DecodingConfig, DraftingConfig
+from volley.decode.constrained import Following, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
 from volley.decode.propose import propose_coupled, propose_sampled, walk_coupled, walk_greedy, walk_sampled
-from volley.decode.rules import apply_rules
+from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens, confidences, draft_temperature
 from volley.decode.tree import coupled_logits, expand, position_lattice
 from volley.decode.work import Drafted, Rule, Shape, Work
@@ -39,21 +40,64 @@ class BlockProposer(Proposer):
         self.config = config
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
-        mask, walking = self.model.drafter.config.mask_token_id, 0.0
-        blocks = [torch.tensor([work.request.anchor] + [mask] * work.ask.positions) for work in works]
+        walking = 0.0
+        bound = [work for work in works if constraints(work.request.rules)]
         if self.config.denoising_steps > 1:
-            logits = self._denoise(works, blocks)
+            if bound:
+                one_pass = self.position_logits(bound, self._blocks(bound))
+                self._draft_bound(bound, *one_pass, with_confidence=with_confidence)
+                works = [work for work in works if not constraints(work.request.rules)]
+            if not works:
+                return walking
+            logits = self._denoise(works, self._blocks(works))
         else:
-            logits, hidden = self.position_logits(works, blocks)
+            logits, hidden = self.position_logits(works, self._blocks(works))
+            if bound:
+                works, logits, hidden = self._draft_bound(works, logits, hidden, with_confidence=with_confidence)
             logits = _processed(works, logits)
             noisy = _with_noise(works, logits)
             if self.model.bound_head is None:
                 _choose(works, noisy)
-            else:
+            elif works:
                 walking = _walk(works, self.model.bound_head, hidden, noisy)
         if with_confidence:
             _note_confidence(works, logits)
         return walking
+
+    def _blocks(self, works: Works) -> list[Tensor]:
+        """Token ids ``[1 + k]`` of each block: the anchor and masks."""
+        mask = self.model.drafter.config.mask_token_id
+        return [torch.tensor([work.request.anchor] + [mask] * work.ask.positions) for work in works]
+
+    def _draft_bound(
+        self, works: Works, logits: Tensor, hidden: Tensor, *, with_confidence: bool
+    ) -> tuple[list[Work[Any]], Tensor, Tensor]:
+        """Propose for works under constraints, token by token, after one pass of the drafter.
+
+        Returns what is left of ``works``, ``logits [Σ k, V]`` and ``hidden [Σ k, H]``.
+        """
+        left: list[Work[Any]] = []
+        kept: list[int] = []
+        row = 0
+        for work in works:
+            request, ask = work.request, work.ask
+            rows = range(row, row + ask.positions)
+            row += ask.positions
+            if not constraints(request.rules):
+                left.append(work)
+                kept += rows
+                continue
+            following = _following(
+                self.model.bound_head, hidden[rows.start : rows.stop], logits[rows.start : rows.stop]
+            )
+            block = Block(ask.positions, request.anchor, request.noise, request.length)
+            if ask.shape is Shape.TREE:
+                work.proposal = grow_constrained(following, request.rules, block, request.params, ask.size)
+            else:
+                work.proposal = walk_constrained(
+                    following, request.rules, block, request.params, ask.rule, with_confidence=with_confidence
+                )
+        return left, logits[kept], hidden[kept]
 
     def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Logits ``[Σ k, V]`` of every draft position of ``blocks [1 + k]``, and the states ``[Σ k, H]`` they are of.
@@ -110,6 +154,14 @@ class BlockProposer(Proposer):
                 model.bound_head.lattices(states, logits, [0] * requests, sizes)
 
         return fastest(lambda: model.block_states(batch, store)), fastest(choose)
+
+
+def _following(head: BoundHead | None, hidden: Tensor, logits: Tensor) -> Following:
+    """The logits of each of a block's positions, ``hidden [k, H]`` and ``logits [k, V]``, after the token before it."""
+    if head is None:
+        return lambda position, _: logits[position : position + 1]
+    after = head.transitions(hidden, logits)
+    return lambda position, token: after([position], [token])
 
 
 def _sizes(works: Works) -> list[int]:

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from volley.serve.errors import JSON, ApiError, as_api_error
 from volley.serve.replies import Choice, Dialect, Usage
-from volley.serve.worker import End, Failure, Job, Piece, Worker
+from volley.serve.worker import End, Failure, Job, Piece, Scored, Worker
 
 log = logging.getLogger("volley.serve")
 
@@ -75,7 +75,7 @@ class AnswerResponse(Response):
             self.worker.abort(self.job)
             self._note(scope)
 
-    async def _events(self) -> AsyncIterator[Piece | End]:
+    async def _events(self) -> AsyncIterator[Scored | Piece | End]:
         """The job's events until every choice has ended; raises the error of a failed job."""
         unfinished = len(self.choices)
         while unfinished:
@@ -86,6 +86,8 @@ class AnswerResponse(Response):
                 unfinished -= 1
                 self.usage.add(event.stats, is_first=event.choice in self._first_choices)
                 self.choices[event.choice].finish_reason = event.finish_reason
+            elif isinstance(event, Scored):
+                self.choices[event.choice].scored = event
             else:
                 self.usage.add_piece(event)
             yield event
@@ -102,17 +104,17 @@ class AnswerResponse(Response):
         async for event in self._events():
             if not self._begun:
                 await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            parts = []
-            opening = dialect.opening(event.choice)
-            if event.choice not in opened and opening is not None:
-                parts.append(opening)
-            opened.add(event.choice)
             choice = self.choices[event.choice]
-            parts += [dialect.ending(event, choice)] if isinstance(event, End) else dialect.piece(event, choice)
+            parts = [] if event.choice in opened else list(dialect.opening(event.choice, choice))
+            opened.add(event.choice)
+            if isinstance(event, End):
+                parts += dialect.ending(event, choice)
+            elif isinstance(event, Piece):
+                parts += dialect.piece(event, choice)
             if parts:
-                await _send_events(send, [dialect.chunk([part]) for part in parts])
-        last: list[Any] = [dialect.chunk([], self.usage)] if dialect.include_usage else []
-        await _send_events(send, [*last, "[DONE]"], more=False)
+                usage = self.usage if dialect.continuous_usage else None
+                await _send_events(send, [dialect.chunk([part], usage) for part in parts])
+        await _send_events(send, dialect.closing(self.usage), more=False)
 
     async def _complain(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         known = as_api_error(error)
@@ -121,7 +123,7 @@ class AnswerResponse(Response):
         if not self._begun:
             await known.response()(scope, receive, send)
         elif self.stream:
-            await _send_events(send, [known.body, "[DONE]"], more=False)
+            await _send_events(send, self.dialect.failing(known.body), more=False)
 
     def _note(self, scope: Scope) -> None:
         """For the line about this request in the log."""
@@ -135,9 +137,15 @@ class AnswerResponse(Response):
 
 
 async def _send_events(send: Send, objects: list[Any], *, more: bool = True) -> None:
-    lines = [item if isinstance(item, str) else json.dumps(item, separators=(",", ":")) for item in objects]
-    body = "".join(f"data: {line}\n\n" for line in lines).encode("ascii")
+    body = "".join(map(_as_event, objects)).encode("ascii")
     await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _as_event(item: Any) -> str:
+    """A server-sent event. Objects that say their type are events of that name."""
+    line = item if isinstance(item, str) else json.dumps(item, separators=(",", ":"))
+    name = f"event: {item['type']}\n" if isinstance(item, dict) and "type" in item else ""
+    return f"{name}data: {line}\n\n"
 
 
 async def _disconnected(receive: Receive) -> None:

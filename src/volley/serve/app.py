@@ -22,7 +22,8 @@ from volley.serve.answer import AnswerResponse
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error
 from volley.serve.gate import Gate, Refused
-from volley.serve.protocol import ChatRequest, CompletionRequest, first_problem
+from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, first_problem
+from volley.serve.responses import ResponsesRequest
 from volley.serve.service import Service
 
 log = logging.getLogger("volley.serve")
@@ -81,6 +82,7 @@ def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
     app.state.service = service
     _handle_errors(app)
     _add_routes(app, service)
+    _add_token_routes(app, service)
     _add_status_routes(app, service)
     static = StaticFiles(directory=Path(__file__).parent / "static", html=True)
     app.mount("/dashboard", static)
@@ -92,12 +94,12 @@ def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     started = int(time.time())
-    timeout = service.config.request_timeout
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, whole or as a stream of server-sent events."""
         _log_prompt(service, request, body)
+        timeout = _timeout(service, request)
         job, dialect = await service.chat(body)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
@@ -105,21 +107,60 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts, whole or as a stream of server-sent events."""
         _log_prompt(service, request, body)
+        timeout = _timeout(service, request)
         job, dialect = await service.complete(body)
+        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+
+    @app.post("/v1/responses", response_class=Response)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream. Nothing is kept."""
+        _log_prompt(service, request, body)
+        timeout = _timeout(service, request)
+        job, dialect = await service.respond(body)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [service.card(started)]}
+        """The model that is served, and the names that choose an adapter for it."""
+        return {"object": "list", "data": [service.card(name, started) for name in service.names]}
 
     @app.get("/v1/models/{model:path}", response_class=Response)
     async def one_model(model: str) -> Response:
         """The model of this name."""
-        if model != service.model:
-            message = f"the model {model!r} does not exist; this server has {service.model!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return JSON(service.card(started))
+        service.adapter_of(model)
+        return JSON(service.card(model, started))
+
+
+def _timeout(service: Service, request: Request) -> float:
+    """Seconds for one request: the server's, or fewer where the client's header says so."""
+    given, most = request.headers.get("x-request-timeout"), service.config.request_timeout
+    if given is None:
+        return most
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        message = f"the header x-request-timeout is {given!r}; give seconds, more than 0"
+        raise ApiError(400, message, param="x-request-timeout")
+    return min(seconds, most)
+
+
+def _add_token_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", response_class=Response)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The token ids of a text or a conversation."""
+        return JSON(await service.tokenize(body))
+
+    @app.post("/detokenize", response_class=Response)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        return JSON(await service.detokenize(body))
+
+    @app.get("/tokenizer_info", response_class=Response)
+    async def tokenizer_info() -> Response:
+        """The tokenizer's special tokens and chat template."""
+        return JSON(service.tokenizer_info())
 
 
 def _add_status_routes(app: FastAPI, service: Service) -> None:
@@ -168,6 +209,6 @@ def _handle_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, other)
 
 
-def _log_prompt(service: Service, request: Request, body: ChatRequest | CompletionRequest) -> None:
+def _log_prompt(service: Service, request: Request, body: ChatRequest | CompletionRequest | ResponsesRequest) -> None:
     if service.config.log_prompts:
         request.state.fields["body"] = body.model_dump(exclude_unset=True)

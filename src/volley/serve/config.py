@@ -21,8 +21,20 @@ class ServeConfig:
     """Port to listen on; 0 lets the system choose."""
     served_model_name: str | None = None
     """Name clients give as model; by default the target folder's."""
+    answer_format: str = "auto"
+    """How answers hold reasoning and tool calls: auto asks the chat template; none, a format's name, or a JSON file."""
+    chat_template: Path | None = None
+    """File of a Jinja chat template to use instead of the tokenizer's."""
     api_key_file: Path | None = None
     """File of accepted API keys, one a line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is asked."""
+    rate_limit: float | None = None
+    """Requests a minute that each API key may make; of all clients together where no keys are asked. More get 429."""
+    tls_cert_file: Path | None = None
+    """Certificate chain (PEM), to serve HTTPS; with --tls-key-file."""
+    tls_key_file: Path | None = None
+    """Private key (PEM) of the certificate."""
+    adapters: tuple[str, ...] = ()
+    """Adapters of the drafter, as NAME=FOLDER; clients choose one with the model MODEL:NAME."""
     max_waiting: int = 256
     """Requests that may queue beside the running ones; more are answered with 429."""
     request_timeout: float = 600.0
@@ -43,9 +55,33 @@ class ServeConfig:
             raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
         if self.max_waiting < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting}; it must be 0 or more")
+        if self.rate_limit is not None and not self.rate_limit > 0:
+            raise ConfigError(f"rate_limit is {self.rate_limit}; it must be more than 0, or left out for none")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ConfigError("TLS needs both tls_cert_file and tls_key_file; give both or neither")
+        for file in (self.tls_cert_file, self.tls_key_file):
+            if file is not None and not file.is_file():
+                raise ConfigError(f"{file} is no file; give the PEM files of a certificate and its key")
+        for adapter in self.adapters:
+            if not all(adapter.partition("=")):
+                raise ConfigError(f"the adapter {adapter!r} is not NAME=FOLDER")
         for name in ("request_timeout", "receive_timeout", "max_body_bytes", "shutdown_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
+
+    @property
+    def is_ssl(self) -> bool:
+        """Whether it speaks HTTPS."""
+        return self.tls_cert_file is not None
+
+    def read_chat_template(self) -> str | None:
+        """The template of the file, if one is given."""
+        if self.chat_template is None:
+            return None
+        try:
+            return self.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template cannot be read ({error}); give a file of Jinja") from error
 
 
 class ApiKeys:

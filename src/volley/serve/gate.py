@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import re
 import time
 import uuid
@@ -13,10 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import ApiError
+from volley.serve.limits import RateLimit
 from volley.serve.metrics import Metrics
 
 log = logging.getLogger("volley.serve")
 
+_GUARDED = ("/v1/", "/tokenize", "/detokenize")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -28,6 +31,7 @@ class Gate:
         self.config = config
         self.keys = keys
         self.metrics = metrics
+        self.limit = RateLimit(config.rate_limit) if config.rate_limit else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,7 +66,16 @@ class Gate:
                 log.info("request", extra={"fields": fields | scope["state"]["fields"]})
 
     def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
-        if self.keys and scope["path"].startswith("/v1/") and scope["method"] != "OPTIONS":
+        if scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS":
+            self._check_client(headers)
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.config.max_body_bytes:
+            raise too_large(self.config.max_body_bytes)
+
+    def _check_client(self, headers: Mapping[str, str]) -> None:
+        """The key, and how often it asks."""
+        key = ""
+        if self.keys:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self.keys.accepts(key.strip()):
                 raise ApiError(
@@ -71,9 +84,11 @@ class Gate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self.config.max_body_bytes:
-            raise too_large(self.config.max_body_bytes)
+        wait = self.limit.wait(key) if self.limit else 0.0
+        if wait:
+            message = f"more than {self.config.rate_limit:g} requests a minute; try again in {wait:.1f} s"
+            after = {"Retry-After": str(math.ceil(wait))}
+            raise ApiError(429, message, kind="requests", code="rate_limit_exceeded", headers=after)
 
     def _limited(self, receive: Receive) -> Receive:
         """Receive the body within its limits of size and time, and pass on all later messages."""

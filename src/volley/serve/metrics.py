@@ -1,8 +1,10 @@
 """What the server counts, in Prometheus' terms. Names follow vLLM's, with ``volley:`` in front."""
 
 from collections import Counter as Counts
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from torch.nn import Module
 
 from volley.engine.engine import Engine
 from volley.procedures.request import Request
@@ -18,7 +20,8 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 class Metrics:
     """One registry. The worker's thread writes engine figures; the HTTP side writes ``http_requests``."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, memory: Mapping[str, int]) -> None:
+        """``memory`` is the bytes of each part of the engine."""
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -34,6 +37,9 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.pages_used = gauge("kv_pages_used", "Pages of K/V held by requests.")
         gauge("kv_pages", "Pages of K/V in the pool.").set(num_pages)
+        held = Gauge("volley:memory_bytes", "Bytes of weights and of K/V pools.", ["part"], registry=registry)
+        for part, size in memory.items():
+            held.labels(part).set(size)
         self.usage = gauge("kv_cache_usage_perc", "Share of the pages held by requests; 1 is all.")
         self.preemptions = counter("num_preemptions", "Requests that lost their pages to others.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
@@ -142,3 +148,15 @@ def _depth(proposal: Proposal) -> int:
     for parent in proposal.parents:
         depths.append(depths[parent] + 1)
     return max(depths)
+
+
+def memory_of(engine: Engine) -> dict[str, int]:
+    """Bytes of the weights of target and drafter, and of the K/V pools of both."""
+    held, model = {"target": _weights(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
+    if model is not None:
+        held |= {"drafter": _weights(model.drafter), "draft_kv": model.store.nbytes}
+    return held
+
+
+def _weights(model: Module) -> int:
+    return sum(weight.nbytes for weight in model.parameters())

@@ -5,42 +5,37 @@ happened anyway; fields without any effect on the answer are accepted.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from volley.errors import unknown_key
+from volley.serve.grammars import GrammarFields, grammar_of
+from volley.serve.messages import Message, Reasoning, Strict, Text, Tools, refusal, without_nulls
 from volley.types import SamplingParams
 
-
-def _encodable(text: str) -> str:
-    """Refuse lone surrogates: JSON can express them, and no tokenizer accepts them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("unicode", "the text is not valid Unicode: it has a lone surrogate") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
 StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
-_WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+_WITHOUT_EFFECT = (
+    "guided_decoding_backend",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "user",
+)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: Annotated[bool, Field(description="Every chunk has the usage so far.")] = False
     include_obfuscation: bool = False
 
 
-class _Request(_Strict):
+class _Request(Strict, GrammarFields):
     """What both endpoints take."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -55,8 +50,8 @@ class _Request(_Strict):
     top_k: int = Field(0, ge=-1, description="Keep so many of the likeliest tokens; 0 or -1 keeps all.")
     min_p: float = Field(0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
-    stop_token_ids: list[TokenId] = Field([], max_length=128)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
     ignore_eos: bool = False
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -81,10 +76,10 @@ class _Request(_Strict):
                 continue
             if name in cls.unsupported:
                 if value not in cls.unsupported[name]:
-                    raise _refusal(name, f"{name} is not supported by this server; leave it out")
+                    raise refusal(name, f"{name} is not supported by this server; leave it out")
             elif name not in cls.model_fields:
                 message = str(unknown_key("field", name, cls.model_fields.keys() | cls.unsupported))
-                raise _refusal(name, message)
+                raise refusal(name, message)
             else:
                 kept[name] = value
         return kept
@@ -92,7 +87,7 @@ class _Request(_Strict):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
-            raise _refusal("stream_options", "stream_options is only allowed when stream is true")
+            raise refusal("stream_options", "stream_options is only allowed when stream is true")
         return self
 
     def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:
@@ -114,46 +109,20 @@ class _Request(_Strict):
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
             priority=self.priority,
+            grammar=grammar_of(self),
         )
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: Text
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        """Drop nulls, so that a client can send the message of an answer back unchanged."""
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates expect it; newer clients write ``developer`` for ``system``."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
-class ChatRequest(_Request):
+class ChatRequest(_Request, Tools, Reasoning):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
         "modalities": (["text"],),
         "moderation": (),
-        "parallel_tool_calls": (True, False),
         "prediction": (),
-        "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "verbosity": (),
         "web_search_options": (),
     }
@@ -163,16 +132,19 @@ class ChatRequest(_Request):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = Field(False, description="Go on with the last message instead of a new one.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise _refusal("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+            raise refusal("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        check_opening(self.add_generation_prompt, self.continue_final_message)
         return self
 
 
 class CompletionRequest(_Request):
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"best_of": (1,), "suffix": ("",)}
 
     prompt: (
         Text
@@ -180,8 +152,19 @@ class CompletionRequest(_Request):
         | TokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=128)]
     )
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = Field(False, description="Begin the text, and the log-probabilities, with the prompt's.")
+
+    @model_validator(mode="after")
+    def _something_is_asked(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise refusal("max_tokens", "max_tokens is 0, which asks for nothing; set echo to have the prompt scored")
+        return self
+
+    def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:
+        params = super().sampling(max_tokens, top_logprobs)
+        return replace(params, prompt_logprobs=top_logprobs) if self.echo else params
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -190,15 +173,44 @@ class CompletionRequest(_Request):
         return self.prompt if many else [self.prompt]  # type: ignore[return-value]
 
 
-def _refusal(field: str, message: str) -> PydanticCustomError:
-    field, message = (text.encode("utf-8", "backslashreplace").decode() for text in (field, message))
-    return PydanticCustomError("refused", "{message}", {"field": field, "message": message})
+class TokenizeRequest(Reasoning, Tools):
+    """A text or a conversation, to be counted or looked at."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = Field(None, description="By default those of a text, none of a conversation.")
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+
+    _drop_nulls = model_validator(mode="before")(without_nulls)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("prompt", "give either a prompt or messages")
+        check_opening(self.add_generation_prompt, self.continue_final_message)
+        return self
+
+
+def check_opening(add_generation_prompt: bool, continue_final_message: bool) -> None:
+    if continue_final_message and add_generation_prompt:
+        message = "continue_final_message needs add_generation_prompt to be false"
+        raise refusal("continue_final_message", message)
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[TokenId] = Field(max_length=2**20)
 
 
 _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists, none of them empty",
     "stop": "a string or up to 16 strings, none of them empty or longer than 1000 characters",
     "content": "a string or a list of text parts",
+    "output": "a string or a list of text parts",
+    "tool_choice": "none, auto, required, or {type: function, function: {name}}",
 }
 """Fields with several accepted types; pydantic would report an error for each type."""
 

@@ -1,13 +1,15 @@
 """What clients get: OpenAI's completion objects and chunks, with draft statistics in the usage."""
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
-from volley.serve.worker import End, Piece
+from volley.serve.parsing import AnswerParser, Part
+from volley.serve.worker import End, Piece, Scored
 from volley.types import GenerationStats
 
 Object = dict[str, Any]
@@ -18,12 +20,16 @@ class Choice:
     """One answer as it grows."""
 
     text: str = ""
+    texts: list[str] = field(default_factory=list)
+    """The same, token by token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
+    scored: Scored | None = None
 
     def add(self, piece: Piece) -> None:
+        self.texts += [chunk.text for chunk in piece.chunks]
         self.text += "".join(chunk.text for chunk in piece.chunks)
         self.token_ids += [token for chunk in piece.chunks for token in chunk.token_ids]
         self.logprobs += piece.logprobs
@@ -43,12 +49,12 @@ class Usage:
     cycle_tokens: int = 0
 
     def add_piece(self, piece: Piece) -> None:
+        self.completion += len(piece.chunks)
         self.accepted += sum(chunk.from_draft for chunk in piece.chunks)
 
     def add(self, stats: GenerationStats, *, is_first: bool) -> None:
         """Count a complete choice; only the first of each prompt says how much of it was cached."""
         self.cached += stats.cached_tokens if is_first else 0
-        self.completion += stats.output_tokens
         self.drafted += sum(stats.block_sizes) - len(stats.block_sizes)
         self.cycles += len(stats.accepted_lengths)
         self.cycle_tokens += sum(stats.accepted_lengths)
@@ -76,9 +82,20 @@ class Dialect:
     prefix: str
 
     def __init__(
-        self, model: str, spell: Callable[[int], str], *, logprobs: bool, mark_draft: bool, include_usage: bool
+        self,
+        model: str,
+        spell: Callable[[int], str],
+        *,
+        logprobs: bool,
+        mark_draft: bool,
+        include_usage: bool,
+        continuous_usage: bool = False,
     ) -> None:
-        """``spell`` gives the text of a single token. With ``include_usage`` a stream ends with the usage."""
+        """``spell`` gives the text of a single token.
+
+        With ``include_usage`` a stream ends with the usage; with ``continuous_usage`` too every chunk has that so far.
+        """
+        self.continuous_usage = include_usage and continuous_usage
         self.spell = spell
         self.logprobs = logprobs
         self.mark_draft = mark_draft
@@ -87,15 +104,26 @@ class Dialect:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
         answers = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return {**self._frame, "object": self.kind, "choices": answers, "usage": usage.to_json()}
+        return {**self._frame, "object": self.kind, "choices": answers, "usage": self._usage(usage)}
 
     def chunk(self, choices: list[Object], usage: Usage | None = None) -> Object:
         chunk = {**self._frame, "object": self.chunk_kind, "choices": choices}
-        return chunk | {"usage": usage and usage.to_json()} if self.include_usage else chunk
+        return chunk | {"usage": usage and self._usage(usage)} if self.include_usage else chunk
 
-    def opening(self, index: int) -> Object | None:
-        """The first chunk of a choice, sent before its first token; ``None`` without one."""
-        return None
+    def _usage(self, usage: Usage) -> Object:
+        return usage.to_json()
+
+    def opening(self, index: int, choice: Choice) -> Iterator[Object]:
+        """The first chunks of a choice, sent before its first token."""
+        yield from ()
+
+    def closing(self, usage: Usage) -> list[Any]:
+        """What ends a stream."""
+        return [*([self.chunk([], usage)] if self.include_usage else []), "[DONE]"]
+
+    def failing(self, body: Object) -> list[Any]:
+        """What ends a stream that failed, given the error's body."""
+        return [body, "[DONE]"]
 
     def piece(self, piece: Piece, sent: Choice) -> Iterator[Object]:
         """Choices of the chunks that stream ``piece``; ``sent`` is what went before. Several only to mark drafts."""
@@ -106,16 +134,19 @@ class Dialect:
             run.logprobs.extend(piece.logprobs[start:end])
             run.top_logprobs.extend(piece.top_logprobs[start:end])
             start = end
-            text = "".join(chunk.text for chunk in run.chunks)
-            if text or self.logprobs or self.mark_draft:
-                part = Choice()
-                part.add(run)
-                marked = {"from_draft": drafted} if self.mark_draft else {}
-                yield self._delta(piece.choice, part, sent, None) | marked
+            part = Choice()
+            part.add(run)
+            marked = {"from_draft": drafted} if self.mark_draft else {}
+            yield from (delta | marked for delta in self._deltas(piece.choice, part, sent))
             sent.add(run)
 
-    def ending(self, end: End, sent: Choice) -> Object:
-        return self._delta(end.choice, Choice(), sent, end.finish_reason)
+    def ending(self, end: End, sent: Choice) -> Iterator[Object]:
+        """Choices of the last chunks of a choice."""
+        yield self._delta(end.choice, Choice(), sent, end.finish_reason)
+
+    def _deltas(self, index: int, part: Choice, sent: Choice) -> Iterator[Object]:
+        if part.text or self.logprobs or self.mark_draft:
+            yield self._delta(index, part, sent, None)
 
     def _choice(self, index: int, choice: Choice) -> Object:
         raise NotImplementedError
@@ -129,19 +160,77 @@ class ChatDialect(Dialect):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def opening(self, index: int) -> Object:
+    def __init__(
+        self,
+        model: str,
+        spell: Callable[[int], str],
+        *,
+        parsers: Sequence[AnswerParser] = (),
+        is_named: bool = False,
+        **options: bool,
+    ) -> None:
+        """``parsers`` take the choices apart, if that is needed. ``is_named``: the request has named the function to call."""
+        super().__init__(model, spell, **options)
+        self.parsers = parsers
+        self.is_named = is_named
+        self._reasoning_tokens = 0
+
+    def opening(self, index: int, choice: Choice) -> Iterator[Object]:
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _choice(self, index: int, choice: Choice) -> Object:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        logprobs = self._logprobs(choice)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        message: Object = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self.parsers:
+            message |= _message([*self._feed(index, choice.texts), *self.parsers[index].finish()])
+        reason = self._reason(index, choice.finish_reason)
+        return {"index": index, "message": message, "logprobs": self._logprobs(choice), "finish_reason": reason}
+
+    def _deltas(self, index: int, part: Choice, sent: Choice) -> Iterator[Object]:
+        if not self.parsers:
+            yield from super()._deltas(index, part, sent)
+            return
+        logprobs = self._logprobs(part)
+        deltas = [_delta_of(own) for own in _merged(self._feed(index, part.texts))]
+        for delta in deltas or ([{}] if self.logprobs or self.mark_draft else []):
+            yield {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+            logprobs = None
+
+    def ending(self, end: End, sent: Choice) -> Iterator[Object]:
+        index = end.choice
+        if self.parsers:
+            for part in _merged(self.parsers[index].finish()):
+                yield {"index": index, "delta": _delta_of(part), "logprobs": None, "finish_reason": None}
+        reason = self._reason(index, end.finish_reason)
+        yield {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
     def _delta(self, index: int, part: Choice, sent: Choice, finish_reason: str | None) -> Object:
-        delta = {} if finish_reason else {"content": part.text}
-        logprobs = None if finish_reason else self._logprobs(part)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {
+            "index": index,
+            "delta": {"content": part.text},
+            "logprobs": self._logprobs(part),
+            "finish_reason": finish_reason,
+        }
+
+    def _feed(self, index: int, texts: Sequence[str]) -> list[Part]:
+        """What the texts of some tokens bring; counts those that are reasoning."""
+        parser, parts = self.parsers[index], []
+        for text in texts:
+            before = parser.is_thinking
+            parts += parser.feed(text)
+            self._reasoning_tokens += before or parser.is_thinking
+        return parts
+
+    def _reason(self, index: int, reason: str | None) -> str | None:
+        """A call that the model chose to make is a reason to end; one that the request named is not, as in OpenAI's API."""
+        called = bool(self.parsers) and self.parsers[index].num_calls > 0 and not self.is_named
+        return "tool_calls" if reason == "stop" and called else reason
+
+    def _usage(self, usage: Usage) -> Object:
+        own = usage.to_json()
+        if self.parsers:
+            own["completion_tokens_details"]["reasoning_tokens"] = self._reasoning_tokens
+        return own
 
     def _logprobs(self, part: Choice) -> Object | None:
         if not self.logprobs:
@@ -159,34 +248,116 @@ class ChatDialect(Dialect):
         return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if whole else None}
 
 
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """Neighbours of one kind joined."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if last is not None and part.kind != "call" and (last.kind, last.index) == (part.kind, part.index):
+            merged[-1] = replace(last, text=last.text + part.text)
+        else:
+            merged.append(part)
+    return merged
+
+
+def _delta_of(part: Part) -> Object:
+    match part.kind:
+        case "content":
+            return {"content": part.text}
+        case "reasoning":
+            return {"reasoning_content": part.text}
+        case "arguments":
+            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+    function = {"name": part.text, "arguments": ""}
+    return {"tool_calls": [{"index": part.index, "id": part.call_id, "type": "function", "function": function}]}
+
+
+def _message(parts: Sequence[Part]) -> Object:
+    """The fields of a whole message."""
+    content = "".join(part.text for part in parts if part.kind == "content")
+    reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+    calls: list[Object] = []
+    for part in _merged(parts):
+        if part.kind == "call":
+            function = {"name": part.text, "arguments": ""}
+            calls.append({"id": part.call_id, "type": "function", "function": function})
+        elif part.kind == "arguments":
+            calls[-1]["function"]["arguments"] += part.text
+    message: Object = {"content": content or None if calls else content}
+    return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that its answer begins with."""
+
+    text: str
+    token_ids: list[int]
+
+
 class CompletionDialect(Dialect):
     kind = "text_completion"
     chunk_kind = "text_completion"
     prefix = "cmpl"
 
+    def __init__(
+        self, model: str, spell: Callable[[int], str], *, echoes: Sequence[Echo] = (), **options: bool
+    ) -> None:
+        """``echoes`` has the prompt of every choice, or is empty where none is repeated."""
+        super().__init__(model, spell, **options)
+        self.echoes = echoes
+
+    def opening(self, index: int, choice: Choice) -> Iterator[Object]:
+        if self.echoes:
+            text, logprobs = self.echoes[index].text, self._logprobs(self._prompt(index, choice), 0)
+            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+
     def _choice(self, index: int, choice: Choice) -> Object:
-        logprobs = self._logprobs(choice, 0)
-        return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        whole = Choice()
+        if self.echoes:
+            whole = self._prompt(index, choice)
+        whole.text += choice.text
+        for name in ("token_ids", "logprobs", "top_logprobs"):
+            setattr(whole, name, getattr(whole, name) + getattr(choice, name))
+        logprobs = self._logprobs(whole, 0)
+        return {"index": index, "text": whole.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def _prompt(self, index: int, choice: Choice) -> Choice:
+        """The prompt as if it were text of the answer. Nothing comes before its first token: that one has no probability."""
+        echo, scored = self.echoes[index], choice.scored
+        prompt = Choice(text=echo.text, token_ids=list(echo.token_ids))
+        if scored is not None:
+            prompt.logprobs = [math.nan, *scored.logprobs]
+            prompt.top_logprobs = [[], *(scored.top_logprobs or [[] for _ in scored.logprobs])]
+        return prompt
 
     def _delta(self, index: int, part: Choice, sent: Choice, finish_reason: str | None) -> Object:
-        logprobs = None if finish_reason else self._logprobs(part, len(sent.text))
+        before = len(sent.text) + (len(self.echoes[index].text) if self.echoes else 0)
+        logprobs = None if finish_reason else self._logprobs(part, before)
         return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, part: Choice, start: int) -> Object | None:
         if not self.logprobs:
             return None
         tokens = [self.spell(token) for token in part.token_ids]
-        chosen = [_finite(logprob) for logprob in part.logprobs]
+        chosen = [None if math.isnan(logprob) else _finite(logprob) for logprob in part.logprobs]
         tops = part.top_logprobs or [[] for _ in tokens]
         return {
             "tokens": tokens,
             "token_logprobs": chosen,
             "top_logprobs": [
-                {self.spell(other): _finite(value) for other, value in top} | {token: logprob}
+                None if logprob is None else self._spelt({token: logprob}, top)
                 for top, token, logprob in zip(tops, tokens, chosen, strict=True)
             ],
             "text_offset": list(accumulate(map(len, tokens[:-1]), initial=start)) if tokens else [],
         }
+
+    def _spelt(self, likeliest: dict[str, float], top: list[tuple[int, float]]) -> dict[str, float]:
+        """The likeliest tokens by their text; of several with the same text the most likely, so that a client sees it."""
+        for token, logprob in top:
+            text = self.spell(token)
+            likeliest[text] = max(_finite(logprob), likeliest.get(text, -math.inf))
+        return likeliest
 
 
 def _finite(logprob: float) -> float:

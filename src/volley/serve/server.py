@@ -76,6 +76,8 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                ssl_certfile=config.tls_cert_file,
+                ssl_keyfile=config.tls_key_file,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_SEND_OFF_SECONDS,
             )
@@ -85,7 +87,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self.address = self.servers[0].sockets[0].getsockname()[:2]
-            url = "http://{}:{}".format(*self.address)
+            url = "{}://{}:{}".format("https" if self.config.is_ssl else "http", *self.address)
             log.info("listening", extra={"fields": {"url": url, "model": self.service.model}})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -2,17 +2,28 @@
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from volley.chat import Prompt
+from volley.chat import Prompt, render_chat
+from volley.decode.thinking import ThinkingBudget
 from volley.engine.engine import Engine
+from volley.errors import ConfigError
+from volley.serve.calls import grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, shutting_down
-from volley.serve.metrics import Metrics
-from volley.serve.protocol import ChatRequest, CompletionRequest
-from volley.serve.replies import ChatDialect, CompletionDialect, Dialect
+from volley.serve.formats import AnswerFormat, format_of, plain_calls
+from volley.serve.grammars import compile_grammar
+from volley.serve.messages import NamedTool, for_template
+from volley.serve.metrics import Metrics, memory_of
+from volley.serve.parsing import AnswerParser
+from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
+from volley.serve.response_events import ResponsesDialect
+from volley.serve.responses import ResponsesRequest, here
 from volley.serve.worker import Job, Worker
+from volley.types import SamplingParams
 
 
 class Service:
@@ -21,13 +32,18 @@ class Service:
     def __init__(self, engine: Engine, config: ServeConfig, model: str) -> None:
         self.config = config
         self.model = model
+        for adapter in config.adapters:
+            name, _, folder = adapter.partition("=")
+            engine.load_adapter(name, folder)
         holds = engine.snapshot()
-        self.metrics = Metrics(holds.num_pages)
+        self.metrics = Metrics(holds.num_pages, memory_of(engine))
         self.worker = Worker(engine, self.metrics, config.max_waiting)
         self.max_model_len = holds.max_tokens
         self.draining = False
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
+        self._template = config.read_chat_template() or str(engine.tokenizer.chat_template or "")
+        self.form = format_of(engine.tokenizer, self._template, config.answer_format)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
 
@@ -37,53 +53,155 @@ class Service:
 
     # -- from bodies to jobs -------------------------------------------------------------------------------------------
     async def chat(self, body: ChatRequest) -> tuple[Job, Dialect]:
-        self._check(body.model)
-        (prompt,) = await self._encode([[message.for_template() for message in body.messages]], "messages")
-        asked = body.max_completion_tokens or body.max_tokens
-        max_tokens = self._check_length(prompt, asked, "messages")
-        params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
+        job, parsers = await self.converse(body)
         dialect = ChatDialect(
             self.model,
             self.spell,
             logprobs=body.logprobs,
             mark_draft=body.mark_draft,
             include_usage=body.stream_options.include_usage,
+            continuous_usage=body.stream_options.continuous_usage_stats,
+            parsers=parsers,
+            is_named=isinstance(body.tool_choice, NamedTool),
         )
-        job = self._submit(Job([prompt] * body.n, [params.for_choice(choice) for choice in range(body.n)]))
         return job, dialect
 
+    async def respond(self, body: ResponsesRequest) -> tuple[Job, Dialect]:
+        chat = body.as_chat()
+        try:
+            job, parsers = await self.converse(chat)
+        except ApiError as error:
+            raise here(error) from None
+        return job, ResponsesDialect(self.model, self.spell, body, parsers[0] if parsers else None)
+
+    async def converse(self, body: ChatRequest) -> tuple[Job, list[AnswerParser]]:
+        """The job of a conversation, and what takes each of its answers apart, if anything has to."""
+        adapter, form = self._check(body.model), self._form_of(body)
+        prompt = await asyncio.to_thread(self._render, body)
+        (token_ids,) = await self._encode([prompt], "messages", special=False)
+        asked = body.max_completion_tokens or body.max_tokens
+        max_tokens = self._check_length(token_ids, asked, "messages")
+        params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
+        params = replace(params, draft_adapter=adapter)
+        parsers: list[AnswerParser] = []
+        if form is not None:
+            tools = [tool.for_template() for tool in body.offered]
+            parsers = [AnswerParser(form, prompt, tools, with_calls=bool(tools)) for _ in range(body.n)]
+            params = replace(params, skip_special_tokens=not self._shows_special_tokens(form))
+        await compile_grammar(self._engine.grammars, body)  # by itself, so that an error names its field
+        is_thinking = bool(parsers) and parsers[0].is_thinking
+        params = await self._bind(params, body, form, is_thinking=is_thinking)
+        choices = [params.for_choice(choice) for choice in range(body.n)]
+        return self._submit(Job([token_ids] * body.n, choices)), parsers
+
+    def _form_of(self, body: ChatRequest) -> AnswerFormat | None:
+        """How the answer is written; ``None``: it is nothing but text. A forced call needs no format of the model's own."""
+        form = self.form
+        if body.is_forced and (form is None or form.call is None):
+            return plain_calls(form)
+        if body.offered and not body.is_forced:
+            problem = None
+            if form is None or not form.has_calls:
+                problem = "it is not known how this model writes tool calls", "--answer-format"
+            elif "tools" not in self._template:
+                problem = "the model's chat template has no place for tools", "--chat-template that has one"
+            if problem:
+                message = f"tools: {problem[0]}; force a call with tool_choice, or start the server with a {problem[1]}"
+                raise ApiError(400, message, param="tools")
+        return form
+
+    def _render(self, body: ChatRequest | TokenizeRequest) -> str:
+        assert body.messages is not None
+        return render_chat(
+            self._engine.tokenizer,
+            for_template(body.messages),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=[tool.for_template() for tool in body.tools] if body.offered else (),
+            variables=body.variables(),
+            template=self._template or None,
+        )
+
+    def _shows_special_tokens(self, form: AnswerFormat) -> bool:
+        """Whether the format's markers are special tokens, which are left out of text otherwise."""
+        return any(str(token) in form.markers() for token in self._engine.tokenizer.all_special_tokens)
+
+    async def _bind(
+        self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, *, is_thinking: bool
+    ) -> SamplingParams:
+        """The parameters with the grammar of the whole answer, and the budget of its reasoning."""
+        tokenizer, field = self._engine.tokenizer, "tools" if body.offered else "response_format"
+        try:
+            grammar = grammar_of_answer(form, body, params.grammar, tokenizer, is_thinking=is_thinking)
+            if grammar is not None:
+                await asyncio.to_thread(self._engine.grammars.compile, grammar)
+        except ConfigError as error:
+            raise ApiError(400, f"{field}: {error}", param=field) from None
+        if body.thinking_token_budget is None:
+            return replace(params, grammar=grammar)
+        if form is None or form.thinking is None:
+            message = "thinking_token_budget: it is not known how this model reasons; leave it out"
+            raise ApiError(400, message, param="thinking_token_budget")
+        opens, closes = (tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in form.thinking)
+
+        def budget(*_: Any) -> ThinkingBudget:
+            return ThinkingBudget(opens, closes, body.thinking_token_budget or 0, is_open=is_thinking)
+
+        return replace(params, grammar=grammar, rules=(*params.rules, budget))
+
     async def complete(self, body: CompletionRequest) -> tuple[Job, Dialect]:
-        self._check(body.model)
+        adapter = self._check(body.model)
         prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
-        params = body.sampling(body.max_tokens, body.logprobs)
+        await compile_grammar(self._engine.grammars, body)
+        params = replace(body.sampling(body.max_tokens, body.logprobs), draft_adapter=adapter)
+        choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
+        echoes: list[Echo] = []
+        if body.echo:
+            given = [self.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompts]
+            echoes = [Echo(text, ids) for text, ids in zip(given, prompts, strict=True) for _ in range(body.n)]
         dialect = CompletionDialect(
             self.model,
             self.spell,
             logprobs=body.logprobs is not None,
             mark_draft=body.mark_draft,
             include_usage=body.stream_options.include_usage,
+            continuous_usage=body.stream_options.continuous_usage_stats,
+            echoes=echoes,
         )
-        choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         return self._submit(Job([prompt for prompt, _ in choices], [own for _, own in choices])), dialect
 
-    def _check(self, model: str | None) -> None:
+    def _check(self, model: str | None) -> str | None:
+        """Whether requests are taken, and the adapter that the model's name chooses."""
         if self.draining:
             raise shutting_down(self.config.shutdown_timeout)
         if not self.worker.is_alive:
             raise ApiError(503, "the engine has stopped; restart the server", kind="server_error", code="engine_dead")
-        if model is not None and model != self.model:
-            message = f"the model {model!r} does not exist; this server has {self.model!r}"
+        return self.adapter_of(model)
+
+    @property
+    def names(self) -> list[str]:
+        """What clients may give as model."""
+        return [self.model, *(f"{self.model}:{adapter}" for adapter in self._engine.adapters)]
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a model's name chooses."""
+        if model is None or model == self.model:
+            return None
+        if model not in self.names:
+            known = ", ".join(map(repr, self.names))
+            message = f"the model {model!r} does not exist; this server has {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return model.removeprefix(f"{self.model}:")
 
     def _check_length(self, prompt: Sequence[int], asked: int | None, field: str) -> int:
         """Tokens to generate at most."""
         room = self.max_model_len - len(prompt)
-        if room < (asked or 1):
+        if room < (1 if asked is None else asked):
             wanted = f"{len(prompt)} in the {field}" + (f", {asked} in the completion" if asked else "")
             raise self._too_long(wanted, field)
-        return asked or room
+        return room if asked is None else asked
 
     def _too_long(self, wanted: str, field: str) -> ApiError:
         message = f"this model's maximum context length is {self.max_model_len} tokens; you asked for {wanted}"
@@ -99,33 +217,63 @@ class Service:
         return job
 
     # -- text and tokens -----------------------------------------------------------------------------------------------
-    async def _encode(self, prompts: Sequence[Prompt], field: str) -> list[list[int]]:
-        fewest = max(map(_characters, prompts)) // self._longest_token
+    async def _encode(self, prompts: Sequence[Prompt], field: str, *, special: bool = True) -> list[list[int]]:
+        """Token ids; without ``special``, of texts that have their special tokens already."""
+        fewest = max(map(len, prompts)) // self._longest_token
         if fewest > self.max_model_len:  # too long in any case; counting exactly could take seconds
             raise self._too_long(f"at least {fewest} in the {field}", field)
 
         def encode() -> list[list[int]]:
             with self._tokenizer_in_use:
-                return [self._engine.encode(prompt) for prompt in prompts]
+                if special:
+                    return [self._engine.encode(prompt) for prompt in prompts]
+                return list(self._engine.tokenizer(list(prompts), add_special_tokens=False)["input_ids"])
 
         return await asyncio.to_thread(encode)
 
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a text or a conversation, in vLLM's form."""
+        self._check(body.model)
+        is_chat, tokenizer = body.messages is not None, self._engine.tokenizer
+        special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+
+        def encode() -> list[int]:
+            text = self._render(body) if is_chat else body.prompt
+            with self._tokenizer_in_use:
+                return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+        token_ids = await asyncio.to_thread(encode)
+        pieces = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        return {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids, "token_strs": pieces}
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """The text of token ids."""
+        self._check(body.model)
+        if body.tokens:
+            await asyncio.to_thread(self._engine.encode, body.tokens)  # which refuses ids that are no tokens
+        return {"prompt": await asyncio.to_thread(self.decode, body.tokens)}
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What a client needs to use the tokenizer from afar."""
+        tokenizer = self._engine.tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "chat_template")
+        own = {name: getattr(tokenizer, name) for name in names}
+        return {"tokenizer_class": type(tokenizer).__name__, "max_model_len": self.max_model_len} | own
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self._engine.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
     def spell(self, token_id: int) -> str:
         """The text of one token alone."""
-        return str(self._engine.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        return self.decode([token_id])
 
-    def card(self, created: int) -> dict[str, Any]:
-        """The model as ``/v1/models`` shows it."""
+    def card(self, name: str, created: int) -> dict[str, Any]:
+        """A model as ``/v1/models`` shows it."""
         return {
-            "id": self.model,
+            "id": name,
             "object": "model",
             "created": created,
             "owned_by": "volley",
             "max_model_len": self.max_model_len,
         }
-
-
-def _characters(prompt: Prompt) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(part["content"]) if isinstance(part, Mapping) else 1 for part in prompt)

@@ -35,6 +35,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """The log-probabilities of a choice's prompt, all tokens but the first; they come before anything else of it."""
+
+    choice: int
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """A choice is complete."""
 
@@ -50,7 +59,7 @@ class Failure:
     error: Exception
 
 
-Event = Piece | End | Failure
+Event = Scored | Piece | End | Failure
 
 
 class QueueFull(Exception):
@@ -181,8 +190,10 @@ class Worker:
 
     def _open(self, job: Job) -> None:
         try:
+            first: dict[int, Request] = {}  # of each prompt: the others share what it has read
             for choice, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
-                request = self.engine.add_request(prompt, params)
+                request = self.engine.add_request(prompt, params, after=first.get(id(prompt)))
+                first.setdefault(id(prompt), request)
                 job.requests.append(request)
                 self._owner[request] = (job, choice)
         except Exception as error:
@@ -218,6 +229,12 @@ class Worker:
     def _publish(self) -> None:
         """Tell the loop what the step brought."""
         for request, (job, choice) in list(self._owner.items()):
+            is_first = request.num_output == len(request.chunks) and (
+                request.chunks or request.finish_reason is not None
+            )
+            if is_first and request.params.prompt_logprobs is not None:
+                scored = Scored(choice, request.prompt_logprobs, request.prompt_top_logprobs)
+                self._outbox.append((job, scored))
             if request.chunks:
                 done, now = request.num_output - len(request.chunks), request.num_output
                 piece = Piece(choice, request.chunks, request.logprobs[done:now], request.top_logprobs[done:now])

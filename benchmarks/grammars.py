@@ -1,0 +1,318 @@
+"""Answers under grammars: whether they are valid, what masks cost, and what speculation brings.
+
+    python benchmarks/grammars.py valid --schemas 1000 --concurrency 1,8,32
+    python benchmarks/grammars.py masks --text shared/data
+    python benchmarks/grammars.py speed --schemas 20 --rounds 3
+
+``valid`` answers generated schemas with the bundled pair (or ``--target`` and ``--drafter``), a third of them greedy, a third
+sampled and a third sampled with a seed, and checks every answer with the jsonschema package. An answer that was cut at
+--max-tokens is checked as far as it goes: its tokens must be a beginning that the grammar allows.
+
+``masks`` times, for a vocabulary of 151,936 tokens (``--tokenizer``, or BPE trained on the JSONL files of a folder), the masks of
+a chain of 15 draft tokens along answers to such schemas, and what applying them takes, against a pass of ``--pass-ms``.
+
+``speed`` compares the default policy with plain decoding in turn, under grammars and without, on the same prompts. Each prints a
+Markdown table; ``valid`` exits with 1 if an answer was wrong.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from volley import Engine, Grammar, SamplingParams
+from volley.decode.grammars import Grammars
+from volley.decode.rules import Constraint, allowed_choices
+from volley.prompts import read_jsonl
+from volley.types import GenerationResult
+
+WORDS = (
+    "name",
+    "kind",
+    "tags",
+    "size",
+    "unit price",
+    "löschen",
+    "items",
+    "note",
+    "isOpen",
+    "id",
+    "path",
+    "date_of_birth",
+)
+FORMATS = ("date", "time", "uuid", "ipv4", "email")
+ROWS = 16
+
+
+def make_schema(seed: int) -> dict[str, Any]:
+    """An object with random properties; the same for the same seed."""
+    chance = random.Random(seed)
+    schema = an_object(chance, 3)
+    if chance.random() < 0.2:
+        schema["$defs"] = {"shared": an_object(chance, 1), "list": {"type": ["object", "null"], **linked()}}
+        schema["properties"]["shared"] = {"$ref": "#/$defs/shared"}
+        schema["properties"]["chain"] = {"$ref": "#/$defs/list"}
+    return schema
+
+
+def linked() -> dict[str, Any]:
+    properties = {"value": {"enum": [1, 2, 3]}, "next": {"$ref": "#/$defs/list"}}
+    return {"properties": properties, "required": ["value", "next"], "additionalProperties": False}
+
+
+def an_object(chance: random.Random, depth: int) -> dict[str, Any]:
+    names = chance.sample(WORDS, chance.randint(1, 4))
+    return {
+        "type": "object",
+        "properties": {name: a_value(chance, depth - 1) for name in names},
+        "required": [name for name in names if chance.random() < 0.7],
+        "additionalProperties": False,
+    }
+
+
+def a_value(chance: random.Random, depth: int) -> dict[str, Any]:
+    low, few = chance.randint(-50, 50), chance.randint(0, 2)
+    leaves: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": chance.randint(0, 20)},
+        {"type": "string", "minLength": few, "maxLength": 12},
+        {"type": "string", "pattern": chance.choice(["^[A-Z]{2}-[0-9]{3}$", "^(yes|no|maybe)$", "^#[0-9a-f]{6}$"])},
+        {"type": "string", "format": chance.choice(FORMATS)},
+        {"enum": chance.sample(["red", "green", 'a "quoted" one', 7, None, True, [1, "x"], {"k": 2}], 3)},
+        {"const": chance.choice(["fixed", 12, {"a": [1, 2]}])},
+        {"type": "integer", "minimum": low, "maximum": low + chance.choice([0, 5, 10**6])},
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+        {"type": chance.choice(["boolean", "null", "integer"])},
+        {"type": ["string", "null"], "maxLength": 5},
+    ]
+    if depth <= 0 or chance.random() < 0.5:
+        return chance.choice(leaves)
+    deeper: list[dict[str, Any]] = [
+        an_object(chance, depth),
+        {"type": "array", "items": a_value(chance, depth - 1), "minItems": few, "maxItems": few + chance.randint(0, 2)},
+        {"type": "array", "prefixItems": [a_value(chance, 0), a_value(chance, 0)], "items": False, "minItems": 2},
+        {"anyOf": [a_value(chance, depth - 1), {"type": "boolean"}]},
+    ]
+    return chance.choice(deeper)
+
+
+def problem_of(result: GenerationResult, schema: dict[str, Any], grammars: Grammars) -> str | None:
+    """What is wrong with an answer, if anything is."""
+    if result.finish_reason == "length":
+        rule = grammars.rule(Grammar.json_schema(schema))
+        return None if rule.num_allowed(result.token_ids) == len(result.token_ids) else "cut, and not allowed so far"
+    try:
+        jsonschema.validate(
+            json.loads(result.text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+        )
+    except (ValueError, jsonschema.ValidationError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def ask(schema: dict[str, Any]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"Answer with JSON for this schema: {json.dumps(schema)[:400]}"}]
+
+
+def params_for(index: int, schema: dict[str, Any], max_tokens: int) -> SamplingParams:
+    """A third greedy, a third sampled, a third sampled with a seed."""
+    kind: dict[str, Any] = ({}, {"temperature": 1.0}, {"temperature": 0.8, "seed": index, "top_p": 0.95})[index % 3]
+    return SamplingParams(grammar=Grammar.json_schema(schema), max_tokens=max_tokens, **kind)
+
+
+def check_valid(
+    engine: Engine, schemas: list[dict[str, Any]], max_tokens: int
+) -> tuple[Counter[str], list[str], float]:
+    """How many answers ended how, what was wrong with any, and τ; as many run at once as the engine holds."""
+    ended, problems, taken = Counter[str](), list[str](), list[int]()
+    each = [params_for(index, schema, max_tokens) for index, schema in enumerate(schemas)]
+    for schema, result in zip(schemas, engine.generate(map(ask, schemas), each), strict=True):
+        ended[result.finish_reason] += 1
+        taken += result.stats.accepted_lengths
+        if (problem := problem_of(result, schema, engine.grammars)) is not None:
+            problems.append(f"{problem}\n{json.dumps(schema)}\n{result.text}")
+    engine.check_integrity()
+    return ended, problems, statistics.mean(taken)
+
+
+def run_valid(options: argparse.Namespace) -> int:
+    schemas, wrong = [make_schema(seed) for seed in range(options.schemas)], 0
+    print(
+        "| at once | policy | schemas | complete | cut at the limit | wrong | τ | seconds |\n|---|---|---|---|---|---|---|---|"
+    )
+    for concurrency in map(int, options.concurrency.split(",")):
+        engine = load(options, max_running=concurrency)
+        started = time.perf_counter()
+        ended, problems, tau = check_valid(engine, schemas, options.max_tokens)
+        seconds = time.perf_counter() - started
+        policy = options.policy or "default"
+        counts = f"{len(schemas)} | {ended['stop']} | {ended['length']} | {len(problems)}"
+        print(f"| {concurrency} | {policy} | {counts} | {tau:.2f} | {seconds:.0f} |", flush=True)
+        wrong += len(problems)
+        for problem in problems[:5]:
+            print(problem, file=sys.stderr)
+    return int(wrong > 0)
+
+
+def load(options: argparse.Namespace, **more: Any) -> Engine:
+    named = {"target": options.target, "drafter": options.drafter} if options.target else {}
+    policy = {"policy": options.policy} if options.policy else {}
+    return Engine.from_pretrained(**named, **policy, **more)
+
+
+# -- what masks cost ---------------------------------------------------------------------------------------------------
+
+
+def large_tokenizer(folder: Path, size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of ``size`` tokens from the texts of a folder's JSONL files."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(  # type: ignore[call-arg]
+        vocab_size=size, special_tokens=["<end>"], initial_alphabet=alphabet, min_frequency=1, show_progress=False
+    )
+    texts = (
+        json.dumps(row, ensure_ascii=False) for path in sorted(folder.glob("*.jsonl")) for _, row in read_jsonl(path)
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def answer_to(rule: Constraint, chance: random.Random, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """A random answer that the grammar allows, at most 200 tokens long."""
+    tokens: list[int] = []
+    while len(tokens) < 200 and (mask := rule.mask(tokens)) is not None:
+        allowed = torch.from_numpy(mask).nonzero()[:, 0].tolist()
+        byte = chance.choice(allowed)
+        tokens.append(byte * 8 + chance.choice([bit for bit in range(8) if mask[byte] >> bit & 1]))
+        if tokens[-1] == tokenizer.eos_token_id:
+            return tokens[:-1]
+    return tokens
+
+
+def run_masks(options: argparse.Namespace) -> int:
+    torch.set_num_threads(1)
+    if options.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    else:
+        tokenizer = large_tokenizer(options.text, options.vocab)
+    grammars, chance = Grammars(tokenizer, options.vocab, {tokenizer.eos_token_id}), random.Random(0)
+    started = time.perf_counter()
+    grammars.compile(Grammar.json_object())
+    reading = time.perf_counter() - started
+    logits = torch.randn(ROWS, options.vocab)
+    compiling, masking, choosing, applying = [], [], [], []
+    for seed in range(options.schemas):
+        grammar = Grammar.json_schema(make_schema(seed))
+        started = time.perf_counter()
+        grammars.compile(grammar)
+        compiling.append(time.perf_counter() - started)
+        rule = grammars.rule(grammar)
+        answer = answer_to(grammars.rule(grammar), chance, tokenizer)
+        while len(answer) >= ROWS:
+            paths = [tuple(answer[:count]) for count in range(ROWS)]
+            started = time.perf_counter()
+            for path in paths:
+                rule.mask(path)
+            masking.append(time.perf_counter() - started)
+            best = [int(row.argmax()) for row in logits]
+            started = time.perf_counter()
+            for place, token in enumerate(answer[:ROWS]):
+                best[place] = token  # a target that mostly wants what is allowed
+            allowed_choices([rule], logits, best, paths)
+            choosing.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            rule.apply(logits, paths)
+            applying.append(time.perf_counter() - started)
+            for token in answer[:ROWS]:
+                rule.take(token)
+            answer = answer[ROWS:]
+    print(f"{len(tokenizer)} tokens in the tokenizer, logits of {options.vocab}; read once in {reading:.2f} s\n")
+    print("| what | median ms | 90 % | 99 % | median, share of a pass |\n|---|---|---|---|---|")
+    for what, seconds in (
+        ("compile a schema, once", compiling),
+        (f"masks of {ROWS} rows", masking),
+        (f"greedy choices of {ROWS} rows under them", choosing),
+        (f"{ROWS} rows of logits masked, for sampling", applying),
+    ):
+        cuts = statistics.quantiles([1000 * s for s in seconds], n=100)
+        share = statistics.median(seconds) * 1000 / options.pass_ms
+        print(f"| {what} | {cuts[49]:.3f} | {cuts[89]:.3f} | {cuts[98]:.3f} | {share:.1%} |")
+    return 0
+
+
+# -- what speculation brings -------------------------------------------------------------------------------------------
+
+
+def run_speed(options: argparse.Namespace) -> int:
+    torch.set_num_threads(1)
+    engine, schemas = load(options, max_running=1), [make_schema(seed) for seed in range(options.schemas)]
+    drafting = engine.config
+    rates: dict[tuple[str, str], list[list[float]]] = {}
+    for round_ in range(options.rounds + 1):
+        for form in ("grammar", "free"):
+            for kind in ("plain", "drafting"):
+                if kind == "plain":
+                    engine.block_size = 1
+                else:
+                    engine.reconfigure(drafting)
+                found = [speed_of(engine, schema, form, options) for schema in schemas]
+                if round_:  # the first warms up
+                    rates.setdefault((form, kind), []).append(found)
+    print("| answers | plain, ms a token | default policy | speedup, median over prompts |\n|---|---|---|---|")
+    for form in ("grammar", "free"):
+        plain, fast = (
+            [statistics.median(each) for each in zip(*rates[form, kind], strict=True)] for kind in ("plain", "drafting")
+        )
+        gain = statistics.median(one / other for one, other in zip(plain, fast, strict=True))
+        print(f"| {form} | {statistics.median(plain):.2f} | {statistics.median(fast):.2f} | {gain:.2f}× |")
+    return 0
+
+
+def speed_of(engine: Engine, schema: dict[str, Any], form: str, options: argparse.Namespace) -> float:
+    """Milliseconds a token after the first."""
+    grammar = Grammar.json_schema(schema) if form == "grammar" else None
+    params = SamplingParams(grammar=grammar, max_tokens=options.max_tokens, temperature=options.temperature, seed=None)
+    (result,) = engine.generate([ask(schema)], params)
+    return 1000 / max(result.stats.decode_tokens_per_second, 1e-9)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, run in (("valid", run_valid), ("masks", run_masks), ("speed", run_speed)):
+        command = commands.add_parser(name)
+        command.set_defaults(run=run)
+        command.add_argument("--schemas", type=int, default=1000 if name == "valid" else 40)
+        if name == "masks":
+            source = command.add_mutually_exclusive_group(required=True)
+            source.add_argument("--text", type=Path, help="folder of JSONL files to train a tokenizer on")
+            source.add_argument("--tokenizer", help="folder or hub name of a tokenizer")
+            command.add_argument("--vocab", type=int, default=151_936)
+            command.add_argument("--pass-ms", type=float, default=30.0)
+        else:
+            command.add_argument("--target")
+            command.add_argument("--drafter")
+            command.add_argument("--policy")
+            command.add_argument("--max-tokens", type=int, default=256)
+        if name == "valid":
+            command.add_argument("--concurrency", default="1,8,32")
+        if name == "speed":
+            command.add_argument("--rounds", type=int, default=3)
+            command.add_argument("--temperature", type=float, default=0.0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options = arguments()
+    sys.exit(options.run(options))

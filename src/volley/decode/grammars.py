@@ -1,0 +1,224 @@
+"""Grammars under speculation: a grammar compiled for a tokenizer, and the rule that masks logits with it (llguidance).
+
+A matcher stands behind the output, walks along the paths of a draft and comes back. Each row of a verification gets the mask of
+its own path, before temperature and truncation: the mask that plain decoding would have had there. The same masks bind the
+drafts, so draft and target share one support.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+
+from volley.decode.rules import Bits, Constraint, is_in
+from volley.errors import ConfigError, InputError
+from volley.grammar import Grammar
+
+_KEPT = 256  # compiled grammars
+_LONGEST_MESSAGE = 300
+_MOST_TRIALS = 128  # parts of a schema that are compiled to find the one at fault
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and keeps the last ones. Threads may share it."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
+        """``vocab_size`` is the width of the target's logits; ``end_token_ids`` end a text where its grammar accepts it."""
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(end_token_ids)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._vocabulary: Any = None
+        self._kept: Bits = np.empty(0, dtype=np.uint8)
+
+    def rule(self, grammar: Grammar, *, ignore_eos: bool = False) -> "GrammarRule":
+        """A rule for one request. Raises :class:`ConfigError` if the grammar cannot be compiled.
+
+        With ``ignore_eos`` no end token is allowed, and the text goes on until nothing can follow.
+        """
+        matcher = self.compile(grammar).deep_copy()
+        return GrammarRule(matcher, self._kept, [] if ignore_eos else self._ends)
+
+    def compile(self, grammar: Grammar) -> Any:
+        """The matcher of a grammar before its first token; not to be moved."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_tokenizer()
+            matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = self._compile(grammar)
+            if GrammarRule(matcher.deep_copy(), self._kept, []).mask([]) is None:
+                raise ConfigError(f"the {grammar.kind} grammar allows no text; say what the text may be")
+        with self._lock:
+            self._compiled[grammar] = matcher
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _compile(self, grammar: Grammar) -> Any:
+        matcher = self._matcher(_text_for_library(grammar))
+        if matcher.is_error():
+            problem = _first_line(matcher.get_error())
+            if grammar.kind == "json_schema":
+                pointer, problem = self._locate(json.loads(grammar.source), grammar.whitespace, problem)
+                raise ConfigError(f"the JSON schema cannot be used, at {pointer or 'its root'}: {problem}")
+            raise ConfigError(f"the {grammar.kind} grammar cannot be used: {problem}")
+        return matcher
+
+    def _read_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise InputError("a grammar needs the target's tokenizer; load the target from a folder that has one")
+        try:
+            import llguidance.hf
+        except ImportError:
+            raise ConfigError("grammars need the llguidance package; install volley-llm[grammar]") from None
+        size = max(self._vocab_size, len(self._tokenizer))
+        try:
+            vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"llguidance cannot read this tokenizer ({error}); grammars need a target with a fast tokenizer"
+            ) from None
+        kept = np.ones(size, dtype=np.uint8)
+        kept[self._vocab_size :] = 0
+        kept[vocabulary.eos_tokens] = 0
+        self._kept = np.packbits(kept, bitorder="little")
+        return vocabulary
+
+    def _matcher(self, text: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        return LLMatcher(self._vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+    def _locate(self, schema: dict[str, Any], whitespace: str, problem: str) -> tuple[str, str]:
+        """The JSON pointer of the innermost part of a schema that cannot be compiled by itself, and why."""
+        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        part, pointer, trials = schema, "", _MOST_TRIALS
+        while True:
+            for place, inner in _parts_of(part):
+                trials -= 1
+                matcher = self._matcher(_schema_text({**shared, **inner}, whitespace)) if trials > 0 else None
+                if matcher is not None and matcher.is_error():
+                    part, pointer, problem = inner, f"{pointer}/{place}", _first_line(matcher.get_error())
+                    break
+            else:
+                return pointer, problem
+
+
+def _text_for_library(grammar: Grammar) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    match grammar.kind:
+        case "json_schema":
+            return _schema_text(json.loads(grammar.source), grammar.whitespace)
+        case "regex":
+            text = LLMatcher.grammar_from_regex(grammar.source)
+        case "choice":
+            options = [json.dumps(option, ensure_ascii=False) for option in json.loads(grammar.source)]
+            text = LLMatcher.grammar_from_lark("start: " + " | ".join(options))
+        case "lark":
+            text = LLMatcher.grammar_from_lark(grammar.source)
+        case "ebnf":
+            try:
+                text = LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.source))
+            except (GbnfToLarkError, RecursionError) as error:
+                raise ConfigError(f"the ebnf grammar cannot be used: {error}") from None
+    return str(text)
+
+
+def _schema_text(schema: dict[str, Any], whitespace: str) -> str:
+    from llguidance import LLMatcher
+
+    spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    options: Any = {"lenient": False, **spaces}  # above what the schema itself may ask for in x-guidance
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+
+
+def _parts_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas directly inside a schema, with the end of each one's JSON pointer."""
+    for key, value in schema.items():
+        if key in ("const", "enum", "default", "examples"):
+            continue
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        if key in ("properties", "patternProperties", "$defs", "definitions", "anyOf", "oneOf", "allOf", "prefixItems"):
+            for name, inner in inside:
+                if isinstance(inner, dict):
+                    yield f"{key}/{str(name).replace('~', '~0').replace('/', '~1')}", inner
+        elif isinstance(value, dict):
+            yield key, value
+
+
+def _first_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    reason = next((line for line in lines[1:] if line.startswith("error: ")), "")
+    return shorten(f"{lines[0]} {reason}", _LONGEST_MESSAGE, placeholder=" …") if lines else "it is not valid"
+
+
+class GrammarRule(Constraint):
+    """One request's place in its grammar.
+
+    End tokens stay outside the matcher: they are allowed where it accepts the text. The request ends when nothing can follow its
+    text, without an end token.
+    """
+
+    def __init__(self, matcher: Any, kept: Bits, end_token_ids: Sequence[int]) -> None:
+        """``kept`` are the tokens that the grammar may allow, of all that the tokenizer has."""
+        self._matcher, self._kept = matcher, kept
+        self._ends = end_token_ids
+        self._at: list[int] = []  # the path on which the matcher stands
+        self._masks: dict[tuple[int, ...], Bits | None] = {}
+        self._words = np.zeros(-(-8 * len(kept) // 32), dtype=np.int32)
+
+    def take(self, token_id: int) -> None:
+        self._masks.clear()
+        if token_id in self._ends:
+            return
+        self._go_to([])
+        if not self._matcher.consume_token(token_id):
+            raise InputError(
+                f"token {token_id} breaks the grammar ({_first_line(self._matcher.get_error())}); another rule or bias "
+                "of the request may leave no allowed token, or the grammar is too complex"
+            )
+        self.is_complete = self._matcher.is_stopped() or (self._matcher.is_accepting() and self.mask([]) is None)
+
+    def mask(self, path: Sequence[int]) -> Bits | None:
+        key = tuple(path)
+        if key not in self._masks:
+            self._masks[key] = self._find_mask(key)
+        return self._masks[key]
+
+    def _find_mask(self, path: tuple[int, ...]) -> Bits | None:
+        if path:
+            before = self.mask(path[:-1])
+            if before is None or path[-1] in self._ends or not is_in(path[-1], before):
+                return None
+        self._go_to(path)
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self._matcher.is_error():
+            raise InputError(f"the grammar is too complex here ({_first_line(self._matcher.get_error())}); simplify it")
+        mask: Bits = self._words.view(np.uint8)[: len(self._kept)] & self._kept
+        if not mask.any():
+            return None
+        if self._ends and self._matcher.is_accepting():
+            for end in self._ends:
+                mask[end >> 3] |= 1 << (end & 7)
+        return mask
+
+    def _go_to(self, path: Sequence[int]) -> None:
+        """Move the matcher to a path that it allows."""
+        common = 0
+        while common < min(len(path), len(self._at)) and path[common] == self._at[common]:
+            common += 1
+        if common < len(self._at):
+            self._matcher.rollback(len(self._at) - common)
+        self._at = list(path)
+        self._matcher.consume_tokens(self._at[common:])
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        self._go_to([])
+        return int(self._matcher.validate_tokens(list(token_ids)))

@@ -1,0 +1,106 @@
+"""How a model writes reasoning and tool calls: formats as data, one JSON file each in ``formats/``, chosen by the chat template.
+
+A file has transformers' ``response`` template (its regions are ``thinking``, ``tool_calls`` and ``content``), the markers of
+``thinking``, and what a ``call`` looks like for calls that a grammar forces. A tokenizer's own ``response_template`` comes first.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+
+from volley.errors import ConfigError
+
+_FOLDER = Path(__file__).parent / "formats"
+_BY_PRECEDENCE = ("qwen3_5", "gemma4", "hermes", "gpt_oss", "mistral", "llama3", "thinking")
+
+
+@dataclass(frozen=True)
+class CallText:
+    """The text of a call whose arguments are JSON: ``begin``, the name, ``middle``, the arguments, ``end``."""
+
+    begin: str
+    middle: str
+    end: str
+    between: str | None = None
+    """What separates several calls of one answer; ``None``: there is one call at most."""
+    head: str | None = None
+    """The expression that finds the name before the arguments, where it is not a key of the JSON."""
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How answers of one model family are taken apart."""
+
+    name: str
+    response: Mapping[str, Any]
+    """transformers' response template."""
+    call: CallText | None = None
+    thinking: tuple[str, str] | None = None
+    """What opens and what closes reasoning."""
+    recognise: tuple[str, ...] = field(default=(), repr=False)
+    """A chat template that has all of these is of this format."""
+
+    @property
+    def has_calls(self) -> bool:
+        return "tool_calls" in self.response["fields"]
+
+    def template(self, *, with_calls: bool) -> ResponseTemplate:
+        """The template for one answer; without tools what looks like a call is text."""
+        fields = {name: own for name, own in self.response["fields"].items() if with_calls or name != "tool_calls"}
+        return load_response_template({**self.response, "fields": fields})
+
+    def markers(self) -> str:
+        """The text in which every marker of the format occurs as it is."""
+        return json.dumps(self.response, ensure_ascii=False).replace("\\\\", "") + json.dumps(self.thinking)
+
+
+@cache
+def load_format(name: str) -> AnswerFormat:
+    """One of volley's own formats by name, or the one in a JSON file. Raises :class:`ConfigError`."""
+    file = _FOLDER / f"{name}.json" if name.isidentifier() else Path(name)
+    if not file.exists():
+        known = ", ".join(sorted(path.stem for path in _FOLDER.glob("*.json")))
+        raise ConfigError(f"there is no answer format {name!r}; known: {known}, or give the path of a JSON file")
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        thinking = data.get("thinking")
+        own = AnswerFormat(
+            name=file.stem,
+            response=data["response"],
+            call=CallText(**data["call"]) if data.get("call") else None,
+            thinking=(thinking["open"], thinking["close"]) if thinking else None,
+            recognise=tuple(data.get("recognise", ())),
+        )
+        own.template(with_calls=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"the answer format in {file} cannot be used: {error!r}; see docs/clients.md") from error
+    return own
+
+
+def plain_calls(form: AnswerFormat | None) -> AnswerFormat:
+    """Calls as plain JSON, for models whose own notation no grammar can force, with the reasoning of their own ``form``."""
+    plain = load_format("plain")
+    if form is None or form.thinking is None:
+        return plain
+    anchors = {name: value for name, value in form.response.items() if name.startswith("start_anchor")}
+    fields = {"thinking": form.response["fields"]["thinking"], **plain.response["fields"]}
+    return replace(plain, thinking=form.thinking, response={**anchors, "fields": fields})
+
+
+def format_of(tokenizer: Any, template: str, choice: str = "auto") -> AnswerFormat | None:
+    """The format that ``choice`` names: ``none``, a name, a file, or ``auto``, which asks the tokenizer and the chat template."""
+    if choice == "none":
+        return None
+    if choice != "auto":
+        return load_format(choice)
+    own = getattr(tokenizer, "response_template", None)
+    found = (load_format(name) for name in _BY_PRECEDENCE)
+    known = next((one for one in found if all(mark in template for mark in one.recognise)), None)
+    if own is None:
+        return known
+    return AnswerFormat("tokenizer", own, None, known.thinking if known else None)

@@ -1,0 +1,218 @@
+"""Conversations and tools as clients send them, and as chat templates read them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def _encodable(text: str) -> str:
+    """Refuse lone surrogates: JSON can express them, and no tokenizer accepts them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("unicode", "the text is not valid Unicode: it has a lone surrogate") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def refusal(field: str, message: str) -> PydanticCustomError:
+    """An error that names its field."""
+    field, message = (text.encode("utf-8", "backslashreplace").decode() for text in (field, message))
+    return PydanticCustomError("refused", "{message}", {"field": field, "message": message})
+
+
+def without_nulls(data: Any) -> Any:
+    """Nulls request nothing, and a client may send the message of an answer back as it was."""
+    return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(Strict):
+    name: FunctionName
+    arguments: Text
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> Self:
+        try:
+            is_object = isinstance(json.loads(self.arguments or "{}"), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise refusal("messages", f"the arguments of the call of {self.name!r} are not a JSON object")
+        return self
+
+
+class ToolCall(Strict):
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """With the arguments decoded, as templates want them."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] = Field([], max_length=128)
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = Field(None, description="Another name of reasoning_content.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return {name: value for name, value in without_nulls(data).items() if name not in ("annotations", "refusal")}
+
+    @model_validator(mode="after")
+    def _suits_its_role(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise refusal("messages", f"a message of the {self.role} has no content")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning):
+            raise refusal("messages", "only messages of the assistant have tool_calls or reasoning_content")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise refusal(
+                "messages", "messages of the role tool, and no others, say which call they answer: tool_call_id"
+            )
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it; newer clients write ``developer`` for ``system``."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if reasoning := self.reasoning_content or self.reasoning:
+            message |= {"reasoning_content": reasoning, "thinking": reasoning}  # templates have either name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.name is not None and self.role == "tool":
+            message["name"] = self.name
+        return message
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """All messages as chat templates expect them; results of tools get the name of the function that was called."""
+    names: dict[str, str] = {}
+    rendered = []
+    for message in messages:
+        names |= {call.id: call.function.name for call in message.tool_calls}
+        own = message.for_template()
+        if message.role == "tool" and message.tool_call_id in names:
+            own.setdefault("name", names[message.tool_call_id])
+        rendered.append(own)
+    return rendered
+
+
+class Function(Strict):
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; left out, the function takes nothing.")
+    strict: bool | None = Field(None, description="Arguments are always valid under the schema.")
+
+    _drop_nulls = model_validator(mode="before")(without_nulls)
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "description": self.function.description or ""}
+        return {"type": "function", "function": {**function, "parameters": self.schema_of_arguments}}
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return self.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class NamedFunction(Strict):
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class Tools(Strict):
+    """The tools of a request, and which of them an answer may or must call."""
+
+    tools: Annotated[list[Tool], Field(max_length=128)] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _choice_is_among_them(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise refusal("tools", "two tools have the same name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            known = ", ".join(names) or "there are none"
+            raise refusal("tool_choice", f"no tool is named {self.tool_choice.function.name!r} (tools: {known})")
+        if self.tool_choice == "required" and not names:
+            raise refusal("tool_choice", "tool_choice is required and there are no tools; give tools")
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return self.tools
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        return bool(self.offered) and self.tool_choice != "auto"
+
+
+class Reasoning(Strict):
+    """How a request wants the model to think."""
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the chat template.")
+    thinking_token_budget: int | None = Field(None, ge=0, description="Reasoning is closed after so many tokens.")
+
+    @model_validator(mode="after")
+    def _leaves_the_messages_alone(self) -> Self:
+        taken = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+        if clash := sorted(taken & self.chat_template_kwargs.keys()):
+            raise refusal(
+                "chat_template_kwargs", f"chat_template_kwargs cannot set {clash[0]}; use the request's fields"
+            )
+        return self
+
+    def variables(self) -> dict[str, Any]:
+        """What the chat template gets to know."""
+        own: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            own["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":  # templates know this switch under two names
+            own |= {"enable_thinking": False, "thinking": False}
+        return own | self.chat_template_kwargs

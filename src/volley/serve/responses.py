@@ -1,0 +1,273 @@
+"""``/v1/responses``: what clients may send there. A request is turned into a chat's, and nothing is kept between two of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+
+from volley.errors import unknown_key
+from volley.serve.errors import ApiError
+from volley.serve.messages import FunctionName, Strict, Text, refusal, without_nulls
+from volley.serve.protocol import ChatRequest, first_problem
+
+_CALLED_HERE = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""What a chat's fields are called in this endpoint."""
+
+
+class _Item(Strict):
+    """What a client may send back of an answer has an id and a status, which say nothing to a model."""
+
+    id: str | None = None
+    status: str | None = None
+
+    _drop_nulls = model_validator(mode="before")(without_nulls)
+
+
+class ContentPart(Strict):
+    type: Literal["input_text", "output_text", "text", "reasoning_text"]
+    text: Text
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+    _drop_nulls = model_validator(mode="before")(without_nulls)
+
+
+Content = Text | list[ContentPart]
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    phase: str | None = None
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: Text
+    name: FunctionName
+    arguments: Text
+
+
+class OutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: list[Any] = Field(default_factory=list)
+    content: list[ContentPart] = Field(default_factory=list)
+    encrypted_content: str | None = None
+
+
+def _kind(item: Any) -> str:
+    given = item.get("type", "message") if isinstance(item, Mapping) else getattr(item, "type", "message")
+    return given if given in ("message", "function_call", "function_call_output", "reasoning") else "message"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+def _as_items(given: Any) -> Any:
+    """A text alone is what the user says."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    _drop_nulls = model_validator(mode="before")(without_nulls)
+
+
+class ChosenFunction(Strict):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    _drop_nulls = model_validator(mode="before")(without_nulls)
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Strict):
+    effort: str | None = None
+
+
+class ResponsesStreamOptions(Strict):
+    include_obfuscation: bool = False
+
+
+class ResponsesRequest(Strict):
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "max_tool_calls": (),
+        "moderation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    remedies: ClassVar[dict[str, str]] = {
+        "store": "this server keeps no responses; set store to false",
+        "previous_response_id": "this server keeps no responses; send the whole conversation as input",
+        "conversation": "this server keeps no conversations; send the whole conversation as input",
+        "background": "this server answers while the client waits; leave it out, or set stream",
+    }
+    without_effect: ClassVar = (
+        "include",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    )
+
+    model: str | None = None
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, max_length=4096),
+        BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
+    ]
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    stream: bool = False
+    stream_options: ResponsesStreamOptions = ResponsesStreamOptions()
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    thinking_token_budget: int | None = Field(None, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Drop what requests nothing; refuse unknown and unsupported fields by name."""
+        if not isinstance(data, Mapping):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if value is None or name in cls.without_effect:
+                continue
+            if name in cls.unsupported:
+                if value not in cls.unsupported[name]:
+                    raise refusal(
+                        name, f"{name}: {cls.remedies.get(name, 'not supported by this server; leave it out')}"
+                    )
+            elif name not in cls.model_fields:
+                raise refusal(name, str(unknown_key("field", name, cls.model_fields.keys() | cls.unsupported)))
+            else:
+                kept[name] = value
+        return kept
+
+    def as_chat(self) -> ChatRequest:
+        """The same request as a chat. Raises :class:`ApiError` (400) in this endpoint's words."""
+        form = self.text.format
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": _messages(self.input, self.instructions),
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "tools": [
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+                for tool in self.tools
+            ],
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "thinking_token_budget": self.thinking_token_budget,
+        }
+        if isinstance(self.tool_choice, ChosenFunction):
+            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        if form is not None:
+            inner = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+            body["response_format"] = {"type": form.type} | ({"json_schema": inner} if form.schema_ is not None else {})
+        try:
+            return ChatRequest.model_validate(body)
+        except ValidationError as error:
+            message, param = first_problem(error.errors())
+            raise here(ApiError(400, message, param=param)) from None
+
+
+def here(error: ApiError) -> ApiError:
+    """An error about a chat's field, with this endpoint's name of it."""
+    own = error.body["error"]
+    given = own["param"] or ""
+    first, _, rest = given.partition(".")
+    name = _CALLED_HERE.get(given) or (f"{_CALLED_HERE[first]}.{rest}" if first in _CALLED_HERE else None)
+    if name is not None:
+        own["message"], own["param"] = str(own["message"]).replace(given, name), name
+    return error
+
+
+def _messages(given: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
+    """Items as a chat's messages: what the assistant thought, said and called in a row is one message."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    is_open = False  # the last message is the assistant's and may go on
+
+    def assistant() -> dict[str, Any]:
+        if not is_open:
+            messages.append({"role": "assistant", "content": ""})
+        return messages[-1]
+
+    for item in given:
+        match item:
+            case OutputItem():
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            case CallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                assistant().setdefault("tool_calls", []).append(call)
+            case ReasoningItem():
+                assistant()["reasoning_content"] = _text(item.content)
+            case MessageItem(role="assistant"):
+                assistant()["content"] += _text(item.content)
+            case MessageItem():
+                messages.append({"role": item.role, "content": _text(item.content)})
+        is_open = messages[-1]["role"] == "assistant"
+    return messages
+
+
+def _text(content: str | Sequence[ContentPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,163 @@
+"""Drafts under a constraint: each token by the rows of its own path, against a plain loop."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from volley.decode.constrained import grow_constrained, walk_constrained
+from volley.decode.rules import Bits, Constraint, TokenRule, allowed_choices, apply_rules, forced_tokens, make_rules
+from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
+from volley.decode.walk import Block
+from volley.decode.work import Rule
+from volley.types import Proposal, SamplingParams
+
+V, LEVELS = 20, 6
+
+
+class Rising(Constraint):
+    """Every token is larger than the one before, by at most three; only 12 follows 9, and nothing what is 11 or more."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def take(self, token_id: int) -> None:
+        self.last = token_id
+
+    def allowed(self, path: Sequence[int]) -> list[int]:
+        last = self.last
+        for token in path:
+            if token not in self.after(last):
+                return []
+            last = token
+        return self.after(last)
+
+    def after(self, last: int) -> list[int]:
+        return [] if last >= 11 else [12] if last == 9 else list(range(last + 1, last + 4))
+
+    def mask(self, path: Sequence[int]) -> Bits | None:
+        bits = np.zeros(24, dtype=np.uint8)
+        bits[self.allowed(path)] = 1
+        return np.packbits(bits, bitorder="little") if bits.any() else None
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        count = 0
+        while count < len(token_ids) and token_ids[count] in self.allowed(token_ids[:count]):
+            count += 1
+        return count
+
+
+def masked(logits: Tensor, path: Sequence[int]) -> Tensor:
+    """One row, from the definition; the slow reference."""
+    allowed = Rising().allowed(path)
+    return torch.tensor([float(x) if token in allowed else -torch.inf for token, x in enumerate(logits)])
+
+
+def rows(seed: int) -> Tensor:
+    return torch.randn(LEVELS, V, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def drafted(logits: Tensor, params: SamplingParams, rule: Rule, seed: int, rules: Sequence[TokenRule]) -> Proposal:
+    block = Block(LEVELS, 0, PositionNoise(seed), 40)
+    return walk_constrained(lambda at, _: logits[at : at + 1], rules, block, params, rule, with_confidence=True)
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("penalty", [0.0, 1.5])
+def test_a_chain_is_what_a_plain_loop_draws(rule: Rule, penalty: float) -> None:
+    params = SamplingParams(temperature=float(rule is not Rule.GREEDY), top_p=0.9, frequency_penalty=penalty)
+    ended = 0
+    for seed in range(30):
+        logits, noise, rules = rows(seed), PositionNoise(seed), make_rules(params, [], V, torch.device("cpu"))
+        proposal = drafted(logits, params, rule, seed, [*rules, Rising()])
+        path: list[int] = []
+        for at, token in enumerate(proposal.token_ids):
+            row = masked(apply_rules(rules, logits[at : at + 1], [path])[0], path)[None]
+            probs = token_probs(row, params)
+            match rule:
+                case Rule.GREEDY:
+                    expected, sure = int(row.argmax()), float(row.softmax(-1).amax())
+                case Rule.MATCH:
+                    expected, sure = int(race(probs, noise.exponentials([40 + at], V))), float(row.softmax(-1).amax())
+                case Rule.SPECULATIVE:
+                    uniforms = noise.uniforms(Purpose.DRAFT, 40, LEVELS)
+                    expected, sure = int(draw(probs, [uniforms[at]])), float(probs.amax())
+                    assert proposal.draft_probs is not None
+                    torch.testing.assert_close(proposal.draft_probs[at], probs[0])
+            assert token == expected
+            assert proposal.confidence[at] == pytest.approx(sure, rel=1e-4)
+            path.append(token)
+        assert (proposal.draft_probs is None) == (rule is not Rule.SPECULATIVE or not path)
+        ended += len(path) < LEVELS
+        assert len(path) == LEVELS or not Rising().allowed(path)
+    assert ended, "some chains ended where nothing may follow"
+
+
+def test_a_forced_token_is_drafted_even_if_the_drafter_cannot_say_it() -> None:
+    logits = torch.full((LEVELS, V), -torch.inf)
+    for at, token in enumerate((3, 6, 9)):
+        logits[at, token] = 1.0
+    proposal = drafted(logits, SamplingParams(temperature=1.0), Rule.SPECULATIVE, 0, [Rising()])
+    assert proposal.token_ids == [3, 6, 9, 12]
+    assert proposal.draft_probs is not None
+    assert proposal.draft_probs[3].tolist() == [float(token == 12) for token in range(V)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_node_of_a_tree_is_allowed_and_the_best_paths_are_there(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature)
+    for seed in range(10):
+        logits, block = rows(seed), Block(LEVELS, 0, PositionNoise(seed), 40)
+        tree = grow_constrained(lambda at, _, logits=logits: logits[at : at + 1], [Rising()], block, params, 12)
+        assert len(tree.token_ids) == 12
+        assert tree.parents is not None
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+            paths.append([*paths[parent], token])
+            assert token in Rising().allowed(paths[parent])
+        assert len(set(map(tuple, paths))) == 13
+        greedy = drafted(logits, params, Rule.MATCH if temperature else Rule.GREEDY, seed, [Rising()]).token_ids
+        assert max(len(path) for path in paths if path == greedy[: len(path)]) >= 2
+
+
+def test_small_trees_are_the_beginnings_of_larger_ones() -> None:
+    logits, block = rows(3), Block(LEVELS, 0, PositionNoise(3), 40)
+
+    def nodes(count: int) -> set[tuple[int, ...]]:
+        tree = grow_constrained(lambda at, _: logits[at : at + 1], [Rising()], block, SamplingParams(), count)
+        assert tree.parents is not None
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+            paths.append((*paths[parent], token))
+        return set(paths[1:])
+
+    assert [len(nodes(count)) for count in (0, 1, 5)] == [0, 1, 5]
+    assert nodes(3) < nodes(7) < nodes(15)
+
+
+def test_choices_under_a_mask_are_the_largest_allowed_logits() -> None:
+    for seed in range(20):
+        logits = rows(seed).round()  # with ties
+        paths: list[tuple[int, ...]] = [(), (1,), (2, 5), (3, 6, 9), (19,), (3, 6, 9, 12, 15, 18)]
+        best = logits.argmax(dim=-1).tolist()
+        assert allowed_choices([Rising()], logits, best, paths) == [
+            int(masked(row, path).argmax()) if Rising().allowed(path) else top
+            for row, path, top in zip(logits, paths, best, strict=True)
+        ]
+
+
+def test_rows_behind_a_forbidden_token_stay_as_they_are() -> None:
+    logits = rows(0)
+    got = apply_rules([Rising()], logits, [(), (5,), (5, 6), (3,), (17,), (1, 1)])
+    assert [bool(same.all()) for same in got == logits] == [False, True, True, False, True, True]
+
+
+def test_forced_tokens_end_where_there_is_a_choice() -> None:
+    rule = Rising()
+    assert forced_tokens([rule], 5) == []
+    rule.take(9)
+    assert forced_tokens([rule], 5) == [12]
+    assert forced_tokens([rule], 0) == []
+    assert forced_tokens([], 5) == []

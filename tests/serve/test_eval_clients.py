@@ -1,0 +1,137 @@
+"""What evaluation harnesses ask for: prompts scored by echo, tokens counted, and transformers' own numbers."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import TinyPair
+from tests.serve.running import MODEL, Running, Tiny
+from tests.serve.test_openai_client import openai_client
+
+PROMPTS = ["The baker sells rolls.", "Hello", "Ein Brötchen kostet 30 ¢, zwei kosten 50."]
+
+
+@pytest.fixture(scope="module")
+def client(drafting: Running) -> Iterator[OpenAI]:
+    with openai_client(drafting) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def logprobs(tiny: Tiny, tiny_pair: TinyPair) -> dict[str, torch.Tensor]:
+    """Of the next token, at every place of every prompt, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair.target, dtype=torch.float32)
+    with torch.no_grad():
+        return {
+            text: model(torch.tensor([tiny.plain.encode(text)])).logits[0].double().log_softmax(dim=-1)
+            for text in PROMPTS
+        }
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_echo_scores_prompts(
+    client: OpenAI, tiny: Tiny, logprobs: dict[str, torch.Tensor], max_tokens: int, as_tokens: bool
+) -> None:
+    """What lm-eval's local-completions asks, and how it reads the answer."""
+    ids = [tiny.plain.encode(text) for text in PROMPTS]
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=ids if as_tokens else PROMPTS,
+        echo=True,
+        logprobs=1,
+        max_tokens=max_tokens,
+        temperature=0,
+        seed=1234,
+    )
+    for text, tokens, choice in zip(PROMPTS, ids, answer.choices, strict=True):
+        found = choice.logprobs
+        assert found is not None
+        assert found.token_logprobs is not None
+        assert found.top_logprobs is not None
+        assert found.text_offset is not None
+        assert choice.text == text + (tiny.answer(text, max_tokens=max_tokens) if max_tokens else "")
+        assert choice.finish_reason == "length"
+        assert len(found.tokens or ()) == len(found.text_offset) == len(tokens) + max_tokens
+        assert found.token_logprobs[0] is None
+        assert found.top_logprobs[0] is None
+        want = logprobs[text]
+        exact = [float(want[place, token]) for place, token in enumerate(tokens[1:])]
+        assert found.token_logprobs[1 : len(tokens)] == pytest.approx(exact, rel=1e-3, abs=1e-5)
+        is_greedy = [
+            max(top.values()) == own for top, own in zip(found.top_logprobs, found.token_logprobs, strict=True) if top
+        ]
+        best = [int(row.argmax()) == token for row, token in zip(want[:-1], tokens[1:], strict=True)]
+        assert is_greedy == best + [True] * max_tokens
+
+
+def test_a_stream_begins_with_the_prompt(client: OpenAI, tiny: Tiny) -> None:
+    asked = {"model": MODEL, "prompt": PROMPTS, "echo": True, "logprobs": 2, "max_tokens": 6, "temperature": 0}
+    whole = client.completions.create(**asked)
+    texts: dict[int, str] = dict.fromkeys(range(3), "")
+    tokens: dict[int, list[float | None]] = {index: [] for index in range(3)}
+    for chunk in client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.token_logprobs or [] if choice.logprobs else []
+    assert list(texts.values()) == [choice.text for choice in whole.choices]
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        assert [token or 0.0 for token in tokens[choice.index]] == pytest.approx(
+            [token or 0.0 for token in choice.logprobs.token_logprobs or []], abs=1e-5
+        )
+
+
+def test_echo_without_log_probabilities(client: OpenAI, tiny: Tiny) -> None:
+    asked = {"model": MODEL, "prompt": "Hello", "echo": True, "max_tokens": 4, "temperature": 0}
+    want = "Hello" + tiny.answer("Hello", max_tokens=4)
+    assert client.completions.create(**asked).choices[0].text == want
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == want
+    answer = client.completions.create(**asked, n=2)
+    assert [choice.text for choice in answer.choices] == [want, want]
+
+
+def test_nothing_to_do_is_refused(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="set echo") as error:
+        client.completions.create(model=MODEL, prompt="Hello", max_tokens=0)
+    assert error.value.param == "max_tokens"
+
+
+def test_tokens_and_back(drafting: Running, tiny: Tiny) -> None:
+    text = PROMPTS[2]
+    body = drafting.client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert body["tokens"] == tiny.plain.encode(text)
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["max_model_len"] == 1024
+    assert drafting.client.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": text}
+    chat = [{"role": "user", "content": "Hello"}]
+    body = drafting.client.post("/tokenize", json={"messages": chat}).json()
+    assert body["tokens"] == tiny.plain.encode(chat)
+    assert body["token_strs"] is None
+    open_end = {"messages": [*chat, {"role": "assistant", "content": "So"}]}
+    open_end |= {"add_generation_prompt": False, "continue_final_message": True}
+    body = drafting.client.post("/tokenize", json=open_end).json()
+    assert tiny.plain.tokenizer.decode(body["tokens"]).endswith("<|im_start|>assistant\nSo")
+    info = drafting.client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|im_end|>"
+    assert "im_start" in info["chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "mood": 1}, "mood"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": [99999]}, None),
+    ],
+)
+def test_bad_fields_are_named(drafting: Running, path: str, body: dict[str, object], param: str | None) -> None:
+    response = drafting.client.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param

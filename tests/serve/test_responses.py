@@ -1,0 +1,153 @@
+"""``client.responses`` of the ``openai`` package: text, tools, schemas and reasoning, whole and streamed."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from jsonschema import validate
+from openai import OpenAI
+
+from tests.serve.running import MODEL, Running, Tiny, running
+from tests.serve.test_openai_client import CHAT, openai_client
+from tests.serve.test_tools import SCHEMA, TEMPLATE
+
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    file = tmp_path_factory.mktemp("template") / "chat.jinja"
+    file.write_text(TEMPLATE)
+    with running(tiny.engine(), chat_template=file) as server:
+        yield server
+        server.settle()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    with openai_client(server) as client:
+        yield client
+
+
+def test_text_is_a_chats(drafting: Running, tiny: Tiny) -> None:
+    want = tiny.answer(CHAT, max_tokens=24)
+    with openai_client(drafting) as client:
+        answer = client.responses.create(model=MODEL, input="Hello", temperature=0, max_output_tokens=24)
+        assert answer.output_text == want
+        assert answer.status == "incomplete"
+        assert answer.incomplete_details is not None
+        assert answer.incomplete_details.reason == "max_output_tokens"
+        assert answer.usage is not None
+        assert answer.usage.output_tokens == 24
+        items: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
+        assert (
+            client.responses.create(model=MODEL, input=items, temperature=0, max_output_tokens=24).output_text == want
+        )
+        told = client.responses.create(
+            model=MODEL, input="Hello", instructions="Be brief.", temperature=0, max_output_tokens=24
+        )
+        assert told.output_text == tiny.answer([{"role": "system", "content": "Be brief."}, *CHAT], max_tokens=24)
+
+
+def streamed(client: OpenAI, **body: Any) -> tuple[Any, list[Any]]:
+    events = list(client.responses.create(model=MODEL, stream=True, **body))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    return events[-1].response, events
+
+
+def test_a_stream_says_the_same(client: OpenAI) -> None:
+    body = {"input": "Hello", "temperature": 0, "max_output_tokens": 24}
+    whole = client.responses.create(model=MODEL, **body)
+    last, events = streamed(client, **body)
+    assert last.output_text == whole.output_text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert [event.type for event in events if "delta" not in event.type] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert whole.usage is not None
+    assert last.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_the_clients_own_stream_helper(client: OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input="Hello", temperature=0, max_output_tokens=8) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    whole = client.responses.create(model=MODEL, input="Hello", temperature=0, max_output_tokens=8)
+    assert "".join(texts) == whole.output_text
+
+
+def test_the_whole_loop_with_tools(client: OpenAI, server: Running) -> None:
+    given: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+    forced = {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 200}
+    for seed in range(2):
+        answer = client.responses.create(model=MODEL, input=given, **forced, extra_body={"seed": seed, **THINKING})
+        assert answer.status == "completed"
+        reasoning, call = answer.output
+        assert reasoning.type == "reasoning"
+        assert call.type == "function_call"
+        validate(json.loads(call.arguments), SCHEMA)
+        given += answer.output
+        given.append({"type": "function_call_output", "call_id": call.call_id, "output": "Sun."})
+    end = client.responses.create(model=MODEL, input=given, max_output_tokens=4, tools=[WEATHER])
+    assert end.output[0].type == "message"
+    last, events = streamed(client, input="Weather?", **forced, extra_body={"seed": 0, **THINKING})
+    pieces = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 2
+    assert "".join(event.delta for event in pieces) == last.output[1].arguments
+    thoughts = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+    assert thoughts == last.output[0].content[0].text
+    assert last.usage.output_tokens_details.reasoning_tokens > 8
+
+
+def test_a_schema_for_the_text(client: OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA, "strict": True}}
+    answer = client.responses.create(model=MODEL, input="Hello", text=form, max_output_tokens=200)
+    validate(json.loads(answer.output_text), SCHEMA)
+    assert answer.status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
+        ({"store": True}, "store", "set store to false"),
+        ({"background": True}, "background", "leave it out"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"mood": 1}, "mood", "unknown field"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": "x" * 3000}, "input", "maximum context length"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "'message'"),
+        ({"reasoning": {"effort": "some"}}, "reasoning.effort", "none"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "greater than"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "oobject"}}}}, "text.format", "oobject"),
+        ({"model": "gpt-9"}, "model", "does not exist"),
+    ],
+)
+def test_bad_fields_are_named(server: Running, body: Any, param: str, message: str) -> None:
+    response = server.post("responses", {"input": "Hello", **body})
+    assert response.status_code in (400, 404)
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert (error["param"] or "").startswith(param)
+
+
+def test_a_full_queue_fails_as_anywhere(tiny: Tiny) -> None:
+    with running(tiny.engine(max_running=1), max_waiting=0) as server, openai_client(server) as client:
+        stream = client.responses.create(
+            model=MODEL, input="Hello", stream=True, max_output_tokens=900, extra_body={"seed": 1}
+        )
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError):
+            client.responses.create(model=MODEL, input="Hello")
+        stream.close()
