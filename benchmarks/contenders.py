@@ -36,9 +36,9 @@ Orders = dict[str, Callable[..., Any]]
 def volley(settings: dict[str, Any]) -> Orders:
     """``options`` are those of ``Engine.from_pretrained``. Sampled requests have no seed, as most clients send them."""
     import torch
+    from volley.engine.rehearsal import Rehearsal
 
     from volley import Engine, SamplingParams
-    from volley.engine.rehearsal import Rehearsal
 
     torch.set_num_threads(settings["threads"])
     options = dict(settings["options"])

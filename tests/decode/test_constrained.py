@@ -1,6 +1,8 @@
 """Drafts under a constraint: each token by the rows of its own path, against a plain loop."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,7 @@ from torch import Tensor
 from volley.decode.constrained import grow_constrained, walk_constrained
 from volley.decode.rules import Bits, Constraint, TokenRule, allowed_choices, apply_rules, forced_tokens, make_rules
 from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
-from volley.decode.walk import Block
-from volley.decode.work import Rule
+from volley.decode.work import Ask, Rule, Shape, Work
 from volley.types import Proposal, SamplingParams
 
 V, LEVELS = 20, 6
@@ -59,9 +60,19 @@ def rows(seed: int) -> Tensor:
     return torch.randn(LEVELS, V, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def asked(params: SamplingParams, seed: int, rules: Sequence[TokenRule], ask: Ask) -> Work[Any]:
+    request = SimpleNamespace(params=params, noise=PositionNoise(seed), rules=tuple(rules), anchor=0, length=40)
+    return Work(request, ask)
+
+
+def grown(logits: Tensor, params: SamplingParams, seed: int, count: int) -> Proposal:
+    work = asked(params, seed, [Rising()], Ask(Shape.TREE, Rule.MATCH, LEVELS, count))
+    return grow_constrained(lambda at, _: logits[at : at + 1], work)
+
+
 def drafted(logits: Tensor, params: SamplingParams, rule: Rule, seed: int, rules: Sequence[TokenRule]) -> Proposal:
-    block = Block(LEVELS, 0, PositionNoise(seed), 40)
-    return walk_constrained(lambda at, _: logits[at : at + 1], rules, block, params, rule, with_confidence=True)
+    work = asked(params, seed, rules, Ask(Shape.CHAIN, rule, LEVELS, LEVELS))
+    return walk_constrained(lambda at, _: logits[at : at + 1], work, with_confidence=True)
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -109,8 +120,8 @@ def test_a_forced_token_is_drafted_even_if_the_drafter_cannot_say_it() -> None:
 def test_every_node_of_a_tree_is_allowed_and_the_best_paths_are_there(temperature: float) -> None:
     params = SamplingParams(temperature=temperature)
     for seed in range(10):
-        logits, block = rows(seed), Block(LEVELS, 0, PositionNoise(seed), 40)
-        tree = grow_constrained(lambda at, _, logits=logits: logits[at : at + 1], [Rising()], block, params, 12)
+        logits = rows(seed)
+        tree = grown(logits, params, seed, 12)
         assert len(tree.token_ids) == 12
         assert tree.parents is not None
         paths: list[list[int]] = [[]]
@@ -123,10 +134,10 @@ def test_every_node_of_a_tree_is_allowed_and_the_best_paths_are_there(temperatur
 
 
 def test_small_trees_are_the_beginnings_of_larger_ones() -> None:
-    logits, block = rows(3), Block(LEVELS, 0, PositionNoise(3), 40)
+    logits = rows(3)
 
     def nodes(count: int) -> set[tuple[int, ...]]:
-        tree = grow_constrained(lambda at, _: logits[at : at + 1], [Rising()], block, SamplingParams(), count)
+        tree = grown(logits, SamplingParams(), 3, count)
         assert tree.parents is not None
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(tree.token_ids, tree.parents, strict=True):

@@ -7,6 +7,7 @@ stale if these are trained further.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,7 @@ def _fuse_layers(model: nn.Module, weights: Weights, release: bool) -> set[nn.Mo
         fused = FusedLayer.of(layer, rotary, weights)
         if fused is None:
             continue
-        layer.forward = fused  # type: ignore[method-assign, assignment]
+        layer.forward = fused
         done.update(layer.modules())
         if release:
             for name in LINEAR:
@@ -94,7 +95,7 @@ def _fuse_layers(model: nn.Module, weights: Weights, release: bool) -> set[nn.Mo
     return done
 
 
-def _decoder(model: nn.Module) -> object:
+def _decoder(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 

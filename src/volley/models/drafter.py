@@ -19,8 +19,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from volley.errors import ConfigError
 from volley.files import check_weights, save_tensors, write_atomically
 from volley.models.checkpoint import DrafterConfig
-from volley.models.fused import fits, layer_shape, layer_weights
 from volley.models.formats import read_checkpoint, weight_files
+from volley.models.fused import fits, layer_shape, layer_weights
 from volley.models.heads import ResidualHead
 from volley.models.products import make_product
 from volley.native import LayerShape, LayerWeights, Weights

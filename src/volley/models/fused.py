@@ -14,11 +14,11 @@ from torch.nn.functional import silu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from volley import native
-from volley.native import Weights
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
+from volley.native import Weights
 
 _TOLERANCE = 2**-6
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -133,7 +133,7 @@ class FusedLayer:
         rows = of.project(native.rms_norm(states, of.first_norm, size.eps))
         norms = None if of.query_norm is None or of.key_norm is None else (of.query_norm, of.key_norm)
         native.norm_and_turn(rows, norms, cos, sin, size.heads, size.shared, size.eps)
-        split = rows.view(len(rows), -1, size.dim).split((size.heads, size.shared, size.shared), dim=1)
+        split = torch.split(rows.view(len(rows), -1, size.dim), [size.heads, size.shared, size.shared], dim=1)
         if "volley_call" in options:
             mixed = options["volley_call"](self.attention.layer_idx, *split, self.options)
         else:
@@ -146,7 +146,7 @@ class FusedLayer:
         self, split: Sequence[Tensor], batch: int, mask: Tensor | None, past_key_values: Any, options: dict[str, Any]
     ) -> Tensor:
         """Attention by transformers' own function."""
-        queries, keys, values = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in split)
+        queries, keys, values = (x.reshape(batch, -1, *x.shape[1:]).transpose(1, 2) for x in split)
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.attention.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.attention.config._attn_implementation]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from volley import native
-from volley.native import Weights
 from volley.errors import ConfigError, unknown_key
+from volley.native import Weights
 
 Product = Callable[[Tensor], Tensor]
 """``x [..., in] -> [..., out]``, both bf16."""

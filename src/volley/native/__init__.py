@@ -123,7 +123,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def norm_and_turn(
     x: Tensor, norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, heads: int, shared: int, eps: float
 ) -> None:
-    """Norm and rotary embedding, in place, of the first ``heads`` and the next ``shared`` heads of ``x [T, (heads + shared + …) · d]``.
+    """Norm and rotary embedding, in place, of the first ``heads`` and the next ``shared`` heads of ``x [T, more · d]``.
 
     ``norms`` are the weights ``[d]`` of queries and keys; ``cos`` and ``sin`` are ``[T, d]`` in the half-split layout.
     """
@@ -165,7 +165,9 @@ class Product:
         self._codes, self._scales = _LAYOUTS[kind](weight)
         self._bias = None if bias is None else bias.bfloat16().contiguous()
         number = ("bf16", "int8", "int4").index(kind)
-        self.struct = _Product(number, self.inputs, self.outputs, *map(_pointer, (self._codes, self._scales, self._bias)))
+        self.struct = _Product(
+            number, self.inputs, self.outputs, *map(_pointer, (self._codes, self._scales, self._bias))
+        )
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +180,14 @@ class Product:
         if len(rows):
             scratch = _code_scratch(len(rows), self.inputs) if self.kind != "bf16" else (None, None, None)
             _functions().linear(
-                *(byref(self.struct), rows.data_ptr(), rows.stride(0), *map(_pointer, scratch), out.data_ptr(), len(rows))
+                *(
+                    byref(self.struct),
+                    rows.data_ptr(),
+                    rows.stride(0),
+                    *map(_pointer, scratch),
+                    out.data_ptr(),
+                    len(rows),
+                )
             )
         return out.view(*x.shape[:-1], self.outputs)
 
@@ -187,7 +196,7 @@ class Product:
         block, place = indices // BLOCK, indices % BLOCK
         together = 2 if self.kind == "bf16" else 4
         if self.kind == "int4":
-            pairs = self._codes[block].unflatten(-1, (BLOCK, together)).movedim(-2, -3)
+            pairs = self._codes[block].reshape(*indices.shape, -1, BLOCK, together).movedim(-2, -3)
             pairs = _picked(pairs, place)
             codes = torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-3).float() - 8
         else:
@@ -198,7 +207,8 @@ class Product:
         if self.kind == "int8":
             return ((codes.float() - 128) * self._scales[indices, None]).bfloat16()
         scales = _picked(self._scales[block].movedim(-1, -2), place)
-        return (codes.unflatten(-1, (-1, GROUP)) * scales[..., None]).flatten(-2).bfloat16()
+        grouped = codes.reshape(*indices.shape, -1, GROUP) * scales[..., None]
+        return grouped.flatten(-2).to(torch.bfloat16)
 
     def weight(self) -> Tensor:
         """The whole weight ``[out, in]``, as the product has it."""
@@ -207,7 +217,9 @@ class Product:
 
 def _picked(rows: Tensor, place: Tensor) -> Tensor:
     """Entry ``place [...]`` of dimension ``place.dim()`` of ``rows``, whose dimensions before it are those of ``place``."""
-    index = place.reshape(*place.shape, *[1] * (rows.dim() - place.dim())).expand(*place.shape, 1, *rows.shape[place.dim() + 1 :])
+    index = place.reshape(*place.shape, *[1] * (rows.dim() - place.dim())).expand(
+        *place.shape, 1, *rows.shape[place.dim() + 1 :]
+    )
     return rows.gather(place.dim(), index).squeeze(place.dim())
 
 
@@ -261,7 +273,9 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     extreme = values.gather(-1, place)
     best_codes, best_scales = torch.zeros_like(values), torch.ones_like(extreme)
     least = torch.full_like(extreme, torch.inf)
-    for steps in torch.linspace(-9.5, -6.5, 9).tolist():  # the largest weight becomes about −8: that code has no opposite
+    for steps in torch.linspace(
+        -9.5, -6.5, 9
+    ).tolist():  # the largest weight becomes about −8: that code has no opposite
         scales = extreme / steps
         scales = torch.where(scales.abs() < 1e-30, 1e-30, scales)
         codes = (values / scales).round().clamp(-8, 7)
@@ -345,9 +359,7 @@ class Decoder:
                 setattr(struct, name, _pointer(getattr(layer, name)))
             for name in ("project", "output", "gate_up", "down"):
                 setattr(struct, name, getattr(layer, name).struct)
-        self._struct = _Shape(
-            shape.hidden, shape.heads, shape.shared, shape.dim, shape.inner, shape.eps, shape.scale
-        )
+        self._struct = _Shape(shape.hidden, shape.heads, shape.shared, shape.dim, shape.inner, shape.eps, shape.scale)
         self._room: tuple[int, _Scratch, list[Tensor]] = (0, _Scratch(), [])
 
     def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], plans: Sequence[int]) -> None:

@@ -90,13 +90,10 @@ class BlockProposer(Proposer):
             following = _following(
                 self.model.bound_head, hidden[rows.start : rows.stop], logits[rows.start : rows.stop]
             )
-            block = Block(ask.positions, request.anchor, request.noise, request.length)
             if ask.shape is Shape.TREE:
-                work.proposal = grow_constrained(following, request.rules, block, request.params, ask.size)
+                work.proposal = grow_constrained(following, work)
             else:
-                work.proposal = walk_constrained(
-                    following, request.rules, block, request.params, ask.rule, with_confidence=with_confidence
-                )
+                work.proposal = walk_constrained(following, work, with_confidence=with_confidence)
         return left, logits[kept], hidden[kept]
 
     def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
