@@ -29,12 +29,14 @@ from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import bytes_per_token, make_store
 from volley.models.accelerate import accelerate
 from volley.models.adapter import Adapter
+from volley.models.diffusion import load_target
 from volley.models.draft_model import DraftModel, check_pair
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
 from volley.policies.make import DEFAULT_POLICY, make_policy
+from volley.procedures.make import make_procedures
 from volley.procedures.request import Procedure, Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
@@ -98,6 +100,7 @@ class Engine:
         self.on_verified: list[OnVerified] = []
         self._timings = Timings()
         self.procedure = Speculative(self.config)
+        self.procedures = make_procedures(target, self.procedure)
         self._next_id = 0
         self._adapters: dict[str, Adapter] = {}
         self.draft_model = self._make_states()
@@ -156,7 +159,7 @@ class Engine:
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
         if not isinstance(target, Target):
-            target = Target.from_pretrained(target or REFERENCE / "target", dtype=dtype, device=device)
+            target = load_target(target or REFERENCE / "target", dtype, device)
         if isinstance(drafter, Drafter):
             drafter.to(device=target.device, dtype=target.dtype).eval()
         elif drafter is not None:
@@ -195,7 +198,7 @@ class Engine:
             request.computed = min(request.computed, request.length)  # it may have ended inside the block
             request.logprobs += work.logprobs[:taken]
             request.top_logprobs += work.top_logprobs[:taken]
-            if work.kind is not Kind.PREFILL:
+            if work.kind in (Kind.DECODE, Kind.VERIFY):
                 stats.accepted_lengths.append(taken)
                 stats.block_sizes.append(1 + len(work.proposal.token_ids))
             stats.total_seconds = time.perf_counter() - request.arrived
@@ -217,12 +220,16 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
     ) -> Request:
         """Queue one prompt; :meth:`step` works on it from now on, by ``procedure`` or the engine's own."""
-        request = self._make_request(prompt, params, procedure or self.procedure)
+        request = self._make_request(prompt, params, procedure)
         self.scheduler.add(request)
         return request
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams | None, procedure: Procedure) -> Request:
+    def _make_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
+    ) -> Request:
         params, target = params or SamplingParams(), self.target
+        if procedure is None:
+            procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)
         limit = target.context_length
         if len(token_ids) >= limit:
@@ -230,11 +237,13 @@ class Engine:
                 f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
             )
         self._check_tokens("logit_bias: ", [token for token, _ in params.logit_bias])
-        max_length = min(len(token_ids) + params.max_tokens, limit)
-        self.pool.check_fits(max_length)
+        most = procedure.most_tokens(len(token_ids), limit, params)
+        max_length = min(len(token_ids) + params.max_tokens, most)
+        self.pool.check_fits(procedure.reach(len(token_ids), max_length, params))
         table = BlockTable(self.capacity.page_size)
         adapter = self._find_adapter(params.draft_adapter)
         in_ring = self.config.draft_window is not None  # then pages hold the target's K/V only, whatever drafts
+        root = procedure.prefix_root(params, self.capacity.page_size)
         own = frozenset() if params.ignore_eos else target.stop_token_ids
         request = Request(
             request_id=self._next_id,
@@ -249,7 +258,7 @@ class Engine:
             procedure=procedure,
             rules=make_rules(params, token_ids, target.vocab_size, target.device),
             adapter=adapter,
-            prefix_root=b"" if adapter is None or in_ring else adapter.digest,
+            prefix_root=None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest),
         )
         self._next_id += 1
         return request
@@ -278,7 +287,7 @@ class Engine:
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters; give one, or one each")
         pairs = zip(many, each, strict=True)
-        return self._results([self._make_request(prompt, own, self.procedure) for prompt, own in pairs])
+        return self._results([self._make_request(prompt, own) for prompt, own in pairs])
 
     def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
         """Queues the requests only when it is first asked, so that an iterator nobody reads leaves nothing behind."""

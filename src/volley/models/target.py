@@ -5,6 +5,7 @@ arguments, so nothing is global and one process can hold many targets.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Self
@@ -29,6 +30,22 @@ from volley.memory.kernels import attention_for
 from volley.memory.kv_store import KVStore
 from volley.models.accelerate import accelerate
 from volley.models.taps import decoder_layers
+from volley.types import DiffusionParams
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDiffusion:
+    """What a block-diffusion language model needs to be denoised; its families are in ``models/diffusion.py``."""
+
+    mask_token_id: int | None
+    """The noise; ``None``: uniform random tokens."""
+    is_aligned: bool = False
+    """Canvases begin at multiples of their length, prompt included; what the prompt has of the first one is given."""
+    is_shifted: bool = False
+    """Row i of the logits predicts token i + 1, as in an autoregressive model."""
+    has_causal_context: bool = False
+    """K/V of what is committed are made causally; otherwise each block sees itself both ways."""
+    defaults: DiffusionParams
+
 
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -85,8 +102,15 @@ class _ShapeProbe:
 class Target:
     """A causal LM whose K/V live in a :class:`KVStore`; made by :meth:`from_pretrained` or around a loaded model."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        diffusion: BlockDiffusion | None = None,
+    ) -> None:
+        """``diffusion`` makes it a block-diffusion language model."""
         check_config(model.config)
+        self.diffusion = diffusion
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.attention = attention_for(model.device)
@@ -127,7 +151,7 @@ class Target:
         probe = _ShapeProbe()
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         positions = torch.arange(2, device=self.device)[None]
-        self.model(input_ids=tokens, position_ids=positions, use_cache=False, volley_call=probe)
+        self.run_probe(tokens, positions, probe)
         absent = sorted(set(range(self.num_layers)) - set(probe.shapes))
         if absent:
             raise UnsupportedModelError(
@@ -135,6 +159,14 @@ class Target:
                 "that cannot be rolled back by dropping pages. Use a target whose layers are all attention"
             )
         return [probe.shapes[layer] for layer in range(self.num_layers)]
+
+    def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
+        """A pass over ``token_ids [1, T]`` whose attention is ``call``."""
+        self.model(input_ids=token_ids, position_ids=positions, use_cache=False, volley_call=call)
+
+    def feedback(self, logits: Tensor) -> Tensor | None:
+        """What a model with self-conditioning is told of its prediction ``logits [L, V]``: ``[L, H]``; ``None``: nothing."""
+        return None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings ``[T, H]`` of ``token_ids [T]``."""
