@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,13 +39,35 @@ def test_step_by_step_as_transformers(
     params, options = settings(stability_threshold=stability)
     engine = Engine(target, page_size=page_size, prefix_caching=False)
     for seed in (length, length + 100):
-        torch.manual_seed(seed)
-        prompt = torch.randint(VOCAB, (length,)).tolist()
-        theirs = by_transformers(hf, prompt, 3, seed, **options)
-        mine, request = by_volley(engine, prompt, params, seed)
-        assert same(mine, theirs)
-        assert request.stats.denoising_steps == len(theirs.bests)
-        engine.check_integrity()
+        compare(hf, engine, length, seed, params, options)
+
+
+def compare(
+    hf: DiffusionGemmaForBlockDiffusion,
+    engine: Engine,
+    length: int,
+    seed: int,
+    params: SamplingParams,
+    options: dict[str, Any],
+) -> int:
+    """Passes of the answer, which must be the same."""
+    torch.manual_seed(seed)
+    prompt = torch.randint(VOCAB, (length,)).tolist()
+    theirs = by_transformers(hf, prompt, 3, seed, **options)
+    mine, request = by_volley(engine, prompt, params, seed)
+    assert same(mine, theirs)
+    assert request.stats.denoising_steps == len(theirs.bests)
+    engine.check_integrity()
+    return len(theirs.bests)
+
+
+def test_canvases_settle_after_as_many_passes_as_in_transformers() -> None:
+    hf = random_model(is_sharp=True)
+    engine = Engine(DiffusionGemma(copy.deepcopy(hf)), page_size=4)
+    params, options = settings(stability_threshold=0)
+    passes = {compare(hf, engine, 5 + 3 * seed, seed, params, options) for seed in range(6)}
+    assert len(passes) > 2
+    assert max(passes) < 18, "canvases end before the last step"
 
 
 class SkipsTheFirstNorm(nn.Module):

@@ -43,12 +43,11 @@ class SelfSpeculative(Denoising):
         return b""
 
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
-        return Work(request, Ask(Shape.CHAIN, Rule.GREEDY), Kind.PREFILL, num_tokens)
+        return Work(request, Ask(Shape.CHAIN, _rule(request)), Kind.PREFILL, num_tokens)
 
     def next_work(self, request: Request, ask: Ask) -> Work[Request]:
         size = min(canvas_length(request.params), request.remaining) - 1
-        rule = Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY
-        canvas = request.canvas
+        rule, canvas = _rule(request), request.canvas
         if canvas is None and size > 0:
             canvas = request.canvas = self.make_canvas(request, request.computed, [request.anchor])
         if canvas is None:
@@ -80,3 +79,7 @@ class SelfSpeculative(Denoising):
                 request.canvas = None
                 request.stats.commit_passes += 1
         self.verifier.absorb(verified, logits)
+
+
+def _rule(request: Request) -> Rule:
+    return Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY
