@@ -54,7 +54,9 @@ class DiffusionParams:
             if value is not None and not (value >= least and math.isfinite(value)):
                 raise ConfigError(f"DiffusionParams.{name} is {value!r}; it must be a finite number ≥ {least}")
         if self.t_min is not None and self.t_max is not None and self.t_min > self.t_max:
-            raise ConfigError(f"DiffusionParams: t_min {self.t_min} is above t_max {self.t_max}; steps go from t_max down")
+            raise ConfigError(
+                f"DiffusionParams: t_min {self.t_min} is above t_max {self.t_max}; steps go from t_max down"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -134,8 +136,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", tuple(dict(self.logit_bias).items()))
-        if isinstance(self.diffusion, Mapping):
-            object.__setattr__(self, "diffusion", DiffusionParams.from_mapping(self.diffusion))
+        diffusion: object = self.diffusion
+        if isinstance(diffusion, Mapping):
+            object.__setattr__(self, "diffusion", DiffusionParams.from_mapping(diffusion))
         if 0 < self.temperature < 1e-5:
             object.__setattr__(self, "temperature", 0.0)
         checks = [

@@ -97,5 +97,5 @@ def test_given_tokens_stay() -> None:
 def test_greedy_candidates_are_the_best_tokens() -> None:
     canvas = stepped(SamplingParams(temperature=0.0, seed=1))
     taken = canvas.tokens == canvas.history[-1]
-    assert 1 <= int(taken.sum())
+    assert int(taken.sum()) >= 1
     torch.testing.assert_close(stepped(SamplingParams(top_k=1, temperature=1.0, seed=1)).tokens, canvas.tokens)

@@ -147,7 +147,7 @@ def test_tokens_per_forward_is_that_of_transformers(
 ) -> None:
     params, options = settings()
     theirs = by_transformers(hf, [1, 2, 3], 3, 0, **options)
-    mine, request = by_volley(Engine(target), [1, 2, 3], params, 0)
+    _, request = by_volley(Engine(target), [1, 2, 3], params, 0)
     assert request.stats.tokens_per_forward == pytest.approx(theirs.tokens_per_forward)
     assert request.stats.tokens_per_pass == request.stats.tokens_per_forward, "commits rode along"
 

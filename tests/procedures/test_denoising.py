@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, Qwen2Config
 from tests import tiny
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.sampling import PositionNoise, token_probs
-from volley.errors import ConfigError, InputError
 from volley.models.diffusion import FAST_DLLM, LLADA2, SDAR
 from volley.models.target import BlockDiffusion, Target
 
@@ -160,9 +159,7 @@ def dense_llada2(
             found, sure, _ = candidates(rows, params, noise, start, step)
             step, passes = step + 1, passes + 1
             placed = [slot for slot in range(given, length) if slot not in masked]
-            edits = [
-                slot for slot in placed if found[slot] != tokens[start + slot] and sure[slot] > own.edit_threshold
-            ]
+            edits = [slot for slot in placed if found[slot] != tokens[start + slot] and sure[slot] > own.edit_threshold]
             reveal = [slot for slot in masked if sure[slot] > own.threshold]
             if masked and not reveal:
                 reveal = [max(masked, key=lambda slot: float(sure[slot]))]

@@ -28,7 +28,9 @@ AUTOREGRESSIVE = DiffusionParams(mode="autoregressive")
 def target(family: str = "sdar", **changes: Any) -> Target:
     if family == "gemma":
         return DiffusionGemma(random_model())
-    rules = replace({"sdar": SDAR, "fast_dllm": FAST_DLLM}[family], mask_token_id=changes.get("vocab_size", MASK + 1) - 1)
+    rules = replace(
+        {"sdar": SDAR, "fast_dllm": FAST_DLLM}[family], mask_token_id=changes.get("vocab_size", MASK + 1) - 1
+    )
     return Target(tiny.eager_model(tiny.target_config(num_hidden_layers=2, **changes)), None, rules)
 
 

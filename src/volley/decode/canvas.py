@@ -1,7 +1,7 @@
 """Canvases of diffusion language models, and the rules by which passes turn noise into tokens: tensors in, tensors out.
 
-A *canvas* is a run of tokens that a model denoises together. Masked models (SDAR, Fast-dLLM v2, LLaDA2) begin with mask tokens and
-reveal some in every pass; DiffusionGemma begins with random tokens (``decode/renoise.py``).
+A *canvas* is a run of tokens that a model denoises together. Masked models (SDAR, Fast-dLLM v2, LLaDA2) begin with mask tokens
+and reveal some in every pass; DiffusionGemma begins with random tokens (``decode/renoise.py``).
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,7 @@
 """DiffusionGemma's rule: a canvas of random tokens, all of which are decided anew in every pass.
 
-A pass accepts the candidates of least entropy and replaces all others by fresh random tokens; what comes out are the best tokens
-of the last pass. After transformers' ``generation_diffusion_gemma.py``, number for number: the sampler is that of arXiv 2505.24857.
+A pass accepts the candidates of least entropy and replaces all others by fresh random tokens; what comes out are the best
+tokens of the last pass. After transformers' ``generation_diffusion_gemma.py``, number for number; arXiv 2505.24857 has the idea.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Renoise(Denoiser):
             candidates = best
         else:
             candidates = noise.choose(_filtered(probs, sampling), canvas.start, canvas.step).cpu()
-        entropy = Categorical(logits=logits, validate_args=False).entropy().cpu()
+        entropy: Tensor = Categorical(logits=logits, validate_args=False).entropy().cpu()  # type: ignore[no-untyped-call]
         accepted = accept(entropy, params)
         random = noise.tokens(canvas.start, canvas.step + 1, len(canvas), self.vocab_size)
         canvas.done = is_settled(canvas.history, best, entropy, params) or left == 1
@@ -63,6 +63,7 @@ def temperature(params: DiffusionParams, left: int, factor: float) -> Tensor:
 
 def accept(entropy: Tensor, params: DiffusionParams) -> Tensor:
     """Rows whose entropies ``[L]``, in ascending order, have a sum of at most the bound before them; boolean ``[L]``."""
+    assert params.entropy_bound is not None
     ordered, order = entropy.sort()
     before = ordered.cumsum(dim=-1) - ordered
     return torch.zeros(len(entropy), dtype=torch.bool).scatter(-1, order, before <= params.entropy_bound)
@@ -70,6 +71,7 @@ def accept(entropy: Tensor, params: DiffusionParams) -> Tensor:
 
 def is_settled(history: Sequence[Tensor], best: Tensor, entropy: Tensor, params: DiffusionParams) -> bool:
     """Whether the best tokens were the same in the last passes, and the mean entropy is low."""
+    assert params.confidence_threshold is not None
     wanted = params.stability_threshold or 0
     is_stable = wanted == 0 or (len(history) >= wanted and all(torch.equal(best, past) for past in history[-wanted:]))
     return is_stable and bool(entropy.mean() < params.confidence_threshold)

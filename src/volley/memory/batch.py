@@ -19,10 +19,10 @@ class Segment:
     ancestors, itself and everything before the segment. Its K/V lie at index ``start + i`` of the table, as in a chain,
     but its position is ``start`` plus its depth.
 
-    ``groups`` divides a causal segment into runs of tokens, sizes adding up to ``length``: a token sees its whole group and everything
-    before it, under a window what the group's first token would see causally, and its group. Groups of one are causal attention;
-    equal groups are the block-causal attention of block-diffusion models; a last group behind groups of one is a canvas.
-    ``feedback [n, H]`` goes with the last n tokens, which a model with self-conditioning denoises
+    ``groups`` divides a causal segment into runs of tokens, sizes adding up to ``length``. A token sees its whole group and
+    everything before it; under a window, what the group's first token would see causally, and its group. Groups of one are
+    causal attention, equal groups the block-causal attention of block-diffusion models, and a last group behind groups of one is
+    a canvas. ``feedback [n, H]`` goes with the last n tokens, which a model with self-conditioning denoises
     (``models/diffusion_gemma.py``).
     """
 

@@ -1,7 +1,7 @@
 """Block-diffusion language models: what tells their families apart, and how their checkpoints are recognised."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

@@ -79,7 +79,7 @@ class DiffusionGemma(Target):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` (fp32, capped) of normed hidden states ``[T, H]``."""
         logits = super().head(hidden).float()
-        cap = self.model.final_logit_softcapping
+        cap: float = self.model.final_logit_softcapping
         return (logits / cap).tanh() * cap
 
     def feedback(self, logits: Tensor) -> Tensor:

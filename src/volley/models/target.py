@@ -32,6 +32,7 @@ from volley.models.accelerate import accelerate
 from volley.models.taps import decoder_layers
 from volley.types import DiffusionParams
 
+
 @dataclass(frozen=True, kw_only=True)
 class BlockDiffusion:
     """What a block-diffusion language model needs to be denoised; its families are in ``models/diffusion.py``."""

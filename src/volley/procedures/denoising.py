@@ -1,7 +1,7 @@
 """Diffusion language models: canvases are denoised in passes of their own, then computed once more as text.
 
-A denoised block's tokens come out at once. That their K/V are missing makes the request one that reads: commits, prompts and what a
-preemption took are the same work. The next canvas rides along in the pass that reads the last known token, so s steps of
+A denoised block's tokens come out at once. That their K/V are missing makes the request one that reads: commits, prompts and
+what a preemption took are the same work. The next canvas rides along in the pass that reads the last known token, so s steps of
 denoising cost s passes.
 """
 

@@ -38,7 +38,11 @@ class Procedures:
         if own.strategy is not None and (own.strategy == "entropy_renoise") != renoises:
             raise ConfigError(
                 f"strategy {own.strategy!r} is not for this model; "
-                + ("leave it out: canvases of random tokens have one rule" if renoises else "it begins with mask tokens")
+                + (
+                    "leave it out: canvases of random tokens have one rule"
+                    if renoises
+                    else "it begins with mask tokens"
+                )
             )
         defaults = family.defaults
         if mode == "self":

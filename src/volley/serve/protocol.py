@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from volley.errors import unknown_key
-from volley.types import SamplingParams
+from volley.errors import ConfigError, unknown_key
+from volley.types import DiffusionMode, DiffusionParams, SamplingParams, Strategy
 
 
 def _encodable(text: str) -> str:
@@ -40,6 +40,42 @@ class StreamOptions(_Strict):
     include_obfuscation: bool = False
 
 
+class Diffusion(_Strict):
+    """How a diffusion language model answers: :class:`volley.DiffusionParams`; what is left out is the checkpoint's own."""
+
+    mode: DiffusionMode | None = None
+    canvas_length: int | None = Field(None, ge=1, le=4096)
+    max_steps: int | None = Field(None, ge=1, le=4096)
+    strategy: Strategy | None = None
+    threshold: float | None = Field(None, ge=0)
+    sub_block: int | None = Field(None, ge=1)
+    entropy_bound: float | None = Field(None, ge=0)
+    edit_threshold: float | None = Field(None, ge=0)
+    t_min: float | None = Field(None, ge=1e-3)
+    t_max: float | None = Field(None, ge=1e-3)
+    stability_threshold: int | None = Field(None, ge=0, le=64)
+    confidence_threshold: float | None = Field(None, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        for name in data if isinstance(data, Mapping) else ():
+            if name not in cls.model_fields:
+                raise _refusal(f"diffusion.{name}", str(unknown_key("diffusion setting", name, cls.model_fields)))
+        return data
+
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
+        try:
+            self.params()
+        except ConfigError as error:
+            raise _refusal("diffusion", str(error)) from None
+        return self
+
+    def params(self) -> DiffusionParams:
+        return DiffusionParams(**self.model_dump())
+
+
 class _Request(_Strict):
     """What both endpoints take."""
 
@@ -65,6 +101,7 @@ class _Request(_Strict):
         {}, max_length=1024
     )
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served first.")
+    diffusion: Diffusion | None = Field(None, description="For diffusion language models only.")
     mark_draft: bool = Field(
         False, description="Streamed chunks say with from_draft whether they had been drafted, or found in the text."
     )
@@ -114,6 +151,7 @@ class _Request(_Strict):
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
             priority=self.priority,
+            diffusion=None if self.diffusion is None else self.diffusion.params(),
         )
 
 
