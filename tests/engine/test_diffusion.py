@@ -190,7 +190,7 @@ def test_a_bias_forbids_a_token_and_an_own_rule_is_refused(model: Masked) -> Non
     bias = {whole[4]: -100.0}
     assert whole[4] not in alone(model.target, PROMPTS[0], params(temperature=0.0, logit_bias=tuple(bias.items())))
     with pytest.raises(ConfigError, match="mode='autoregressive'"):
-        Engine(model.target).add_request(PROMPTS[0], params(rules=(lambda *_: None,)))
+        Engine(model.target).add_request(PROMPTS[0], params(rules=(lambda *_: object(),)))
 
 
 def test_opening_the_next_canvas_with_the_commit_saves_a_pass_a_block() -> None:

@@ -260,6 +260,7 @@ class Engine:
             adapter=adapter,
             prefix_root=None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest),
         )
+        procedure.check(request)
         self._next_id += 1
         return request
 

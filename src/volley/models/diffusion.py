@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.accelerate import accelerate
-from volley.models.diffusion_gemma import DiffusionGemma
 from volley.models.target import BlockDiffusion, Target, usable_device
 from volley.types import DiffusionParams
 
@@ -62,6 +61,8 @@ def load_target(path: str | Path, dtype: torch.dtype, device: str | torch.device
             + ("; or load this one yourself and give Target(model, tokenizer, LLADA2)" if kind == "llada2_moe" else "")
         )
     if kind == "diffusion_gemma":
+        from volley.models.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
+
         return _checked(path, lambda: DiffusionGemma.from_folder(path, dtype, device))
     if kind in _NATIVE:
         return _checked(path, lambda: _load_native(path, values, *_NATIVE[kind], dtype, device))
@@ -88,8 +89,6 @@ def _load_native(
     dtype: torch.dtype,
     device: str | torch.device,
 ) -> Target:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     plain = {name: value for name, value in values.items() if name not in ("auto_map", "model_type", "architectures")}
     config = AutoConfig.for_model(model_type, **plain)
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype).to(usable_device(device)).eval()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Edit, Reveal
 from volley.decode.renoise import Renoise
-from volley.decode.rules import apply_rules
+from volley.decode.rules import LogitBias, Penalties, apply_rules
 from volley.decode.sampling import best_tokens, chosen_logprobs, top_logprobs
 from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
 from volley.errors import ConfigError, InputError
@@ -41,11 +41,12 @@ class Denoising(Procedure):
         self.target, self.family = target, family
 
     # -- where a request stands ----------------------------------------------------------------------------------------
-    def check(self, params: SamplingParams) -> None:
-        if params.rules:
+    def check(self, request: Request) -> None:
+        others = [rule for rule in request.rules if not isinstance(rule, Penalties | LogitBias)]
+        if others:
             raise ConfigError(
-                "token rules of one's own follow a text token by token, and a canvas is denoised all at once; leave rules "
-                "out, or use DiffusionParams(mode='autoregressive')"
+                f"{type(others[0]).__name__} follows a text token by token, and a canvas is denoised all at once; leave it "
+                "out, or use DiffusionParams(mode='autoregressive') or 'self'"
             )
 
     def prefill_end(self, request: Request) -> int:

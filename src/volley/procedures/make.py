@@ -47,9 +47,7 @@ class Procedures:
         defaults = family.defaults
         if mode == "self":
             defaults = replace(_SELF, strategy=defaults.strategy if renoises else _SELF.strategy).over(defaults)
-        procedure = self.by_mode[mode]
-        procedure.check(params)
-        return procedure, replace(params, diffusion=replace(own, mode=mode).over(defaults))
+        return self.by_mode[mode], replace(params, diffusion=replace(own, mode=mode).over(defaults))
 
 
 def make_procedures(target: Target, speculative: Speculative) -> Procedures:

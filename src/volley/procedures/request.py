@@ -23,8 +23,8 @@ from volley.types import FinishReason, GenerationResult, GenerationStats, Sampli
 class Procedure(ABC):
     """One object serves all requests that decode by it: what belongs to a request is kept in the request."""
 
-    def check(self, params: SamplingParams) -> None:
-        """Refuse parameters that it cannot honour."""
+    def check(self, request: "Request") -> None:
+        """Refuse a new request whose parameters it cannot honour."""
 
     def prefill_end(self, request: "Request") -> int:
         """Positions to compute before decoding: the prompt, or after a preemption everything but the anchor."""

@@ -23,7 +23,7 @@ class SelfSpeculative(Denoising):
         super().__init__(target, family)
         self.verifier = verifier
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, request: Request) -> None:
         """The verifier follows the text token by token: everything that plain decoding takes will do."""
 
     def prefill_end(self, request: Request) -> int:
