@@ -55,10 +55,10 @@ def mixed(index: int) -> SamplingParams:
     return params(index, diffusion=own)
 
 
-@pytest.mark.parametrize("max_batch_tokens", [8, 40, 512])
+@pytest.mark.parametrize("max_batch_tokens", [8, 512])
 def test_three_modes_in_one_batch_answer_as_each_does_alone(model: Masked, max_batch_tokens: int) -> None:
     engine = Engine(model.target, max_batch_tokens=max_batch_tokens, **BLOCKS)
-    prompts = PROMPTS * 3
+    prompts = PROMPTS[:3] * 2
     requests = [engine.add_request(prompt, mixed(index)) for index, prompt in enumerate(prompts)]
     assert run(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(prompts)]
 
@@ -75,7 +75,7 @@ def test_a_drafter_serves_the_autoregressive_requests_beside_canvases() -> None:
     assert all(sum(request.stats.block_sizes) > len(request.stats.block_sizes) for request in requests[1::2])
 
 
-@pytest.mark.parametrize("passes", range(1, 9))
+@pytest.mark.parametrize("passes", [1, 2, 4, 7])
 def test_a_preemption_after_any_pass_changes_nothing(model: Masked, passes: int) -> None:
     engine = Engine(model.target, **BLOCKS)
     request = engine.add_request(PROMPTS[2], params())
@@ -211,7 +211,7 @@ def test_nothing_leaks_in_a_long_run_of_arrivals_aborts_and_preemptions(model: M
     chance = random.Random(0)
     engine = Engine(model.target, num_pages=24, max_running=6, max_batch_tokens=40, **BLOCKS)
     alive: list[Request] = []
-    for turn in range(300):
+    for turn in range(150):
         if len(alive) < 8 and chance.random() < 0.5:
             prompt = [chance.randrange(MASK) for _ in range(chance.choice([2, 8, 30]))]
             alive.append(engine.add_request(prompt, replace(mixed(turn), max_tokens=chance.choice([3, 16, 21]))))

@@ -35,11 +35,11 @@ def target(family: str = "sdar", **changes: Any) -> Target:
 
 
 @pytest.mark.parametrize("family", ["sdar", "fast_dllm", "gemma"])
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_those_of_the_autoregressive_mode(family: str, steps: int, temperature: float) -> None:
     engine = Engine(target(family), page_size=4)
-    prompts = tiny.random_prompts(6, vocab=min(MASK, GEMMA_VOCAB))
+    prompts = tiny.random_prompts(4, vocab=min(MASK, GEMMA_VOCAB))
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=21)
     own = DiffusionParams(mode="self", canvas_length=5, max_steps=steps)
     drafted = list(engine.generate(prompts, replace(params, diffusion=own)))
@@ -49,6 +49,15 @@ def test_answers_are_those_of_the_autoregressive_mode(family: str, steps: int, t
     assert all(result.stats.denoising_steps >= steps for result in drafted)
     engine.check_integrity()
     assert engine.snapshot().pages_used == 0
+
+
+def test_no_canvas_lies_behind_the_end_of_an_answer() -> None:
+    own = target()
+    params = SamplingParams(max_tokens=14, diffusion=DiffusionParams(mode="self", canvas_length=8, max_steps=2))
+    engine = Engine(own, page_size=4, num_pages=4)
+    (result,) = engine.generate([[1, 2]], params)
+    (plain,) = engine.generate([[1, 2]], replace(params, diffusion=AUTOREGRESSIVE))
+    assert result.token_ids == plain.token_ids
 
 
 def test_a_repeating_answer_is_accepted_several_tokens_at_a_time() -> None:
@@ -61,8 +70,9 @@ def test_a_repeating_answer_is_accepted_several_tokens_at_a_time() -> None:
     params = SamplingParams(max_tokens=33, diffusion=DiffusionParams(mode="self", canvas_length=8, max_steps=1))
     (result,) = engine.generate([[1, 2, 3]], params)
     assert result.token_ids == [0] * 33
-    assert (result.stats.denoising_steps, result.stats.commit_passes) == (4, 4)
+    assert (result.stats.denoising_steps, result.stats.commit_passes) == (4, 1), "canvases ride behind what is verified"
     assert result.stats.acceptance_length == 8
+    assert result.stats.tokens_per_pass == 33 / 5
 
 
 class Unmatched(SelfSpeculative):
@@ -115,19 +125,19 @@ def exact(own: Target) -> Tensor:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_sampled_tokens_have_the_models_own_distribution(steps: int) -> None:
     own = target(vocab_size=V)
-    engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=2000)
+    engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
     diffusion = DiffusionParams(mode="self", canvas_length=3, max_steps=steps)
     params = SamplingParams(temperature=1.0, max_tokens=3, diffusion=diffusion)
-    tokens, _ = draws(engine, None, 5000, params)
+    tokens, _ = draws(engine, None, 2500, params)
     assert chi_square_p(joint_counts(tokens, V), exact(own)) > 1e-3
 
 
 def test_a_planted_bias_is_seen() -> None:
     own = target(vocab_size=V)
-    engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=2000)
+    engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
     assert own.diffusion is not None
     params = SamplingParams(temperature=1.0, max_tokens=3, diffusion=DiffusionParams(mode="self", canvas_length=3))
-    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure), 5000, params)
+    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure), 2500, params)
     assert chi_square_p(joint_counts(tokens, V), exact(own)) < 1e-3
 
 
@@ -135,7 +145,7 @@ def test_a_coupled_canvas_is_accepted_more_often_than_an_independent_one() -> No
     own = target()
     with torch.no_grad():
         own.model.get_output_embeddings().weight.mul_(0.3)  # flat distributions: what is drawn is the noise's choice
-    engine = Engine(own, max_running=300, max_batch_tokens=4000, prefix_caching=False, num_pages=2000)
+    engine = Engine(own, max_running=300, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
     assert own.diffusion is not None
     params = SamplingParams(temperature=1.0, max_tokens=9, diffusion=DiffusionParams(mode="self", canvas_length=4))
     _, coupled = draws(engine, None, 300, params)
