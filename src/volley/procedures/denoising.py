@@ -13,7 +13,7 @@ from torch import Tensor
 from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Edit, Reveal
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
-from volley.decode.sampling import best_tokens, chosen_logprobs, top_logprobs
+from volley.decode.sampling import best_tokens, logprobs_of
 from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
 from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
@@ -203,8 +203,6 @@ def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: Sampling
     canvas.logprobs = canvas.logprobs or [0.0] * length
     canvas.top_logprobs = canvas.top_logprobs or [[] for _ in range(length)]
     where = slots.nonzero()[:, 0]
-    own = rows[where.to(rows.device)]
-    found = chosen_logprobs(own, canvas.tokens[where].tolist()) if len(where) else []
-    tops = top_logprobs(own, params.top_logprobs) if params.top_logprobs and len(where) else [[] for _ in where]
-    for place, logprob, top in zip(where.tolist(), found, tops, strict=True):
+    found = logprobs_of(rows[where.to(rows.device)], canvas.tokens[where].tolist(), params.top_logprobs)
+    for place, logprob, top in zip(where.tolist(), *found, strict=True):
         canvas.logprobs[place], canvas.top_logprobs[place] = logprob, top
