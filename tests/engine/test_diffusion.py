@@ -1,5 +1,6 @@
 """Diffusion requests among others in one engine: answers, pages and prefixes do not depend on who else is there."""
 
+import copy
 import json
 import random
 from dataclasses import replace
@@ -135,6 +136,33 @@ def test_a_step_that_raised_costs_nobody_a_token(model: Masked, fuse: int) -> No
         engine.step()
     assert recover(engine, RuntimeError("planted")) == []
     assert run(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(PROMPTS)]
+
+
+class Measured(Target):
+    """Notes how many tokens each pass has."""
+
+    def forward(self, batch: Any, store: Any, rows: Tensor) -> Tensor:
+        self.sizes = [*getattr(self, "sizes", []), len(batch)]
+        return super().forward(batch, store, rows)
+
+
+def test_canvases_take_turns_and_a_prompt_among_them_is_read_at_once(model: Masked) -> None:
+    target = Measured(copy.deepcopy(model.hf), None, model.target.diffusion)
+    engine = Engine(target, max_batch_tokens=32, **BLOCKS)
+    static = replace(CANVAS, strategy="low_confidence_static", max_steps=4)
+    own = [params(index, diffusion=static) for index in range(16)]
+    requests = [engine.add_request(PROMPTS[index % 4], each) for index, each in enumerate(own)]
+    for _ in range(30):
+        engine.step()
+    late = engine.add_request(PROMPTS[3], mixed(1))
+    for _ in range(8):
+        engine.step()
+    assert late.num_output > 0
+    answers = run(engine, [*requests, late])
+    assert answers[:-1] == [alone(model.target, PROMPTS[i % 4], each) for i, each in enumerate(own)]
+    assert max(target.sizes) <= 32 + 4 + 2 * 8 + 1, (
+        "what is left, an eighth for prompts, and a canvas behind the last of them"
+    )
 
 
 # -- prefixes ----------------------------------------------------------------------------------------------------------

@@ -103,6 +103,8 @@ class Request:
     computed: int = 0
     canvas: Canvas | None = None
     """What a diffusion language model is denoising; it outlives a preemption."""
+    denoised_at: int = 0
+    """The scheduler's step in which a canvas of it last took part, or was committed."""
     lookup: Lookup = field(default_factory=Lookup)
     foreseen: int = 0
     """Positions before this one whose noise a draft may have known."""
