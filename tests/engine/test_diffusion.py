@@ -19,6 +19,7 @@ from volley.engine.recovery import recover
 from volley.errors import CapacityError, ConfigError, InputError, UnsupportedModelError
 from volley.models.diffusion import FAST_DLLM, SDAR
 from volley.models.target import Target
+from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
 
 CANVAS = DiffusionParams(canvas_length=8, threshold=0.3)
@@ -183,6 +184,23 @@ def test_a_prefix_is_shared_among_blocks_of_one_length_only(model: Masked) -> No
     assert cached(engine, shorter) >= 32
     (hit,) = engine.generate([list(range(40))], params())
     assert hit.token_ids == alone(model.target, list(range(40)), params())
+
+
+class SharesWithCausal(Denoising):
+    """Planted: pages of blocks have the root of causal ones."""
+
+    def prefix_root(self, params: SamplingParams, page_size: int) -> bytes:
+        return b""
+
+
+def test_sharing_pages_of_causal_passes_would_be_seen(model: Masked) -> None:
+    engine, prompt = Engine(model.target, page_size=8), list(range(40))
+    assert model.target.diffusion is not None
+    cached(engine, params(diffusion=DiffusionParams(mode="autoregressive")))
+    _, own = engine.procedures.choose(params(temperature=0.0))
+    request = engine.add_request(prompt, own, SharesWithCausal(model.target, model.target.diffusion))
+    assert run(engine, [request]) != [alone(model.target, prompt, params(temperature=0.0))]
+    assert request.stats.cached_tokens > 0
 
 
 def test_pages_that_end_inside_a_block_are_not_shared(model: Masked) -> None:

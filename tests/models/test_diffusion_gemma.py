@@ -13,7 +13,9 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from tests.conftest import byte_tokenizer
 from tests.diffusion_gemma import CANVAS, VOCAB, by_transformers, by_volley, random_model, same, settings
+from tests.tiny import random_drafter
 from volley import Engine, SamplingParams
+from volley.errors import InputError, MismatchError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
@@ -161,3 +163,12 @@ def test_a_folder_is_recognised(hf: DiffusionGemmaForBlockDiffusion, tmp_path: P
     (result,) = engine.generate([[1, 2, 3]], params)
     (again,) = Engine(DiffusionGemma(copy.deepcopy(hf))).generate([[1, 2, 3]], params)
     assert result.token_ids == again.token_ids
+
+
+def test_images_and_drafters_are_refused(hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma) -> None:
+    model = copy.deepcopy(hf)
+    model.config.image_token_id = 7
+    with pytest.raises(InputError, match="leave them out"):
+        Engine(DiffusionGemma(model)).add_request([1, 7, 2])
+    with pytest.raises(MismatchError, match="mode='self'"):
+        Engine(target, random_drafter())

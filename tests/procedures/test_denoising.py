@@ -13,8 +13,12 @@ from transformers import PreTrainedModel, Qwen2Config
 from tests import tiny
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.sampling import PositionNoise, token_probs
+from volley.decode.work import Work
+from volley.memory.batch import Segment
 from volley.models.diffusion import FAST_DLLM, LLADA2, SDAR
 from volley.models.target import BlockDiffusion, Target
+from volley.procedures.denoising import Denoising
+from volley.procedures.request import Request
 
 MASK = tiny.VOCAB - 1
 
@@ -208,6 +212,36 @@ def test_sdar_is_the_dense_loop(sdar: Masked, own: dict[str, Any], length: int, 
     diffusion = DiffusionParams(canvas_length=length, **own)
     params = SamplingParams(max_tokens=2 * length + 3, temperature=temperature, seed=5, diffusion=diffusion)
     compare(sdar, dense_sdar, prompts_around(length), params)
+
+
+class Causal(Denoising):
+    """Planted: what is committed sees only what is before it."""
+
+    def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
+        tokens, segment = super().segment(work)
+        segment.groups = (1,) * work.num_known + ((work.ask.size,) if work.ask.size else ())
+        return tokens, segment
+
+
+class Unshifted(Denoising):
+    """Planted: row i is taken for slot i."""
+
+    def denoise(self, request: Request, rows: Tensor) -> None:
+        super().denoise(request, rows.roll(-1, dims=0))
+
+
+@pytest.mark.parametrize("fault", [Causal, Unshifted])
+def test_a_planted_fault_is_seen(fast_dllm: Masked, fault: type[Denoising]) -> None:
+    params = SamplingParams(max_tokens=19, diffusion=DiffusionParams(canvas_length=8, threshold=0.2))
+    engine = Engine(fast_dllm.target)
+    _, full = engine.procedures.choose(params)
+    assert fast_dllm.target.diffusion is not None
+    assert full.diffusion is not None
+    prompt = prompts_around(8)[-1]
+    request = engine.add_request(prompt, full, fault(fast_dllm.target, fast_dllm.target.diffusion))
+    while engine.has_work:
+        engine.step()
+    assert request.result().token_ids != dense_fast_dllm(fast_dllm, prompt, full, full.diffusion)[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

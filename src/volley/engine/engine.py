@@ -231,6 +231,7 @@ class Engine:
         if procedure is None:
             procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)
+        target.check_prompt(token_ids)
         limit = target.context_length
         if len(token_ids) >= limit:
             raise InputError(

@@ -5,6 +5,7 @@ self-conditioning), whose layers differ in one buffer, ``layer_scalar``. Here th
 scalar of its mode: the rows that come with feedback are the decoder's.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
 
+from volley.errors import InputError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import KVStore
@@ -30,6 +32,8 @@ _DEFAULTS = DiffusionParams(
 
 
 class DiffusionGemma(Target):
+    can_be_tapped = False
+
     def __init__(
         self, model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
@@ -39,6 +43,10 @@ class DiffusionGemma(Target):
         self._scalars = [(reads.layer_scalar, denoises.layer_scalar) for reads, denoises in pairs]
         rules = BlockDiffusion(mask_token_id=None, has_causal_context=True, defaults=_defaults(model))
         super().__init__(model, tokenizer, rules)
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        if self.model.config.image_token_id in token_ids:
+            raise InputError("the prompt has images, which volley cannot give to DiffusionGemma; leave them out")
 
     def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
         self._encode(self.embed(token_ids), positions, call)

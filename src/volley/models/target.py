@@ -4,7 +4,7 @@ The function is registered once with transformers' ``AttentionInterface``; the b
 arguments, so nothing is global and one process can hold many targets.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -103,6 +103,9 @@ class _ShapeProbe:
 class Target:
     """A causal LM whose K/V live in a :class:`KVStore`; made by :meth:`from_pretrained` or around a loaded model."""
 
+    can_be_tapped = True
+    """Whether a drafter can have the states of its layers."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -160,6 +163,9 @@ class Target:
                 "that cannot be rolled back by dropping pages. Use a target whose layers are all attention"
             )
         return [probe.shapes[layer] for layer in range(self.num_layers)]
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Refuse a prompt that the model needs more for than its tokens."""
 
     def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
         """A pass over ``token_ids [1, T]`` whose attention is ``call``."""
