@@ -1,8 +1,9 @@
 """What passes between the layers: sampling parameters, proposals, verdicts and results."""
 
 import hashlib
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, get_args
 
@@ -68,6 +69,20 @@ class DiffusionParams:
                 want = "a string" if kind is str else "a whole number" if kind is int else "a number"
                 raise ConfigError(f"diffusion.{name} is {value!r}; it must be {want}")
         return cls(**values)
+
+    @classmethod
+    def from_words(cls, words: Sequence[str]) -> Self:
+        """From words such as ``threshold=0.8``."""
+        values: dict[str, Any] = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not equals:
+                raise ConfigError(f"{word!r} sets nothing; write NAME=VALUE, such as threshold=0.8")
+            try:
+                values[name] = json.loads(value)
+            except ValueError:
+                values[name] = value
+        return cls.from_mapping(values)
 
     def over(self, defaults: "DiffusionParams") -> "DiffusionParams":
         """These settings, and those of ``defaults`` where nothing was said."""

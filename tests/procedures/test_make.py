@@ -48,6 +48,15 @@ def test_other_models_refuse_diffusion_settings() -> None:
         engine.add_request([1], SamplingParams(diffusion=DiffusionParams()))
 
 
+def test_settings_are_read_from_words() -> None:
+    own = DiffusionParams.from_words(["mode=self", "threshold=0.8", "max_steps=3"])
+    assert own == DiffusionParams(mode="self", threshold=0.8, max_steps=3)
+    with pytest.raises(ConfigError, match="write NAME=VALUE"):
+        DiffusionParams.from_words(["threshold"])
+    with pytest.raises(ConfigError, match="did you mean 'max_steps'"):
+        DiffusionParams.from_words(["max_step=3"])
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

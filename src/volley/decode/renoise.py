@@ -14,8 +14,6 @@ from volley.decode.canvas import Canvas, CanvasNoise, Denoiser
 from volley.decode.sampling import token_probs
 from volley.types import DiffusionParams, SamplingParams
 
-_COLDEST = 1e-3  # of a schedule: entropies at temperature 0 would all be 0
-
 
 class Renoise(Denoiser):
     def __init__(self, vocab_size: int) -> None:
@@ -53,12 +51,14 @@ class Renoise(Denoiser):
 
 
 def temperature(params: DiffusionParams, left: int, factor: float) -> Tensor:
-    """Of a pass with ``left`` passes to go, itself included: hot at first. ``factor`` is the request's own temperature; 0 leaves
-    the schedule as it is. In fp32, as transformers computes it."""
+    """Of a pass with ``left`` passes to go, itself included: hot at first. In fp32, as transformers computes it.
+
+    ``factor`` is the request's own temperature; 0, with which no candidate is drawn, leaves the schedule as it is.
+    """
     assert params.t_min is not None
     assert params.t_max is not None
     steps = torch.tensor(left, dtype=torch.int32) / params.max_steps  # type: ignore[operator]
-    return (params.t_min + (params.t_max - params.t_min) * steps) * (max(factor, _COLDEST) if factor else 1.0)
+    return (params.t_min + (params.t_max - params.t_min) * steps) * (factor or 1.0)
 
 
 def accept(entropy: Tensor, params: DiffusionParams) -> Tensor:
