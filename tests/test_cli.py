@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,16 @@ def test_generate_answers_a_file_turn_by_turn(tiny_pair: TinyPair, tmp_path: Pat
     assert "p/2: τ" in statistics
     single, _ = run("generate", "Hello", "--max-tokens", 6, *pair)
     assert single == one["messages"][1]["content"] + "\n"
+
+
+def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    folder = tmp_path / "sdar"
+    shutil.copytree(tiny_pair.target, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "sdar", "mask_token_id": 3}))
+    own = ("--diffusion", "threshold=0", "--diffusion", "canvas_length=4")
+    _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
+    assert "tokens a pass" in said
 
 
 def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:

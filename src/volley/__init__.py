@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from volley.models.target import Target
     from volley.policies.base import Policy
     from volley.proposers.base import Proposer
-    from volley.types import GenerationResult, GenerationStats, SamplingParams, TextChunk
+    from volley.types import DiffusionParams, GenerationResult, GenerationStats, SamplingParams, TextChunk
 
 __all__ = [
     "CapacityConfig",
     "DecodingConfig",
+    "DiffusionParams",
     "Drafter",
     "Engine",
     "GenerationResult",

@@ -133,6 +133,9 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter that the drafter shall use.")] = None,
+    diffusion: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for a diffusion language model; may be repeated.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
@@ -148,7 +151,7 @@ def generate(
         raise InputError("the prompt is empty; give at least one word to answer")
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley import console
-    from volley.types import SamplingParams
+    from volley.types import DiffusionParams, SamplingParams
 
     params = SamplingParams(
         temperature=temperature,
@@ -159,6 +162,7 @@ def generate(
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
         draft_adapter=str(adapter) if adapter else None,
+        diffusion=DiffusionParams.from_words(diffusion) if diffusion else None,
     )
     if compare and prompts is not None:
         raise ConfigError("--compare looks at one prompt; for many, use volley bench")

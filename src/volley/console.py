@@ -47,8 +47,9 @@ def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) 
 def describe(result: GenerationResult) -> str:
     """One line about an answer."""
     stats = result.stats
+    gain = f"{stats.tokens_per_pass:.2f} tokens a pass" if stats.canvases else f"τ {stats.acceptance_length:.2f}"
     return (
-        f"τ {stats.acceptance_length:.2f} · {stats.decode_tokens_per_second:.1f} tokens/s · "
+        f"{gain} · {stats.decode_tokens_per_second:.1f} tokens/s · "
         f"{stats.output_tokens} tokens · first after {1000 * stats.time_to_first_token:.0f} ms · {result.finish_reason}"
     )
 

@@ -1,18 +1,109 @@
 """What passes between the layers: sampling parameters, proposals, verdicts and results."""
 
 import hashlib
+import json
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.errors import ConfigError
+from volley.errors import ConfigError, check_keys, unknown_key
 from volley.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]
+DiffusionMode = Literal["diffusion", "autoregressive", "self"]
+Strategy = Literal[
+    "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded", "editing", "entropy_renoise"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionParams:
+    """How a diffusion language model answers one request. ``None`` is the checkpoint's own setting (``docs/diffusion.md``).
+
+    ``mode``: by denoising canvases, one token at a time, or by drafting with the one and verifying with the other (``self``).
+    ``canvas_length`` tokens are denoised together in at most ``max_steps`` passes. ``strategy`` says which tokens a pass
+    reveals: those with a probability above ``threshold``, of which ``sub_block`` limits where they are looked for; a fixed
+    number; the leftmost; or as many as ``entropy_bound`` (nats) allows. ``editing`` replaces revealed tokens where another is
+    likelier than ``edit_threshold``. ``entropy_renoise`` is DiffusionGemma's: temperatures from ``t_max`` to ``t_min``, until
+    the best tokens have been the same for ``stability_threshold`` passes and the mean entropy is below
+    ``confidence_threshold``.
+    """
+
+    mode: DiffusionMode | None = None
+    canvas_length: int | None = None
+    max_steps: int | None = None
+    strategy: Strategy | None = None
+    threshold: float | None = None
+    sub_block: int | None = None
+    entropy_bound: float | None = None
+    edit_threshold: float | None = None
+    t_min: float | None = None
+    t_max: float | None = None
+    stability_threshold: int | None = None
+    confidence_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("mode", get_args(DiffusionMode)), ("strategy", get_args(Strategy))):
+            if (value := getattr(self, name)) is not None and value not in known:
+                raise unknown_key(f"diffusion {name}", str(value), known)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not (value >= least and math.isfinite(value)):
+                raise ConfigError(f"DiffusionParams.{name} is {value!r}; it must be a finite number ≥ {least}")
+        if self.t_min is not None and self.t_max is not None and self.t_min > self.t_max:
+            raise ConfigError(
+                f"DiffusionParams: t_min {self.t_min} is above t_max {self.t_max}; steps go from t_max down"
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """From settings by name; an unknown one is an error that names the nearest known."""
+        check_keys("diffusion setting", values, [field.name for field in fields(cls)])
+        for name, value in values.items():
+            kind = str if name in ("mode", "strategy") else int if name in _WHOLE else (int, float)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                want = "a string" if kind is str else "a whole number" if kind is int else "a number"
+                raise ConfigError(f"diffusion.{name} is {value!r}; it must be {want}")
+        return cls(**values)
+
+    @classmethod
+    def from_words(cls, words: Sequence[str]) -> Self:
+        """From words such as ``threshold=0.8``."""
+        values: dict[str, Any] = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not equals:
+                raise ConfigError(f"{word!r} sets nothing; write NAME=VALUE, such as threshold=0.8")
+            try:
+                values[name] = json.loads(value)
+            except ValueError:
+                values[name] = value
+        return cls.from_mapping(values)
+
+    def over(self, defaults: "DiffusionParams") -> "DiffusionParams":
+        """These settings, and those of ``defaults`` where nothing was said."""
+        said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        return replace(defaults, **said)
+
+
+_WHOLE = ("canvas_length", "max_steps", "sub_block", "stability_threshold")
+_LEAST = {
+    "canvas_length": 1,
+    "max_steps": 1,
+    "threshold": 0,
+    "sub_block": 1,
+    "entropy_bound": 0,
+    "edit_threshold": 0,
+    "t_min": 1e-3,
+    "t_max": 1e-3,
+    "stability_threshold": 0,
+    "confidence_threshold": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +150,8 @@ class SamplingParams:
     """What the whole text must be. The request ends where the text is complete, or by the model's end token where it may be."""
     rules: tuple[Any, ...] = ()
     """Makers of token rules of one's own: ``make(prompt, vocab_size, device)`` gives a ``TokenRule`` (``decode/rules.py``)."""
+    diffusion: DiffusionParams | None = None
+    """For diffusion language models; a mapping will do."""
 
     def __post_init__(self) -> None:
         given: object = self.stop
@@ -66,6 +159,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", tuple(dict(self.logit_bias).items()))
+        diffusion: object = self.diffusion
+        if isinstance(diffusion, Mapping):
+            object.__setattr__(self, "diffusion", DiffusionParams.from_mapping(diffusion))
         if 0 < self.temperature < 1e-5:
             object.__setattr__(self, "temperature", 0.0)
         checks = [
@@ -177,6 +273,12 @@ class GenerationStats:
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
     preemptions: int = 0
+    denoising_steps: int = 0
+    """Passes that denoised a canvas of this request."""
+    commit_passes: int = 0
+    """Passes of a diffusion request behind its prompt that denoised nothing: they committed a block, or verified a draft."""
+    canvases: int = 0
+    """Canvases that were denoised to their end."""
 
     def add(self, draft: float, walk: float, verify: float) -> None:
         """The seconds of one more decoding cycle."""
@@ -188,6 +290,17 @@ class GenerationStats:
     def acceptance_length(self) -> float:
         """τ: mean tokens gained per target pass, bonus token included; 1.0 is plain decoding."""
         return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 1.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens gained per target pass behind the prompt; of a request without a canvas τ."""
+        passes = self.denoising_steps + self.commit_passes
+        return self.output_tokens / passes if passes else self.acceptance_length
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Output tokens per denoising pass, commits not counted: transformers' definition; 0 without a canvas."""
+        return self.output_tokens / self.denoising_steps if self.denoising_steps else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:

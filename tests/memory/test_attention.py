@@ -33,8 +33,28 @@ def lineage(segment: Segment, row: int) -> list[int]:
     return line
 
 
+def group_of(segment: Segment, row: int) -> tuple[int, int]:
+    """Positions ``[first, end)`` of the group that holds a row."""
+    end = segment.start
+    for size in segment.groups or ():
+        first, end = end, end + size
+        if segment.start + row < end:
+            return first, end
+    raise AssertionError("groups divide the whole segment")
+
+
+def random_groups(length: int) -> tuple[int, ...]:
+    sizes: list[int] = []
+    while (left := length - sum(sizes)) > 0:
+        sizes.append(1 + int(torch.randint(left, ())))
+    return tuple(sizes)
+
+
 def visible(segment: Segment, row: int, key: int, window: int | None, symmetric: bool) -> bool:
     """The definition: who sees whom; ``row`` in the segment, ``key`` in the table."""
+    if segment.groups is not None:
+        first, end = group_of(segment, row)
+        return key < end and (window is None or key > first - window)
     if not segment.causal and symmetric:
         return window is None or abs(key - segment.start - row) <= window
     if not segment.causal:
@@ -97,7 +117,7 @@ def check(
 ) -> None:
     """Both implementations against the definition, or against each other where the store is not exact.
 
-    ``trees``: half of the causal segments are random trees.
+    ``trees``: half of the causal segments are random trees, and half of the others have random groups.
     """
     torch.manual_seed(seed)
     kv_heads, groups = heads
@@ -108,6 +128,8 @@ def check(
     for segment in segments:
         if trees and segment.causal and torch.rand(()) < 0.5:
             segment.parents = tuple(int(torch.randint(node, ())) for node in range(1, segment.length))
+        elif trees and segment.causal and torch.rand(()) < 0.5:
+            segment.groups = random_groups(segment.length)
     batch = RaggedBatch(segments, torch.zeros(sum(segment.length for segment in segments), dtype=torch.long))
     slots = (1 + max(page for table in tables for page in table.pages)) * page_size
     stores = [make_store(kind, [(kv_heads, DIM)] * 2, slots, torch.float32, torch.device("cpu")) for _ in range(2)]
@@ -237,6 +259,17 @@ def test_positions_in_a_tree_are_depths() -> None:
     tree = Segment(table, 5, 6, parents=(0, 1, 1, 0, 4))
     batch = RaggedBatch([tree, Segment(table, 1, 2)], torch.zeros(8, dtype=torch.long))
     assert batch.positions.tolist() == [5, 6, 7, 7, 6, 7, 1, 2]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+def test_groups_of_one_are_causal_and_one_group_sees_what_its_first_token_would(window: int | None) -> None:
+    table = BlockTable(4, range(5))
+    chain, ones, block = (Segment(table, 5, 4, groups=groups) for groups in (None, (1, 1, 1, 1), (4,)))
+    first = first_visible(chain, window)
+    assert torch.equal(visible_mask(chain, window, first), visible_mask(ones, window, first))
+    context = visible_mask(block, window, first)[:, : 5 - first]
+    assert torch.equal(context, visible_mask(chain, window, first)[:1, : 5 - first].expand(4, -1))
+    assert bool(visible_mask(block, window, first)[:, 5 - first :].all())
 
 
 def test_a_tree_of_one_branch_is_a_chain() -> None:

@@ -29,6 +29,8 @@ class Purpose(IntEnum):
     TARGET = 0
     DRAFT = 1
     ACCEPT = 2
+    CANVAS = 3
+    RENOISE = 4
 
 
 class PositionNoise:
@@ -46,8 +48,22 @@ class PositionNoise:
 
         They belong to the cycle: another one begins elsewhere and shares none, though it may come to the same positions.
         """
-        stream = shake_128(b"%d %d %d" % (self.seed, purpose, first)).digest(8 * count)
+        return self._uniforms(b"%d %d %d" % (self.seed, purpose, first), count)
+
+    @staticmethod
+    def _uniforms(name: bytes, count: int) -> list[float]:
+        stream = shake_128(name).digest(8 * count)
         return [(word >> 11) * 2.0**-53 for word in unpack(f"<{count}Q", stream)]
+
+    def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
+        """A token of each row of ``probs [L, V]``, for a pass over the canvas that begins at position ``start``; ``[L]``."""
+        name = b"%d %d %d %d" % (self.seed, Purpose.CANVAS, start, step)
+        return draw(probs, self._uniforms(name, len(probs)))
+
+    def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
+        """Uniform random tokens ``[length]`` for a canvas before pass ``step``."""
+        name = b"%d %d %d %d" % (self.seed, Purpose.RENOISE, start, step)
+        return torch.tensor([int(uniform * vocab_size) for uniform in self._uniforms(name, length)])
 
 
 @lru_cache(maxsize=_KEPT)

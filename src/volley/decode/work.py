@@ -19,6 +19,12 @@ class Kind(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    DENOISE = "denoise"
+    """A pass over a canvas: nothing of it is kept."""
+    COMMIT = "commit"
+    """The K/V of a denoised block are computed, perhaps while the next canvas is denoised."""
+    VERIFY = "verify"
+    """A draft of the procedure's own, which no policy decides about."""
 
 
 class Shape(Enum):

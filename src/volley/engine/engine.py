@@ -30,6 +30,7 @@ from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import bytes_per_token, make_store
 from volley.models.accelerate import accelerate
 from volley.models.adapter import Adapter
+from volley.models.diffusion import load_target
 from volley.models.draft_model import DraftModel, check_pair
 from volley.models.drafter import Drafter
 from volley.models.products import check_weights
@@ -38,6 +39,7 @@ from volley.native import Weights
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
 from volley.policies.make import DEFAULT_POLICY, make_policy
+from volley.procedures.make import make_procedures
 from volley.procedures.request import Procedure, Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
@@ -103,6 +105,7 @@ class Engine:
         self.on_verified: list[OnVerified] = []
         self._timings = Timings()
         self.procedure = Speculative(self.config)
+        self.procedures = make_procedures(target, self.procedure)
         self._next_id = 0
         self._adapters: dict[str, Adapter] = {}
         self.draft_model = self._make_states()
@@ -165,7 +168,7 @@ class Engine:
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
         if not isinstance(target, Target):
-            target = Target.from_pretrained(target or REFERENCE / "target", dtype, device, weights)
+            target = load_target(target or REFERENCE / "target", dtype, device, weights)
         if isinstance(drafter, Drafter):
             drafter.to(device=target.device, dtype=target.dtype).eval()
         elif drafter is not None:
@@ -210,7 +213,7 @@ class Engine:
             request.computed = min(request.computed, request.length)  # it may have ended inside the block
             request.logprobs += work.logprobs[:taken]
             request.top_logprobs += work.top_logprobs[:taken]
-            if work.kind is not Kind.PREFILL:
+            if work.kind in (Kind.DECODE, Kind.VERIFY):
                 stats.accepted_lengths.append(taken)
                 stats.block_sizes.append(1 + len(work.proposal.token_ids))
             stats.total_seconds = time.perf_counter() - request.arrived
@@ -240,26 +243,33 @@ class Engine:
 
         Once ``after``, a request with the same prompt, has been read, this one takes what that has cached.
         """
-        request = self._make_request(prompt, params, procedure or self.procedure)
+        request = self._make_request(prompt, params, procedure)
         if self.capacity.prefix_caching and request.num_prompt > self.capacity.page_size:
             request.after = after
         self.scheduler.add(request)
         return request
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams | None, procedure: Procedure) -> Request:
+    def _make_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
+    ) -> Request:
         params, target = params or SamplingParams(), self.target
+        if procedure is None:
+            procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)
+        target.check_prompt(token_ids)
         limit = target.context_length
         if len(token_ids) + min(params.max_tokens, 1) > limit:
             raise InputError(
                 f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
             )
         self._check_tokens("logit_bias: ", [token for token, _ in params.logit_bias])
-        max_length = min(len(token_ids) + params.max_tokens, limit)
-        self.pool.check_fits(max_length)
+        most = procedure.most_tokens(len(token_ids), limit, params)
+        max_length = min(len(token_ids) + params.max_tokens, most)
+        self.pool.check_fits(procedure.reach(len(token_ids), max_length, params))
         table = BlockTable(self.capacity.page_size)
         adapter = self._find_adapter(params.draft_adapter)
         in_ring = self.config.draft_window is not None  # then pages hold the target's K/V only, whatever drafts
+        root = procedure.prefix_root(params, self.capacity.page_size)
         own = frozenset() if params.ignore_eos else target.stop_token_ids
         request = Request(
             request_id=self._next_id,
@@ -274,8 +284,9 @@ class Engine:
             procedure=procedure,
             rules=self._make_rules(params, token_ids),
             adapter=adapter,
-            prefix_root=b"" if adapter is None or in_ring else adapter.digest,
+            prefix_root=None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest),
         )
+        procedure.check(request)
         self._next_id += 1
         return request
 
@@ -310,7 +321,7 @@ class Engine:
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters; give one, or one each")
         pairs = zip(many, each, strict=True)
-        return self._results([self._make_request(prompt, own, self.procedure) for prompt, own in pairs])
+        return self._results([self._make_request(prompt, own) for prompt, own in pairs])
 
     def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
         """Queues the requests only when it is first asked, so that an iterator nobody reads leaves nothing behind."""

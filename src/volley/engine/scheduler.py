@@ -10,7 +10,7 @@ from collections import deque
 from operator import attrgetter
 
 from volley.config import CapacityConfig
-from volley.decode.work import Shape, Work
+from volley.decode.work import Kind, Shape, Work
 from volley.engine.pacing import Pacing
 from volley.engine.states import Sequences
 from volley.engine.step import Step
@@ -24,6 +24,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Both from the first to be served to the last."""
+        self.step = 0
 
     def add(self, request: Request) -> None:
         insort_right(self.waiting, request, key=_priority)
@@ -37,13 +38,17 @@ class Scheduler:
         started = time.perf_counter()
         works: list[Work[Request]] = []
         under_way = len(self.running) + len(self.waiting)
-        for work in pacing.decide([request for request in self.running if request.is_decoding], under_way):
+        most = self.capacity.max_batch_tokens
+        reading = [_read(request, most) for request in self.running if not request.is_decoding]
+        commits = [work for work in reading if work.kind is Kind.COMMIT]
+        decided = pacing.decide([request for request in self.running if request.is_decoding], under_way)
+        for work in self._in_turn([*decided, *commits]):
             self._schedule(work, works)
         self._share_out(works)
-        most = self.capacity.max_batch_tokens
+        committing = {work.request for work in commits}
         budget = max(most - sum(work.num_tokens for work in works), -(-most // 8))  # or chains might starve prompts
         for request in list(self.running):
-            if budget > 0 and not request.is_decoding:
+            if budget > 0 and not request.is_decoding and request not in committing:
                 budget -= self._schedule(_read(request, budget), works)
         while budget > 0 and len(self.running) < self.capacity.max_running:
             ready = next((own for own in self.waiting if not self._is_held(own)), None)
@@ -68,6 +73,20 @@ class Scheduler:
         if other is not None and (other.num_output or not (other in self.running or other in self.waiting)):
             other = request.after = None
         return other is not None
+
+    def _in_turn(self, works: list[Work[Request]]) -> list[Work[Request]]:
+        """Without the canvases that are too many for one pass: those that have waited longest go first, then the oldest."""
+        self.step += 1
+        most = room = self.capacity.max_batch_tokens
+        waiting = set[Request]()
+        canvases = [work for work in works if work.kind in (Kind.DENOISE, Kind.COMMIT)]
+        for work in sorted(canvases, key=attrgetter("request.denoised_at")):
+            if work.num_tokens <= room or room == most:
+                room -= work.num_tokens
+                work.request.denoised_at = self.step
+            else:
+                waiting.add(work.request)
+        return [work for work in works if work.request not in waiting]
 
     def _schedule(self, work: Work[Request], works: list[Work[Request]]) -> int:
         """Let a work take part if there is room, taken from requests served after it if need be; returns its tokens.

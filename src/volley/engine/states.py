@@ -64,7 +64,7 @@ class TargetPages(SequenceState):
         return request.table.capacity + self.pool.num_available * self.pool.page_size
 
     def match_prefix(self, request: Request, most: int) -> int:
-        if self.prefix_caching:
+        if self.prefix_caching and request.prefix_root is not None:
             usable = request.token_ids[:most]
             request.page_hashes = self.pool.match_prefix(request.table, usable, request.prefix_root)
         return request.table.capacity
@@ -104,7 +104,7 @@ class TargetPages(SequenceState):
         """Offer the request's full pages to later prompts."""
         request, size = work.request, self.pool.page_size
         known = request.computed + work.num_kept
-        if len(request.page_hashes) >= known // size:
+        if request.prefix_root is None or len(request.page_hashes) >= known // size:
             return
         token_ids = request.token_ids + work.verdict.token_ids[: work.verdict.accepted]
         while (done := len(request.page_hashes)) < known // size:
@@ -200,7 +200,7 @@ class Sequences:
 
     def admit(self, request: Request, num_tokens: int) -> bool:
         """Take what is known of the request's tokens; False, and nothing held, where ``num_tokens`` would not fit."""
-        request.computed = request.prefill_end + (request.num_output > 0)
+        request.computed = request.procedure.matchable(request)
         if request.first_unscored is not None:  # a position that is not computed has no logits
             request.computed = min(request.computed, request.first_unscored)
         for state in self.states:

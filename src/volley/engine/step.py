@@ -55,8 +55,8 @@ class Step:
 
     @property
     def decoding(self) -> list[Work[Request]]:
-        """Works of requests that decode; the others read prompts."""
-        return [work for work in self.works if work.kind is not Kind.PREFILL]
+        """Works that a policy decided about; the others read prompts, or are a procedure's own."""
+        return [work for work in self.works if work.kind is Kind.DECODE]
 
 
 def propose(step: Step, drafter: Proposer | None) -> None:

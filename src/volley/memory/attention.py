@@ -44,6 +44,8 @@ def first_visible(segment: Segment, window: int | None) -> int:
 def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bool = False) -> Tensor:
     """Which of positions ``[first, end)`` each token of the segment sees: boolean ``[length, end − first]``."""
     keys = torch.arange(first, segment.end)
+    if segment.groups is not None:
+        return _visible_in_groups(segment, segment.groups, window, keys)
     if not segment.causal and symmetric and window is not None:
         return (keys - torch.arange(segment.start, segment.end)[:, None]).abs() <= window
     if not segment.causal:
@@ -53,6 +55,15 @@ def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bo
     queries = torch.arange(segment.start, segment.end)[:, None]
     visible = keys <= queries
     return visible if window is None else visible & (keys > queries - window)
+
+
+def _visible_in_groups(segment: Segment, groups: tuple[int, ...], window: int | None, keys: Tensor) -> Tensor:
+    sizes = torch.tensor(groups)
+    ends = segment.start + sizes.cumsum(0)
+    starts, ends = ((ends - sizes).repeat_interleave(sizes)[:, None], ends.repeat_interleave(sizes)[:, None])
+    assert len(ends) == segment.length, "groups divide the whole segment"
+    visible = keys < ends
+    return visible if window is None else visible & (keys > starts - window)
 
 
 def _visible_in_tree(segment: Segment, parents: tuple[int, ...], window: int | None, first: int) -> Tensor:
@@ -321,10 +332,10 @@ def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: A
         return inside & near
     visible: BoolArray = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
     for row, segment in enumerate(segments):
-        if segment.parents is not None:
-            tree = visible_mask(segment, window, int(firsts[row]), options.symmetric).numpy()
+        if segment.parents is not None or segment.groups is not None:
+            own = visible_mask(segment, window, int(firsts[row]), options.symmetric).numpy()
             visible[row] = False
-            visible[row, :, : tree.shape[1]] = tree[np.minimum(np.arange(lengths.max()), segment.length - 1)]
+            visible[row, :, : own.shape[1]] = own[np.minimum(np.arange(lengths.max()), segment.length - 1)]
     return visible
 
 

@@ -18,6 +18,12 @@ class Segment:
     ``parents [length - 1]`` makes a causal segment a tree: token i follows token ``parents[i - 1] < i``, and sees its
     ancestors, itself and everything before the segment. Its K/V lie at index ``start + i`` of the table, as in a chain,
     but its position is ``start`` plus its depth.
+
+    ``groups`` divides a causal segment into runs of tokens, sizes adding up to ``length``. A token sees its whole group and
+    everything before it; under a window, what the group's first token would see causally, and its group. Groups of one are
+    causal attention, equal groups the block-causal attention of block-diffusion models, and a last group behind groups of one is
+    a canvas. ``feedback [n, H]`` goes with the last n tokens, which a model with self-conditioning denoises
+    (``models/diffusion_gemma.py``).
     """
 
     table: BlockTable
@@ -25,6 +31,8 @@ class Segment:
     length: int
     causal: bool = True
     parents: tuple[int, ...] | None = None
+    groups: tuple[int, ...] | None = None
+    feedback: Tensor | None = None
 
     @property
     def end(self) -> int:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from volley import native
-from volley.memory.attention import AttentionOptions, first_visible, paged_attention
+from volley.memory.attention import AttentionOptions, IntArray, first_visible, paged_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import DenseKVStore, KVStore
 
@@ -55,7 +55,7 @@ def attention_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPl
 
 def _make_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
     units: list[tuple[int, int, int, int, int]] = []
-    slots: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+    slots: list[IntArray] = []
     entries = 0
     begins, ends = np.zeros((2, len(batch)), dtype=np.int64)
     written = np.concatenate([s.table.slot_array(s.start, s.end) for s in batch.segments])
@@ -63,22 +63,30 @@ def _make_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
         first, rows = first_visible(segment, window), slice(row, row + segment.length)
         seen = segment.table.slot_array(first, segment.end)
         if segment.parents is None:
-            last = np.arange(segment.start, segment.end) + 1 if segment.causal else segment.end
-            begins[rows], ends[rows] = first, last
+            begins[rows], ends[rows] = _seen(segment, first, window)
             units.append((row, segment.length, entries, len(seen), first))
             slots.append(seen)
             entries += len(seen)
         else:
             for token, path in enumerate(_paths(segment)):  # each token sees a list of its own
                 own = seen[np.concatenate((np.arange(segment.start - first), np.array(path) + segment.start - first))]
-                begins[row + token], ends[row + token] = first, first + len(own)
+                end = first + len(own)
+                begins[row + token], ends[row + token] = first if window is None else max(first, end - window), end
                 units.append((row + token, 1, entries, len(own), first))
                 slots.append(own)
                 entries += len(own)
-        if window is not None and segment.causal:
-            begins[rows] = np.maximum(begins[rows], ends[rows] - window)
     arrays = (written, np.array(units, dtype=np.int64), np.concatenate(slots), begins, ends)
     return native.AttentionPlan(*(torch.from_numpy(array) for array in arrays))
+
+
+def _seen(segment: Segment, first: int, window: int | None) -> tuple[IntArray | int, IntArray | int]:
+    """The positions ``[begin, end)`` that the tokens of a segment see, which is no tree."""
+    if not segment.causal:
+        return first, segment.end
+    sizes = np.ones(segment.length, dtype=np.int64) if segment.groups is None else np.array(segment.groups)
+    ends = segment.start + np.cumsum(sizes)
+    starts, ends = np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)
+    return first if window is None else np.maximum(first, starts + 1 - window), ends
 
 
 def _paths(segment: Segment) -> list[list[int]]:

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from volley.errors import MismatchError
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
@@ -107,7 +108,12 @@ class DraftModel:
 
 
 def check_pair(drafter: Drafter, target: Target) -> None:
-    """Refuse a drafter that was trained for another target."""
+    """Refuse a drafter that was trained for another target, or a target that no drafter can follow."""
+    if not target.can_be_tapped:
+        raise MismatchError(
+            f"{type(target).__name__} denoises canvases and gives a drafter no states of its layers; leave the drafter out, and "
+            "use DiffusionParams(mode='self') for drafts of its own"
+        )
     drafter.config.check_target(
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_layers
     )

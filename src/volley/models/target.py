@@ -4,7 +4,8 @@ The function is registered once with transformers' ``AttentionInterface``; the b
 arguments, so nothing is global and one process can hold many targets.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Self
@@ -33,6 +34,23 @@ from volley.models.products import check_weights
 from volley.models.rehearsal import made_up
 from volley.models.taps import Taps, decoder_layers
 from volley.native import Product, Weights
+from volley.types import DiffusionParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDiffusion:
+    """What a block-diffusion language model needs to be denoised; its families are in ``models/diffusion.py``."""
+
+    mask_token_id: int | None
+    """The noise; ``None``: uniform random tokens."""
+    is_aligned: bool = False
+    """Canvases begin at multiples of their length, prompt included; what the prompt has of the first one is given."""
+    is_shifted: bool = False
+    """Row i of the logits predicts token i + 1, as in an autoregressive model."""
+    has_causal_context: bool = False
+    """K/V of what is committed are made causally; otherwise each block sees itself both ways."""
+    defaults: DiffusionParams
+
 
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
@@ -89,8 +107,18 @@ class _ShapeProbe:
 class Target:
     """A causal LM whose K/V live in a :class:`KVStore`; made by :meth:`from_pretrained` or around a loaded model."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    can_be_tapped = True
+    """Whether a drafter can have the states of its layers."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        diffusion: BlockDiffusion | None = None,
+    ) -> None:
+        """``diffusion`` makes it a block-diffusion language model."""
         check_config(model.config)
+        self.diffusion = diffusion
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
@@ -104,12 +132,12 @@ class Target:
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]
         self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
-        self._decoder: FusedDecoder | None = None
+        self._fused: FusedDecoder | None = None
         self._attach()
         self.kv_shapes = self._probe()
         fused = FusedDecoder.of_layers(list(decoder_layers(model)))
         if fused is not None and self._fusion_agrees(fused):
-            self._decoder = fused
+            self._fused = fused
 
     def _attach(self) -> None:
         name = type(self.model).__name__
@@ -132,7 +160,7 @@ class Target:
         probe = _ShapeProbe()
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         positions = torch.arange(2, device=self.device)[None]
-        self.model(input_ids=tokens, position_ids=positions, use_cache=False, volley_call=probe)
+        self.run_probe(tokens, positions, probe)
         absent = sorted(set(range(self.num_layers)) - set(probe.shapes))
         if absent:
             raise UnsupportedModelError(
@@ -140,6 +168,17 @@ class Target:
                 "that cannot be rolled back by dropping pages. Use a target whose layers are all attention"
             )
         return [probe.shapes[layer] for layer in range(self.num_layers)]
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Refuse a prompt that the model needs more for than its tokens."""
+
+    def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
+        """A pass over ``token_ids [1, T]`` whose attention is ``call``."""
+        self.model(input_ids=token_ids, position_ids=positions, use_cache=False, volley_call=call)
+
+    def feedback(self, logits: Tensor) -> Tensor | None:
+        """What a model with self-conditioning is told of its prediction ``logits [L, V]``: ``[L, H]``; ``None``: nothing."""
+        return None
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings ``[T, H]`` of ``token_ids [T]``."""
@@ -159,8 +198,8 @@ class Target:
 
     def forward(self, batch: RaggedBatch, store: KVStore, rows: Tensor, taps: Taps | None = None) -> Tensor:
         """Logits ``[R, V]`` at batch rows ``rows [R]``; K/V of the whole batch end in ``store``, states in ``taps``."""
-        if self._decoder is not None and self._decoder.serves(store):
-            return self._fused_forward(self._decoder, batch, store, rows, taps)
+        if self._fused is not None and self._fused.serves(store):
+            return self._fused_forward(self._fused, batch, store, rows, taps)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
             return self.attention(batch, store, layer, q, k, v, options)

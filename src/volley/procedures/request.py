@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from volley.decode.canvas import Canvas
 from volley.decode.detokenize import Detokenizer
 from volley.decode.lookup import CERTAIN, Lookup, found_confidence
 from volley.decode.rules import TokenRule, constraints, forced_tokens
@@ -21,6 +22,29 @@ from volley.types import FinishReason, GenerationResult, GenerationStats, Sampli
 
 class Procedure(ABC):
     """One object serves all requests that decode by it: what belongs to a request is kept in the request."""
+
+    def check(self, request: "Request") -> None:
+        """Refuse a new request whose parameters it cannot honour."""
+
+    def prefill_end(self, request: "Request") -> int:
+        """Positions to compute before decoding: the prompt, or after a preemption everything but the anchor."""
+        return request.num_prompt if request.num_output == 0 else request.length - 1
+
+    def matchable(self, request: "Request") -> int:
+        """How many of the first tokens may be looked up in the prefix cache, which never gives the last of them."""
+        return self.prefill_end(request) + (request.num_output > 0)
+
+    def most_tokens(self, num_prompt: int, context_length: int, params: SamplingParams) -> int:
+        """How long a request may become, prompt included."""
+        return context_length
+
+    def reach(self, num_prompt: int, max_length: int, params: SamplingParams) -> int:
+        """The positions that a request of ``max_length`` tokens needs."""
+        return max_length
+
+    def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
+        """What K/V were made by, if not by causal passes: pages are shared among alike; ``None``: never."""
+        return b""
 
     def view(self, request: "Request", largest: int) -> View | None:
         """What the policy decides on, with blocks of at most ``largest``; ``None``: nothing is drafted for this request."""
@@ -73,12 +97,16 @@ class Request:
     """What changes its logits: penalties, biases, rules of its own."""
     adapter: Adapter | None = None
     """Drafts for this request; ``None``: the drafter as it is."""
-    prefix_root: bytes = b""
-    """The parent of the first page's hash: pages are shared among requests that have the same."""
+    prefix_root: bytes | None = b""
+    """The parent of the first page's hash: pages are shared among requests that have the same, with ``None`` with nobody."""
     after: "Request | None" = None
     """A request with the same prompt. Until it has been read this one waits, and then takes its pages."""
     num_prompt: int = 0
     computed: int = 0
+    canvas: Canvas | None = None
+    """What a diffusion language model is denoising; it outlives a preemption."""
+    denoised_at: int = 0
+    """The scheduler's step in which a canvas of it last took part, or was committed."""
     lookup: Lookup = field(default_factory=Lookup)
     foreseen: int = 0
     """Positions before this one whose noise a draft may have known."""
@@ -111,8 +139,8 @@ class Request:
 
     @property
     def prefill_end(self) -> int:
-        """Positions to compute before decoding: the prompt, or after a preemption everything but the anchor."""
-        return self.num_prompt if self.num_output == 0 else len(self.token_ids) - 1
+        """Positions to compute before decoding."""
+        return self.procedure.prefill_end(self)
 
     @property
     def first_unscored(self) -> int | None:
@@ -122,7 +150,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_output > 0 and self.computed == len(self.token_ids) - 1
+        return self.computed == self.prefill_end
 
     @property
     def remaining(self) -> int:

@@ -14,6 +14,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # or every counter w
 
 _LATENCIES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2)
+_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
@@ -70,6 +71,10 @@ class Metrics:
             "spec_decode_num_draft_tokens_per_pos", "Drafts that reached so far, by place in the block.", "position"
         )
         self.block_sizes = counter("spec_decode_block_size", "Decoding cycles, by tokens verified.", "size")
+        self.denoising_steps = counter("denoising_steps", "Passes over canvases, of finished diffusion requests.")
+        self.denoised_tokens = counter("denoised_tokens", "Tokens of finished diffusion requests.")
+        self.commit_passes = counter("commit_passes", "Passes of finished diffusion requests that denoised nothing.")
+        self.canvas_steps = histogram("denoising_steps_per_canvas", "Mean passes of a request's canvases.", _STEPS)
         self._first_tokens = 0
         self._cycles: Counts[tuple[int, int, int, int]] = Counts()
         """Cycles of this step by tokens drafted, depth of the draft, tokens accepted and gained."""
@@ -81,6 +86,8 @@ class Metrics:
     # -- called by the worker ------------------------------------------------------------------------------------------
     def verified(self, request: Request, proposal: Proposal, verdict: Verdict) -> None:
         """One request's share of a step, after it was made final. Counted in :meth:`stepped`: a counter costs microseconds."""
+        if request.stats.canvases:
+            return  # tokens of canvases are counted when the request is over
         lengths = request.stats.accepted_lengths
         if not lengths:  # the prompt's last chunk: its token is no cycle's
             self._first_tokens += 1
@@ -129,6 +136,12 @@ class Metrics:
         self.preemptions.inc(stats.preemptions)
         self.prompt_tokens.inc(stats.prompt_tokens)
         self.cached_tokens.inc(stats.cached_tokens)
+        self.denoising_steps.inc(stats.denoising_steps)
+        self.commit_passes.inc(stats.commit_passes)
+        if stats.canvases:
+            self.generation_tokens.inc(stats.output_tokens)
+            self.denoised_tokens.inc(stats.output_tokens)
+            self.canvas_steps.observe(stats.denoising_steps / stats.canvases)
         if reason == "abort":
             return
         self.prompt_length.observe(stats.prompt_tokens)

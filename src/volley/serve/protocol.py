@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from volley.errors import unknown_key
+from volley.errors import ConfigError, unknown_key
 from volley.serve.grammars import GrammarFields, grammar_of
 from volley.serve.messages import Message, Reasoning, Strict, Text, Tools, refusal, without_nulls
-from volley.types import SamplingParams
+from volley.types import DiffusionMode, DiffusionParams, SamplingParams, Strategy
 
 StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -33,6 +33,42 @@ class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: Annotated[bool, Field(description="Every chunk has the usage so far.")] = False
     include_obfuscation: bool = False
+
+
+class Diffusion(Strict):
+    """How a diffusion language model answers: :class:`volley.DiffusionParams`; what is left out is the checkpoint's own."""
+
+    mode: DiffusionMode | None = None
+    canvas_length: int | None = Field(None, ge=1, le=4096)
+    max_steps: int | None = Field(None, ge=1, le=4096)
+    strategy: Strategy | None = None
+    threshold: float | None = Field(None, ge=0)
+    sub_block: int | None = Field(None, ge=1)
+    entropy_bound: float | None = Field(None, ge=0)
+    edit_threshold: float | None = Field(None, ge=0)
+    t_min: float | None = Field(None, ge=1e-3)
+    t_max: float | None = Field(None, ge=1e-3)
+    stability_threshold: int | None = Field(None, ge=0, le=64)
+    confidence_threshold: float | None = Field(None, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        for name in data if isinstance(data, Mapping) else ():
+            if name not in cls.model_fields:
+                raise refusal(f"diffusion.{name}", str(unknown_key("diffusion setting", name, cls.model_fields)))
+        return data
+
+    @model_validator(mode="after")
+    def _usable(self) -> Self:
+        try:
+            self.params()
+        except ConfigError as error:
+            raise refusal("diffusion", str(error)) from None
+        return self
+
+    def params(self) -> DiffusionParams:
+        return DiffusionParams(**self.model_dump())
 
 
 class _Request(Strict, GrammarFields):
@@ -60,6 +96,7 @@ class _Request(Strict, GrammarFields):
         {}, max_length=1024
     )
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served first.")
+    diffusion: Diffusion | None = Field(None, description="For diffusion language models only.")
     mark_draft: bool = Field(
         False, description="Streamed chunks say with from_draft whether they had been drafted, or found in the text."
     )
@@ -110,6 +147,7 @@ class _Request(Strict, GrammarFields):
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
             priority=self.priority,
             grammar=grammar_of(self),
+            diffusion=None if self.diffusion is None else self.diffusion.params(),
         )
 
 

@@ -47,6 +47,8 @@ class Usage:
     drafted: int = 0
     cycles: int = 0
     cycle_tokens: int = 0
+    denoising_steps: int = 0
+    passes: int = 0
 
     def add_piece(self, piece: Piece) -> None:
         self.completion += len(piece.chunks)
@@ -58,9 +60,15 @@ class Usage:
         self.drafted += sum(stats.block_sizes) - len(stats.block_sizes)
         self.cycles += len(stats.accepted_lengths)
         self.cycle_tokens += sum(stats.accepted_lengths)
+        self.denoising_steps += stats.denoising_steps
+        self.passes += stats.denoising_steps + stats.commit_passes
 
     def to_json(self) -> Object:
-        """``acceptance_length`` is volley's own: τ, tokens gained per decoding cycle."""
+        """``acceptance_length`` is volley's own: τ, tokens gained per decoding cycle; so is what is said of canvases."""
+        details = {}
+        if self.denoising_steps:
+            per_pass = round(self.completion / self.passes, 4)
+            details = {"denoising_steps": self.denoising_steps, "tokens_per_pass": per_pass}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -70,6 +78,7 @@ class Usage:
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": self.drafted - self.accepted,
                 "acceptance_length": round(self.cycle_tokens / self.cycles, 4) if self.cycles else 1.0,
+                **details,
             },
         }
 

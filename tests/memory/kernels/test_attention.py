@@ -112,6 +112,14 @@ def test_trees_beside_chains(window: int | None, splits: int) -> None:
     check(segments, AttentionOptions(0.3, window), (2, 2), 8, splits)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_groups_beside_chains(window: int | None) -> None:
+    torch.manual_seed(0)
+    segments = make_segments([(8, 8, True), (5, 7, True), (3, 2, False)], 4, None, False)
+    segments[0].groups, segments[1].groups = (4, 4), (1, 1, 1, 4)
+    check(segments, AttentionOptions(0.3, window), (2, 2), 8, 1)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_quantised_store_takes_the_other_path(kind: Any) -> None:
     torch.manual_seed(0)

@@ -166,7 +166,7 @@ class TiledBatch:
     pages: Tensor
     """Page ids of all segments, end to end."""
     masks: Tensor
-    """What tokens see of each other ``[length, length]``, of all trees end to end; int32."""
+    """What tokens see of each other ``[length, length]``, of all trees and groups end to end; int32."""
     positions: Tensor
     longest: int
     """Keys that the tile with most of them sees."""
@@ -183,12 +183,13 @@ def ragged_attention(
     splits: int | None = None,
     block_keys: int = BLOCK_KEYS,
 ) -> Tensor:
-    """Same contract as ``reference_attention``; a quantised store is left to ``paged_attention``.
+    """Same contract as ``reference_attention``; a quantised store and windows over groups are left to ``paged_attention``.
 
     ``splits`` programs share the keys of a tile and read ``block_keys`` of them at once, both powers of 2: they change the
     speed alone. ``None`` fills the processors.
     """
-    if not isinstance(store, DenseKVStore):
+    windowed_groups = options.window is not None and any(segment.groups is not None for segment in batch.segments)
+    if windowed_groups or not isinstance(store, DenseKVStore):
         return paged_attention(batch, store, layer, queries, keys, values, options)
     store.write(layer, write_slots(batch), keys, values)
     groups = queries.shape[1] // keys.shape[1]
@@ -198,9 +199,10 @@ def ragged_attention(
     return launch(tiled, batch.segments[0].table.page_size, store, layer, queries, options, splits, block_keys)
 
 
-def _ancestors(segment: Segment) -> Tensor | None:
-    """What the tokens of a tree see of each other ``[length, length]``; ``None`` for a chain."""
-    return None if segment.parents is None else visible_mask(segment, None, segment.start)
+def _seen_inside(segment: Segment) -> Tensor | None:
+    """What the tokens of a tree or of groups see of each other ``[length, length]``; ``None`` for a chain."""
+    is_chain = segment.parents is None and segment.groups is None
+    return None if is_chain else visible_mask(segment, None, segment.start)
 
 
 def launch(
@@ -287,7 +289,7 @@ def _tile_batch(batch: RaggedBatch, options: AttentionOptions, groups: int) -> T
     masks: list[Tensor] = []
     mask_size = 0
     for number, (segment, offset) in enumerate(zip(batch.segments, batch.offsets, strict=False)):
-        mask, table = _ancestors(segment), segment.table.pages
+        mask, table = _seen_inside(segment), segment.table.pages
         kind = _TREE if mask is not None else _CAUSAL if segment.causal else _BIDIRECTIONAL
         row = (offset, segment.start, segment.length, kind.value, len(pages), len(table), mask_size)
         segments.append(row)
@@ -316,7 +318,7 @@ def _seen(segment: Segment, first: int, count: int, options: AttentionOptions) -
     """Bounds ``[low, high)`` of the keys that any of ``count`` tokens of the segment sees, the first being ``first``."""
     low, high = first_visible(segment, options.window), segment.end
     start, end = segment.start + first, min(segment.start + first + count, high)
-    if segment.causal and segment.parents is None:
+    if segment.causal and segment.parents is None and segment.groups is None:
         return low if options.window is None else max(low, start - options.window + 1), end
     if not segment.causal and options.symmetric and options.window is not None:
         return max(low, start - options.window), min(high, end + options.window)

@@ -1,0 +1,176 @@
+"""Canvases of diffusion language models, and the rules by which passes turn noise into tokens: tensors in, tensors out.
+
+A *canvas* is a run of tokens that a model denoises together. Masked models (SDAR, Fast-dLLM v2, LLaDA2) begin with mask tokens
+and reveal some in every pass; DiffusionGemma begins with random tokens (``decode/renoise.py``).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from volley.decode.sampling import PositionNoise, race, token_probs
+from volley.types import DiffusionParams, SamplingParams
+
+
+class CanvasNoise(Protocol):
+    """The randomness of a canvas: a function of where it begins and how many passes it has seen."""
+
+    def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
+        """A token of each row of ``probs [L, V]``; ``[L]``."""
+
+    def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
+        """Uniform random tokens ``[length]``."""
+
+
+class CoupledNoise(PositionNoise):
+    """Chooses with the noise that belongs to positions: a verifier that draws with it agrees as often as shared noise allows."""
+
+    def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
+        return race(probs, self.exponentials(range(start, start + len(probs)), probs.shape[-1]))
+
+
+@dataclass(slots=True)
+class Canvas:
+    """Tokens under way at positions ``[start, start + L)``; on the CPU."""
+
+    start: int
+    tokens: Tensor
+    """``[L]``: what the next pass reads; once ``done``, what comes out."""
+    revealed: Tensor
+    """``[L]``, boolean: final tokens; a rule that edits may still replace them."""
+    num_given: int
+    """The first so many tokens were known before."""
+    step: int = 0
+    """Passes so far."""
+    done: bool = False
+    feedback: Tensor | None = None
+    """``[L, H]``: what a model with self-conditioning is told of its last prediction."""
+    predicted: Tensor | None = None
+    """``[L, V]``: the logits that ``feedback`` is to be made of."""
+    history: list[Tensor] = field(default_factory=list)
+    """The best tokens ``[L]`` of the last passes, for a rule that waits until they stay the same."""
+    extra_steps: int = 0
+    """Passes since the last mask was revealed."""
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Of each slot's token under the model's unmodified distribution in the pass that chose it."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class Denoiser(ABC):
+    """One rule of denoising; it keeps nothing, what belongs to a canvas is in the canvas."""
+
+    @abstractmethod
+    def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
+        """A new canvas of ``params.canvas_length`` slots at position ``start``, the first of which hold ``given``."""
+
+    @abstractmethod
+    def step(
+        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
+    ) -> Tensor:
+        """Move ``canvas`` on by one pass, in place: row i of ``logits [L, V]`` (fp32) predicts slot i.
+
+        Returns which slots got their token in this pass, boolean ``[L]``.
+        """
+
+
+class Reveal(Denoiser):
+    """Mask tokens are revealed, the surest first, and stay (SDAR, arXiv 2510.06303; Fast-dLLM v2, arXiv 2509.26328)."""
+
+    def __init__(self, mask_token_id: int) -> None:
+        self.mask_token_id = mask_token_id
+
+    def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
+        assert params.canvas_length is not None
+        tokens = torch.full((params.canvas_length,), self.mask_token_id)
+        tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
+        return Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))
+
+    def step(
+        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
+    ) -> Tensor:
+        tokens, confidence, probs = self.candidates(canvas, logits, sampling, noise)
+        chosen = self.choose(canvas, confidence, probs, params)
+        canvas.tokens = torch.where(chosen, tokens, canvas.tokens)
+        canvas.revealed = canvas.revealed | chosen
+        canvas.step += 1
+        canvas.done = bool(canvas.revealed.all())
+        return chosen
+
+    def candidates(
+        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, noise: CanvasNoise
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A token for each slot ``[L]``, never the mask; its probability ``[L]``; the distributions ``[L, V]``.
+
+        At temperature 0 it is the likeliest token, and its probability that at temperature 1.
+        """
+        logits = logits.clone()
+        logits[:, self.mask_token_id] = -torch.inf
+        if sampling.temperature == 0:
+            probs = logits.softmax(dim=-1)
+            tokens = probs.argmax(dim=-1)
+        else:
+            probs = token_probs(logits, sampling)
+            tokens = noise.choose(probs, canvas.start, canvas.step)
+        confidence = probs.gather(-1, tokens[:, None])[:, 0]
+        return tokens.cpu(), confidence.cpu(), probs
+
+    def choose(self, canvas: Canvas, confidence: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
+        """Which masked slots are revealed now: at least one, boolean ``[L]``."""
+        masked = ~canvas.revealed
+        if params.sub_block is not None:
+            block = int(masked.int().argmax()) // params.sub_block
+            masked &= torch.arange(len(masked)) // params.sub_block == block
+        length, steps = len(canvas), params.max_steps or len(canvas)
+        share = length // steps + (canvas.step < length % steps)
+        count = min(max(1, share), int(masked.sum()))
+        if params.strategy == "sequential":
+            return masked & (masked.cumsum(0) <= count)
+        if params.strategy == "entropy_bounded":
+            return _least_uncertain(masked, probs, params)
+        chosen = torch.zeros_like(masked)
+        chosen[confidence.masked_fill(~masked, -torch.inf).topk(count).indices] = True
+        if params.strategy != "low_confidence_static":
+            assert params.threshold is not None
+            chosen |= masked & (confidence > params.threshold)
+        return chosen
+
+
+def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
+    """The masked slots of least entropy while the sum of their entropies, their own included, stays below the bound."""
+    assert params.entropy_bound is not None
+    entropy = torch.special.entr(probs).sum(dim=-1).cpu().masked_fill(~masked, torch.inf)
+    ordered, order = entropy.sort(stable=True)
+    chosen = torch.zeros_like(masked)
+    chosen[order[: max(1, int((ordered.cumsum(0) < params.entropy_bound).sum()))]] = True
+    return chosen
+
+
+MOST_EDITING_STEPS = 16
+"""Passes that may only edit, once every mask is revealed (LLaDA2.1)."""
+
+
+class Edit(Reveal):
+    """The same, and a token that was revealed before gives way to one likelier than ``edit_threshold`` (LLaDA2.1)."""
+
+    def step(
+        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
+    ) -> Tensor:
+        assert params.edit_threshold is not None
+        tokens, confidence, probs = self.candidates(canvas, logits, sampling, noise)
+        own = torch.arange(len(canvas)) >= canvas.num_given
+        edited = own & canvas.revealed & (tokens != canvas.tokens) & (confidence > params.edit_threshold)
+        was_full = bool(canvas.revealed.all())
+        chosen = edited if was_full else edited | self.choose(canvas, confidence, probs, params)
+        canvas.tokens = torch.where(chosen, tokens, canvas.tokens)
+        canvas.revealed = canvas.revealed | chosen
+        canvas.step += 1
+        canvas.extra_steps += was_full
+        canvas.done = was_full and (not bool(edited.any()) or canvas.extra_steps == MOST_EDITING_STEPS)
+        return chosen

@@ -1,0 +1,84 @@
+"""DiffusionGemma's rule: a canvas of random tokens, all of which are decided anew in every pass.
+
+A pass accepts the candidates of least entropy and replaces all others by fresh random tokens; what comes out are the best
+tokens of the last pass. After transformers' ``generation_diffusion_gemma.py``, number for number; arXiv 2505.24857 has the idea.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+
+from volley.decode.canvas import Canvas, CanvasNoise, Denoiser
+from volley.decode.sampling import token_probs
+from volley.types import DiffusionParams, SamplingParams
+
+
+class Renoise(Denoiser):
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
+        assert params.canvas_length is not None
+        tokens = noise.tokens(start, 0, params.canvas_length, self.vocab_size)
+        canvas = Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))
+        canvas.tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
+        return canvas
+
+    def step(
+        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
+    ) -> Tensor:
+        assert params.max_steps is not None
+        given, left = canvas.tokens[: canvas.num_given], params.max_steps - canvas.step
+        logits = logits / temperature(params, left, sampling.temperature)
+        best = logits.argmax(dim=-1).cpu()
+        probs = logits.softmax(dim=-1)
+        if sampling.temperature == 0:
+            candidates = best
+        else:
+            candidates = noise.choose(_filtered(probs, sampling), canvas.start, canvas.step).cpu()
+        entropy: Tensor = Categorical(logits=logits, validate_args=False).entropy().cpu()  # type: ignore[no-untyped-call]
+        accepted = accept(entropy, params)
+        random = noise.tokens(canvas.start, canvas.step + 1, len(canvas), self.vocab_size)
+        canvas.done = is_settled(canvas.history, best, entropy, params) or left == 1
+        canvas.history = [*canvas.history, best][-max(1, params.stability_threshold or 0) :]
+        canvas.tokens = best.clone() if canvas.done else torch.where(accepted, candidates, random)
+        canvas.tokens[: canvas.num_given] = given
+        canvas.predicted = None if canvas.done else logits
+        canvas.step += 1
+        return torch.arange(len(canvas)) >= canvas.num_given
+
+
+def temperature(params: DiffusionParams, left: int, factor: float) -> Tensor:
+    """Of a pass with ``left`` passes to go, itself included: hot at first. In fp32, as transformers computes it.
+
+    ``factor`` is the request's own temperature; 0, with which no candidate is drawn, leaves the schedule as it is.
+    """
+    assert params.t_min is not None
+    assert params.t_max is not None
+    steps = torch.tensor(left, dtype=torch.int32) / params.max_steps  # type: ignore[operator]
+    return (params.t_min + (params.t_max - params.t_min) * steps) * (factor or 1.0)
+
+
+def accept(entropy: Tensor, params: DiffusionParams) -> Tensor:
+    """Rows whose entropies ``[L]``, in ascending order, have a sum of at most the bound before them; boolean ``[L]``."""
+    assert params.entropy_bound is not None
+    ordered, order = entropy.sort()
+    before = ordered.cumsum(dim=-1) - ordered
+    return torch.zeros(len(entropy), dtype=torch.bool).scatter(-1, order, before <= params.entropy_bound)
+
+
+def is_settled(history: Sequence[Tensor], best: Tensor, entropy: Tensor, params: DiffusionParams) -> bool:
+    """Whether the best tokens were the same in the last passes, and the mean entropy is low."""
+    assert params.confidence_threshold is not None
+    wanted = params.stability_threshold or 0
+    is_stable = wanted == 0 or (len(history) >= wanted and all(torch.equal(best, past) for past in history[-wanted:]))
+    return is_stable and bool(entropy.mean() < params.confidence_threshold)
+
+
+def _filtered(probs: Tensor, sampling: SamplingParams) -> Tensor:
+    """Top-k, top-p and min-p of probabilities that have their temperature already."""
+    if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
+        return probs
+    return token_probs(probs.log(), sampling, temperature=1.0)

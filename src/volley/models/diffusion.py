@@ -1,0 +1,108 @@
+"""Block-diffusion language models: what tells their families apart, and how their checkpoints are recognised."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
+from volley.models.accelerate import accelerate
+from volley.models.target import BlockDiffusion, Target, usable_device
+from volley.native import Weights
+from volley.types import DiffusionParams
+
+SDAR = BlockDiffusion(
+    mask_token_id=151669,
+    is_aligned=True,
+    defaults=DiffusionParams(canvas_length=4, strategy="low_confidence_dynamic", threshold=0.9, entropy_bound=0.35),
+)
+"""SDAR and its relatives (Efficient-DLM, a2d): masks, logits in place, blocks that see themselves both ways."""
+FAST_DLLM = BlockDiffusion(
+    mask_token_id=151665,
+    is_aligned=True,
+    is_shifted=True,
+    defaults=DiffusionParams(
+        canvas_length=32, strategy="low_confidence_dynamic", threshold=0.9, sub_block=8, entropy_bound=0.35
+    ),
+)
+"""Fast-dLLM v2: the same, but row i of the logits is for token i + 1."""
+LLADA2 = BlockDiffusion(
+    mask_token_id=156895,
+    is_aligned=True,
+    defaults=DiffusionParams(
+        canvas_length=32, strategy="editing", threshold=0.95, edit_threshold=0.9, entropy_bound=0.35
+    ),
+)
+"""LLaDA2.1: as SDAR, and revealed tokens may be replaced. With an ``edit_threshold`` of 1 it is LLaDA2.0."""
+
+_NATIVE = {"sdar": ("qwen3", SDAR), "sdar_moe": ("qwen3_moe", SDAR), "fast_dllm_qwen": ("qwen2", FAST_DLLM)}
+"""Families whose weights are those of an architecture that transformers has, by ``model_type`` in lower case."""
+_LENGTH_KEYS = ("block_size", "block_length", "bd_size")
+_REFUSED = {
+    "llada": "every token sees every other, so no K/V can be kept",
+    "dream": "every token sees every other, so no K/V can be kept",
+    "llada2_moe": "transformers has no such architecture, and volley runs no code of a checkpoint",
+}
+
+
+def load_target(path: str | Path, dtype: torch.dtype, device: str | torch.device, weights: Weights = "bf16") -> Target:
+    """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config."""
+    try:
+        values, _ = PretrainedConfig.get_config_dict(path)
+    except Exception:  # what is wrong with it is for the loader of causal LMs to say
+        return Target.from_pretrained(path, dtype, device, weights)
+    kind = str(values.get("model_type", "")).lower()
+    if weights != "bf16" and (kind in _NATIVE or kind == "diffusion_gemma"):
+        raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
+    if kind in _REFUSED:
+        raise UnsupportedModelError(
+            f"{path} is a {values['model_type']} model: {_REFUSED[kind]}. Use a block-diffusion model that volley loads "
+            f"({', '.join([*_NATIVE, 'diffusion_gemma'])})"
+            + ("; or load this one yourself and give Target(model, tokenizer, LLADA2)" if kind == "llada2_moe" else "")
+        )
+    if kind == "diffusion_gemma":
+        from volley.models.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
+
+        return _checked(path, lambda: DiffusionGemma.from_folder(path, dtype, device))
+    if kind in _NATIVE:
+        return _checked(path, lambda: _load_native(path, values, *_NATIVE[kind], dtype, device))
+    return Target.from_pretrained(path, dtype, device, weights)
+
+
+def _checked(path: str | Path, load: Callable[[], Target]) -> Target:
+    try:
+        return load()
+    except (UnsupportedModelError, CheckpointError):
+        raise
+    except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
+        raise CheckpointError(
+            f"{path}: the diffusion model cannot be read ({error}); give a hub name or a folder with config.json, "
+            "model.safetensors and tokenizer files"
+        ) from error
+
+
+def _load_native(
+    path: str | Path,
+    values: dict[str, Any],
+    model_type: str,
+    family: BlockDiffusion,
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> Target:
+    plain = {name: value for name, value in values.items() if name not in ("auto_map", "model_type", "architectures")}
+    config = AutoConfig.for_model(model_type, **plain)
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype).to(usable_device(device)).eval()
+    accelerate(model)
+    tokenizer = AutoTokenizer.from_pretrained(path, config=config)
+    return Target(model, tokenizer, _as_saved(family, values, tokenizer))
+
+
+def _as_saved(family: BlockDiffusion, values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> BlockDiffusion:
+    """The family with the mask token and the block length that the checkpoint names."""
+    mask = values.get("mask_token_id", tokenizer.mask_token_id)
+    lengths = [values[key] for key in _LENGTH_KEYS if isinstance(values.get(key), int)]
+    defaults = replace(family.defaults, canvas_length=lengths[0]) if lengths else family.defaults
+    return replace(family, mask_token_id=family.mask_token_id if mask is None else mask, defaults=defaults)

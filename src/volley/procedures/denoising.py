@@ -1,0 +1,208 @@
+"""Diffusion language models: canvases are denoised in passes of their own, then computed once more as text.
+
+A denoised block's tokens come out at once. That their K/V are missing makes the request one that reads: commits, prompts and
+what a preemption took are the same work. The next canvas rides along in the pass that reads the last known token, so s steps of
+denoising cost s passes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Edit, Reveal
+from volley.decode.renoise import Renoise
+from volley.decode.rules import LogitBias, Penalties, apply_rules
+from volley.decode.sampling import best_tokens, logprobs_of
+from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
+from volley.errors import ConfigError, InputError
+from volley.memory.batch import Segment
+from volley.models.target import BlockDiffusion, Target
+from volley.procedures.request import Procedure, Request
+from volley.types import DiffusionParams, SamplingParams, Verdict
+
+Works = Sequence[Work[Request]]
+
+
+def settings(request: Request) -> DiffusionParams:
+    """The request's own, every field that its model needs filled in."""
+    assert request.params.diffusion is not None
+    return request.params.diffusion
+
+
+def canvas_length(params: SamplingParams) -> int:
+    assert params.diffusion is not None
+    assert params.diffusion.canvas_length is not None
+    return params.diffusion.canvas_length
+
+
+class Denoising(Procedure):
+    def __init__(self, target: Target, family: BlockDiffusion) -> None:
+        self.target, self.family = target, family
+
+    # -- where a request stands ----------------------------------------------------------------------------------------
+    def check(self, request: Request) -> None:
+        others = [rule for rule in request.rules if not isinstance(rule, Penalties | LogitBias)]
+        if others:
+            raise ConfigError(
+                f"{type(others[0]).__name__} follows a text token by token, and a canvas is denoised all at once; leave it "
+                "out, or use DiffusionParams(mode='autoregressive') or 'self'"
+            )
+
+    def prefill_end(self, request: Request) -> int:
+        """Everything; of aligned models up to the last whole block: the rest stands revealed on the canvas."""
+        length = canvas_length(request.params) if self.family.is_aligned else 1
+        return request.length // length * length
+
+    def matchable(self, request: Request) -> int:
+        """A prompt read to its end needs no logits, unless they predict the first slot of the canvas."""
+        return self.prefill_end(request) + (not self.family.is_shifted)
+
+    def reach(self, num_prompt: int, max_length: int, params: SamplingParams) -> int:
+        """Whole canvases, the last of which is cut."""
+        length = canvas_length(params)
+        first = num_prompt // length * length if self.family.is_aligned else num_prompt
+        return first + -(-(max_length - first) // length) * length
+
+    def most_tokens(self, num_prompt: int, context_length: int, params: SamplingParams) -> int:
+        length = canvas_length(params)
+        first = 0 if self.family.is_aligned else num_prompt
+        most = first + (context_length - first) // length * length
+        if most <= num_prompt:
+            raise InputError(
+                f"behind the prompt of {num_prompt} tokens no canvas of {length} fits in the context of {context_length}; "
+                "shorten the prompt, or use a smaller canvas_length"
+            )
+        return most
+
+    def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
+        """K/V that were made both ways are those of blocks of one length, and pages must end where blocks do."""
+        if self.family.has_causal_context:
+            return b""
+        length = canvas_length(params)
+        return b"blocks of %d" % length if page_size % length == 0 else None
+
+    # -- what a pass does ----------------------------------------------------------------------------------------------
+    def read(self, request: Request, num_tokens: int) -> Work[Request]:
+        """A block that sees itself both ways is never divided. The canvas rides along behind the last token."""
+        left = self.prefill_end(request) - request.computed
+        if not self.family.has_causal_context:
+            length = canvas_length(request.params)
+            num_tokens = max(1, num_tokens // length) * length
+        size = min(num_tokens, left)
+        kind = Kind.COMMIT if request.num_output else Kind.PREFILL
+        if size < left or self._awaits_first(request):
+            return Work(request, NO_DRAFT, kind, size)
+        return Work(request, self._open(request), kind, size)
+
+    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+        return Work(request, self._open(request), Kind.DENOISE, 0)
+
+    def _awaits_first(self, request: Request) -> bool:
+        """Whether the token of the canvas' first slot is still to be predicted by the block before it."""
+        is_given = request.length > self.prefill_end(request)
+        return self.family.is_shifted and request.canvas is None and not is_given
+
+    def _open(self, request: Request) -> Ask:
+        if request.canvas is None:
+            start = self.prefill_end(request)
+            request.canvas = self.make_canvas(request, start, request.token_ids[start:])
+        return Ask(Shape.CHAIN, Rule.GREEDY, len(request.canvas))
+
+    def make_canvas(self, request: Request, start: int, given: Sequence[int]) -> Canvas:
+        return self.denoiser(request).open(start, given, settings(request), self.noise(request))
+
+    def denoiser(self, request: Request) -> Denoiser:
+        if self.family.mask_token_id is None:
+            return Renoise(self.target.vocab_size)
+        is_edited = settings(request).strategy == "editing"
+        return (Edit if is_edited else Reveal)(self.family.mask_token_id)
+
+    def noise(self, request: Request) -> CanvasNoise:
+        return request.noise
+
+    def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
+        request, size, canvas = work.request, work.num_known, work.ask.size
+        tokens = request.token_ids[request.computed : request.computed + size]
+        if self.family.has_causal_context:
+            groups = (1,) * size
+        else:
+            length = canvas_length(request.params)
+            groups = (length,) * (size // length)
+        feedback = None
+        if canvas:
+            assert request.canvas is not None
+            tokens, groups = tokens + request.canvas.tokens.tolist(), (*groups, canvas)
+            feedback = self.told(request.canvas)
+        return tokens, Segment(request.table, request.computed, size + canvas, groups=groups, feedback=feedback)
+
+    def told(self, canvas: Canvas) -> Tensor | None:
+        """What a model with self-conditioning hears of its last prediction: nothing in the first pass."""
+        if self.family.mask_token_id is not None:
+            return None
+        if canvas.feedback is None:
+            return torch.zeros(len(canvas), self.target.hidden_size, device=self.target.device)
+        return canvas.feedback
+
+    def num_rows(self, work: Work[Request]) -> int:
+        request = work.request
+        if work.ask.size:
+            return work.ask.size
+        is_last = request.computed + work.num_known == self.prefill_end(request)
+        return int(is_last and self._awaits_first(request))
+
+    # -- what comes of it ----------------------------------------------------------------------------------------------
+    def absorb(self, works: Works, logits: Tensor) -> None:
+        for work in works:
+            request, rows = work.request, logits[work.rows].float()
+            if work.ask.size:
+                self.denoise(request, rows)
+                request.stats.denoising_steps += 1
+                self._finish(work)
+            else:
+                request.stats.commit_passes += work.kind is Kind.COMMIT
+                if len(rows):
+                    self._predict_first(request, rows)
+
+    def denoise(self, request: Request, rows: Tensor) -> None:
+        """Move the request's canvas on by one pass, whose logits are ``rows [L, V]``."""
+        canvas, params = request.canvas, request.params
+        assert canvas is not None
+        if self.family.is_shifted:
+            rows = rows.roll(1, dims=0)  # slot 0 is always given
+        own = apply_rules(request.rules, rows, [()] * len(rows)) if request.rules else rows
+        decided = self.denoiser(request).step(canvas, own, params, settings(request), self.noise(request))
+        if canvas.predicted is not None:
+            canvas.feedback, canvas.predicted = self.target.feedback(canvas.predicted), None
+        if params.logprobs:
+            _note_logprobs(canvas, decided, rows, params)
+
+    def _predict_first(self, request: Request, rows: Tensor) -> None:
+        own = apply_rules(request.rules, rows, [()]) if request.rules else rows
+        first = best_tokens(own)
+        request.canvas = self.make_canvas(request, request.length, first)
+        if request.params.logprobs:
+            slots = torch.arange(len(request.canvas)) == 0
+            _note_logprobs(request.canvas, slots, rows.expand(len(request.canvas), -1), request.params)
+
+    def _finish(self, work: Work[Request]) -> None:
+        """The tokens of a canvas that is done come out; none of its K/V stay."""
+        request, canvas = work.request, work.request.canvas
+        assert canvas is not None
+        if canvas.done:
+            known = request.length - canvas.start
+            work.verdict = Verdict(0, canvas.tokens[known:].tolist())
+            work.logprobs, work.top_logprobs = canvas.logprobs[known:], canvas.top_logprobs[known:]
+            request.stats.canvases += 1
+            request.canvas = None
+
+
+def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: SamplingParams) -> None:
+    """Of the tokens that ``slots`` got, under the model's unmodified logits ``rows [L, V]`` in that pass."""
+    length = len(canvas)
+    canvas.logprobs = canvas.logprobs or [0.0] * length
+    canvas.top_logprobs = canvas.top_logprobs or [[] for _ in range(length)]
+    where = slots.nonzero()[:, 0]
+    found = logprobs_of(rows[where.to(rows.device)], canvas.tokens[where].tolist(), params.top_logprobs)
+    for place, logprob, top in zip(where.tolist(), *found, strict=True):
+        canvas.logprobs[place], canvas.top_logprobs[place] = logprob, top

@@ -1,0 +1,61 @@
+"""Which procedure answers a request: the ways that its model can be decoded."""
+
+from dataclasses import dataclass, replace
+
+from volley.errors import ConfigError
+from volley.models.target import Target
+from volley.procedures.denoising import Denoising
+from volley.procedures.request import Procedure
+from volley.procedures.self_speculative import SelfSpeculative
+from volley.procedures.speculative import Speculative
+from volley.types import DiffusionMode, DiffusionParams, SamplingParams
+
+_SELF = DiffusionParams(mode="self", max_steps=1, strategy="low_confidence_static")
+"""Drafts of one pass; their length is the checkpoint's."""
+
+
+@dataclass(slots=True)
+class Procedures:
+    """One target's, by mode; ``None`` where it is no diffusion language model."""
+
+    target: Target
+    speculative: Speculative
+    by_mode: dict[DiffusionMode, Procedure]
+
+    def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
+        """The procedure of a request, and its parameters with every diffusion setting filled in."""
+        family = self.target.diffusion
+        if family is None:
+            if params.diffusion is not None:
+                raise ConfigError(
+                    f"{type(self.target.model).__name__} is no diffusion language model; leave SamplingParams.diffusion out, "
+                    "or load one (docs/diffusion.md)"
+                )
+            return self.speculative, params
+        own = params.diffusion or DiffusionParams()
+        mode = own.mode or "diffusion"
+        renoises = family.mask_token_id is None
+        if own.strategy is not None and (own.strategy == "entropy_renoise") != renoises:
+            raise ConfigError(
+                f"strategy {own.strategy!r} is not for this model; "
+                + (
+                    "leave it out: canvases of random tokens have one rule"
+                    if renoises
+                    else "it begins with mask tokens"
+                )
+            )
+        defaults = family.defaults
+        if mode == "self":
+            defaults = replace(_SELF, strategy=defaults.strategy if renoises else _SELF.strategy).over(defaults)
+        return self.by_mode[mode], replace(params, diffusion=replace(own, mode=mode).over(defaults))
+
+
+def make_procedures(target: Target, speculative: Speculative) -> Procedures:
+    by_mode: dict[DiffusionMode, Procedure] = {}
+    if target.diffusion is not None:
+        by_mode = {
+            "diffusion": Denoising(target, target.diffusion),
+            "autoregressive": speculative,
+            "self": SelfSpeculative(target, target.diffusion, speculative),
+        }
+    return Procedures(target, speculative, by_mode)

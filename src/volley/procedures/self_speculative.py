@@ -1,0 +1,136 @@
+"""Self-speculation: a diffusion language model drafts a canvas and verifies it causally, with the same weights and the same K/V.
+
+Lossless against the autoregressive mode of these weights, whatever the canvas holds: greedy requests compare with the best token,
+sampled ones with the token that the model itself draws with the noise of the position. The canvas draws with that noise too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise
+from volley.decode.work import Ask, Kind, Rule, Shape, Work
+from volley.memory.batch import Segment
+from volley.models.target import BlockDiffusion, Target
+from volley.procedures.denoising import Denoising, Works, canvas_length, settings
+from volley.procedures.request import Request
+from volley.procedures.speculative import Speculative
+from volley.types import Proposal, SamplingParams
+
+
+class SelfSpeculative(Denoising):
+    """A canvas begins at the anchor, which is given; its other slots are the draft."""
+
+    def __init__(self, target: Target, family: BlockDiffusion, verifier: Speculative) -> None:
+        super().__init__(target, family)
+        self.verifier = verifier
+
+    def check(self, request: Request) -> None:
+        """The verifier follows the text token by token: everything that plain decoding takes will do."""
+
+    def prefill_end(self, request: Request) -> int:
+        return self.verifier.prefill_end(request)
+
+    def matchable(self, request: Request) -> int:
+        return self.verifier.matchable(request)
+
+    def reach(self, num_prompt: int, max_length: int, params: SamplingParams) -> int:
+        return max_length
+
+    def most_tokens(self, num_prompt: int, context_length: int, params: SamplingParams) -> int:
+        return context_length
+
+    def prefix_root(self, params: SamplingParams, page_size: int) -> bytes:
+        """Its K/V are made causally."""
+        return b""
+
+    def read(self, request: Request, num_tokens: int) -> Work[Request]:
+        return Work(request, Ask(Shape.CHAIN, _rule(request)), Kind.PREFILL, num_tokens)
+
+    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+        size = min(canvas_length(request.params), request.remaining) - 1
+        rule, canvas = _rule(request), request.canvas
+        if canvas is not None and canvas.start != request.computed:  # the pass that it was to ride in never came
+            canvas = None
+        if canvas is None and size > 0:
+            canvas = request.canvas = self.make_canvas(request, request.computed, [request.anchor])
+        if canvas is None:
+            return Work(request, Ask(Shape.CHAIN, rule), Kind.VERIFY)
+        if not canvas.done:
+            return Work(request, Ask(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0)
+        draft = canvas.tokens[1 : 1 + size].tolist()
+        request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
+        riding = 0 if request.canvas is None else len(request.canvas)
+        return Work(request, Ask(Shape.CHAIN, rule, len(draft) + riding), Kind.VERIFY, proposal=Proposal(draft))
+
+    def _next_canvas(self, request: Request, start: int) -> Canvas | None:
+        """The canvas behind a draft that is being verified, if it will be wanted: all of the last draft was right."""
+        stats, room = request.stats, request.max_length - start - 1
+        if room < 1 or stats.accepted_lengths[-1:] != stats.block_sizes[-1:]:
+            return None
+        return self.make_canvas(request, start, [])
+
+    def make_canvas(self, request: Request, start: int, given: Sequence[int]) -> Canvas:
+        """No slot lies behind the end of the answer."""
+        own = replace(settings(request), canvas_length=min(canvas_length(request.params), request.max_length - start))
+        return self.denoiser(request).open(start, given, own, self.noise(request))
+
+    def noise(self, request: Request) -> CanvasNoise:
+        return CoupledNoise(request.noise.seed)
+
+    def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
+        if work.kind is Kind.DENOISE:
+            return super().segment(work)
+        tokens, segment = self.verifier.segment(work)
+        if not _rides(work):
+            return tokens, segment
+        canvas = work.request.canvas
+        assert canvas is not None
+        groups = (1,) * len(tokens) + (len(canvas),)
+        whole = Segment(segment.table, segment.start, sum(groups), groups=groups, feedback=self.told(canvas))
+        return tokens + canvas.tokens.tolist(), whole
+
+    def num_rows(self, work: Work[Request]) -> int:
+        own = 0 if work.kind is Kind.DENOISE else self.verifier.num_rows(work)
+        riding = work.ask.size - len(work.proposal.token_ids)
+        return own + riding
+
+    def absorb(self, works: Works, logits: Tensor) -> None:
+        verified = [work for work in works if work.kind is not Kind.DENOISE]
+        canvases = {}
+        for work in works:
+            if _rides(work):
+                middle = work.rows.stop - (work.ask.size - len(work.proposal.token_ids))
+                canvases[work.request] = logits[middle : work.rows.stop].float()
+                work.rows = slice(work.rows.start, middle)
+            elif work.kind is Kind.VERIFY:
+                work.request.canvas = None
+                work.request.stats.commit_passes += 1
+        self.verifier.absorb(verified, logits)
+        for request, rows in canvases.items():
+            self.denoise(request, rows)
+            request.stats.denoising_steps += 1
+            assert request.canvas is not None
+            request.canvas.done |= request.canvas.step == settings(request).max_steps
+        for work in verified:
+            self._put_anchor(work)
+
+    def _put_anchor(self, work: Work[Request]) -> None:
+        """A canvas that rode behind a draft begins with the bonus token if all of the draft was right; else it is dropped."""
+        canvas, verdict = work.request.canvas, work.verdict
+        if canvas is None or work.kind is not Kind.VERIFY:
+            return
+        if verdict.accepted < len(work.proposal.token_ids):
+            work.request.canvas = None
+            return
+        canvas.tokens[0], canvas.revealed[0], canvas.num_given = verdict.token_ids[-1], True, 1
+
+
+def _rule(request: Request) -> Rule:
+    return Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY
+
+
+def _rides(work: Work[Request]) -> bool:
+    """Whether a pass goes over a canvas: alone, or behind the draft that it verifies."""
+    return work.ask.size > len(work.proposal.token_ids)

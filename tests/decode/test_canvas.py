@@ -1,0 +1,80 @@
+"""The rules of revealing, on made-up logits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from volley.decode.canvas import MOST_EDITING_STEPS, Canvas, Edit, Reveal
+from volley.decode.sampling import PositionNoise
+from volley.types import DiffusionParams, SamplingParams
+
+MASK = 9
+GREEDY = SamplingParams()
+NOISE = PositionNoise(0)
+
+
+def sure(*chances: float, token: int = 1) -> Tensor:
+    """Logits ``[L, 10]`` that give ``token`` such probabilities."""
+    probs = torch.tensor([[(1 - chance) / 8] * 9 + [0.0] for chance in chances])
+    for row, chance in enumerate(chances):
+        probs[row, token] = chance
+    return probs.log()
+
+
+def reveal(logits: Tensor, given: list[int] | None = None, **own: object) -> Canvas:
+    params = DiffusionParams(canvas_length=len(logits), **{"threshold": 0.8, **own})  # type: ignore[arg-type]
+    rule = Reveal(MASK)
+    canvas = rule.open(0, given or [], params, NOISE)
+    rule.step(canvas, logits, GREEDY, params, NOISE)
+    return canvas
+
+
+@pytest.mark.parametrize(
+    ("own", "revealed"),
+    [
+        ({}, [True, False, True, False]),
+        ({"threshold": 0.95}, [False, False, True, False]),
+        ({"strategy": "low_confidence_static", "max_steps": 2}, [True, False, True, False]),
+        ({"strategy": "sequential", "max_steps": 2}, [True, True, False, False]),
+        ({"strategy": "entropy_bounded", "entropy_bound": 0.0}, [False, False, True, False]),
+        ({"strategy": "entropy_bounded", "entropy_bound": 100.0}, [True, True, True, True]),
+        ({"sub_block": 2}, [True, False, False, False]),
+    ],
+)
+def test_what_a_pass_reveals(own: dict[str, object], revealed: list[bool]) -> None:
+    canvas = reveal(sure(0.85, 0.3, 0.9, 0.5), **own)
+    assert canvas.revealed.tolist() == revealed
+    assert canvas.tokens.tolist() == [1 if seen else MASK for seen in revealed]
+    assert canvas.done == all(revealed)
+
+
+def test_given_tokens_are_revealed_and_stay() -> None:
+    canvas = reveal(sure(0.9, 0.9, 0.3, 0.3), [7])
+    assert canvas.tokens.tolist() == [7, 1, MASK, MASK]
+
+
+def test_the_mask_is_never_chosen() -> None:
+    logits = sure(0.5, 0.5)
+    logits[:, MASK] = 50.0
+    assert reveal(logits, threshold=0.0).tokens.tolist() == [1, 1]
+
+
+def test_an_edit_replaces_what_was_revealed_but_never_what_was_given() -> None:
+    params = DiffusionParams(canvas_length=3, threshold=0.8, edit_threshold=0.7)
+    rule = Edit(MASK)
+    canvas = rule.open(0, [7], params, NOISE)
+    rule.step(canvas, sure(0.9, 0.9, 0.9), GREEDY, params, NOISE)
+    assert (canvas.tokens.tolist(), canvas.done) == ([7, 1, 1], False), "a full canvas is looked at once more"
+    changed = rule.step(canvas, sure(0.75, 0.75, 0.6, token=2), GREEDY, params, NOISE)
+    assert (canvas.tokens.tolist(), changed.tolist(), canvas.done) == ([7, 2, 1], [False, True, False], False)
+    rule.step(canvas, sure(0.75, 0.75, 0.6, token=2), GREEDY, params, NOISE)
+    assert canvas.done, "nothing was edited"
+
+
+def test_edits_that_never_settle_end() -> None:
+    params = DiffusionParams(canvas_length=1, threshold=0.8, edit_threshold=0.7)
+    rule = Edit(MASK)
+    canvas = rule.open(0, [], params, NOISE)
+    while not canvas.done:
+        rule.step(canvas, sure(0.9, token=1 + canvas.step % 2), GREEDY, params, NOISE)
+    assert canvas.step == 1 + MOST_EDITING_STEPS

@@ -1,0 +1,307 @@
+"""Diffusion requests among others in one engine: answers, pages and prefixes do not depend on who else is there."""
+
+import copy
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.conftest import byte_tokenizer
+from tests.procedures.test_denoising import MASK, Masked, masked_model
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.engine.recovery import recover
+from volley.errors import CapacityError, ConfigError, InputError, UnsupportedModelError
+from volley.models.diffusion import FAST_DLLM, SDAR
+from volley.models.target import Target
+from volley.procedures.denoising import Denoising
+from volley.procedures.request import Request
+
+CANVAS = DiffusionParams(canvas_length=8, threshold=0.3)
+PROMPTS = [[*range(20, 20 + size)] for size in (3, 8, 13, 21)]
+BLOCKS = {"page_size": 8}
+
+
+@pytest.fixture(scope="module", params=["sdar", "fast_dllm"])
+def model(request: pytest.FixtureRequest) -> Masked:
+    return masked_model({"sdar": SDAR, "fast_dllm": FAST_DLLM}[request.param])
+
+
+def params(index: int = 0, **changes: Any) -> SamplingParams:
+    values: dict[str, Any] = {"temperature": 0.8, "seed": index, "max_tokens": 21, "diffusion": CANVAS}
+    return SamplingParams(**{**values, **changes})
+
+
+def alone(target: Target, prompt: list[int], own: SamplingParams) -> list[int]:
+    (result,) = Engine(target, prefix_caching=False, **BLOCKS).generate([prompt], own)
+    return result.token_ids
+
+
+def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+        engine.check_integrity()
+    assert engine.snapshot().pages_used == 0
+    return [request.result().token_ids for request in requests]
+
+
+def mixed(index: int) -> SamplingParams:
+    """Requests of three modes, one after the other."""
+    mode = ("diffusion", "autoregressive", "self")[index % 3]
+    own = replace(CANVAS, mode=mode, canvas_length=4 if mode == "self" else 8)  # type: ignore[arg-type]
+    return params(index, diffusion=own)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [8, 512])
+def test_three_modes_in_one_batch_answer_as_each_does_alone(model: Masked, max_batch_tokens: int) -> None:
+    engine = Engine(model.target, max_batch_tokens=max_batch_tokens, **BLOCKS)
+    prompts = PROMPTS[:3] * 2
+    requests = [engine.add_request(prompt, mixed(index)) for index, prompt in enumerate(prompts)]
+    assert run(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(prompts)]
+
+
+def test_a_drafter_serves_the_autoregressive_requests_beside_canvases() -> None:
+    pair = tiny.make_pair()
+    target = Target(pair.hf, None, replace(SDAR, mask_token_id=MASK))
+    engine = Engine(target, pair.drafter, policy="fixed", **BLOCKS)
+    plain = params(diffusion=DiffusionParams(mode="autoregressive"))
+    each = [plain if index % 2 else params(index) for index in range(4)]
+    requests = [engine.add_request(prompt, own) for prompt, own in zip(PROMPTS, each, strict=True)]
+    expected = [alone(target, prompt, own) for prompt, own in zip(PROMPTS, each, strict=True)]
+    assert run(engine, requests) == expected
+    assert all(sum(request.stats.block_sizes) > len(request.stats.block_sizes) for request in requests[1::2])
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4, 7])
+def test_a_preemption_after_any_pass_changes_nothing(model: Masked, passes: int) -> None:
+    engine = Engine(model.target, **BLOCKS)
+    request = engine.add_request(PROMPTS[2], params())
+    for _ in range(passes):
+        engine.step()
+    if request.finish_reason is None:
+        engine.scheduler.preempt(request)
+    assert run(engine, [request]) == [alone(model.target, PROMPTS[2], params())]
+
+
+def test_a_pool_that_holds_one_canvas_at_a_time_serves_all(model: Masked) -> None:
+    engine = Engine(model.target, num_pages=6, **BLOCKS)
+    requests = [engine.add_request(prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
+    answers = run(engine, requests)
+    assert answers == [alone(model.target, prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
+    assert sum(request.stats.preemptions for request in requests) > 0
+
+
+def test_the_last_canvas_needs_room_though_it_is_cut(model: Masked) -> None:
+    engine = Engine(model.target, num_pages=3, **BLOCKS)
+    assert len(next(engine.generate([PROMPTS[1]], params(max_tokens=9))).token_ids) == 9
+    with pytest.raises(CapacityError, match="raise num_pages"):
+        engine.add_request(PROMPTS[1], params(max_tokens=17))
+
+
+def test_an_answer_ends_with_the_last_canvas_that_fits_in_the_context() -> None:
+    target = masked_model(SDAR, max_position_embeddings=30).target
+    engine = Engine(target, **BLOCKS)
+    (result,) = engine.generate([PROMPTS[0]], params(max_tokens=100))
+    assert (len(result.token_ids), result.finish_reason) == (21, "length")
+    with pytest.raises(InputError, match="smaller canvas_length"):
+        engine.add_request([1] * 24, params())
+
+
+class Broken(Target):
+    """Raises in the pass it is told to."""
+
+    fuse = -1
+
+    def forward(self, batch: Any, store: Any, rows: Tensor) -> Tensor:
+        self.fuse -= 1
+        if self.fuse == 0:
+            raise RuntimeError("planted")
+        return super().forward(batch, store, rows)
+
+
+@pytest.mark.parametrize("fuse", [1, 3, 6])
+def test_a_step_that_raised_costs_nobody_a_token(model: Masked, fuse: int) -> None:
+    target = Broken(model.hf.__class__(model.hf.config).eval(), None, model.target.diffusion)
+    target.model.load_state_dict(model.hf.state_dict())
+    engine = Engine(target, **BLOCKS)
+    requests = [engine.add_request(prompt, mixed(index)) for index, prompt in enumerate(PROMPTS)]
+    for _ in range(fuse - 1):
+        engine.step()
+    target.fuse = 1
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.step()
+    assert recover(engine, RuntimeError("planted")) == []
+    assert run(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(PROMPTS)]
+
+
+class Measured(Target):
+    """Notes how many tokens each pass has."""
+
+    def forward(self, batch: Any, store: Any, rows: Tensor) -> Tensor:
+        self.sizes = [*getattr(self, "sizes", []), len(batch)]
+        return super().forward(batch, store, rows)
+
+
+def test_canvases_take_turns_and_a_prompt_among_them_is_read_at_once(model: Masked) -> None:
+    target = Measured(copy.deepcopy(model.hf), None, model.target.diffusion)
+    engine = Engine(target, max_batch_tokens=32, **BLOCKS)
+    static = replace(CANVAS, strategy="low_confidence_static", max_steps=4)
+    own = [params(index, diffusion=static) for index in range(16)]
+    requests = [engine.add_request(PROMPTS[index % 4], each) for index, each in enumerate(own)]
+    for _ in range(30):
+        engine.step()
+    late = engine.add_request(PROMPTS[3], mixed(1))
+    for _ in range(8):
+        engine.step()
+    assert late.num_output > 0
+    answers = run(engine, [*requests, late])
+    assert answers[:-1] == [alone(model.target, PROMPTS[i % 4], each) for i, each in enumerate(own)]
+    assert max(target.sizes) <= 32 + 4 + 2 * 8 + 1, (
+        "what is left, an eighth for prompts, and a canvas behind the last of them"
+    )
+
+
+# -- prefixes ----------------------------------------------------------------------------------------------------------
+
+
+def cached(engine: Engine, own: SamplingParams) -> int:
+    (result,) = engine.generate([list(range(40))], own)
+    return result.stats.cached_tokens
+
+
+def test_a_prefix_is_shared_among_blocks_of_one_length_only(model: Masked) -> None:
+    engine = Engine(model.target, page_size=8)
+    causal = params(diffusion=DiffusionParams(mode="autoregressive"))
+    first, again, shorter = params(), params(), params(diffusion=replace(CANVAS, canvas_length=4))
+    assert [cached(engine, own) for own in (causal, first, shorter)] == [0, 0, 0]
+    assert cached(engine, causal) == 32
+    assert cached(engine, again) >= 32
+    assert cached(engine, shorter) >= 32
+    (hit,) = engine.generate([list(range(40))], params())
+    assert hit.token_ids == alone(model.target, list(range(40)), params())
+
+
+class SharesWithCausal(Denoising):
+    """Planted: pages of blocks have the root of causal ones."""
+
+    def prefix_root(self, params: SamplingParams, page_size: int) -> bytes:
+        return b""
+
+
+def test_sharing_pages_of_causal_passes_would_be_seen(model: Masked) -> None:
+    engine, prompt = Engine(model.target, page_size=8), list(range(40))
+    assert model.target.diffusion is not None
+    cached(engine, params(diffusion=DiffusionParams(mode="autoregressive")))
+    _, own = engine.procedures.choose(params(temperature=0.0))
+    request = engine.add_request(prompt, own, SharesWithCausal(model.target, model.target.diffusion))
+    assert run(engine, [request]) != [alone(model.target, prompt, params(temperature=0.0))]
+    assert request.stats.cached_tokens > 0
+
+
+def test_pages_that_end_inside_a_block_are_not_shared(model: Masked) -> None:
+    engine = Engine(model.target, page_size=4)
+    assert [cached(engine, params()) for _ in range(2)] == [0, 0]
+    assert [cached(engine, params(diffusion=replace(CANVAS, canvas_length=4))) for _ in range(2)][1] >= 32
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_an_answer_inside_a_block(model: Masked) -> None:
+    whole = alone(model.target, PROMPTS[0], params())
+    stop = whole[10]
+    (result,) = Engine(model.target, **BLOCKS).generate([PROMPTS[0]], params(stop_token_ids=(stop,)))
+    assert result.token_ids == whole[: whole.index(stop) + 1]
+    assert result.finish_reason == "stop"
+
+
+def test_log_probabilities_are_those_of_the_pass_that_chose(model: Masked) -> None:
+    (result,) = Engine(model.target, **BLOCKS).generate([PROMPTS[2]], params(logprobs=True, top_logprobs=2))
+    assert result.token_ids == alone(model.target, PROMPTS[2], params())
+    assert result.logprobs is not None
+    assert result.top_logprobs is not None
+    assert len(result.logprobs) == len(result.top_logprobs) == 21
+    for logprob, top in zip(result.logprobs, result.top_logprobs, strict=True):
+        assert logprob < 0
+        assert logprob <= top[0][1] + 1e-6
+
+
+def test_a_bias_forbids_a_token_and_an_own_rule_is_refused(model: Masked) -> None:
+    whole = alone(model.target, PROMPTS[0], params(temperature=0.0))
+    bias = {whole[4]: -100.0}
+    assert whole[4] not in alone(model.target, PROMPTS[0], params(temperature=0.0, logit_bias=tuple(bias.items())))
+    with pytest.raises(ConfigError, match="mode='autoregressive'"):
+        Engine(model.target).add_request(PROMPTS[0], params(rules=(lambda *_: object(),)))
+
+
+def test_opening_the_next_canvas_with_the_commit_saves_a_pass_a_block() -> None:
+    target = masked_model(SDAR).target
+    (result,) = Engine(target, **BLOCKS).generate([PROMPTS[1]], params(max_tokens=24))
+    stats = result.stats
+    assert (stats.canvases, stats.commit_passes) == (3, 0)
+    assert stats.tokens_per_pass == stats.tokens_per_forward == 24 / stats.denoising_steps
+    shifted = masked_model(FAST_DLLM).target
+    (result,) = Engine(shifted, **BLOCKS).generate([PROMPTS[1]], params(max_tokens=24))
+    assert (result.stats.canvases, result.stats.commit_passes) == (3, 2), "slot 0 is known only after the commit"
+
+
+# -- one long run ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_leaks_in_a_long_run_of_arrivals_aborts_and_preemptions(model: Masked) -> None:
+    chance = random.Random(0)
+    engine = Engine(model.target, num_pages=24, max_running=6, max_batch_tokens=40, **BLOCKS)
+    alive: list[Request] = []
+    for turn in range(150):
+        if len(alive) < 8 and chance.random() < 0.5:
+            prompt = [chance.randrange(MASK) for _ in range(chance.choice([2, 8, 30]))]
+            alive.append(engine.add_request(prompt, replace(mixed(turn), max_tokens=chance.choice([3, 16, 21]))))
+        if alive and chance.random() < 0.1:
+            engine.abort(chance.choice(alive))
+        if engine.scheduler.running and chance.random() < 0.1:
+            engine.scheduler.preempt(chance.choice(engine.scheduler.running))
+        engine.step()
+        engine.check_integrity()
+        alive = [request for request in alive if request.finish_reason is None]
+    run(engine, alive)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rename(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_a_family_is_recognised_by_its_model_type(folder: Path) -> None:
+    rename(folder, model_type="sdar", architectures=["SDARForCausalLM"], mask_token_id=3, block_size=8)
+    engine = Engine.from_pretrained(folder, dtype=torch.float32)
+    assert engine.target.diffusion is not None
+    assert engine.target.diffusion.mask_token_id == 3
+    assert engine.target.diffusion.defaults.canvas_length == 8
+    (result,) = engine.generate("Hello", SamplingParams(max_tokens=10))
+    assert result.stats.canvases == 2
+    assert 3 not in result.token_ids
+
+
+@pytest.mark.parametrize(
+    ("model_type", "remedy"),
+    [("llada", "sdar"), ("Dream", "sdar"), ("llada2_moe", r"Target\(model, tokenizer, LLADA2\)")],
+)
+def test_models_without_an_exact_cache_are_refused(folder: Path, model_type: str, remedy: str) -> None:
+    rename(folder, model_type=model_type)
+    with pytest.raises(UnsupportedModelError, match=remedy):
+        Engine.from_pretrained(folder)

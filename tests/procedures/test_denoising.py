@@ -1,0 +1,260 @@
+"""Masked diffusion models against dense loops without a cache, written after their authors' rules."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config
+
+from tests import tiny
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.decode.sampling import PositionNoise, token_probs
+from volley.decode.work import Work
+from volley.memory.batch import Segment
+from volley.models.diffusion import FAST_DLLM, LLADA2, SDAR
+from volley.models.target import BlockDiffusion, Target
+from volley.procedures.denoising import Denoising
+from volley.procedures.request import Request
+
+MASK = tiny.VOCAB - 1
+
+
+class Masked(NamedTuple):
+    target: Target
+    hf: PreTrainedModel
+    """The same weights under transformers' own attention."""
+
+
+def masked_model(family: BlockDiffusion, seed: int = 0, **changes: Any) -> Masked:
+    config = tiny.target_config(num_hidden_layers=2, **changes)
+    if family.is_shifted:
+        values = config.to_dict()
+        config = Qwen2Config(**{name: values[name] for name in (*tiny.SHAPE, "vocab_size", "initializer_range")})
+        config.num_hidden_layers, config.bos_token_id, config.eos_token_id = 2, None, None
+    hf = tiny.eager_model(config, seed)
+    return Masked(Target(copy.deepcopy(hf), None, replace(family, mask_token_id=MASK)), hf)
+
+
+@pytest.fixture(scope="module")
+def sdar() -> Masked:
+    return masked_model(SDAR)
+
+
+@pytest.fixture(scope="module")
+def fast_dllm() -> Masked:
+    return masked_model(FAST_DLLM)
+
+
+# -- the slow reference ------------------------------------------------------------------------------------------------
+
+
+def dense_logits(hf: PreTrainedModel, tokens: list[int], length: int) -> Tensor:
+    """Logits ``[T, V]`` of a whole text whose blocks of ``length`` see themselves and what is before them."""
+    blocks = torch.arange(len(tokens)) // length
+    mask = torch.where(blocks[:, None] >= blocks, 0.0, -torch.inf)[None, None]
+    with torch.inference_mode():
+        return hf(input_ids=torch.tensor([tokens]), attention_mask=mask).logits[0].float()
+
+
+def candidates(
+    rows: Tensor, params: SamplingParams, noise: PositionNoise, start: int, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = rows.clone()
+    rows[:, MASK] = -torch.inf
+    if params.temperature == 0:
+        probs = rows.softmax(-1)
+        tokens = probs.argmax(-1)
+    else:
+        probs = token_probs(rows, params)
+        tokens = noise.choose(probs, start, step)
+    return tokens, probs[torch.arange(len(rows)), tokens], probs
+
+
+def transfers(length: int, steps: int) -> list[int]:
+    return [length // steps + (step < length % steps) for step in range(steps)]
+
+
+def sdar_reveals(own: DiffusionParams, masked: list[int], sure: Tensor, probs: Tensor, count: int) -> list[int]:
+    """SDAR's four ways to say which of the ``masked`` slots are revealed."""
+    count = min(count, len(masked))
+    surest = sorted(masked, key=lambda slot: -float(sure[slot]))
+    if own.strategy == "sequential":
+        return masked[:count]
+    if own.strategy == "low_confidence_static":
+        return surest[:count]
+    if own.strategy == "low_confidence_dynamic":
+        high = [slot for slot in masked if sure[slot] > own.threshold]
+        return high if len(high) >= count else surest[:count]
+    entropy = -(probs.clamp_min(1e-12) * probs.clamp_min(1e-12).log()).sum(-1)
+    ordered = sorted(masked, key=lambda slot: float(entropy[slot]))
+    total, kept = 0.0, 0
+    for slot in ordered:
+        total += float(entropy[slot])
+        kept += total < own.entropy_bound
+    return ordered[: max(1, kept)]
+
+
+def dense_sdar(model: Masked, prompt: list[int], params: SamplingParams, own: DiffusionParams) -> tuple[list[int], int]:
+    """Tokens of the answer, and passes over canvases."""
+    length, noise, tokens, passes = own.canvas_length, PositionNoise(params.seed or 0), list(prompt), 0
+    assert length is not None
+    while len(tokens) < len(prompt) + params.max_tokens:
+        start = len(tokens) // length * length
+        tokens += [MASK] * (start + length - len(tokens))
+        masked = [slot for slot in range(length) if tokens[start + slot] == MASK]
+        for step, count in enumerate(transfers(length, own.max_steps or length) + [1] * length):
+            if not masked:
+                break
+            rows = dense_logits(model.hf, tokens, length)[start:]
+            found, sure, probs = candidates(rows, params, noise, start, step)
+            for slot in sdar_reveals(own, masked, sure, probs, count):
+                tokens[start + slot] = int(found[slot])
+                masked = [other for other in masked if other != slot]
+            passes += 1
+    return tokens[len(prompt) : len(prompt) + params.max_tokens], passes
+
+
+def dense_fast_dllm(
+    model: Masked, prompt: list[int], params: SamplingParams, own: DiffusionParams
+) -> tuple[list[int], int]:
+    length, noise, tokens, passes = own.canvas_length, PositionNoise(params.seed or 0), list(prompt), 0
+    assert length is not None
+    assert own.sub_block is not None
+    while len(tokens) < len(prompt) + params.max_tokens:
+        if len(tokens) % length == 0:
+            tokens.append(int(dense_logits(model.hf, tokens, length)[-1].argmax()))
+        start = len(tokens) // length * length
+        is_masked = [False] * (len(tokens) - start) + [True] * (start + length - len(tokens))
+        tokens += [MASK] * sum(is_masked)
+        step = 0
+        for low in range(0, length, own.sub_block):
+            inside = range(low, min(length, low + own.sub_block))
+            while masked := [slot for slot in inside if is_masked[slot]]:
+                rows = dense_logits(model.hf, tokens, length)[start:]
+                rows = torch.cat([rows[-1:], rows[:-1]])
+                found, sure, _ = candidates(rows, params, noise, start, step)
+                surest = max(masked, key=lambda slot: float(sure[slot]))
+                for slot in masked:
+                    if sure[slot] > own.threshold or slot == surest:
+                        tokens[start + slot], is_masked[slot] = int(found[slot]), False
+                step, passes = step + 1, passes + 1
+    return tokens[len(prompt) : len(prompt) + params.max_tokens], passes
+
+
+def dense_llada2(
+    model: Masked, prompt: list[int], params: SamplingParams, own: DiffusionParams
+) -> tuple[list[int], int]:
+    length, noise, tokens, passes = own.canvas_length, PositionNoise(params.seed or 0), list(prompt), 0
+    assert length is not None
+    while len(tokens) < len(prompt) + params.max_tokens:
+        start = len(tokens) // length * length
+        given = len(tokens) - start
+        tokens += [MASK] * (length - given)
+        masked, post, step = list(range(given, length)), 0, 0
+        while True:
+            post += not masked
+            if post > 16:
+                break
+            rows = dense_logits(model.hf, tokens, length)[start:]
+            found, sure, _ = candidates(rows, params, noise, start, step)
+            step, passes = step + 1, passes + 1
+            placed = [slot for slot in range(given, length) if slot not in masked]
+            edits = [slot for slot in placed if found[slot] != tokens[start + slot] and sure[slot] > own.edit_threshold]
+            reveal = [slot for slot in masked if sure[slot] > own.threshold]
+            if masked and not reveal:
+                reveal = [max(masked, key=lambda slot: float(sure[slot]))]
+            was_full = not masked
+            for slot in [*edits, *reveal]:
+                tokens[start + slot] = int(found[slot])
+            masked = [slot for slot in masked if slot not in reveal]
+            if was_full and not edits:
+                break
+    return tokens[len(prompt) : len(prompt) + params.max_tokens], passes
+
+
+Dense = Callable[[Masked, list[int], SamplingParams, DiffusionParams], tuple[list[int], int]]
+
+
+def compare(model: Masked, dense: Dense, prompts: list[list[int]], params: SamplingParams, **options: Any) -> None:
+    """The engine answers all prompts together; tokens and passes must be those of the loop."""
+    engine = Engine(model.target, **{"page_size": 8, **options})
+    _, full = engine.procedures.choose(params)
+    assert full.diffusion is not None
+    for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
+        tokens, passes = dense(model, prompt, params, full.diffusion)
+        assert (result.token_ids, result.stats.denoising_steps) == (tokens, passes), prompt
+    engine.check_integrity()
+
+
+def prompts_around(length: int) -> list[list[int]]:
+    """Prompts of 1 to 2L + 1 tokens, the lengths around a block's end among them."""
+    generator = torch.Generator().manual_seed(length)
+    sizes = sorted({1, length - 1, length, length + 1, 2 * length, 2 * length + 1} - {0})
+    return [torch.randint(MASK, (size,), generator=generator).tolist() for size in sizes]
+
+
+STRATEGIES = [
+    {"strategy": "low_confidence_dynamic", "threshold": 0.3},
+    {"strategy": "low_confidence_static", "max_steps": 3},
+    {"strategy": "sequential", "max_steps": 3},
+    {"strategy": "entropy_bounded", "entropy_bound": 2.5},
+]
+
+
+@pytest.mark.parametrize("own", STRATEGIES, ids=lambda own: own["strategy"])
+@pytest.mark.parametrize("length", [1, 4, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_sdar_is_the_dense_loop(sdar: Masked, own: dict[str, Any], length: int, temperature: float) -> None:
+    diffusion = DiffusionParams(canvas_length=length, **own)
+    params = SamplingParams(max_tokens=2 * length + 3, temperature=temperature, seed=5, diffusion=diffusion)
+    compare(sdar, dense_sdar, prompts_around(length), params)
+
+
+class Causal(Denoising):
+    """Planted: what is committed sees only what is before it."""
+
+    def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
+        tokens, segment = super().segment(work)
+        segment.groups = (1,) * work.num_known + ((work.ask.size,) if work.ask.size else ())
+        return tokens, segment
+
+
+class Unshifted(Denoising):
+    """Planted: row i is taken for slot i."""
+
+    def denoise(self, request: Request, rows: Tensor) -> None:
+        super().denoise(request, rows.roll(-1, dims=0))
+
+
+@pytest.mark.parametrize("fault", [Causal, Unshifted])
+def test_a_planted_fault_is_seen(fast_dllm: Masked, fault: type[Denoising]) -> None:
+    params = SamplingParams(max_tokens=19, diffusion=DiffusionParams(canvas_length=8, threshold=0.2))
+    engine = Engine(fast_dllm.target)
+    _, full = engine.procedures.choose(params)
+    assert fast_dllm.target.diffusion is not None
+    assert full.diffusion is not None
+    prompt = prompts_around(8)[-1]
+    request = engine.add_request(prompt, full, fault(fast_dllm.target, fast_dllm.target.diffusion))
+    while engine.has_work:
+        engine.step()
+    assert request.result().token_ids != dense_fast_dllm(fast_dllm, prompt, full, full.diffusion)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("sub_block", [3, 4, 8])
+def test_fast_dllm_is_the_dense_loop(fast_dllm: Masked, sub_block: int, temperature: float) -> None:
+    diffusion = DiffusionParams(canvas_length=8, sub_block=sub_block, threshold=0.2)
+    params = SamplingParams(max_tokens=19, temperature=temperature, seed=5, diffusion=diffusion)
+    compare(fast_dllm, dense_fast_dllm, prompts_around(8), params)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_llada2_edits_as_the_dense_loop_does(sdar: Masked, temperature: float) -> None:
+    target = Target(copy.deepcopy(sdar.hf), None, replace(LLADA2, mask_token_id=MASK))
+    diffusion = DiffusionParams(canvas_length=8, threshold=0.3, edit_threshold=0.15)
+    params = SamplingParams(max_tokens=19, temperature=temperature, seed=5, diffusion=diffusion)
+    compare(Masked(target, sdar.hf), dense_llada2, prompts_around(8), params)

@@ -1,0 +1,74 @@
+"""Which procedure answers, and by which settings."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests import tiny
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.config import DecodingConfig
+from volley.errors import ConfigError
+from volley.models.diffusion import SDAR
+from volley.models.target import Target
+from volley.procedures.denoising import Denoising
+from volley.procedures.make import Procedures, make_procedures
+from volley.procedures.self_speculative import SelfSpeculative
+from volley.procedures.speculative import Speculative
+
+
+@pytest.fixture(scope="module")
+def procedures() -> Procedures:
+    target = Target(tiny.eager_model(tiny.target_config()), None, replace(SDAR, mask_token_id=3))
+    return make_procedures(target, Speculative(DecodingConfig()))
+
+
+def test_each_mode_has_its_procedure(procedures: Procedures) -> None:
+    for mode, kind in (("diffusion", Denoising), ("self", SelfSpeculative), ("autoregressive", Speculative)):
+        procedure, _ = procedures.choose(SamplingParams(diffusion={"mode": mode}))  # type: ignore[arg-type]
+        assert type(procedure) is kind
+    assert type(procedures.choose(SamplingParams())[0]) is Denoising
+
+
+def test_what_is_not_said_is_the_models_own(procedures: Procedures) -> None:
+    _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(threshold=0.5)))
+    assert params.diffusion == replace(SDAR.defaults, mode="diffusion", threshold=0.5)
+    _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(mode="self")))
+    assert params.diffusion is not None
+    assert (params.diffusion.max_steps, params.diffusion.canvas_length) == (1, 4)
+
+
+def test_a_strategy_of_another_family_is_refused(procedures: Procedures) -> None:
+    with pytest.raises(ConfigError, match="begins with mask tokens"):
+        procedures.choose(SamplingParams(diffusion=DiffusionParams(strategy="entropy_renoise")))
+
+
+def test_other_models_refuse_diffusion_settings() -> None:
+    engine = Engine(Target(tiny.eager_model(tiny.target_config())))
+    with pytest.raises(ConfigError, match="no diffusion language model; leave"):
+        engine.add_request([1], SamplingParams(diffusion=DiffusionParams()))
+
+
+def test_settings_are_read_from_words() -> None:
+    own = DiffusionParams.from_words(["mode=self", "threshold=0.8", "max_steps=3"])
+    assert own == DiffusionParams(mode="self", threshold=0.8, max_steps=3)
+    with pytest.raises(ConfigError, match="write NAME=VALUE"):
+        DiffusionParams.from_words(["threshold"])
+    with pytest.raises(ConfigError, match="did you mean 'max_steps'"):
+        DiffusionParams.from_words(["max_step=3"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"treshold": 0.5}, "did you mean 'threshold'"),
+        ({"mode": "diffuse"}, "did you mean 'diffusion'"),
+        ({"strategy": "sequentially"}, "did you mean 'sequential'"),
+        ({"max_steps": 0}, "≥ 1"),
+        ({"max_steps": 2.5}, "a whole number"),
+        ({"threshold": "high"}, "a number"),
+        ({"t_min": 0.9, "t_max": 0.5}, "t_min 0.9 is above"),
+    ],
+)
+def test_settings_that_cannot_be_used_say_so(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(diffusion=values)  # type: ignore[arg-type]

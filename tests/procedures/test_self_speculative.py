@@ -1,0 +1,161 @@
+"""Self-speculation answers as the autoregressive mode of the same weights does, whatever the canvas drafts."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import tiny
+from tests.chi_square import chi_square_p, joint_counts
+from tests.diffusion_gemma import VOCAB as GEMMA_VOCAB
+from tests.diffusion_gemma import random_model
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.decode.canvas import CanvasNoise, CoupledNoise
+from volley.decode.sampling import PositionNoise, token_probs
+from volley.models.diffusion import FAST_DLLM, SDAR
+from volley.models.diffusion_gemma import DiffusionGemma
+from volley.models.target import Target
+from volley.procedures.request import Request
+from volley.procedures.self_speculative import SelfSpeculative
+
+MASK = tiny.VOCAB - 1
+AUTOREGRESSIVE = DiffusionParams(mode="autoregressive")
+
+
+def target(family: str = "sdar", **changes: Any) -> Target:
+    if family == "gemma":
+        return DiffusionGemma(random_model())
+    rules = replace(
+        {"sdar": SDAR, "fast_dllm": FAST_DLLM}[family], mask_token_id=changes.get("vocab_size", MASK + 1) - 1
+    )
+    return Target(tiny.eager_model(tiny.target_config(num_hidden_layers=2, **changes)), None, rules)
+
+
+@pytest.mark.parametrize("family", ["sdar", "fast_dllm", "gemma"])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_are_those_of_the_autoregressive_mode(family: str, steps: int, temperature: float) -> None:
+    engine = Engine(target(family), page_size=4)
+    prompts = tiny.random_prompts(4, vocab=min(MASK, GEMMA_VOCAB))
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=21)
+    own = DiffusionParams(mode="self", canvas_length=5, max_steps=steps)
+    drafted = list(engine.generate(prompts, replace(params, diffusion=own)))
+    engine.reset_prefix_cache()
+    plain = list(engine.generate(prompts, replace(params, diffusion=AUTOREGRESSIVE)))
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert all(result.stats.denoising_steps >= steps for result in drafted)
+    engine.check_integrity()
+    assert engine.snapshot().pages_used == 0
+
+
+def test_no_canvas_lies_behind_the_end_of_an_answer() -> None:
+    own = target()
+    params = SamplingParams(max_tokens=14, diffusion=DiffusionParams(mode="self", canvas_length=8, max_steps=2))
+    engine = Engine(own, page_size=4, num_pages=4)
+    (result,) = engine.generate([[1, 2]], params)
+    (plain,) = engine.generate([[1, 2]], replace(params, diffusion=AUTOREGRESSIVE))
+    assert result.token_ids == plain.token_ids
+
+
+def test_a_repeating_answer_is_accepted_several_tokens_at_a_time() -> None:
+    """A model that always says the same token: a canvas that is right saves passes."""
+    own = target()
+    head = own.model.get_output_embeddings().weight
+    with torch.no_grad():
+        head.zero_()
+    engine = Engine(own)
+    params = SamplingParams(max_tokens=33, diffusion=DiffusionParams(mode="self", canvas_length=8, max_steps=1))
+    (result,) = engine.generate([[1, 2, 3]], params)
+    assert result.token_ids == [0] * 33
+    assert (result.stats.denoising_steps, result.stats.commit_passes) == (4, 1), "canvases ride behind what is verified"
+    assert result.stats.acceptance_length == 8
+    assert result.stats.tokens_per_pass == 33 / 5
+
+
+class Unmatched(SelfSpeculative):
+    """Planted: verification draws with the position's noise, and the first token of a draft is taken unseen."""
+
+    def absorb(self, works: Any, logits: Tensor) -> None:
+        super().absorb(works, logits)
+        for work in works:
+            if work.proposal.token_ids and work.verdict.token_ids:
+                work.verdict.token_ids[0] = work.proposal.token_ids[0]
+
+
+class Independent(SelfSpeculative):
+    """Drafts with noise of its own, as others do."""
+
+    def noise(self, request: Request) -> CanvasNoise:
+        return PositionNoise(request.noise.seed)
+
+
+def draws(engine: Engine, procedure: Any, count: int, params: SamplingParams) -> tuple[Tensor, float]:
+    """Two tokens after the first of each of ``count`` answers with seeds of their own, and their mean acceptance length."""
+    requests = []
+    for seed in range(count):
+        _, own = engine.procedures.choose(replace(params, seed=seed))
+        requests.append(engine.add_request([1, 2], own, procedure))
+    while engine.has_work:
+        engine.step()
+    lengths = [length for request in requests for length in request.stats.accepted_lengths]
+    return torch.tensor([request.token_ids[2:5] for request in requests]), sum(lengths) / len(lengths)
+
+
+V = 6
+
+
+def exact(own: Target) -> Tensor:
+    """The distribution of three tokens after the prompt ``[V³]``."""
+    hf = copy.deepcopy(own.model)
+    hf.set_attn_implementation("eager")
+    joint = torch.ones(())
+    texts = torch.tensor([[1, 2]])
+    for _ in range(3):
+        with torch.inference_mode():
+            probs = token_probs(hf(input_ids=texts).logits[:, -1], SamplingParams(temperature=1.0))
+        joint = (joint.reshape(-1, 1) * probs).flatten()
+        nexts = torch.arange(V).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(V, dim=0), nexts], dim=1)
+    return joint
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_sampled_tokens_have_the_models_own_distribution(steps: int) -> None:
+    own = target(vocab_size=V)
+    engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
+    diffusion = DiffusionParams(mode="self", canvas_length=3, max_steps=steps)
+    params = SamplingParams(temperature=1.0, max_tokens=3, diffusion=diffusion)
+    tokens, _ = draws(engine, None, 2500, params)
+    assert chi_square_p(joint_counts(tokens, V), exact(own)) > 1e-3
+
+
+def test_a_planted_bias_is_seen() -> None:
+    own = target(vocab_size=V)
+    engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
+    assert own.diffusion is not None
+    params = SamplingParams(temperature=1.0, max_tokens=3, diffusion=DiffusionParams(mode="self", canvas_length=3))
+    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure), 2500, params)
+    assert chi_square_p(joint_counts(tokens, V), exact(own)) < 1e-3
+
+
+def test_a_coupled_canvas_is_accepted_more_often_than_an_independent_one() -> None:
+    own = target()
+    with torch.no_grad():
+        own.model.get_output_embeddings().weight.mul_(0.3)  # flat distributions: what is drawn is the noise's choice
+    engine = Engine(own, max_running=300, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
+    assert own.diffusion is not None
+    params = SamplingParams(temperature=1.0, max_tokens=9, diffusion=DiffusionParams(mode="self", canvas_length=4))
+    _, coupled = draws(engine, None, 300, params)
+    _, independent = draws(engine, Independent(own, own.diffusion, engine.procedure), 300, params)
+    assert coupled > 1.1 * independent
+
+
+def test_coupled_noise_is_the_noise_of_positions() -> None:
+    probs = torch.rand(3, 7)
+    noise = CoupledNoise(5)
+    chosen = noise.choose(probs, 11, 2)
+    expected = (probs / PositionNoise(5).exponentials([11, 12, 13], 7)).argmax(dim=-1)
+    assert torch.equal(chosen, expected)

@@ -1,0 +1,120 @@
+"""A diffusion language model behind the server, asked by OpenAI's client."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from openai import BadRequestError, OpenAI
+
+from tests import tiny
+from tests.conftest import byte_tokenizer
+from tests.serve.running import MODEL, Running, running
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.models.diffusion import SDAR
+from volley.models.target import Target
+
+OWN = {"canvas_length": 8, "threshold": 0.3}
+PROMPT = "Hello there"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
+    return Engine(Target(hf, byte_tokenizer(), replace(SDAR, mask_token_id=3)), page_size=8)
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Running]:
+    with running(engine) as server:
+        yield server
+        server.settle()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def answer(engine: Engine, **changes: object) -> str:
+    values = {"max_tokens": 30, "temperature": 0.8, "seed": 4, "diffusion": DiffusionParams(**OWN), **changes}  # type: ignore[arg-type]
+    (result,) = Engine(engine.target, page_size=8).generate(PROMPT, SamplingParams(**values))  # type: ignore[arg-type]
+    return result.text
+
+
+def test_answers_whole_and_streamed_are_the_engines(client: OpenAI, engine: Engine) -> None:
+    want = answer(engine)
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0.8, "seed": 4}
+    whole = client.completions.create(**asked, extra_body={"diffusion": OWN})  # type: ignore[call-overload]
+    assert whole.choices[0].text == want
+    details = whole.usage.completion_tokens_details
+    assert details.denoising_steps > 0
+    assert details.tokens_per_pass == pytest.approx(30 / details.denoising_steps, abs=1e-4)
+    stream = client.completions.create(**asked, stream=True, extra_body={"diffusion": OWN})  # type: ignore[call-overload]
+    pieces = [chunk.choices[0].text for chunk in stream]
+    assert "".join(pieces) == want
+    assert len(pieces) <= 6, "text comes a block at a time"
+
+
+def test_modes_n_and_log_probabilities(client: OpenAI, engine: Engine) -> None:
+    for mode in ("autoregressive", "self"):
+        made = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"diffusion": {"mode": mode}}
+        )
+        own = DiffusionParams(mode="autoregressive")
+        assert made.choices[0].text == answer(engine, max_tokens=12, temperature=0.0, diffusion=own)
+    several = client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        n=3,
+        max_tokens=9,
+        temperature=0.8,
+        seed=4,
+        logprobs=2,
+        extra_body={"diffusion": OWN, "ignore_eos": True},
+    )
+    assert several.choices[0].text == answer(engine, max_tokens=9)
+    assert len({choice.text for choice in several.choices}) > 1
+    for choice in several.choices:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.token_logprobs or []) == 9
+
+
+def test_a_stop_string_ends_an_answer_inside_a_block(client: OpenAI, engine: Engine) -> None:
+    whole = answer(engine)
+    stop = whole[11:13]
+    made = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=30, temperature=0.8, seed=4, stop=stop, extra_body={"diffusion": OWN}
+    )
+    assert made.choices[0].text == whole[: whole.index(stop)]
+    assert made.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"treshold": 0.5}, "did you mean 'threshold'"),
+        ({"max_steps": 0}, "greater than or equal to 1"),
+        ({"t_min": 0.9, "t_max": 0.5}, "is above t_max"),
+        ({"strategy": "entropy_renoise"}, "begins with mask tokens"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(client: OpenAI, own: dict[str, object], message: str) -> None:
+    with pytest.raises(BadRequestError, match=message):
+        client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"diffusion": own})
+
+
+def test_metrics_count_passes_and_tokens(server: Running) -> None:
+    server.settle()
+    before = server.metrics()
+    made = server.complete(PROMPT, max_tokens=24, diffusion=OWN).json()
+    server.settle()
+    after = server.metrics()
+
+    def grown(name: str) -> float:
+        return after[f"volley:{name}"] - before[f"volley:{name}"]
+
+    assert grown("denoised_tokens_total") == grown("generation_tokens_total") == 24
+    steps = made["usage"]["completion_tokens_details"]["denoising_steps"]
+    assert grown("denoising_steps_total") == steps
+    assert grown("commit_passes_total") == 0
+    assert grown("denoising_steps_per_canvas_count") == 1
