@@ -19,10 +19,20 @@ from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.engine.pacing import Pacing
 from volley.engine.proposing import Proposers
+from volley.engine.recurrent import make_recurrent
 from volley.engine.rehearsal import Rehearsal
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
-from volley.engine.states import DraftContext, DraftRing, Sequences, TargetPages, default_pages, free_table, ring_pages
+from volley.engine.states import (
+    DraftContext,
+    DraftRing,
+    Sequences,
+    SequenceState,
+    TargetPages,
+    default_pages,
+    free_table,
+    ring_pages,
+)
 from volley.engine.step import Step, Timings, accept
 from volley.errors import ConfigError, InputError
 from volley.files import REFERENCE
@@ -117,7 +127,7 @@ class Engine:
         slots = num_pages * size
         store = make_store(config.kv_dtype, target.kv_shapes, slots, target.dtype, target.device)
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
-        model, others, taps, window = None, list[DraftContext](), tuple[int, ...](), config.draft_window
+        model, others, taps, window = None, list[SequenceState](), tuple[int, ...](), config.draft_window
         if drafter is not None:
             check_pair(drafter, target)
             drafter.rotary.cover(min(target.context_length, slots) + drafter.config.block_size)
@@ -130,9 +140,12 @@ class Engine:
             )
             ring = window and DraftRing(model, window, size, capacity.max_running)
             others.append(ring or DraftContext(model))
+        self.recurrent = make_recurrent(target, capacity, window)
+        if self.recurrent is not None:
+            others.append(self.recurrent)
         self.sequences = Sequences(pages, others)
         self.scheduler = Scheduler(capacity, self.sequences)
-        self.runner = Runner(target, store, taps)
+        self.runner = Runner(target, store, taps, self.recurrent)
         return model
 
     @classmethod

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from volley.engine.recurrent import RecurrentStates
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
@@ -13,9 +14,15 @@ from volley.models.target import Target
 
 
 class Runner:
-    def __init__(self, target: Target, store: KVStore, tapped_layers: Sequence[int] = ()) -> None:
-        """The states of ``tapped_layers`` are kept for the drafter."""
-        self.target, self.store = target, store
+    def __init__(
+        self,
+        target: Target,
+        store: KVStore,
+        tapped_layers: Sequence[int] = (),
+        recurrent: RecurrentStates | None = None,
+    ) -> None:
+        """The hidden states of ``tapped_layers`` are kept for the drafter."""
+        self.target, self.store, self.recurrent = target, store, recurrent
         self._taps = Taps(target.model, tapped_layers) if tapped_layers else None
         if self._taps is not None:
             weakref.finalize(self, self._taps.close)  # a target outlives the engines made on it
@@ -36,7 +43,10 @@ class Runner:
                 work.rows = slice(first, len(rows))
             device = self.target.device
             step.batch = RaggedBatch(segments, torch.tensor(tokens, device=device))
-            logits = self.target.forward(step.batch, self.store, torch.tensor(rows or [0], device=device))
+            if self.recurrent is not None:
+                step.recurrent = self.recurrent.start(step.batch, step.works)
+            wanted = torch.tensor(rows or [0], device=device)
+            logits = self.target.forward(step.batch, self.store, wanted, step.recurrent)
             step.logits = logits[: len(rows)]
             if self._taps is not None:
                 step.features = self._taps.take()[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from volley.errors import UnsupportedModelError
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.recurrence import Run, Trace, scan, state_after
+from volley.memory.recurrence import Run, Trace, advance, scan
 from volley.memory.recurrent_store import RecurrentLayout, RecurrentStore, read_slots
 
 _PIECE = 64  # tokens of a marked segment that are computed at once
@@ -116,7 +116,7 @@ class RecurrentPass:
                 ancestors = torch.ones(1, end - first, end - first, dtype=torch.bool, device=outputs.device).tril()
                 own, trace = scan(piece, states, ancestors)
                 outputs[start + first : start + end] = own[0].transpose(0, 1)
-                states = state_after(trace, states, ancestors, torch.tensor([end - first - 1], device=outputs.device))
+                states = advance(trace, ancestors, torch.tensor([end - first - 1], device=outputs.device))(states)
                 first = end
             marked[index, mark] = states[0]
 
@@ -154,7 +154,11 @@ class RecurrentPass:
         before = [group.slots[at] for at in places]
         for states, traces in zip(self.store.states, self._traces, strict=True):
             trace = traces[place] if is_whole else Trace(*(x[places] for x in traces[place]))
-            states.index_copy_(0, slots, state_after(trace, read_slots(states, before), ancestors, rows))
+            step = advance(trace, ancestors, rows)
+            if before == [wanted[0].slot]:
+                step.in_place(states[wanted[0].slot])
+            else:
+                states.index_copy_(0, slots, step(read_slots(states, before)))
 
     # -- the batch's structure -----------------------------------------------------------------------------------------
     def _slot(self, segment: Segment) -> int | None:
