@@ -100,7 +100,9 @@ class RecurrentPass:
         marked: dict[tuple[int, int], Tensor] = {}
         for index, marks in enumerate(self.marks):
             if marks:
-                self._scan_marked(index, Run(*(x if x is None else self._rows_of(x, index) for x in inputs)), outputs, marked)
+                self._scan_marked(
+                    index, Run(*(x if x is None else self._rows_of(x, index) for x in inputs)), outputs, marked
+                )
         self._traces.append(traces)
         self._marked.append(marked)
         self._num_rules += 1

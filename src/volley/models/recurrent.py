@@ -22,10 +22,10 @@ from volley.errors import UnsupportedModelError
 from volley.memory.recurrent_store import RecurrentLayout
 
 FAMILIES = frozenset(
-    "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text olmo_hybrid kimi_linear nemotron_h bamba granitemoehybrid "
+    "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid kimi_linear nemotron_h bamba granitemoehybrid "
     "falcon_h1 lfm2 lfm2_moe".split()
 )
-"""Model types whose recurrent layers volley computes; each is compared with transformers' own tokens in the tests."""
+"""Types of text models whose recurrent layers volley computes; each is compared with transformers' own tokens in the tests."""
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 _WITH_RULE = RECURRENT_LAYERS - {"conv"}
 _REASONS = {

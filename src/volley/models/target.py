@@ -246,7 +246,9 @@ def check_config(config: Any) -> None:
             "layers of some families can be rolled back. Use a target whose layers are all of these"
         )
     if types and not types & _ATTENTION_LAYERS:
-        raise UnsupportedModelError(f"{config.model_type} has no attention layer; volley keeps prefixes on pages of K/V")
+        raise UnsupportedModelError(
+            f"{config.model_type} has no attention layer; volley keeps prefixes on pages of K/V"
+        )
     if getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; volley decodes causal LMs")
 
