@@ -1,8 +1,8 @@
 """What recurrent layers remember of each request: one slot of states that moves with the tokens that stay, and snapshots of it.
 
-A state cannot be cut where a page ends, so a prefix is found only where pages and a snapshot end together. Snapshots are taken at the
-last page boundary of a prompt, at the last one of the answer so far, and where pages had matched further than any snapshot: other
-prompts may part there too. The least recently used ones make room.
+A state cannot be cut where a page ends, so a prefix is found only where pages and a snapshot end together. Snapshots are taken at
+the last page boundary of a prompt, at the last one of the answer so far, and where pages had matched further than any snapshot:
+other prompts may part there too. The least recently used ones make room.
 """
 
 from collections import OrderedDict, deque

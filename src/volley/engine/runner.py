@@ -45,8 +45,8 @@ class Runner:
             step.batch = RaggedBatch(segments, torch.tensor(tokens, device=device))
             if self.recurrent is not None:
                 step.recurrent = self.recurrent.start(step.batch, step.works)
-            wanted = torch.tensor(rows or [0], device=device)
-            logits = self.target.forward(step.batch, self.store, wanted, step.recurrent)
+            choosing = torch.tensor(rows or [0], device=device)
+            logits = self.target.forward(step.batch, self.store, choosing, step.recurrent)
             step.logits = logits[: len(rows)]
             if self._taps is not None:
                 step.features = self._taps.take()[0]

@@ -5,12 +5,13 @@ Mamba-2, whose B, C and dt·x are keys, queries and values. A state ``S [keys, v
 
     S ← e^g S;   S ← S + k ⊗ u  with  u = beta (v − Sᵀ k), or u = v without beta;   o = Sᵀ q
 
-A run of T tokens is computed at once. A token's G is the sum of g over its ancestors and itself, and ``D_ij = e^(G_i − G_j)`` where j
-is an ancestor of i or i itself, else 0. Then ``u = (I + strict part of diag(beta)(k kᵀ ∘ D))⁻¹ diag(beta)(v − e^G k S)`` and
-``o = e^G q S + (q kᵀ ∘ D) u``. In a chain the ancestors are all tokens before. A token's u depends on its ancestors only, so the
-state after any token is known from u, k and G: no token is computed again when a draft is cut.
+A run of T tokens is computed at once. A token's G is the sum of g over its ancestors and itself, and ``D_ij = e^(G_i − G_j)``
+where j is an ancestor of i or i itself, else 0. Then ``u = (I + strict part of diag(beta)(k kᵀ ∘ D))⁻¹ diag(beta)(v − e^G k S)``
+and ``o = e^G q S + (q kᵀ ∘ D) u``. In a chain the ancestors are all tokens before. A token's u depends on its ancestors only, so
+the state after any token is known from u, k and G: no token is computed again when a draft is cut.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,11 @@ class Run(NamedTuple):
     """g, a logarithm ≤ 0: ``[N, heads, T, keys]``, or ``[N, heads, T, 1]`` where all channels of a head share it."""
     betas: Tensor | None
     """``[N, heads, T, 1]``; ``None``: nothing is subtracted (Mamba-2)."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Run":
+        """The same change of every part."""
+        betas = None if self.betas is None else change(self.betas)
+        return Run(change(self.queries), change(self.keys), change(self.values), change(self.decays), betas)
 
 
 class Trace(NamedTuple):

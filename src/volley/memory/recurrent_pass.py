@@ -1,11 +1,12 @@
 """One pass of a model with recurrent layers over a ragged batch: what the layers compute, and the states after any token.
 
-Nothing is written while the pass runs. A segment that may be cut is *open*: its inputs are kept, and once it is known which tokens
-stay, :meth:`RecurrentPass.write` makes the states after them. A segment with *marks* stays as a whole and may be long: it is
-computed in pieces, and states are kept at its marks only.
+Nothing is written while the pass runs. A segment that may be cut is *open*: what states are made of is kept, and once it is known
+which tokens stay, :meth:`RecurrentPass.write` makes the states after them. A segment with *marks* stays as a whole and may be
+long: it is computed in pieces, and states are kept at its marks only.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -82,13 +83,12 @@ class RecurrentPass:
 
     def scan(self, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, betas: Tensor | None) -> Tensor:
         """The next linear recurrence: all ``[T, heads, …]`` in fp32, as :class:`Run` names them; ``[T, heads, values]``."""
-        inputs = (queries, keys, values, decays, betas)
+        inputs = Run(queries, keys, values, decays, betas)
         outputs = torch.empty_like(values)
         traces = []
         for group in self._groups:
-            run = Run(*(x if x is None else _group_rows(x, group) for x in inputs))
-            states = self._states(group.slots, run)
-            own, trace = scan(run, states, group.ancestors)
+            run = inputs.map(partial(_group_rows, group=group))
+            own, trace = scan(run, self._states(group.slots, run), group.ancestors)
             traces.append(trace)
             own = own.transpose(1, 2).flatten(0, 1)
             if group.rows is None:
@@ -100,26 +100,25 @@ class RecurrentPass:
         marked: dict[tuple[int, int], Tensor] = {}
         for index, marks in enumerate(self.marks):
             if marks:
-                self._scan_marked(
-                    index, Run(*(x if x is None else self._rows_of(x, index) for x in inputs)), outputs, marked
-                )
+                self._scan_marked(index, inputs.map(partial(self._rows_of, index=index)), outputs, marked)
         self._traces.append(traces)
         self._marked.append(marked)
         self._num_rules += 1
         return outputs
 
     def _scan_marked(self, index: int, run: Run, outputs: Tensor, marked: dict[tuple[int, int], Tensor]) -> None:
+        """Compute a marked segment piece by piece: its outputs, and the states at its marks."""
         start, states = self.batch.offsets[index], self._states([self._slot(self.batch.segments[index])], run)
         first = 0
         for mark in self.marks[index]:
             while first <= mark:
-                end = min(first + _PIECE, mark + 1)
-                piece = Run(*(x if x is None else x[:, :, first:end] for x in run))
-                ancestors = torch.ones(1, end - first, end - first, dtype=torch.bool, device=outputs.device).tril()
+                size = min(_PIECE, mark + 1 - first)
+                piece = run.map(partial(torch.narrow, dim=2, start=first, length=size))
+                ancestors = torch.ones(1, size, size, dtype=torch.bool, device=outputs.device).tril()
                 own, trace = scan(piece, states, ancestors)
-                outputs[start + first : start + end] = own[0].transpose(0, 1)
-                states = advance(trace, ancestors, torch.tensor([end - first - 1], device=outputs.device))(states)
-                first = end
+                outputs[start + first : start + first + size] = own[0].transpose(0, 1)
+                states = advance(trace, ancestors, torch.tensor([size - 1], device=outputs.device))(states)
+                first += size
             marked[index, mark] = states[0]
 
     # -- what stays ----------------------------------------------------------------------------------------------------
@@ -201,7 +200,7 @@ class RecurrentPass:
         return _Group(members, places, torch.from_numpy(ancestors).to(device), slots)
 
     def _taps_of(self, width: int) -> Tensor:
-        """What a causal convolution reads for each token, itself first: rows ``[T, width]`` of all histories and then the batch."""
+        """What a convolution reads for each token, itself first: rows ``[T, width]`` of all histories and then the batch."""
         if width not in self._taps:
             segments = self.batch.segments
             base = len(segments) * (width - 1)

@@ -1,8 +1,8 @@
 """Recurrent layers of transformers' models on volley's states: the modules run as they are, two functions of theirs are wrapped.
 
 Every such layer calls a causal convolution and, except for plain short convolutions, one rule that carries a state from token to
-token. Both are functions of the layer's Python module, looked up at the call. Wrappers take their place once in a process; they do what
-they wrap unless a target of volley's is running its pass.
+token. Both are functions of the layer's Python module, looked up at the call. Wrappers take their place once in a process; they
+do what they wrap unless a target of volley's is running its pass.
 """
 
 import functools
@@ -22,8 +22,12 @@ from volley.errors import UnsupportedModelError
 from volley.memory.recurrent_store import RecurrentLayout
 
 FAMILIES = frozenset(
-    "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid kimi_linear nemotron_h bamba granitemoehybrid "
-    "falcon_h1 lfm2 lfm2_moe".split()
+    [
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),  # gated delta nets
+        "kimi_linear",  # Kimi delta attention
+        *("nemotron_h", "bamba", "granitemoehybrid", "falcon_h1"),  # Mamba-2
+        *("lfm2", "lfm2_moe"),  # short convolutions
+    ]
 )
 """Types of text models whose recurrent layers volley computes; each is compared with transformers' own tokens in the tests."""
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
@@ -69,11 +73,11 @@ def running(own: LayerPass | None) -> Iterator[None]:
 
 def check_family(model_type: str, layer_types: set[str]) -> None:
     """Refuse a model whose recurrent layers volley does not compute."""
-    if layer_types & RECURRENT_LAYERS and model_type not in FAMILIES or model_type in _REASONS:
+    if model_type in _REASONS or (layer_types & RECURRENT_LAYERS and model_type not in FAMILIES):
         reason = _REASONS.get(model_type, f"layers of type {', '.join(sorted(layer_types & RECURRENT_LAYERS))}")
         raise UnsupportedModelError(
-            f"{model_type} has {reason}, whose states volley cannot roll back. Use a target whose layers are all attention, or one "
-            f"of the families {', '.join(sorted(FAMILIES))}"
+            f"{model_type} has {reason}, whose states volley cannot roll back. Use a target whose layers are all attention, "
+            f"or one of the families {', '.join(sorted(FAMILIES))}"
         )
 
 
@@ -177,7 +181,7 @@ class LayoutProbe:
         return inputs.float()
 
     def scan(self, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, betas: Tensor | None) -> Tensor:
-        self._rules.append((*keys.shape[1:], values.shape[2]))  # type: ignore[arg-type]
+        self._rules.append((keys.shape[1], keys.shape[2], values.shape[2]))
         return values
 
     def layout(self, layer_types: list[str]) -> RecurrentLayout:

@@ -60,11 +60,10 @@ def _volley_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    rows = [query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)]
-    width = value.shape[-1]
+    width, widest = value.shape[-1], max(value.shape[-1], key.shape[-1])
     if width != key.shape[-1]:
-        widest = max(width, key.shape[-1])
-        rows = [pad(x, (0, widest - x.shape[-1])) for x in rows]
+        query, key, value = (pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return volley_call(layer, *rows, options)[None, ..., :width], None
 
 
@@ -242,8 +241,8 @@ def check_config(config: Any) -> None:
     others = sorted(types - _ATTENTION_LAYERS - _STATELESS_LAYERS - RECURRENT_LAYERS)
     if others:
         raise UnsupportedModelError(
-            f"{config.model_type} has layers of type {', '.join(others)}; only full and sliding-window attention and the recurrent "
-            "layers of some families can be rolled back. Use a target whose layers are all of these"
+            f"{config.model_type} has layers of type {', '.join(others)}; only full and sliding-window attention and the "
+            "recurrent layers of some families can be rolled back. Use a target whose layers are all of these"
         )
     if types and not types & _ATTENTION_LAYERS:
         raise UnsupportedModelError(
