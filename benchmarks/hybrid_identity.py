@@ -1,6 +1,7 @@
 """Long greedy answers of targets with recurrent layers, token for token against transformers' own ``generate``.
 
     python benchmarks/hybrid_identity.py --tokens 1000 --out hybrid_identity.json [--families qwen3_5_text,nemotron_h]
+        [--settings "plain;trees"] [--rounds 1]
 
 One tiny random model of each family in fp32 answers eight prompts. A script drafts what transformers wrote, one token of seven
 made wrong, so that drafts are cut everywhere. Every setting decodes all prompts; the settings cover block sizes, trees, copies,
@@ -38,6 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trees": {"policy": "fixed:8", "tree_nodes": 15},
     "chunks of 5, three at once": {"policy": "fixed:8", "max_batch_tokens": 5, "max_running": 3},
     "preemption, few states": {"policy": "fixed:8", "num_states": 6, "scarce": True},
+    "trees, chunks, preemption": {"policy": "fixed:8", "tree_nodes": 15, "max_batch_tokens": 64, "scarce": True},
     "goodput, copies": {"policy": "goodput"},
 }
 
@@ -99,7 +101,7 @@ def own_noise(model: PreTrainedModel, text: list[int]) -> float:
     return float((torch.stack(stepped) - whole).abs().max())
 
 
-def compare(name: str, tokens: int) -> dict[str, Any]:
+def compare(name: str, tokens: int, settings: Sequence[str], rounds: int) -> dict[str, Any]:
     config = CONFIGS[name]()
     config.max_position_embeddings = 4096
     model = eager_model(config)
@@ -112,14 +114,14 @@ def compare(name: str, tokens: int) -> dict[str, Any]:
     target = Target(eager_model(config))
     row: dict[str, Any] = {"family": name, "different words": len({t for a in expected for t in a}), "settings": {}}
     row["noise of transformers itself"] = own_noise(model, [*prompts[0], *expected[0]][:400])
-    for setting, given in SETTINGS.items():
-        options = dict(given)
+    for setting in settings:
+        options = dict(SETTINGS[setting])
         pages = (LENGTH + tokens) // 16 + 2
         options["num_pages"] = pages * 3 if options.pop("scarce", False) else pages * PROMPTS * 2
         engine = Engine(target, proposer=Script(answers), **options)
         found = row["settings"][setting] = {"compared": 0, "preemptions": 0, "cached": 0, "first differences": []}
         cycles = 0
-        for _ in range(2):
+        for _ in range(rounds):
             results = list(engine.generate(prompts, SamplingParams(max_tokens=tokens)))
             engine.check_integrity()
             for prompt, answer, result in zip(prompts, expected, results, strict=True):
@@ -132,7 +134,7 @@ def compare(name: str, tokens: int) -> dict[str, Any]:
                 if at is not None:
                     distance = gap(model, [*prompt, *answer[:at]], *pairs[at])
                     found["first differences"].append({"after": at, "distance of the logits": distance})
-        found["tau"] = round(2 * PROMPTS * (tokens - 1) / cycles, 2)
+        found["tau"] = round(rounds * PROMPTS * (tokens - 1) / cycles, 2)
         print(name, setting, found, flush=True)
     return row
 
@@ -141,12 +143,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--families", default=",".join(CONFIGS))
+    parser.add_argument("--settings", default=";".join(SETTINGS))
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for name in args.families.split(","):
-        rows.append(compare(name, args.tokens))
+        rows.append(compare(name, args.tokens, args.settings.split(";"), args.rounds))
         write_atomically(args.out, json.dumps(rows, indent=2))
     total = sum(found["compared"] for row in rows for found in row["settings"].values())
     differences = sum(len(found["first differences"]) for row in rows for found in row["settings"].values())

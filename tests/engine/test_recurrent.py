@@ -254,6 +254,15 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
     assert run(engine, PROMPTS[:1])[0].stats.cached_tokens == 0
 
 
+def test_a_cache_that_is_reset_holds_no_snapshots() -> None:
+    engine = taught("qwen3_5_text", policy="fixed")
+    run(engine, PROMPTS[:1])
+    assert states(engine).snapshots
+    engine.reset_prefix_cache()
+    assert not states(engine).snapshots
+    assert run(engine, PROMPTS[:1])[0].stats.cached_tokens == 0
+
+
 def test_requests_wait_for_states() -> None:
     engine = taught("qwen3_5_text", policy="fixed", num_states=2)
     for prompt in PROMPTS:

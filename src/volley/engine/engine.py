@@ -483,6 +483,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests in flight keep theirs."""
         self.pool.forget()
+        if self.recurrent is not None:
+            self.recurrent.forget()
 
     def check_integrity(self) -> None:
         """Recount every page; raises ``AssertionError`` if the books are wrong."""

@@ -98,6 +98,11 @@ class RecurrentStates(SequenceState):
         every = sorted([*held, *self.snapshots.values(), *self._free])
         assert every == list(range(self.store.num_slots)), "a slot of states is lost or used twice"
 
+    def forget(self) -> None:
+        """Drop all snapshots."""
+        self._free += self.snapshots.values()
+        self.snapshots.clear()
+
     # -- passes and snapshots ------------------------------------------------------------------------------------------
     def start(self, batch: RaggedBatch, works: Sequence[Work[Request]]) -> RecurrentPass:
         """The pass of a step's works, which are the segments of ``batch``."""

@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
     slot: int
 
 
-class _Group(NamedTuple):
+class _OpenGroup(NamedTuple):
     """Open segments of about one length, computed together as if all were as long as the longest."""
 
     members: list[int]
@@ -175,14 +175,14 @@ class RecurrentPass:
         """One segment's rows of ``x [T, heads, …]``: ``[1, heads, length, …]``."""
         return x[self.batch.offsets[index] : self.batch.offsets[index + 1]].transpose(0, 1)[None]
 
-    def _make_groups(self) -> list[_Group]:
+    def _make_groups(self) -> list[_OpenGroup]:
         alike: dict[int, list[int]] = {}
         for index, segment in enumerate(self.batch.segments):
             if not self.marks[index]:
                 alike.setdefault((segment.length - 1).bit_length(), []).append(index)
         return [self._make_group(members) for members in alike.values()]
 
-    def _make_group(self, members: list[int]) -> _Group:
+    def _make_group(self, members: list[int]) -> _OpenGroup:
         segments, device = [self.batch.segments[index] for index in members], self.batch.token_ids.device
         longest = max(segment.length for segment in segments)
         rows = np.full((len(members), longest), len(self.batch))
@@ -197,7 +197,7 @@ class RecurrentPass:
         is_batch = np.array_equal(rows.ravel(), np.arange(len(self.batch)))
         places = None if is_batch else torch.from_numpy(rows).to(device)
         slots = [self._slot(segment) for segment in segments]
-        return _Group(members, places, torch.from_numpy(ancestors).to(device), slots)
+        return _OpenGroup(members, places, torch.from_numpy(ancestors).to(device), slots)
 
     def _taps_of(self, width: int) -> Tensor:
         """What a convolution reads for each token, itself first: rows ``[T, width]`` of all histories and then the batch."""
@@ -220,7 +220,7 @@ class RecurrentPass:
         return self._taps[width]
 
 
-def _group_rows(x: Tensor, group: _Group) -> Tensor:
+def _group_rows(x: Tensor, group: _OpenGroup) -> Tensor:
     """A group's rows of ``x [T, heads, …]``: ``[N, heads, longest, …]``, zeros for padding."""
     if group.rows is None:
         return x.view(len(group.members), -1, *x.shape[1:]).transpose(1, 2)
