@@ -128,12 +128,13 @@ def test_one_request_alone_moves_its_states_in_place() -> None:
     close(store.states[0][3], state)
 
 
-def test_without_a_store_every_segment_begins_with_zeros() -> None:
-    segment = Segment(table(3), 5, 4)
-    own = RecurrentPass(RaggedBatch([segment], torch.zeros(4, dtype=torch.long)), LAYOUT)
-    layer = Layer(4)
+@pytest.mark.parametrize("length", [4, 70])
+def test_without_a_store_every_segment_begins_with_zeros(length: int) -> None:
+    segment = Segment(table(3), 5, length)
+    own = RecurrentPass(RaggedBatch([segment], torch.zeros(length, dtype=torch.long)), LAYOUT)
+    layer = Layer(length)
     found = layer.run(own)
-    expected = layer.along([*range(4)], torch.zeros(WIDTH - 1, CHANNELS), torch.zeros(HEADS, KEYS, VALUES))
+    expected = layer.along([*range(length)], torch.zeros(WIDTH - 1, CHANNELS), torch.zeros(HEADS, KEYS, VALUES))
     close(found[0], expected[0])
     close(found[1], expected[1])
     with pytest.raises(AssertionError, match="without a store"):

@@ -50,7 +50,7 @@ class RecurrentPass:
         """``marks`` are rows of each segment in ascending order, its last one included; ``()``: an open segment.
 
         The states before a segment are in slot ``segment.table.state`` of ``store``; zero where that is ``None`` or the segment
-        begins its sequence. Without a store nothing can be written.
+        begins its sequence. Without a store nothing can be written, and long segments are computed in pieces too.
         """
         if not all(segment.causal for segment in batch.segments):
             raise UnsupportedModelError(
@@ -58,7 +58,9 @@ class RecurrentPass:
                 "use a target whose layers are all attention"
             )
         self.batch, self.layout, self.store = batch, layout, store
-        self.marks = [()] * len(batch.segments) if marks is None else list(marks)
+        self.marks = list(marks or [()] * len(batch.segments))
+        if store is None:
+            self.marks = [(s.length - 1,) if s.length > _PIECE and s.parents is None else () for s in batch.segments]
         self._groups = self._make_groups()
         self._taps: dict[int, Tensor] = {}
         self._inputs: list[Tensor] = []
