@@ -117,12 +117,16 @@ class CapacityConfig:
     """Pages that hold all K/V; by default up to 1 GiB."""
     prefix_caching: bool = True
     """Let prompts that begin alike share pages."""
+    num_states: int | None = None
+    """Recurrent states of a hybrid target, of running requests and of prefixes; by default up to 1 GiB."""
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < 1 or self.max_running < 1:
             raise ConfigError("max_batch_tokens and max_running must be at least 1")
         if self.page_size < 1:
             raise ConfigError(f"page_size is {self.page_size}; a page holds at least 1 token")
+        if self.num_states is not None and self.num_states < 2:
+            raise ConfigError(f"num_states is {self.num_states}; a request and a prefix need at least 2")
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[DecodingConfig, CapacityConfig]:

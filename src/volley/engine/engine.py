@@ -19,9 +19,18 @@ from volley.decode.rules import TokenRule, make_rules
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.engine.pacing import Pacing
+from volley.engine.recurrent import make_recurrent
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
-from volley.engine.states import DraftContext, DraftRing, Sequences, TargetPages, default_pages, ring_pages
+from volley.engine.states import (
+    DraftContext,
+    DraftRing,
+    Sequences,
+    SequenceState,
+    TargetPages,
+    default_pages,
+    ring_pages,
+)
 from volley.engine.step import Step, Timings, accept, propose
 from volley.errors import CapacityError, ConfigError, InputError
 from volley.files import REFERENCE
@@ -129,7 +138,7 @@ class Engine:
         slots = num_pages * size
         store = make_store(config.kv_dtype, target.kv_shapes, slots, target.dtype, target.device)
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
-        model, others, window = None, list[DraftContext](), config.draft_window
+        model, others, window = None, list[SequenceState](), config.draft_window
         if drafter is not None:
             check_pair(drafter, target)
             drafter.rotary.cover(min(target.context_length, slots) + drafter.config.block_size)
@@ -141,9 +150,12 @@ class Engine:
             )
             ring = window and DraftRing(model, window, size, capacity.max_running)
             others.append(ring or DraftContext(model))
+        self.recurrent = make_recurrent(target, capacity, window)
+        if self.recurrent is not None:
+            others.append(self.recurrent)
         self.sequences = Sequences(pages, others)
         self.scheduler = Scheduler(capacity, self.sequences)
-        self.runner = Runner(target, store, model)
+        self.runner = Runner(target, store, model, self.recurrent)
         return model
 
     @classmethod
@@ -487,6 +499,8 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests in flight keep theirs."""
         self.pool.forget()
+        if self.recurrent is not None:
+            self.recurrent.forget()
 
     def check_integrity(self) -> None:
         """Recount every page; raises ``AssertionError`` if the books are wrong."""

@@ -5,6 +5,7 @@ import weakref
 import torch
 
 from volley.decode.sampling import best_tokens
+from volley.engine.recurrent import RecurrentStates
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
@@ -15,9 +16,16 @@ from volley.models.target import Target
 
 
 class Runner:
-    def __init__(self, target: Target, store: KVStore, model: DraftModel | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        store: KVStore,
+        model: DraftModel | None = None,
+        recurrent: RecurrentStates | None = None,
+    ) -> None:
         """The states of the layers that the drafter of ``model`` reads are kept for it."""
-        self.target, self.store, self.model, self._taps = target, store, model, None
+        self.target, self.store, self.model, self.recurrent = target, store, model, recurrent
+        self._taps: Taps | None = None
         if model is not None:
             self._taps = Taps(target.model, model.drafter.config.target_layer_ids)
             weakref.finalize(self, self._taps.close)  # a target outlives the engines made on it
@@ -36,7 +44,10 @@ class Runner:
                 work.rows = slice(first, len(rows))
             device = self.target.device
             step.batch = RaggedBatch(segments, torch.tensor(tokens, device=device))
-            logits = self.target.forward(step.batch, self.store, torch.tensor(rows or [0], device=device), self._taps)
+            if self.recurrent is not None:
+                step.recurrent = self.recurrent.start(step.batch, step.works)
+            choosing = torch.tensor(rows or [0], device=device)
+            logits = self.target.forward(step.batch, self.store, choosing, self._taps, step.recurrent)
             step.logits = logits[: len(rows)]
             if self._taps is not None:
                 step.features = self._taps.take()[0]

@@ -217,7 +217,7 @@ class Sequences:
     def keep(self, step: Step) -> None:
         """Apply the step's verdicts to every state."""
         for state in self.states:
-            with step.timings.count("verify" if state is self.pages else "draft"):
+            with step.timings.count("draft" if isinstance(state, DraftContext) else "verify"):
                 state.keep(step)
         for work in step.works:
             work.request.computed += work.num_kept

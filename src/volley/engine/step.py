@@ -10,6 +10,7 @@ from torch import Tensor
 
 from volley.decode.work import Kind, Rule, Shape, Work
 from volley.memory.batch import RaggedBatch
+from volley.memory.recurrent_pass import RecurrentPass
 from volley.policies.base import Cycle
 from volley.procedures.request import Procedure, Request
 from volley.proposers.base import Proposer
@@ -48,6 +49,8 @@ class Step:
     cycles: list[Cycle] = field(default_factory=list)
     """What the policy sees of :attr:`decoding`."""
     batch: RaggedBatch | None = None
+    recurrent: RecurrentPass | None = None
+    """The states of recurrent layers, if the target has any."""
     logits: Tensor | None = None
     """``[R, V]``: each work has its ``rows``."""
     features: Tensor | None = None

@@ -25,13 +25,14 @@ class BlockTable:
     A *ring* table keeps a fixed number of pages and wraps around: it holds only the last ``len(pages) · size`` positions.
     """
 
-    __slots__ = ("_runs", "is_ring", "page_size", "pages", "reserved")
+    __slots__ = ("_runs", "is_ring", "page_size", "pages", "reserved", "state")
 
     def __init__(self, page_size: int, pages: Iterable[int] = (), *, is_ring: bool = False) -> None:
         self.page_size = page_size
         self.is_ring = is_ring
         self.pages: list[int] = []
         self.reserved: range = range(0)
+        self.state: int | None = None  # the slot of the request's recurrent states, if the model has any
         self._runs = 0  # number of physical runs the pages form
         self.extend(pages)
 

@@ -17,6 +17,7 @@ from volley.errors import InputError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import KVStore
+from volley.memory.recurrent_pass import RecurrentPass
 from volley.models.taps import Taps
 from volley.models.target import AttentionCall, BlockDiffusion, Target, usable_device
 from volley.types import DiffusionParams
@@ -52,7 +53,14 @@ class DiffusionGemma(Target):
     def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
         self._encode(self.embed(token_ids), positions, call)
 
-    def forward(self, batch: RaggedBatch, store: KVStore, rows: Tensor, taps: Taps | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: RaggedBatch,
+        store: KVStore,
+        rows: Tensor,
+        taps: Taps | None = None,
+        states: RecurrentPass | None = None,
+    ) -> Tensor:
         """Logits ``[R, V]`` (fp32) at batch rows ``rows [R]``; K/V of the whole batch end in ``store``."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -67,10 +75,10 @@ class DiffusionGemma(Target):
                 hidden[canvas] = self._decoder.self_conditioning(hidden[canvas], segment.feedback.to(hidden.dtype))
         self._set_scalars(denoised)
         try:
-            states = self._encode(hidden[None], batch.positions[None], attend)
+            found = self._encode(hidden[None], batch.positions[None], attend)
         finally:
             self._set_scalars(None)
-        return self.head(states[0, rows])
+        return self.head(found[0, rows])
 
     def _encode(self, embeddings: Tensor, positions: Tensor, call: AttentionCall) -> Tensor:
         masks = {"full_attention": None, "sliding_attention": None}

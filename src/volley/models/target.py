@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -28,9 +29,12 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kernels import attention_for
 from volley.memory.kv_store import KVStore
+from volley.memory.recurrent_pass import RecurrentPass
+from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.accelerate import accelerate
 from volley.models.fused import FusedDecoder
 from volley.models.products import check_weights
+from volley.models.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
 from volley.models.rehearsal import made_up
 from volley.models.taps import Taps, decoder_layers
 from volley.native import Product, Weights
@@ -53,7 +57,8 @@ class BlockDiffusion:
 
 
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"}
+_STATELESS_LAYERS = {"moe", "mlp"}
 
 
 def _volley_attention(
@@ -70,12 +75,18 @@ def _volley_attention(
     volley_call: AttentionCall,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: queries ``[1, heads, T, d]``, keys and values ``[1, kv_heads, T, d]``."""
+    """transformers' attention signature: queries ``[1, heads, T, d]``, keys and values ``[1, kv_heads, T, d]``.
+
+    The store keeps keys and values in one width; the narrower ones are filled up with zeros, which changes no product.
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
     layer: int = module.layer_idx  # type: ignore[assignment]
+    width, widest = value.shape[-1], max(value.shape[-1], key.shape[-1])
+    if width != key.shape[-1]:
+        query, key, value = (pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return volley_call(layer, *rows, options)[None], None
+    return volley_call(layer, *rows, options)[None, ..., :width], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -93,11 +104,6 @@ class _ShapeProbe:
         self.shapes: dict[int, tuple[int, int]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        if k.shape != v.shape:
-            raise UnsupportedModelError(
-                f"layer {layer} has keys of shape {list(k.shape[1:])} and values of {list(v.shape[1:])}; "
-                "volley's pool stores both in one shape"
-            )
         self.shapes[layer] = (k.shape[1], k.shape[2])
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -134,13 +140,14 @@ class Target:
         self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
         self._fused: FusedDecoder | None = None
         self._attach()
-        self.kv_shapes = self._probe()
+        self.kv_shapes, self.recurrent = self._probe()
         fused = FusedDecoder.of_layers(list(decoder_layers(model)))
         if fused is not None and self._fusion_agrees(fused):
             self._fused = fused
 
     def _attach(self) -> None:
         name = type(self.model).__name__
+        wrap_functions(self.model)
         try:
             self.model.set_attn_implementation("volley")
         except (ValueError, KeyError, AttributeError) as error:
@@ -155,19 +162,24 @@ class Target:
         return dtype
 
     @torch.inference_mode()
-    def _probe(self) -> list[tuple[int, int]]:
-        """K/V shape per layer; refuses a model some of whose layers keep state that is not in the pages."""
-        probe = _ShapeProbe()
+    def _probe(self) -> tuple[list[tuple[int, int]], RecurrentLayout]:
+        """K/V shape of each layer with attention, and the recurrent states; refuses a model that keeps state anywhere else."""
+        text = self.model.config.get_text_config()
+        types = list(getattr(text, "layer_types", None) or ["full_attention"] * self.num_layers)
+        probe, recurrent = _ShapeProbe(), LayoutProbe()
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         positions = torch.arange(2, device=self.device)[None]
-        self.run_probe(tokens, positions, probe)
-        absent = sorted(set(range(self.num_layers)) - set(probe.shapes))
+        with running(recurrent):
+            self.run_probe(tokens, positions, probe)
+        expected = [layer for layer, kind in enumerate(types) if kind in _ATTENTION_LAYERS]
+        absent = sorted(set(expected) - set(probe.shapes))
         if absent:
             raise UnsupportedModelError(
                 f"layers {absent} of {type(self.model).__name__} do not call the attention interface: they keep state "
                 "that cannot be rolled back by dropping pages. Use a target whose layers are all attention"
             )
-        return [probe.shapes[layer] for layer in range(self.num_layers)]
+        self._places = {layer: place for place, layer in enumerate(expected)}
+        return [probe.shapes[layer] for layer in expected], recurrent.layout(types)
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         """Refuse a prompt that the model needs more for than its tokens."""
@@ -196,21 +208,36 @@ class Target:
         logits: Tensor = self._head(hidden)
         return logits
 
-    def forward(self, batch: RaggedBatch, store: KVStore, rows: Tensor, taps: Taps | None = None) -> Tensor:
-        """Logits ``[R, V]`` at batch rows ``rows [R]``; K/V of the whole batch end in ``store``, states in ``taps``."""
+    def forward(
+        self,
+        batch: RaggedBatch,
+        store: KVStore,
+        rows: Tensor,
+        taps: Taps | None = None,
+        states: RecurrentPass | None = None,
+    ) -> Tensor:
+        """Logits ``[R, V]`` at batch rows ``rows [R]``; K/V of the whole batch end in ``store``, tapped states in ``taps``.
+
+        ``states`` computes the recurrent layers, if there are any, from the states before each segment; without it every
+        segment begins with zeros and leaves nothing.
+        """
         if self._fused is not None and self._fused.serves(store):
             return self._fused_forward(self._fused, batch, store, rows, taps)
+        places = self._places
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-            return self.attention(batch, store, layer, q, k, v, options)
+            return self.attention(batch, store, places[layer], q, k, v, options)
 
-        output = self.model(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-            volley_call=attend,
-        )
+        if states is None and self.recurrent:
+            states = RecurrentPass(batch, self.recurrent)
+        with running(states):
+            output = self.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                volley_call=attend,
+            )
         logits: Tensor = output.logits[0]
         return logits
 
@@ -287,13 +314,19 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def check_config(config: Any) -> None:
-    """Refuse, before weights are read, an architecture whose layers are not all attention."""
+    """Refuse, before weights are read, an architecture whose layers keep state that volley cannot roll back."""
     text = config.get_text_config()
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    types = set(getattr(text, "layer_types", None) or ())
+    check_family(text.model_type, types)
+    others = sorted(types - _ATTENTION_LAYERS - _STATELESS_LAYERS - RECURRENT_LAYERS)
     if others:
         raise UnsupportedModelError(
-            f"{config.model_type} has layers of type {', '.join(others)}; only full and sliding-window attention can be "
-            "put on pages and rolled back by dropping them. Use a target whose layers are all of these two types"
+            f"{config.model_type} has layers of type {', '.join(others)}; only full and sliding-window attention and the "
+            "recurrent layers of some families can be rolled back. Use a target whose layers are all of these"
+        )
+    if types and not types & _ATTENTION_LAYERS:
+        raise UnsupportedModelError(
+            f"{config.model_type} has no attention layer; volley keeps prefixes on pages of K/V"
         )
     if getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; volley decodes causal LMs")

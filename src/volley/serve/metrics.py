@@ -42,6 +42,10 @@ class Metrics:
         for part, size in memory.items():
             held.labels(part).set(size)
         self.usage = gauge("kv_cache_usage_perc", "Share of the pages held by requests; 1 is all.")
+        self.states = gauge("recurrent_states", "Slots for the recurrent states of a hybrid target.")
+        self.states_used = gauge("recurrent_states_used", "Slots of recurrent states held by requests.")
+        self.states_cached = gauge("recurrent_states_cached", "Slots of recurrent states that hold those of prefixes.")
+        self.state_bytes = gauge("recurrent_state_bytes", "Memory of all slots of recurrent states.")
         self.preemptions = counter("num_preemptions", "Requests that lost their pages to others.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         self.cached_tokens = counter(
@@ -129,6 +133,11 @@ class Metrics:
         self.waiting.set(now.waiting)
         self.pages_used.set(now.pages_used)
         self.usage.set(now.pages_used / now.num_pages)
+        if engine.recurrent is not None:
+            self.states.set(engine.recurrent.store.num_slots)
+            self.states_used.set(engine.recurrent.num_held)
+            self.states_cached.set(len(engine.recurrent.snapshots))
+            self.state_bytes.set(engine.recurrent.store.nbytes)
 
     def finished(self, request: Request, reason: str) -> None:
         stats = request.stats

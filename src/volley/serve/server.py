@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
         if self.started:
             self.address = self.servers[0].sockets[0].getsockname()[:2]
             url = "{}://{}:{}".format("https" if self.config.is_ssl else "http", *self.address)
-            log.info("listening", extra={"fields": {"url": url, "model": self.service.model}})
+            log.info("listening", extra={"fields": {"url": url, "model": self.service.model, **self.service.memory}})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining:

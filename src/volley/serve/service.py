@@ -26,6 +26,15 @@ from volley.serve.worker import Job, Worker
 from volley.types import SamplingParams
 
 
+def memory(engine: Engine) -> dict[str, float]:
+    """MiB of what the engine keeps of its requests: the target's K/V, and the recurrent states of a hybrid target."""
+    sizes = {"kv_mib": engine.runner.store.nbytes}
+    if engine.recurrent is not None:
+        sizes["recurrent_states_mib"] = engine.recurrent.store.nbytes
+        sizes["recurrent_state_mib"] = engine.recurrent.store.bytes_per_state
+    return {name: round(size / 2**20, 3) for name, size in sizes.items()}
+
+
 class Service:
     """One model being served. Everything but the worker runs in the event loop."""
 
@@ -39,6 +48,7 @@ class Service:
         self.metrics = Metrics(holds.num_pages, memory_of(engine))
         self.worker = Worker(engine, self.metrics, config.max_waiting)
         self.max_model_len = holds.max_tokens
+        self.memory = memory(engine)
         self.draining = False
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()

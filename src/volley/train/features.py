@@ -67,6 +67,7 @@ class FrozenTarget:
             head = torch.cat([head, bias.detach()[:, None]], dim=1)
         scale = getattr(self.text_config, "logit_scale", None) or 1.0
         scale /= getattr(self.text_config, "logits_scaling", None) or 1.0
+        scale *= getattr(self.text_config, "lm_head_multiplier", None) or 1.0
         return head if scale == 1.0 else head * scale
 
     @property

@@ -1,0 +1,119 @@
+"""The linear recurrence of recurrent layers, for runs of tokens that may be trees.
+
+One form serves gated delta nets (Yang et al. 2024), their variant with a decay for every channel (Kimi Delta Attention) and
+Mamba-2, whose B, C and dt·x are keys, queries and values. A state ``S [keys, values]`` of each head follows
+
+    S ← e^g S;   S ← S + k ⊗ u  with  u = beta (v − Sᵀ k), or u = v without beta;   o = Sᵀ q
+
+A run of T tokens is computed at once. A token's G is the sum of g over its ancestors and itself, and ``D_ij = e^(G_i − G_j)``
+where j is an ancestor of i or i itself, else 0. Then ``u = (I + strict part of diag(beta)(k kᵀ ∘ D))⁻¹ diag(beta)(v − e^G k S)``
+and ``o = e^G q S + (q kᵀ ∘ D) u``. In a chain the ancestors are all tokens before. A token's u depends on its ancestors only, so
+the state after any token is known from u, k and G: no token is computed again when a draft is cut.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import threshold
+
+_ROWS = 16  # queries whose decays are held at once where every channel has its own
+_LEAST = (
+    1e-22  # factors below this are taken as 0: products with denormal numbers would be up to ten times slower on a CPU
+)
+
+
+class Run(NamedTuple):
+    """Rule inputs of N runs of T tokens, fp32 with heads first; a padding token has zeros everywhere."""
+
+    queries: Tensor
+    """``[N, heads, T, keys]``"""
+    keys: Tensor
+    """``[N, heads, T, keys]``"""
+    values: Tensor
+    """``[N, heads, T, values]``"""
+    decays: Tensor
+    """g, a logarithm ≤ 0: ``[N, heads, T, keys]``, or ``[N, heads, T, 1]`` where all channels of a head share it."""
+    betas: Tensor | None
+    """``[N, heads, T, 1]``; ``None``: nothing is subtracted (Mamba-2)."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Run":
+        """The same change of every part."""
+        betas = None if self.betas is None else change(self.betas)
+        return Run(change(self.queries), change(self.keys), change(self.values), change(self.decays), betas)
+
+
+class Trace(NamedTuple):
+    """What the states after each token of N runs can be made of, beside the states before them."""
+
+    keys: Tensor
+    updates: Tensor
+    """u ``[N, heads, T, values]``"""
+    totals: Tensor
+    """G, as wide as the decays."""
+
+
+def scan(run: Run, states: Tensor, ancestors: Tensor) -> tuple[Tensor, Trace]:
+    """Outputs ``[N, heads, T, values]`` after ``states [N, heads, keys, values]``, and the trace.
+
+    ``ancestors [N or 1, T, T]`` (boolean): whether token j is an ancestor of token i, or i itself.
+    """
+    length = run.keys.shape[2]
+    totals = run.decays if length == 1 else ancestors[:, None].to(run.decays.dtype) @ run.decays
+    decay = _factors(totals)
+    updates = run.values
+    if run.betas is not None:
+        updates = run.betas * (updates - (run.keys * decay) @ states)
+        if length > 1:
+            system = run.betas * _products(run.keys, run.keys, totals, ancestors)  # its diagonal is taken to be 1
+            updates = torch.linalg.solve_triangular(system, updates, upper=False, unitriangular=True)
+    mixed = _products(run.queries, run.keys, totals, ancestors) @ updates
+    return (run.queries * decay) @ states + mixed, Trace(run.keys, updates, totals)
+
+
+def _products(left: Tensor, keys: Tensor, totals: Tensor, ancestors: Tensor) -> Tensor:
+    """``left kᵀ ∘ D``: ``[N, heads, T, T]``."""
+    if keys.shape[2] == 1:
+        return (left * keys).sum(dim=-1, keepdim=True)
+    outside = ~ancestors[:, None]
+    if totals.shape[-1] == 1:
+        differences = totals - totals.transpose(-1, -2)
+        return (left @ keys.transpose(-1, -2)) * _factors(differences.masked_fill(outside, -torch.inf))
+    rows = []
+    for start in range(0, keys.shape[2], _ROWS):
+        own = slice(start, start + _ROWS)
+        differences = totals[:, :, own, None] - totals[:, :, None]
+        decays = _factors(differences.masked_fill(outside[:, :, own, :, None], -torch.inf))
+        rows.append(torch.einsum("nhic,nhjc,nhijc->nhij", left[:, :, own], keys, decays))
+    return torch.cat(rows, dim=2)
+
+
+def _factors(logarithms: Tensor) -> Tensor:
+    return threshold(logarithms.exp(), _LEAST, 0.0)
+
+
+class Advance(NamedTuple):
+    """How the states of N runs follow from those before: ``factors · S + keysᵀ updates``."""
+
+    factors: Tensor
+    """``[N, heads, keys or 1, 1]``"""
+    keys: Tensor
+    """``[N, heads, T, keys]``, zero for tokens that the last one does not descend from."""
+    updates: Tensor
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return self.factors * states + self.keys.transpose(-1, -2) @ self.updates
+
+    def in_place(self, states: Tensor) -> None:
+        """Change the states ``[heads, keys, values]`` of one run."""
+        states.mul_(self.factors[0]).baddbmm_(self.keys[0].transpose(-1, -2), self.updates[0])
+
+
+def advance(trace: Trace, ancestors: Tensor, rows: Tensor) -> Advance:
+    """How states become those after token ``rows [N]`` of each run."""
+    index = torch.arange(len(rows), device=rows.device)
+    last = trace.totals[index, :, rows][:, :, None]
+    inside = ancestors.expand(len(rows), -1, -1)[index, rows][:, None, :, None]
+    decays = _factors((last - trace.totals).masked_fill(~inside, -torch.inf))
+    return Advance(_factors(last).transpose(-1, -2), trace.keys * decays, trace.updates)

@@ -1,0 +1,237 @@
+"""One pass of a model with recurrent layers over a ragged batch: what the layers compute, and the states after any token.
+
+Nothing is written while the pass runs. A segment that may be cut is *open*: what states are made of is kept, and once it is known
+which tokens stay, :meth:`RecurrentPass.write` makes the states after them. A segment with *marks* stays as a whole and may be
+long: it is computed in pieces, and states are kept at its marks only.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from volley.errors import UnsupportedModelError
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.recurrence import Run, Trace, advance, scan
+from volley.memory.recurrent_store import RecurrentLayout, RecurrentStore, read_slots
+
+_PIECE = 64  # tokens of a marked segment that are computed at once
+
+
+class Wanted(NamedTuple):
+    """The states after token ``row`` of a segment are to be in a slot of the store."""
+
+    segment: int
+    row: int
+    slot: int
+
+
+class _OpenGroup(NamedTuple):
+    """Open segments of about one length, computed together as if all were as long as the longest."""
+
+    members: list[int]
+    rows: Tensor | None
+    """Their tokens in the batch ``[N, T]``, the batch's length for padding; ``None``: the whole batch in its order."""
+    ancestors: Tensor
+    slots: list[int | None]
+
+
+class RecurrentPass:
+    def __init__(
+        self,
+        batch: RaggedBatch,
+        layout: RecurrentLayout,
+        store: RecurrentStore | None = None,
+        marks: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        """``marks`` are rows of each segment in ascending order, its last one included; ``()``: an open segment.
+
+        The states before a segment are in slot ``segment.table.state`` of ``store``; zero where that is ``None`` or the segment
+        begins its sequence. Without a store nothing can be written, and long segments are computed in pieces too.
+        """
+        if not all(segment.causal for segment in batch.segments):
+            raise UnsupportedModelError(
+                "recurrent layers read tokens from left to right and cannot compute a bidirectional segment; "
+                "use a target whose layers are all attention"
+            )
+        self.batch, self.layout, self.store = batch, layout, store
+        self.marks = list(marks or [()] * len(batch.segments))
+        if store is None:
+            self.marks = [(s.length - 1,) if s.length > _PIECE and s.parents is None else () for s in batch.segments]
+        self._groups = self._make_groups()
+        self._taps: dict[int, Tensor] = {}
+        self._inputs: list[Tensor] = []
+        self._num_rules = 0
+        self._traces: list[list[Trace]] = []
+        self._marked: list[dict[tuple[int, int], Tensor]] = []
+
+    # -- called by the layers, in their order --------------------------------------------------------------------------
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The next causal convolution, without its activation: ``inputs [T, C]``, ``weight [C, K]``; ``[T, C]`` in fp32."""
+        width, place = weight.shape[1], len(self._inputs)
+        slots = [self._slot(segment) for segment in self.batch.segments]
+        if self.store is None:
+            past = inputs.new_zeros(len(slots) * (width - 1), inputs.shape[1])
+        else:
+            past = read_slots(self.store.histories[place], slots).flatten(0, 1)
+        extended = torch.cat((past.to(inputs.dtype), inputs))
+        self._inputs.append(extended)
+        taps = self._taps_of(width)
+        outputs = torch.einsum("tkc,ck->tc", extended[taps].float(), weight.flip(1).float())
+        return outputs if bias is None else outputs + bias.float()
+
+    def scan(self, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, betas: Tensor | None) -> Tensor:
+        """The next linear recurrence: all ``[T, heads, …]`` in fp32, as :class:`Run` names them; ``[T, heads, values]``."""
+        inputs = Run(queries, keys, values, decays, betas)
+        outputs = torch.empty_like(values)
+        traces = []
+        for group in self._groups:
+            run = inputs.map(partial(_group_rows, group=group))
+            own, trace = scan(run, self._states(group.slots, run), group.ancestors)
+            traces.append(trace)
+            own = own.transpose(1, 2).flatten(0, 1)
+            if group.rows is None:
+                outputs = own
+            else:
+                rows = group.rows.flatten()
+                real = rows < len(self.batch)
+                outputs[rows[real]] = own[real]
+        marked: dict[tuple[int, int], Tensor] = {}
+        for index, marks in enumerate(self.marks):
+            if marks:
+                self._scan_marked(index, inputs.map(partial(self._rows_of, index=index)), outputs, marked)
+        self._traces.append(traces)
+        self._marked.append(marked)
+        self._num_rules += 1
+        return outputs
+
+    def _scan_marked(self, index: int, run: Run, outputs: Tensor, marked: dict[tuple[int, int], Tensor]) -> None:
+        """Compute a marked segment piece by piece: its outputs, and the states at its marks."""
+        start, states = self.batch.offsets[index], self._states([self._slot(self.batch.segments[index])], run)
+        first = 0
+        for mark in self.marks[index]:
+            while first <= mark:
+                size = min(_PIECE, mark + 1 - first)
+                piece = run.map(partial(torch.narrow, dim=2, start=first, length=size))
+                ancestors = torch.ones(1, size, size, dtype=torch.bool, device=outputs.device).tril()
+                own, trace = scan(piece, states, ancestors)
+                outputs[start + first : start + first + size] = own[0].transpose(0, 1)
+                states = advance(trace, ancestors, torch.tensor([size - 1], device=outputs.device))(states)
+                first += size
+            marked[index, mark] = states[0]
+
+    # -- what stays ----------------------------------------------------------------------------------------------------
+    def write(self, wanted: Sequence[Wanted]) -> None:
+        """Put states after tokens into the store's slots, which are no others' that are still to be read in this pass."""
+        assert self.store is not None, "a pass without a store keeps nothing"
+        if not wanted:
+            return
+        device = self.batch.token_ids.device
+        offsets = [self.batch.offsets[each.segment] + each.row for each in wanted]
+        slots = torch.tensor([each.slot for each in wanted], device=device)
+        for history, extended in zip(self.store.histories, self._inputs, strict=True):
+            taps = self._taps_of(history.shape[1] + 1)[offsets, :-1].flip(1)
+            history[slots] = extended[taps].to(history.dtype)
+        for states, marked in zip(self.store.states, self._marked, strict=True):
+            found = [(marked[each.segment, each.row], each.slot) for each in wanted if self.marks[each.segment]]
+            for state, slot in found:
+                states[slot] = state
+        for place, group in enumerate(self._groups):
+            members = {segment: place for place, segment in enumerate(group.members)}
+            own = [each for each in wanted if each.segment in members]
+            if own:
+                self._write_group(place, [members[each.segment] for each in own], own)
+
+    def _write_group(self, place: int, places: list[int], wanted: list[Wanted]) -> None:
+        assert self.store is not None
+        group, device = self._groups[place], self.batch.token_ids.device
+        rows = torch.tensor([each.row for each in wanted], device=device)
+        slots = torch.tensor([each.slot for each in wanted], device=device)
+        is_whole = places == list(range(len(group.members)))
+        ancestors = group.ancestors
+        if not is_whole and len(ancestors) > 1:
+            ancestors = ancestors[places]
+        before = [group.slots[at] for at in places]
+        for states, traces in zip(self.store.states, self._traces, strict=True):
+            trace = traces[place] if is_whole else Trace(*(x[places] for x in traces[place]))
+            step = advance(trace, ancestors, rows)
+            if before == [wanted[0].slot]:
+                step.in_place(states[wanted[0].slot])
+            else:
+                states.index_copy_(0, slots, step(read_slots(states, before)))
+
+    # -- the batch's structure -----------------------------------------------------------------------------------------
+    def _slot(self, segment: Segment) -> int | None:
+        return None if segment.start == 0 or self.store is None else segment.table.state
+
+    def _states(self, slots: list[int | None], run: Run) -> Tensor:
+        """The states before so many runs of the rule that is computed now."""
+        if self.store is not None:
+            return read_slots(self.store.states[self._num_rules], slots)
+        return run.keys.new_zeros(len(slots), run.keys.shape[1], run.keys.shape[-1], run.values.shape[-1])
+
+    def _rows_of(self, x: Tensor, index: int) -> Tensor:
+        """One segment's rows of ``x [T, heads, …]``: ``[1, heads, length, …]``."""
+        return x[self.batch.offsets[index] : self.batch.offsets[index + 1]].transpose(0, 1)[None]
+
+    def _make_groups(self) -> list[_OpenGroup]:
+        alike: dict[int, list[int]] = {}
+        for index, segment in enumerate(self.batch.segments):
+            if not self.marks[index]:
+                alike.setdefault((segment.length - 1).bit_length(), []).append(index)
+        return [self._make_group(members) for members in alike.values()]
+
+    def _make_group(self, members: list[int]) -> _OpenGroup:
+        segments, device = [self.batch.segments[index] for index in members], self.batch.token_ids.device
+        longest = max(segment.length for segment in segments)
+        rows = np.full((len(members), longest), len(self.batch))
+        for row, index, segment in zip(rows, members, segments, strict=True):
+            row[: segment.length] = self.batch.offsets[index] + np.arange(segment.length)
+        ancestors = np.tri(longest, dtype=np.bool_)[None]
+        if any(segment.parents is not None for segment in segments):
+            ancestors = ancestors.repeat(len(members), axis=0)
+            for seen, segment in zip(ancestors, segments, strict=True):
+                if segment.parents is not None:
+                    seen[: segment.length, : segment.length] = _ancestors(segment.parents)
+        is_batch = np.array_equal(rows.ravel(), np.arange(len(self.batch)))
+        places = None if is_batch else torch.from_numpy(rows).to(device)
+        slots = [self._slot(segment) for segment in segments]
+        return _OpenGroup(members, places, torch.from_numpy(ancestors).to(device), slots)
+
+    def _taps_of(self, width: int) -> Tensor:
+        """What a convolution reads for each token, itself first: rows ``[T, width]`` of all histories and then the batch."""
+        if width not in self._taps:
+            segments = self.batch.segments
+            base = len(segments) * (width - 1)
+            taps = []
+            for index, segment in enumerate(segments):
+                parents = np.arange(-1, segment.length - 1)
+                if segment.parents is not None:
+                    parents[1:] = segment.parents
+                local = [np.arange(segment.length)]
+                for _ in range(width - 1):
+                    before = local[-1]
+                    local.append(np.where(before >= 0, parents[np.maximum(before, 0)], before - 1))
+                read = np.stack(local, axis=1)
+                history = index * (width - 1) + (width - 1) + read
+                taps.append(np.where(read >= 0, base + self.batch.offsets[index] + read, history))
+            self._taps[width] = torch.from_numpy(np.concatenate(taps)).to(self.batch.token_ids.device)
+        return self._taps[width]
+
+
+def _group_rows(x: Tensor, group: _OpenGroup) -> Tensor:
+    """A group's rows of ``x [T, heads, …]``: ``[N, heads, longest, …]``, zeros for padding."""
+    if group.rows is None:
+        return x.view(len(group.members), -1, *x.shape[1:]).transpose(1, 2)
+    return torch.cat((x, torch.zeros_like(x[:1])))[group.rows].transpose(1, 2)
+
+
+def _ancestors(parents: Sequence[int]) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
+    """Whether token j of a tree is an ancestor of token i, or i itself."""
+    seen = np.eye(len(parents) + 1, dtype=np.bool_)
+    for token, parent in enumerate(parents, start=1):
+        seen[token] |= seen[parent]
+    return seen
