@@ -71,12 +71,11 @@ def export(
 
 def _token_counts(target: str, data: list[Path]) -> list[int]:
     """How often the target wrote each token."""
-    from transformers import AutoTokenizer
-
     from volley.models.export import TargetShape
+    from volley.models.loading import auto_tokenizer
     from volley.train.data import count_response_tokens, read_rows
 
     vocab_size = TargetShape.from_pretrained(target).vocab_size  # first: its error says what is wrong with the name
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = auto_tokenizer(target)
     stop = {tokenizer.eos_token_id} - {None}
     return count_response_tokens(tokenizer, read_rows(data), stop, vocab_size)

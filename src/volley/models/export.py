@@ -7,13 +7,13 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from volley.errors import CheckpointError, ConfigError
+from volley.errors import CheckpointError, ConfigError, VolleyError
 from volley.files import check_weights
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.models.formats import Checkpoint, Format, read_checkpoint, write_checkpoint
+from volley.models.loading import load_causal_lm, load_config
 
 
 def export(
@@ -71,10 +71,12 @@ class TargetShape:
     def from_pretrained(cls, name: str | Path) -> Self:
         """Read the config of a folder or of a model on the hub, no weights."""
         try:
-            config = AutoConfig.from_pretrained(name)
+            config = load_config(name)
             text = config.get_text_config()
             architectures = tuple(config.architectures or ())
             return cls(str(name), architectures, text.hidden_size, text.vocab_size, text.num_hidden_layers)
+        except VolleyError:
+            raise
         except Exception as error:  # transformers raises many kinds for a damaged folder or an unknown name
             raise CheckpointError(
                 f"{name}: the target's config cannot be read ({error}); give a hub name or a folder with config.json"
@@ -95,7 +97,9 @@ class TargetEnds:
     @classmethod
     def from_pretrained(cls, name: str | Path) -> Self:
         try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+            model = load_causal_lm(name, "auto")
+        except VolleyError:
+            raise
         except Exception as error:  # as above
             raise CheckpointError(
                 f"{name}: the target cannot be read ({error}); give a hub name or a folder"

@@ -13,21 +13,19 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
+from volley.errors import CheckpointError, ConfigError, UnsupportedModelError, VolleyError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kernels import attention_for
 from volley.memory.kv_store import KVStore
 from volley.models.accelerate import accelerate
+from volley.models.loading import auto_tokenizer, load_causal_lm, load_config
 from volley.models.taps import decoder_layers
 
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
@@ -171,14 +169,13 @@ class Target:
     def from_pretrained(
         cls, path: str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
     ) -> Self:
-        """Load model and tokenizer from a folder or the hub."""
+        """Load model and tokenizer from a folder, the hub or a GGUF file."""
         device = usable_device(device)
         try:
-            config = AutoConfig.from_pretrained(path)
-            check_config(config)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            check_config(load_config(path))
+            model = load_causal_lm(path, dtype)
             tokenizer = load_tokenizer(path)
-        except (UnsupportedModelError, CheckpointError):
+        except VolleyError:
             raise
         except ValueError as error:
             raise UnsupportedModelError(
@@ -195,7 +192,7 @@ class Target:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    tokenizer = auto_tokenizer(path)
     if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
         raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
     return tokenizer
