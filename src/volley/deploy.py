@@ -14,12 +14,13 @@ from volley.options import expand
 class ExportOptions:
     """What to write, and where; each is an argument of ``models.export.export``."""
 
-    to: Literal["zlab", "speculators", "sglang", "transformers"]
-    """Format to write. zlab is what volley and vLLM read; sglang is the same, checked for what SGLang cannot use."""
+    to: Literal["zlab", "speculators", "sglang", "transformers", "gguf"]
+    """Format to write. zlab is what volley and vLLM read; sglang is the same, checked for what SGLang cannot use; gguf is
+    llama.cpp's."""
     out: Path
-    """Folder to write."""
+    """Folder to write; with gguf a file."""
     target: str | None = None
-    """The drafter's target, folder or hub name: they are checked to fit."""
+    """The drafter's target, folder, hub name or GGUF file: they are checked to fit."""
     with_embeddings: bool = False
     """Put the target's embedding and head into the checkpoint."""
     draft_vocab_size: int | None = None

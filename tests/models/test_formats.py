@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.tiny import VOCAB, drafter_config, eager_model, random_drafter, target_config
 from volley.errors import CheckpointError, ConfigError, MismatchError, VolleyError
 from volley.files import load_tensors, read_json, save_tensors
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoint import Checkpoint, HeadConfig
 from volley.models.drafter import Drafter
 from volley.models.export import TargetEnds, TargetShape, export
-from volley.models.formats import Checkpoint, Format, parse_config, read_checkpoint, write_checkpoint
+from volley.models.formats import Format, parse_config, read_checkpoint, write_checkpoint
 
 FORMATS: tuple[Format, ...] = ("zlab", "speculators", "sglang", "transformers")
 SLIDING = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}

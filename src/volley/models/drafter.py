@@ -20,7 +20,7 @@ from volley.errors import ConfigError
 from volley.files import check_weights, save_tensors, write_atomically
 from volley.models.checkpoint import DrafterConfig
 from volley.models.formats import read_checkpoint, weight_files
-from volley.models.heads import ResidualHead
+from volley.models.heads import MarkovTables, ResidualHead
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
@@ -129,6 +129,15 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMLP(config)
 
 
+def _make_head(config: DrafterConfig) -> ResidualHead | MarkovTables | None:
+    head = config.head
+    if head is None:
+        return None
+    if head.type == "dspark":
+        return MarkovTables(config.vocab_size, config.draft_vocab_size or config.vocab_size, head.rank)
+    return ResidualHead(config.hidden_size, head.rank, with_context=head.type == "residual")
+
+
 class Drafter(nn.Module):
     """A drafter for one target. Weight names are z-lab's; embedding and head are the target's.
 
@@ -146,9 +155,7 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
-        self.head: ResidualHead | None = None
-        if config.head is not None:
-            self.head = ResidualHead(config.hidden_size, config.head.rank)
+        self.head = _make_head(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
         self.lm_head: nn.Linear | None = None
         self.d2t: Tensor | None
@@ -157,6 +164,11 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         reduced = rows is not None and rows < config.vocab_size
         self.register_buffer("d2t", torch.zeros(rows or 0, dtype=torch.long) if reduced else None)
+
+    @property
+    def drafted(self) -> Tensor | None:
+        """The tokens of a reduced vocabulary, one for each row of the head."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def _layers(self) -> Iterator[DraftLayer]:
         return cast(Iterator[DraftLayer], iter(self.layers))
@@ -202,10 +214,9 @@ class Drafter(nn.Module):
         if self.lm_head is None:
             return of_target(hidden)
         own: Tensor = self.lm_head(hidden)
-        if self.d2t is None:
+        if self.drafted is None:
             return own
-        token_ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        return own.new_full((len(own), self.config.vocab_size), -torch.inf).index_copy(1, token_ids, own)
+        return own.new_full((len(own), self.config.vocab_size), -torch.inf).index_copy(1, self.drafted, own)
 
     @classmethod
     def from_pretrained(cls, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> Self:
@@ -215,6 +226,8 @@ class Drafter(nn.Module):
         drafter = cls(checkpoint.config)
         check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)
         drafter.load_state_dict(checkpoint.tensors)
+        if isinstance(drafter.head, MarkovTables):
+            drafter.head.drafted = drafter.drafted
         drafter.folder = path
         return drafter.to(dtype).eval()
 

@@ -16,7 +16,8 @@ from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.models.gguf.blocks import QuantisedWeight, unpack
 
 MAGIC = b"GGUF"
-_NOT_READ = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+_TOKENS = "tokenizer.ggml.tokens"
+_TOKENIZER_LISTS = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _PLAIN = {"F32", "F16", "BF16"}
 
 Rows = Callable[[NDArray[Any]], NDArray[Any]]
@@ -46,16 +47,17 @@ def gguf_package() -> Any:
 class GGUFFile:
     """One file; tensors stay on the disk until they are asked for."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, whole: bool = False) -> None:
+        """``whole`` keeps the lists of a tokenizer, which are large, among the metadata."""
         self.path = Path(path)
         package = gguf_package()
         _check_magic(self.path)
         try:
             reader = package.GGUFReader(self.path)
             self.metadata: Mapping[str, Any] = {
-                name: field.contents() for name, field in reader.fields.items() if name not in _NOT_READ
+                name: field.contents() for name, field in reader.fields.items() if whole or name not in _TOKENIZER_LISTS
             }
-            self._names_only = {name for name in _NOT_READ if name in reader.fields}
+            self.num_tokens = len(reader.fields[_TOKENS].data) if _TOKENS in reader.fields else 0
         except Exception as error:  # the reader raises whatever numpy does for a file that ends too early
             raise CheckpointError(
                 f"{self.path} is truncated or damaged ({error or type(error).__name__}); fetch or convert it again"
@@ -75,7 +77,7 @@ class GGUFFile:
 
     @property
     def has_tokenizer(self) -> bool:
-        return "tokenizer.ggml.tokens" in self._names_only and "tokenizer.ggml.model" in self.metadata
+        return self.num_tokens > 0 and "tokenizer.ggml.model" in self.metadata
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of ``{architecture}.{key}``."""
