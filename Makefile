@@ -2,6 +2,7 @@
 # make test   install, then lint, type-check, check the import contract and run the tests
 # make test-fresh   run the property tests on examples that no run has seen; SEED=... repeats a run
 # make test-vllm   install vLLM's CPU build into an environment of its own, then run the tests that need it
+# make peers  build llama.cpp in a folder of its own, for benchmarks/llama_cpp.py (needs cmake, ninja and a C++ compiler; about ten minutes)
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,10 @@ INSTALLED := $(VENV)/.installed
 
 VLLM := .venv-vllm
 
-.PHONY: demo test test-fresh test-vllm reference clean
+PEERS := .peers
+LLAMA_CPP := llama_cpp_python-0.3.36
+
+.PHONY: demo test test-fresh test-vllm peers reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/volley demo
@@ -45,9 +49,22 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
+# The source package of llama-cpp-python holds a release of llama.cpp with its converter, and bindings to its C interface.
+peers: $(PEERS)/.built-$(LLAMA_CPP)
+
+$(PEERS)/.built-$(LLAMA_CPP):
+	$(PYTHON) -m venv $(PEERS)/venv
+	$(PEERS)/venv/bin/pip download --quiet --no-deps --no-binary :all: --dest $(PEERS) $(subst _,-,$(subst -,==,$(LLAMA_CPP)))
+	tar --extract --gzip --directory $(PEERS) --file $(PEERS)/$(LLAMA_CPP).tar.gz
+	ln --symbolic --force --no-dereference $(LLAMA_CPP) $(PEERS)/llama-cpp-python
+	cmake -S $(PEERS)/llama-cpp-python/vendor/llama.cpp -B $(PEERS)/build -G Ninja -DCMAKE_BUILD_TYPE=Release \
+		-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
+	nice -n 10 cmake --build $(PEERS)/build --parallel 2 --target llama-server llama-quantize llama-bench llama-perplexity
+	touch $@
+
 # Train the bundled pair again from a folder of training text (see docs/training.md).
 reference: $(INSTALLED)
 	scripts/reference/run $(DATA)
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(PEERS) build dist src/*.egg-info
