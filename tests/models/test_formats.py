@@ -149,7 +149,7 @@ def foreign() -> dict[str, Any]:
         ({"aux_hidden_state_layer_ids": None}, "lacks 'aux_hidden_state_layer_ids'"),
         ({"aux_hidden_state_layer_ids": "1,3"}, "must be a list of layer numbers"),
         ({"transformer_layer_config": 3}, "lacks a transformer_layer_config"),
-        ({"sample_from_anchor": True}, "predict from the anchor's slot are not supported"),
+        ({"sample_from_anchor": True}, "only DSpark drafters predict from the anchor's slot"),
         ({"target_hidden_size": 64}, "target_hidden_size is 64, not the drafter's 32"),
         ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size is 51; it must be between 1 and the vocabulary of 50"),
         ({"draft_vocab_size": "many"}, "draft_vocab_size is 'many'; it must be an integer"),

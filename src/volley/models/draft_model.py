@@ -39,7 +39,8 @@ class DraftModel:
         self.bound_head: BoundHead | None = None
         if drafter.head is not None and config.head is not None:
             vocabulary = torch.arange(config.vocab_size, device=self.device)
-            self.bound_head = BoundHead(drafter.head, config.head.candidates, embed(vocabulary).detach(), output())
+            embeddings = embed(vocabulary).detach()
+            self.bound_head = BoundHead(drafter.head, config.head.candidates, embeddings, output(), drafter.drafted)
 
     @property
     def device(self) -> torch.device:

@@ -226,8 +226,6 @@ class Drafter(nn.Module):
         drafter = cls(checkpoint.config)
         check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)
         drafter.load_state_dict(checkpoint.tensors)
-        if isinstance(drafter.head, MarkovTables):
-            drafter.head.drafted = drafter.drafted
         drafter.folder = path
         return drafter.to(dtype).eval()
 

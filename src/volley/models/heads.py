@@ -56,7 +56,6 @@ class MarkovTables(nn.Module):
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
         self.markov_w1, self.markov_w2 = nn.Embedding(vocab_size, rank), nn.Embedding(draft_vocab_size, rank)
-        self.drafted: Tensor | None = None  # the token of each row of markov_w2; None: all, in order
 
     def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         raise ConfigError(
@@ -64,22 +63,31 @@ class MarkovTables(nn.Module):
         )
 
     def tables(self, embedding: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """``W1`` and ``W2``, ``[V, r]`` each; tokens that are not drafted get zeros."""
-        rows, outputs = self.markov_w1.weight, self.markov_w2.weight
-        if self.drafted is not None:
-            outputs = outputs.new_zeros(rows.shape).index_copy(0, self.drafted.to(outputs.device), outputs)
-        return rows, outputs
+        """``W1 [V, r]`` and ``W2 [N, r]``."""
+        return self.markov_w1.weight, self.markov_w2.weight
 
 
 class BoundHead:
     """A head with the tables it makes of its target's embeddings and head."""
 
-    def __init__(self, head: ResidualHead | MarkovTables, candidates: int, embedding: Tensor, output: Tensor) -> None:
-        """``embedding`` and ``output`` are the target's input embeddings and head, ``[V, H]`` each."""
+    def __init__(
+        self,
+        head: ResidualHead | MarkovTables,
+        candidates: int,
+        embedding: Tensor,
+        output: Tensor,
+        drafted: Tensor | None = None,
+    ) -> None:
+        """``embedding`` and ``output`` are the target's input embeddings and head, ``[V, H]`` each.
+
+        ``drafted [N]`` are the tokens of a reduced vocabulary; a head's table may have rows for these alone.
+        """
         self.head = head
         self.candidates = min(candidates, len(embedding))
         with torch.no_grad():
             self.rows, self.outputs = head.tables(embedding, output)
+            if drafted is not None and len(self.outputs) < len(self.rows):
+                self.outputs = self.outputs.new_zeros(self.rows.shape).index_copy(0, drafted, self.outputs)
         self.product = nn.Linear(self.outputs.shape[1], len(self.outputs), bias=False, device="meta")
         self.product.weight = nn.Parameter(self.outputs, requires_grad=False)
         accelerate(self.product)
