@@ -4,7 +4,7 @@ The reference runs transformers' model over the whole text for the tapped states
 context and block, and then walks the block over all tokens of the vocabulary, one after the other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,8 +48,8 @@ def correction(drafter: Drafter, pair: Pair, state: Tensor, before: int) -> Tens
     return (output(drafter.head(state[None], embedding(torch.tensor([before])))) - output(state[None]))[0]
 
 
-def slow_draft(pair: Pair, drafter: Drafter, text: Sequence[int]) -> list[int]:
-    """The block after ``text``, whose last token is the anchor."""
+def slow_draft(pair: Pair, drafter: Drafter, text: Sequence[int], positions: int) -> list[int]:
+    """So many tokens after ``text``, whose last token is the anchor."""
     config, length = drafter.config, len(text) - 1
     hidden = pair.hf(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     taps = torch.cat([hidden[layer + 1][0] for layer in config.target_layer_ids], dim=-1)
@@ -62,7 +62,7 @@ def slow_draft(pair: Pair, drafter: Drafter, text: Sequence[int]) -> list[int]:
         weights = (torch.einsum("qhd,khd->hqk", queries, keys) * config.head_dim**-0.5).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, values)
 
-    slots = config.block_size - config.sample_from_anchor
+    slots = 1 + positions - config.sample_from_anchor
     block = torch.tensor([text[-1]] + [config.mask_token_id] * (slots - 1))
     embeddings = drafter.embed(block, pair.hf.get_input_embeddings())
     states = drafter(embeddings, length + torch.arange(slots), attend)
@@ -73,49 +73,44 @@ def slow_draft(pair: Pair, drafter: Drafter, text: Sequence[int]) -> list[int]:
     return tokens[1:]
 
 
-def drafts_of(engine: Engine, prompt: list[int]) -> tuple[list[tuple[list[int], list[int]]], list[int]]:
-    """The text before each draft and the draft; and the accepted lengths."""
-    found: list[tuple[list[int], list[int]]] = []
+def drafts_of(engine: Engine, prompt: list[int]) -> tuple[list[tuple[list[int], list[int], int]], list[int]]:
+    """The text before each draft, the draft and how much of it was accepted; and the answer."""
+    found: list[tuple[list[int], list[int], int]] = []
 
     def note(request: Any, proposal: Any, verdict: Any) -> None:
         if proposal.token_ids:
-            found.append((request.token_ids[: request.length - len(verdict.token_ids)], list(proposal.token_ids)))
+            before = request.token_ids[: request.length - len(verdict.token_ids)]
+            found.append((before, list(proposal.token_ids), verdict.accepted))
 
     engine.on_verified.append(note)
     (result,) = engine.generate([prompt], SamplingParams(max_tokens=LENGTH))
-    return found, result.stats.accepted_lengths
+    return found, result.token_ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@torch.inference_mode()
+@torch.no_grad()
 def test_drafts_and_acceptances_are_the_references(pair: Pair, kind: str) -> None:
     drafter, prompt = drafter_of(kind), [7, 9, 30, 2]
-    found, accepted = drafts_of(Engine(pair.target, drafter, policy="fixed:6"), prompt)
-    answer = prompt + greedy(pair.hf, prompt, LENGTH)
-    lengths, position = [], len(prompt) + 1
-    while position < len(answer):
-        draft = slow_draft(pair, drafter, answer[:position])[: len(answer) - position]
-        right = next((i for i, token in enumerate(draft) if token != answer[position + i]), len(draft))
-        lengths.append(min(right + 1, len(answer) - position))
-        position += lengths[-1]
-    assert accepted == lengths
+    found, answer = drafts_of(Engine(pair.target, drafter, policy="fixed:6"), prompt)
+    assert answer == greedy(pair.hf, prompt, LENGTH)
+    for text, draft, accepted in found:
+        assert draft == slow_draft(pair, drafter, text, len(draft))
+        following = (prompt + answer)[len(text) :]
+        assert accepted == next((i for i, token in enumerate(draft) if token != following[i]), len(draft))
     assert len(found) > 5
-    for text, draft in found:
-        assert draft == slow_draft(pair, drafter, text)[: len(draft)]
-    if kind == "anchored":
-        assert max(len(draft) for _, draft in found) == drafter.config.block_size - 1
+    assert max(len(draft) for _, draft, _ in found) == 5
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def test_a_reference_that_forgets_a_transition_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = drafter_of("dspark")
     found, _ = drafts_of(Engine(pair.target, drafter, policy="fixed:6"), [7, 9, 30, 2])
     monkeypatch.setitem(globals(), "correction", lambda *_: torch.zeros(VOCAB))
-    assert any(draft != slow_draft(pair, drafter, text)[: len(draft)] for text, draft in found)
+    assert any(draft != slow_draft(pair, drafter, text, len(draft)) for text, draft, _ in found)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"tree_nodes": 9}, {"max_running": 1, "block_size": 3}, {"num_pages": 16}])
+@pytest.mark.parametrize("options", [{}, {"tree_nodes": 9}])
 def test_greedy_answers_are_the_targets(pair: Pair, kind: str, options: dict[str, Any]) -> None:
     results = test_greedy.run(test_greedy.taught(Pair(pair.target, drafter_of(kind), pair.hf), **options))
     assert test_greedy.tokens(results) == test_greedy.expected()
@@ -123,9 +118,8 @@ def test_greedy_answers_are_the_targets(pair: Pair, kind: str, options: dict[str
 
 
 def test_a_drafter_that_samples_from_the_anchor_has_no_slot_to_denoise(pair: Pair) -> None:
-    refused: Callable[..., Any] = lambda: Engine(pair.target, drafter_of("anchored"), denoising_steps=2)  # noqa: E731
     with pytest.raises(ConfigError, match="denoising_steps is 2, and this drafter predicts from the anchor's slot"):
-        refused()
+        Engine(pair.target, drafter_of("anchored"), denoising_steps=2)
 
 
 def test_tables_are_not_trained() -> None:

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -59,10 +60,37 @@ def ask(client: httpx.Client, prompt: Sequence[int], max_tokens: int) -> LlamaAn
         "samplers": ["temperature"],
         "cache_prompt": False,
         "return_tokens": True,
-        "ignore_eos": True,
     }
     reply = client.post("/completion", json=body)
     assert reply.status_code == 200, reply.text
     found: dict[str, Any] = reply.json()
     timings = found["timings"]
     return LlamaAnswer(found["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
+
+
+_CONVERT = """
+import runpy, sys
+sys.path[:0] = [{source!r}, {package!r}]
+from conversion import base
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # it knows published tokenizers only
+sys.argv[:] = {arguments!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def convert(folder: Path, out: Path) -> Path:
+    """A target's folder as llama.cpp's converter writes it, in bf16."""
+    arguments = [str(SOURCE / "convert_hf_to_gguf.py"), str(folder), "--outtype", "bf16", "--outfile", str(out)]
+    code = _CONVERT.format(source=str(SOURCE), package=str(SOURCE / "gguf-py"), arguments=arguments)
+    _run(sys.executable, "-c", code)
+    return out
+
+
+def quantise(source: Path, out: Path, kind: str) -> Path:
+    _run(str(SERVER.with_name("llama-quantize")), str(source), str(out), kind)
+    return out
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
