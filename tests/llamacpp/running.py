@@ -72,6 +72,9 @@ _CONVERT = """
 import runpy, sys
 sys.path[:0] = [{source!r}, {package!r}]
 from conversion import base
+def no_sentencepiece(self):
+    raise FileNotFoundError  # asked first, and its package is not needed for anything else
+base.TextModel._create_vocab_sentencepiece = no_sentencepiece
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # it knows published tokenizers only
 sys.argv[:] = {arguments!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
