@@ -2,6 +2,7 @@
 # make test   install, then lint, type-check, check the import contract and run the tests
 # make test-fresh   run the property tests on examples that no run has seen; SEED=... repeats a run
 # make test-vllm   install vLLM's CPU build into an environment of its own, then run the tests that need it
+# make test-llamacpp   build llama.cpp if it is not there, then compare volley with it
 # make peers  build llama.cpp in a folder of its own, for benchmarks/llama_cpp.py (needs cmake, ninja and a C++ compiler; about ten minutes)
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ VLLM := .venv-vllm
 PEERS := .peers
 LLAMA_CPP := llama_cpp_python-0.3.36
 
-.PHONY: demo test test-fresh test-vllm peers reference clean
+.PHONY: demo test test-fresh test-vllm test-llamacpp peers reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/volley demo
@@ -48,6 +49,9 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@
+
+test-llamacpp: $(INSTALLED) $(PEERS)/.built-$(LLAMA_CPP)
+	$(BIN)/pytest tests/llamacpp
 
 # The source package of llama-cpp-python holds a release of llama.cpp with its converter, and bindings to its C interface. sed: GCC 12
 # takes it that _tile_loadconfig reads 8 bytes of the configuration, and leaves out the stores of the others.

@@ -56,9 +56,9 @@ class ModelOptions:
     """Which models to load, and where they run."""
 
     target: str | None = None
-    """Target: folder or hub name; by default the bundled one."""
+    """Target: folder, hub name or GGUF file; by default the bundled one."""
     drafter: str | None = None
-    """Drafter: folder, or 'none' for plain decoding; the bundled target comes with its own."""
+    """Drafter: folder or GGUF file, or 'none' for plain decoding; the bundled target comes with its own."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Data type of both models."""
     device: str = "cpu"

@@ -14,12 +14,13 @@ from volley.options import expand
 class ExportOptions:
     """What to write, and where; each is an argument of ``models.export.export``."""
 
-    to: Literal["zlab", "speculators", "sglang", "transformers"]
-    """Format to write. zlab is what volley and vLLM read; sglang is the same, checked for what SGLang cannot use."""
+    to: Literal["zlab", "speculators", "sglang", "transformers", "gguf"]
+    """Format to write. zlab is what volley and vLLM read; sglang is the same, checked for what SGLang cannot use; gguf is
+    llama.cpp's."""
     out: Path
-    """Folder to write."""
+    """Folder to write; with gguf a file."""
     target: str | None = None
-    """The drafter's target, folder or hub name: they are checked to fit."""
+    """The drafter's target, folder, hub name or GGUF file: they are checked to fit."""
     with_embeddings: bool = False
     """Put the target's embedding and head into the checkpoint."""
     draft_vocab_size: int | None = None
@@ -71,12 +72,11 @@ def export(
 
 def _token_counts(target: str, data: list[Path]) -> list[int]:
     """How often the target wrote each token."""
-    from transformers import AutoTokenizer
-
     from volley.models.export import TargetShape
+    from volley.models.loading import auto_tokenizer
     from volley.train.data import count_response_tokens, read_rows
 
     vocab_size = TargetShape.from_pretrained(target).vocab_size  # first: its error says what is wrong with the name
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = auto_tokenizer(target)
     stop = {tokenizer.eos_token_id} - {None}
     return count_response_tokens(tokenizer, read_rows(data), stop, vocab_size)

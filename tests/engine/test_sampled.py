@@ -215,10 +215,16 @@ def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch) -
 
 
 @functools.cache
-def tiny_with_head() -> Pair:
+def tiny_with_head(kind: str) -> Pair:
     """Four tokens of four: the first comes with the prompt, so two are drafted at once and the second has a transition."""
-    head = HeadConfig(type="residual", rank=4, candidates=3)
-    drafter = {"vocab_size": 4, "block_size": 4, "mask_token_id": 3, "head": head}
+    head = HeadConfig(type=kind, rank=4, candidates=3)
+    drafter = {
+        "vocab_size": 4,
+        "block_size": 4,
+        "mask_token_id": 3,
+        "head": head,
+        "sample_from_anchor": kind == "dspark",
+    }
     pair = make_pair(2, drafter, vocab_size=4, initializer_range=0.2)
     assert pair.drafter.head is not None
     for weight in pair.drafter.head.parameters():
@@ -229,28 +235,33 @@ def tiny_with_head() -> Pair:
 WITH_HEAD = SamplingParams(temperature=1.2, max_tokens=4)
 
 
-def law_with_head(params: SamplingParams, **options: Any) -> tuple[float, float]:
+def law_with_head(params: SamplingParams, kind: str = "residual", **options: Any) -> tuple[float, float]:
     """How probable the answers of 1000 seeds are under the target's law, and the draft tokens accepted in each.
 
     The last token, which is never drafted, is left out: fewer cells with more draws each see more.
     """
-    pair = tiny_with_head()
+    pair = tiny_with_head(kind)
     sequences, accepted = sampled(params, pair, seeds=1000, **options)
     law = exact_law(params, pair).view(4**3, 4).sum(dim=1)
     return chi_square_p(joint_counts(sequences[:, :3], 4), law), accepted
 
 
 @pytest.mark.parametrize(
-    ("options", "more"),
+    ("kind", "options", "more"),
     [
-        ({"verification": "speculative"}, {"draft_temperature": 0.6}),
-        ({"verification": "speculative"}, {"top_p": 0.9, "draft_temperature": 2.0}),
-        ({"verification": "match"}, {}),
-        ({"tree_nodes": 6}, {"draft_temperature": 0.8}),
+        ("residual", {"verification": "speculative"}, {"draft_temperature": 0.6}),
+        ("residual", {"verification": "speculative"}, {"top_p": 0.9, "draft_temperature": 2.0}),
+        ("residual", {"verification": "match"}, {}),
+        ("residual", {"tree_nodes": 6}, {"draft_temperature": 0.8}),
+        ("markov", {"verification": "speculative"}, {"draft_temperature": 0.6}),
+        ("dspark", {"verification": "speculative"}, {"draft_temperature": 0.6}),
+        ("dspark", {"verification": "match"}, {}),
     ],
 )
-def test_the_law_with_a_sequential_head_is_the_targets(options: dict[str, Any], more: dict[str, Any]) -> None:
-    probability, accepted = law_with_head(replace(WITH_HEAD, **more), **options)
+def test_the_law_with_a_sequential_head_is_the_targets(
+    kind: str, options: dict[str, Any], more: dict[str, Any]
+) -> None:
+    probability, accepted = law_with_head(replace(WITH_HEAD, **more), kind, **options)
     assert probability > 1e-3
     assert accepted > 0.4
 
@@ -267,9 +278,10 @@ def scored_as_after_the_anchor(after: Transitions, works: Works) -> list[Proposa
     return proposals
 
 
-def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["residual", "dspark"])
+def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(block, "walk_sampled", scored_as_after_the_anchor)
-    probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="speculative")
+    probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative")
     assert probability < 1e-6
 
 

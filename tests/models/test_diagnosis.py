@@ -43,7 +43,7 @@ def test_a_sound_drafter_is_described(folder: Path, form: Any, title: str) -> No
     assert found.facts["taps"] == "0, 2 (0-based)"
     assert found.facts["for a target of"] == "4 layers, hidden size 32, 50 tokens"
     assert found.facts["weights"].startswith("25 tensors, BF16, 0.")
-    assert found.facts["loads in"] == "volley, vLLM's dflash, SGLang, transformers"
+    assert found.facts["loads in"] == "volley, vLLM, llama.cpp, SGLang, transformers"
 
 
 def test_what_other_engines_cannot_load_is_said(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_what_other_engines_cannot_load_is_said(tmp_path: Path) -> None:
     assert found.facts["sequential head"] == "residual, rank 4"
     assert found.facts["vocabulary"] == "50 tokens, drafts 20 of them; mask token 3"
     assert found.facts["brings its own"] == "head"
-    assert "not in vLLM's dflash, SGLang, transformers: its sequential head is volley's own" in found.facts["loads in"]
+    assert "not in vLLM, llama.cpp, SGLang, transformers: its sequential head (residual)" in found.facts["loads in"]
 
 
 def test_every_wrong_tensor_is_named(folder: Path) -> None:

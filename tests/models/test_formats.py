@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.tiny import VOCAB, drafter_config, eager_model, random_drafter, target_config
 from volley.errors import CheckpointError, ConfigError, MismatchError, VolleyError
 from volley.files import load_tensors, read_json, save_tensors
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoint import Checkpoint, HeadConfig
 from volley.models.drafter import Drafter
 from volley.models.export import TargetEnds, TargetShape, export
-from volley.models.formats import Checkpoint, Format, parse_config, read_checkpoint, write_checkpoint
+from volley.models.formats import Format, parse_config, read_checkpoint, write_checkpoint
 
 FORMATS: tuple[Format, ...] = ("zlab", "speculators", "sglang", "transformers")
 SLIDING = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
@@ -143,13 +143,16 @@ def foreign() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; volley reads 'dflash'"),
+        (
+            {"speculators_model_type": "eagle3"},
+            "speculators_model_type is 'eagle3'; volley reads 'dflash' and 'dspark'",
+        ),
         ({"dflash_context_residual": True}, "dflash_context_residual are not supported"),
         ({"conv_kernel": 4}, "conv_kernel are not supported"),
         ({"aux_hidden_state_layer_ids": None}, "lacks 'aux_hidden_state_layer_ids'"),
         ({"aux_hidden_state_layer_ids": "1,3"}, "must be a list of layer numbers"),
         ({"transformer_layer_config": 3}, "lacks a transformer_layer_config"),
-        ({"sample_from_anchor": True}, "predict from the anchor's slot are not supported"),
+        ({"sample_from_anchor": True}, "only DSpark drafters predict from the anchor's slot"),
         ({"target_hidden_size": 64}, "target_hidden_size is 64, not the drafter's 32"),
         ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size is 51; it must be between 1 and the vocabulary of 50"),
         ({"draft_vocab_size": "many"}, "draft_vocab_size is 'many'; it must be an integer"),
@@ -285,3 +288,96 @@ def test_stored_numbers_keep_their_type(tmp_path: Path) -> None:
 
 def test_the_shape_of_a_target(target: str) -> None:
     assert TargetShape.from_pretrained(target) == TargetShape(target, ("Qwen3ForCausalLM",), 32, VOCAB, 4)
+
+
+DSPARK = HeadConfig(type="dspark", rank=5)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize("size", [None, 20])
+def test_a_markov_head_in_the_speculators_format(tmp_path: Path, from_anchor: bool, size: int | None) -> None:
+    source = saved(tmp_path / "own", head=DSPARK, sample_from_anchor=from_anchor, draft_vocab_size=size)
+    export(source, tmp_path / "theirs", "speculators")
+    assert_equal(read_checkpoint(tmp_path / "theirs"), read_checkpoint(source))
+    raw, tensors = (
+        read_json(tmp_path / "theirs" / "config.json"),
+        load_tensors(tmp_path / "theirs" / "model.safetensors"),
+    )
+    assert (raw["speculators_model_type"], raw["markov_rank"], raw["markov_head_type"]) == ("dspark", 5, "vanilla")
+    assert (raw["sample_from_anchor"], raw["block_size"]) == (from_anchor, 5 if from_anchor else 6)
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    assert tensors["markov_head.markov_w1.weight"].shape == (VOCAB, 5)
+    assert tensors["markov_head.markov_w2.weight"].shape == (size or VOCAB, 5)
+
+
+def test_a_trained_markov_head_and_a_reduced_vocabulary(tmp_path: Path, target: str) -> None:
+    source = saved(tmp_path / "own", head=HeadConfig(type="markov", rank=5))
+    options: dict[str, Any] = {"target": target, "draft_vocab_size": 20, "counts": counts()}
+    one = export(source, tmp_path / "one", "speculators", target=target)
+    two = export(source, tmp_path / "two", "speculators", **options)
+    kept = torch.tensor(counts()).topk(20).indices.sort().values
+    assert torch.equal(two.tensors["head.markov_w1.weight"], one.tensors["head.markov_w1.weight"])
+    assert torch.equal(two.tensors["head.markov_w2.weight"], one.tensors["head.markov_w2.weight"][kept])
+    assert_equal(read_checkpoint(tmp_path / "two"), two)
+    for form in ("zlab", "sglang", "transformers"):
+        with pytest.raises(ConfigError, match=r"head \(markov\) has no place there; speculators and gguf can hold it"):
+            export(source, tmp_path / "other", form, target=target)  # type: ignore[arg-type]
+
+
+def deepspec() -> dict[str, Any]:
+    """A config as DeepSpec writes it: seven slots, of which the anchor's predicts too."""
+    own = drafter_config(block_size=8).to_json()
+    layers = {
+        key: value for key, value in own.items() if key not in ("dflash_config", "block_size", "num_target_layers")
+    }
+    return {
+        **layers,
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": 7,
+        "mask_token_id": 3,
+        "target_layer_ids": [0, 2],
+        "target_hidden_size": 32,
+        "markov_rank": 5,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+
+
+def test_a_foreign_dspark_drafter_is_understood(tmp_path: Path) -> None:
+    found = parse_config(deepspec())
+    assert found.block_size == 8
+    assert found.sample_from_anchor
+    assert found.head == DSPARK
+    assert found.target_layer_ids == (0, 2)
+    assert parse_config({**deepspec(), "sample_from_anchor": False}).block_size == 7
+    assert parse_config({**foreign(), "speculators_model_type": "dspark", "markov_rank": 5}).head == DSPARK
+    own = read_checkpoint(saved(tmp_path / "own", block_size=8, head=DSPARK, sample_from_anchor=True))
+    names = {f"head.markov_{name}.weight": f"markov_head.markov_{name}.weight" for name in ("w1", "w2")}
+    tensors = {names.get(name, name): tensor for name, tensor in own.tensors.items()}
+    save_tensors(tmp_path / "model.safetensors", {**tensors, "confidence_head.proj.weight": torch.ones(1, 37)})
+    (tmp_path / "config.json").write_text(json.dumps(deepspec()))
+    read = read_checkpoint(tmp_path)
+    assert_equal(Checkpoint(found, own.tensors), read)
+    assert Drafter.from_pretrained(tmp_path).head is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"markov_head_type": "gated"}, "markov_head_type is 'gated'; only 'vanilla' is supported"),
+        ({"markov_rank": 0}, r"head\.rank is 0; it must be a positive integer"),
+        ({"sample_from_anchor": "yes"}, "sample_from_anchor is 'yes'"),
+        ({"block_size": "7"}, "block_size is '7'; it must be an integer"),
+        ({"confidence_layers": 2}, "unknown drafter config key 'confidence_layers'"),
+    ],
+)
+def test_wrong_dspark_configs_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**deepspec(), **changes})
+
+
+def test_a_markov_head_is_dsparks() -> None:
+    for changes in ({"speculators_model_type": "dspark"}, {"markov_rank": 5}):
+        with pytest.raises(ConfigError, match="only dspark has one"):
+            parse_config({**foreign(), **changes})

@@ -173,7 +173,7 @@ def test_cached_features_train_like_online_ones(
         {"num_layers": 2, "taps": "1", "intermediate_size": 20, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
         {"block_size": 9, "gamma": 2.0, "window": 5, "soft_targets": 1.0, "dtype": "bfloat16"},
         {"head": "residual", "head_rank": 8, "soft_targets": 0.1, "total_variation": 0.8, "dtype": "bfloat16"},
-        {"head": "residual", "head_rank": 8, "total_variation": 0.9, "loss_decay": "pace"},
+        {"head": "markov", "head_rank": 8, "total_variation": 0.9, "loss_decay": "pace"},
     ],
 )
 def test_every_ablation_trains(tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from volley.bench.measure import Runner, TimedResults
@@ -17,6 +17,7 @@ from volley.bench.tasks import Case
 from volley.config import DecodingConfig
 from volley.models.drafter import Drafter
 from volley.models.formats import obstacles, transformers_config, transformers_names
+from volley.models.loading import load_causal_lm
 from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams
 
 LOOKUP_TOKENS = 10
@@ -45,7 +46,7 @@ def transformers_runners(
     device: torch.device | str = "cpu",
 ) -> tuple[dict[Case, Runner], list[str]]:
     """Runners for what transformers can do with these weights, and a note on each thing it cannot."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    model = load_causal_lm(path, dtype, "sdpa").to(device).eval()
     runners = {
         Case("transformers"): _runner(model, stop_token_ids, {}),
         Case("transformers-lookup"): _runner(model, stop_token_ids, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),

@@ -172,7 +172,8 @@ class Engine:
     ) -> Self:
         """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
 
-        ``target`` and ``drafter`` are folders, hub names (target) or loaded models; ``options`` are the constructor's.
+        ``target`` and ``drafter`` are folders, GGUF files, hub names (target) or loaded models; ``options`` are the
+        constructor's.
         ``weights`` of the target that is loaded and ``draft_weights`` of the drafter are bf16, or int8 and int4 codes on a
         CPU; drafts then come from a copy of the head in such codes too.
         """

@@ -1,8 +1,10 @@
-"""The config of a drafter checkpoint in z-lab's format: a Qwen3 config with ``dflash_config``."""
+"""The config of a drafter checkpoint in z-lab's format: a Qwen3 config with ``dflash_config``; and a checkpoint as a whole."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from volley.errors import ConfigError, MismatchError, check_keys, unknown_key
 
@@ -16,7 +18,7 @@ _IGNORED_KEYS = {
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size"}
-HEADS = ("residual",)
+HEADS = ("residual", "markov", "dspark")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ class HeadConfig:
     """A sequential head on the slots (``heads.py``); in ``config.json`` the object ``head``."""
 
     type: str
+    """``residual``; ``markov``, the same without the context; ``dspark``, a Markov head as two tables."""
     rank: int
     candidates: int = 32
     """Tokens of each slot that the walk over a block chooses from."""
@@ -80,6 +83,8 @@ class DrafterConfig:
     """Without one the drafter is DFlash."""
     draft_vocab_size: int | None = None
     """Rows of an LM head of the drafter's own; fewer than ``vocab_size`` are a reduced vocabulary. ``None``: the target's."""
+    sample_from_anchor: bool = False
+    """Whether the anchor's own slot predicts the first draft token, as in DSpark drafters: then a mask fewer is drafted from."""
     own_embedding: bool = False
     """Whether the checkpoint brings input embeddings. Known by its tensors, so not part of ``config.json``."""
 
@@ -183,6 +188,7 @@ class DrafterConfig:
             "dtype": "bfloat16",
             **({"draft_vocab_size": self.draft_vocab_size} if self.draft_vocab_size else {}),
             **({"head": asdict(self.head)} if self.head else {}),
+            **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
         }
 
     @classmethod
@@ -253,3 +259,15 @@ def _check_types(values: Mapping[str, Any]) -> None:
         value = values.get(name, 1.0)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise ConfigError(f"drafter config: {name} is {value!r}; it must be a number above 0")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter as it lies on disk: config and tensors by volley's names, in the dtype they are stored in."""
+
+    config: DrafterConfig
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensors["fc.weight"].dtype).removeprefix("torch.")

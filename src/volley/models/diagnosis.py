@@ -20,10 +20,12 @@ from volley.models.formats import (
     obstacles,
     own_name,
     parse_config,
+    read_checkpoint,
     vocabulary_problem,
     weight_files,
     with_stored,
 )
+from volley.models.gguf.file import is_gguf
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ def diagnose(path: Path, target: str | None = None) -> Diagnosis:
     """Look at a checkpoint as a whole, and at whether it fits ``target``; every problem is a line, none is raised."""
     found = Diagnosis()
     config: DrafterConfig | None = None
+    if is_gguf(path):
+        return _diagnose_gguf(path, target)
     try:
         raw = read_json(path / "config.json")
         form = detect(raw)
@@ -65,6 +69,20 @@ def diagnose(path: Path, target: str | None = None) -> Diagnosis:
             found.problems += _weight_problems(config, tensors) + _vocabulary_problems(config, path, tensors)
         if target is not None:
             found.problems += _pair_problems(config, target)
+    return found
+
+
+def _diagnose_gguf(path: Path, target: str | None) -> Diagnosis:
+    found = Diagnosis()
+    try:
+        config, tensors = vars(read_checkpoint(path)).values()
+    except VolleyError as error:
+        found.problems.append(str(error))
+        return found
+    stored = {name: StoredTensor(tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+    found.title = f"a DFlash drafter in {TITLES['gguf']}"
+    found.facts = {**_describe(config), "weights": f"{len(stored)} tensors", "loads in": "volley, llama.cpp"}
+    found.problems = _weight_problems(config, stored) + ([] if target is None else _pair_problems(config, target))
     return found
 
 
@@ -145,7 +163,12 @@ def _describe(config: DrafterConfig) -> dict[str, str]:
     }
 
 
-_ENGINES: Mapping[str, Format] = {"vLLM's dflash": "zlab", "SGLang": "sglang", "transformers": "transformers"}
+_ENGINES: Mapping[str, Format] = {
+    "vLLM": "speculators",
+    "llama.cpp": "gguf",
+    "SGLang": "sglang",
+    "transformers": "transformers",
+}
 
 
 def _engines(config: DrafterConfig) -> str:

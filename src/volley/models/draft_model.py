@@ -43,7 +43,8 @@ class DraftModel:
         self.bound_head: BoundHead | None = None
         if drafter.head is not None and config.head is not None:
             vocabulary = torch.arange(config.vocab_size, device=self.device)
-            self.bound_head = BoundHead(drafter.head, config.head.candidates, embed(vocabulary).detach(), output())
+            embeddings = embed(vocabulary).detach()
+            self.bound_head = BoundHead(drafter.head, config.head.candidates, embeddings, output(), drafter.drafted)
 
     @property
     def device(self) -> torch.device:
@@ -69,10 +70,13 @@ class DraftModel:
     def states(self, segments: list[Segment], token_ids: Tensor, adapter: Adapter | None = None) -> Tensor:
         """Final states ``[Σ k, H]`` of the draft positions of blocks ``token_ids [Σ 1 + k]``, each an anchor and masks.
 
+        A drafter that samples from the anchor has a mask fewer in each block, and the anchor's state is the first position's.
         A block's own K/V are scratch behind those of its context.
         """
         batch = RaggedBatch(segments, token_ids.to(self.device))
         states = self.block_states(batch, self.store, adapter)
+        if self.drafter.config.sample_from_anchor:
+            return states
         if len(segments) == 1:
             return states[1:]
         keep = torch.ones(len(batch), dtype=torch.bool)

@@ -21,7 +21,7 @@ from volley.files import check_weights, save_tensors, write_atomically
 from volley.models.checkpoint import DrafterConfig
 from volley.models.formats import read_checkpoint, weight_files
 from volley.models.fused import fits, layer_shape, layer_weights
-from volley.models.heads import ResidualHead
+from volley.models.heads import MarkovTables, ResidualHead
 from volley.models.products import make_product
 from volley.native import LayerShape, LayerWeights, Weights
 
@@ -132,6 +132,15 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMLP(config)
 
 
+def _make_head(config: DrafterConfig) -> ResidualHead | MarkovTables | None:
+    head = config.head
+    if head is None:
+        return None
+    if head.type == "dspark":
+        return MarkovTables(config.vocab_size, config.draft_vocab_size or config.vocab_size, head.rank)
+    return ResidualHead(config.hidden_size, head.rank, with_context=head.type == "residual")
+
+
 class Drafter(nn.Module):
     """A drafter for one target. Weight names are z-lab's; embedding and head are the target's.
 
@@ -149,9 +158,7 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
-        self.head: ResidualHead | None = None
-        if config.head is not None:
-            self.head = ResidualHead(config.hidden_size, config.head.rank)
+        self.head = _make_head(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
         self.lm_head: nn.Linear | None = None
         self.d2t: Tensor | None
@@ -176,6 +183,11 @@ class Drafter(nn.Module):
         if layers[0].mlp.down_proj.weight.device.type == "cpu" and all(fits(layer, weights) for layer in layers):
             shape = layer_shape(layers[0], self.config.head_dim**-0.5)
             self.fused = ([layer_weights(layer, weights) for layer in layers], shape)
+
+    @property
+    def drafted(self) -> Tensor | None:
+        """The tokens of a reduced vocabulary, one for each row of the head."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def _layers(self) -> Iterator[DraftLayer]:
         return cast(Iterator[DraftLayer], iter(self.layers))
@@ -221,10 +233,9 @@ class Drafter(nn.Module):
         if self.lm_head is None:
             return (self.own_head or of_target)(hidden)
         own: Tensor = self.lm_head(hidden)
-        if self.d2t is None:
+        if self.drafted is None:
             return own
-        token_ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        return own.new_full((len(own), self.config.vocab_size), -torch.inf).index_copy(1, token_ids, own)
+        return own.new_full((len(own), self.config.vocab_size), -torch.inf).index_copy(1, self.drafted, own)
 
     @classmethod
     def from_pretrained(cls, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> Self:

@@ -7,13 +7,14 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from volley.errors import CheckpointError, ConfigError
+from volley.errors import CheckpointError, ConfigError, VolleyError
 from volley.files import check_weights
-from volley.models.checkpoint import DrafterConfig
+from volley.models.checkpoint import Checkpoint, DrafterConfig
 from volley.models.drafter import Drafter
-from volley.models.formats import Checkpoint, Format, read_checkpoint, write_checkpoint
+from volley.models.formats import Format, read_checkpoint, write_checkpoint
+from volley.models.heads import ResidualHead
+from volley.models.loading import load_causal_lm, load_config
 
 
 def export(
@@ -27,7 +28,7 @@ def export(
     counts: Sequence[int] | None = None,
     drop_head: bool = False,
 ) -> Checkpoint:
-    """Write the drafter in folder ``drafter`` to folder ``out``; ``counts [V]`` of tokens choose a reduced vocabulary.
+    """Write the drafter in ``drafter`` to ``out`` (a folder; GGUF: a file). ``counts [V]`` of tokens choose a reduced vocabulary.
 
     ``target`` is its folder or hub name: where weights are taken from, and what the drafter is checked against.
     """
@@ -36,6 +37,15 @@ def export(
     if out.resolve() == drafter.resolve():
         raise ConfigError(f"out is the drafter's own folder {drafter}; choose another")
     checkpoint = read_checkpoint(drafter)
+    head = checkpoint.config.head
+    to_tables = to in ("speculators", "gguf") and head is not None and head.type == "markov" and not drop_head
+    if target is None and (to_tables or to == "gguf"):
+        what = (
+            "the Markov head becomes tables of the target's tokens"
+            if to_tables
+            else "the file names the target's tokens"
+        )
+        raise ConfigError(f"{what}; name it as target")
     check_weights(drafter, Drafter(checkpoint.config).state_dict(), checkpoint.tensors)
     if drop_head:
         checkpoint = without_head(checkpoint)
@@ -45,8 +55,10 @@ def export(
     shape = TargetShape.from_pretrained(target)
     shape.check(checkpoint.config)
     brings = checkpoint.config.own_embedding or checkpoint.config.draft_vocab_size
-    if brings or with_embeddings or draft_vocab_size is not None:
+    if brings or with_embeddings or draft_vocab_size is not None or to_tables:
         ends = TargetEnds.from_pretrained(target)
+        if to_tables:
+            checkpoint = with_tables(checkpoint, ends)
         if draft_vocab_size is not None:
             checkpoint = with_vocabulary(checkpoint, ends, counts or (), draft_vocab_size)
         if with_embeddings:
@@ -71,10 +83,12 @@ class TargetShape:
     def from_pretrained(cls, name: str | Path) -> Self:
         """Read the config of a folder or of a model on the hub, no weights."""
         try:
-            config = AutoConfig.from_pretrained(name)
+            config = load_config(name)
             text = config.get_text_config()
             architectures = tuple(config.architectures or ())
             return cls(str(name), architectures, text.hidden_size, text.vocab_size, text.num_hidden_layers)
+        except VolleyError:
+            raise
         except Exception as error:  # transformers raises many kinds for a damaged folder or an unknown name
             raise CheckpointError(
                 f"{name}: the target's config cannot be read ({error}); give a hub name or a folder with config.json"
@@ -95,7 +109,9 @@ class TargetEnds:
     @classmethod
     def from_pretrained(cls, name: str | Path) -> Self:
         try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+            model = load_causal_lm(name, "auto")
+        except VolleyError:
+            raise
         except Exception as error:  # as above
             raise CheckpointError(
                 f"{name}: the target cannot be read ({error}); give a hub name or a folder"
@@ -113,6 +129,25 @@ def without_head(checkpoint: Checkpoint) -> Checkpoint:
     """The plain DFlash drafter that a sequential head was added to."""
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith("head.")}
     return Checkpoint(replace(checkpoint.config, head=None), tensors)
+
+
+def with_tables(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
+    """The Markov head as DSpark's two tables, in the dtype of the drafter's weights."""
+    config = checkpoint.config
+    assert config.head is not None
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith("head.")}
+    head = ResidualHead(config.hidden_size, config.head.rank, with_context=False)
+    head.load_state_dict(
+        {name[5:]: checkpoint.tensors[name].float() for name in checkpoint.tensors if name not in tensors}
+    )
+    output = target.head.float()
+    if "d2t" in tensors:
+        output = output[tensors["d2t"] + torch.arange(len(tensors["d2t"]))]
+    with torch.no_grad():
+        before, after = head.tables(target.embedding.float(), output)
+    dtype = tensors["fc.weight"].dtype
+    tensors |= {"head.markov_w1.weight": before.to(dtype), "head.markov_w2.weight": after.to(dtype)}
+    return Checkpoint(replace(config, head=replace(config.head, type="dspark")), tensors)
 
 
 def with_ends(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
@@ -155,8 +190,12 @@ def with_vocabulary(checkpoint: Checkpoint, target: TargetEnds, counts: Sequence
     if not 0 < size < config.vocab_size:
         raise ConfigError(f"draft_vocab_size is {size}; it must be between 1 and {config.vocab_size - 1}")
     token_ids = torch.tensor(counts).argsort(descending=True, stable=True)[:size].sort().values
+    outputs = {
+        name: checkpoint.tensors[name][token_ids] for name in ("head.markov_w2.weight",) if name in checkpoint.tensors
+    }
     tensors = {
         **checkpoint.tensors,
+        **outputs,
         "lm_head.weight": target.head[token_ids],
         "d2t": token_ids - torch.arange(size),
     }

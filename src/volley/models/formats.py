@@ -6,11 +6,13 @@ config into z-lab's and their tensor names into volley's, and written the other 
 speculators   ``transformer_layer_config`` holds the layers' shape, ``aux_hidden_state_layer_ids`` are the taps + 1, and with a
               reduced vocabulary ``d2t [N]`` (target id − draft id) and ``t2d [V]`` (whether a token is in it) are stored
 transformers  the class that ``generate(speculation_type="dflash")`` drives: no embedding, no head, two other names
+dspark        DeepSpec's: z-lab's with ``markov_rank`` and two more tensors; read, and written in the speculators format
+gguf          llama.cpp's file (``gguf/drafter.py``)
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,17 +21,27 @@ from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError
 from volley.files import load_tensors, read_json, save_tensors, write_atomically
-from volley.models.checkpoint import DrafterConfig
+from volley.models.checkpoint import Checkpoint, DrafterConfig, HeadConfig
+from volley.models.gguf.drafter import obstacles_in_gguf, read_gguf, write_gguf
+from volley.models.gguf.file import is_gguf
 
-Format = Literal["zlab", "speculators", "sglang", "transformers"]
+Format = Literal["zlab", "speculators", "sglang", "transformers", "dspark", "gguf"]
 
 TITLES: Mapping[Format, str] = {
     "zlab": "z-lab's format",
     "speculators": "the speculators format",
     "sglang": "SGLang's format",
     "transformers": "transformers' format",
+    "dspark": "DeepSpec's format (DSpark)",
+    "gguf": "GGUF",
 }
 _TRANSFORMERS_TYPE = "muse_glimmer_assistant"  # the only DFlash assistant class that transformers has
+_MARKOV_NAMES = {f"head.markov_{name}.weight": f"markov_head.markov_{name}.weight" for name in ("w1", "w2")}
+_MARKOV_KEYS = {
+    "markov_rank", "markov_head_type", "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
+    "use_aux_hidden_state",
+}  # fmt: skip
+_CONFIDENCE = "confidence_head."  # an estimate of what is accepted; volley has its own
 _TRANSFORMERS_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _SHAPE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -39,20 +51,8 @@ _SPECULATORS_KEYS = {
     "architectures", "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
     "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
     "sliding_window_non_causal", "sample_from_anchor", "num_target_layers", "max_anchors", "tie_word_embeddings", "dtype",
-    "torch_dtype", "transformers_version", "auto_map", "model_type",
+    "torch_dtype", "transformers_version", "auto_map", "model_type", *_MARKOV_KEYS,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A drafter as it lies on disk: config and tensors by volley's names, in the dtype they are stored in."""
-
-    config: DrafterConfig
-    tensors: Mapping[str, Tensor]
-
-    @property
-    def dtype(self) -> str:
-        return str(self.tensors["fc.weight"].dtype).removeprefix("torch.")
 
 
 def detect(raw: Mapping[str, Any]) -> Format:
@@ -62,6 +62,8 @@ def detect(raw: Mapping[str, Any]) -> Format:
     if raw.get("model_type") == _TRANSFORMERS_TYPE:
         return "transformers"
     architectures = str(raw.get("architectures") or raw.get("model_type") or "nothing known")
+    if "markov_rank" in raw:
+        return "dspark"
     if "dflash_config" in raw or "DFlashDraftModel" in architectures:
         return "zlab"
     raise CheckpointError(
@@ -77,12 +79,14 @@ def parse_config(raw: Mapping[str, Any]) -> DrafterConfig:
         raw = _from_speculators(raw)
     elif form == "transformers":
         raw = _from_transformers(raw)
+    elif form == "dspark":
+        raw = _from_dspark(raw)
     return DrafterConfig.from_json(raw)
 
 
 def own_name(name: str) -> str:
     """volley's name of a tensor."""
-    return {theirs: own for own, theirs in _TRANSFORMERS_NAMES.items()}.get(name, name)
+    return {theirs: own for own, theirs in (_TRANSFORMERS_NAMES | _MARKOV_NAMES).items()}.get(name, name)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -105,8 +109,11 @@ def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) ->
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a folder in any format. ``check_weights`` decides whether the tensors fit the config."""
+    if is_gguf(path):
+        return read_gguf(path)
     config = parse_config(read_json(path / "config.json"))
-    tensors = {own_name(k): v for file in weight_files(path) for k, v in load_tensors(file).items()}
+    stored = (pair for file in weight_files(path) for pair in load_tensors(file).items())
+    tensors = {own_name(name): tensor for name, tensor in stored if not name.startswith(_CONFIDENCE)}
     config = with_stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     in_vocabulary = tensors.pop("t2d", None)
     if "d2t" in tensors:
@@ -137,10 +144,14 @@ def vocabulary_problem(config: DrafterConfig, d2t: Tensor, t2d: Tensor | None) -
 def obstacles(config: DrafterConfig, form: Format) -> list[str]:
     """What a drafter has that ``form`` cannot hold, each with the remedy."""
     found = []
-    if config.head is not None:
+    if config.head is not None and not (form in ("speculators", "gguf") and config.head.type in ("markov", "dspark")):
+        others = "" if config.head.type == "residual" else "; speculators and gguf can hold it"
         found.append(
-            "its sequential head is volley's own; --drop-head exports the plain drafter, whose acceptance is lower"
+            f"its sequential head ({config.head.type}) has no place there{others}; --drop-head exports the plain drafter, "
+            "whose acceptance is lower. A head trained with --head markov can go to llama.cpp and vLLM"
         )
+    if form == "gguf":
+        found += obstacles_in_gguf(config)
     if form in ("sglang", "transformers"):
         if -1 in config.target_layer_ids:
             found.append("decoder layers alone are tapped there, not the embedding (tap -1)")
@@ -155,12 +166,17 @@ def obstacles(config: DrafterConfig, form: Format) -> list[str]:
 def write_checkpoint(
     path: Path, checkpoint: Checkpoint, form: Format, verifier: str | None = None, architectures: tuple[str, ...] = ()
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``; ``verifier`` and its ``architectures`` name the target."""
+    """Write ``config.json`` and ``model.safetensors``, or one file; ``verifier`` and its ``architectures`` name the target."""
     problems = obstacles(checkpoint.config, form)
     if problems:
         raise ConfigError(f"the drafter cannot be written in {TITLES[form]}: {'; '.join(problems)}")
+    if form == "gguf":
+        assert verifier is not None
+        write_gguf(path, checkpoint, verifier)
+        return
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     if form == "speculators":
+        tensors = {_MARKOV_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
         raw = _to_speculators(config, verifier, architectures)
         if "d2t" in tensors:
             token_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
@@ -181,11 +197,12 @@ def _shape(config: DrafterConfig) -> dict[str, Any]:
 
 def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: tuple[str, ...]) -> dict[str, Any]:
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
+    algorithm, architecture = ("dflash", "DFlashSpeculator") if config.head is None else ("dspark", "DSparkSpeculator")
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": algorithm,
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
@@ -199,20 +216,30 @@ def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: 
             **_shape(config),
         },
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "block_size": config.block_size,
+        "block_size": config.block_size - config.sample_from_anchor,
         "target_hidden_size": config.hidden_size,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
         "mask_token_id": config.mask_token_id,
         "sliding_window_non_causal": True,
-        "sample_from_anchor": False,
+        "sample_from_anchor": config.sample_from_anchor,
         "num_target_layers": config.num_target_layers,
         "tie_word_embeddings": False,
+        **({} if config.head is None else _markov(config.head)),
     }
 
 
+def _markov(head: HeadConfig) -> dict[str, Any]:
+    return {"markov_rank": head.rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+
+
 def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
-    if raw.get("speculators_model_type") != "dflash":
-        raise ConfigError(f"speculators_model_type is {raw.get('speculators_model_type')!r}; volley reads 'dflash'")
+    kind = raw.get("speculators_model_type")
+    if kind not in ("dflash", "dspark"):
+        raise ConfigError(f"speculators_model_type is {kind!r}; volley reads 'dflash' and 'dspark'")
+    if (kind == "dspark") != ("markov_rank" in raw):
+        raise ConfigError(
+            f"speculators_model_type is {kind!r} with markov_rank {raw.get('markov_rank')!r}; only dspark has one"
+        )
     # Fields that are empty or switched off are accepted: these files list every field of the program that wrote them.
     unread = sorted(key for key, value in raw.items() if key not in _SPECULATORS_KEYS and _switches_on(key, value))
     if unread:
@@ -225,8 +252,6 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     taps = raw["aux_hidden_state_layer_ids"]
     if not isinstance(taps, list) or not all(isinstance(layer, int) for layer in taps):
         raise ConfigError(f"aux_hidden_state_layer_ids is {taps!r}; it must be a list of layer numbers")
-    if raw.get("sample_from_anchor"):
-        raise ConfigError("sample_from_anchor is true; drafters that predict from the anchor's slot are not supported")
     width = raw.get("target_hidden_size") or layers.get("hidden_size")
     if width != layers.get("hidden_size"):
         raise ConfigError(
@@ -237,7 +262,7 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("sliding_window_non_causal is false; drafters with causal blocks are not supported")
     return {
         **{key: value for key, value in layers.items() if key not in ("use_qk_norm", "head")},
-        "block_size": raw["block_size"],
+        **_head_and_block(raw, anchored=False),
         "draft_vocab_size": raw.get("draft_vocab_size"),
         "num_target_layers": raw.get("num_target_layers"),
         "dflash_config": {
@@ -245,6 +270,34 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
             "target_layer_ids": [layer - 1 for layer in taps],
         },
     }
+
+
+def _head_and_block(raw: Mapping[str, Any], *, anchored: bool) -> dict[str, Any]:
+    """z-lab's keys for a Markov head and for a block; ``anchored`` is what ``sample_from_anchor`` is where it is not given.
+
+    A block that samples from the anchor drafts as many tokens as it has slots: volley, which counts the anchor, has one more.
+    """
+    head = None
+    if "markov_rank" in raw:
+        if raw.get("markov_head_type", "vanilla") != "vanilla":
+            raise ConfigError(f"markov_head_type is {raw['markov_head_type']!r}; only 'vanilla' is supported")
+        head = {"type": "dspark", "rank": raw["markov_rank"]}
+    from_anchor, size = raw.get("sample_from_anchor", anchored and head is not None), raw.get("block_size")
+    if not isinstance(from_anchor, bool) or (from_anchor and head is None):
+        raise ConfigError(f"sample_from_anchor is {from_anchor!r}; only DSpark drafters predict from the anchor's slot")
+    larger = size + from_anchor if isinstance(size, int) else size
+    return {"block_size": larger, "sample_from_anchor": from_anchor, **({} if head is None else {"head": head})}
+
+
+def _from_dspark(raw: Mapping[str, Any]) -> dict[str, Any]:
+    taps = {key: raw[key] for key in ("mask_token_id", "target_layer_ids") if key in raw}
+    block = {"block_size": raw.get("dflash_config", {}).get("block_size", raw.get("block_size"))}
+    nested = {**taps, **raw.get("dflash_config", {})}
+    nested.pop("block_size", None)
+    rest = {key: value for key, value in raw.items() if key not in (*taps, *_MARKOV_KEYS, "target_hidden_size")}
+    return {
+        "num_target_layers": None, **rest, **_head_and_block({**raw, **block}, anchored=True), "dflash_config": nested
+    }  # fmt: skip
 
 
 def _switches_on(key: str, value: object) -> bool:

@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import (
     AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
+from volley.errors import CheckpointError, ConfigError, UnsupportedModelError, VolleyError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kernels import attention_for
@@ -33,6 +30,7 @@ from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.accelerate import accelerate
 from volley.models.fused import FusedDecoder
+from volley.models.loading import auto_tokenizer, load_causal_lm, load_config
 from volley.models.products import check_weights
 from volley.models.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
 from volley.models.rehearsal import made_up
@@ -270,15 +268,17 @@ class Target:
         device: str | torch.device = "cpu",
         weights: Weights = "bf16",
     ) -> Self:
-        """Load model and tokenizer from a folder or the hub. On a CPU its products can compute with codes as ``weights``."""
+        """Load model and tokenizer from a folder, the hub or a GGUF file.
+
+        On a CPU its products can compute with codes as ``weights``.
+        """
         device = usable_device(device)
         check_weights(weights, device, dtype)
         try:
-            config = AutoConfig.from_pretrained(path)
-            check_config(config)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            check_config(load_config(path))
+            model = load_causal_lm(path, dtype)
             tokenizer = load_tokenizer(path)
-        except (UnsupportedModelError, CheckpointError):
+        except VolleyError:
             raise
         except ValueError as error:
             raise UnsupportedModelError(
@@ -295,7 +295,7 @@ class Target:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    tokenizer = auto_tokenizer(path)
     if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
         raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
     return tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volley.config import DecodingConfig, DraftingConfig
+from volley.config import DraftingConfig
 from volley.decode.constrained import Following, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
 from volley.decode.propose import propose_coupled, propose_sampled, walk_coupled, walk_greedy, walk_sampled
@@ -20,6 +20,7 @@ from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens, confidences, draft_temperature
 from volley.decode.tree import coupled_logits, expand, position_lattice
 from volley.decode.work import Drafted, Rule, Shape, Work
+from volley.errors import ConfigError
 from volley.memory.batch import Segment
 from volley.models.adapter import Adapter
 from volley.models.draft_model import DraftModel
@@ -33,10 +34,16 @@ class BlockProposer(Proposer):
     can_grow_trees = True
 
     def __init__(self, model: DraftModel, config: DraftingConfig) -> None:
-        self.model, self.config = model, config
+        self.model = model
+        self.configure(config)
         self.block_size = model.drafter.config.block_size
 
-    def configure(self, config: DecodingConfig) -> None:
+    def configure(self, config: DraftingConfig) -> None:
+        if config.denoising_steps > 1 and self.model.drafter.config.sample_from_anchor:
+            raise ConfigError(
+                f"denoising_steps is {config.denoising_steps}, and this drafter predicts from the anchor's slot: it has "
+                "no slot to reveal a token in; use denoising_steps 1"
+            )
         self.config = config
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
@@ -65,9 +72,9 @@ class BlockProposer(Proposer):
         return walking
 
     def _blocks(self, works: Works) -> list[Tensor]:
-        """Token ids ``[1 + k]`` of each block: the anchor and masks."""
-        mask = self.model.drafter.config.mask_token_id
-        return [torch.tensor([work.request.anchor] + [mask] * work.ask.positions) for work in works]
+        """Token ids of each block: the anchor and masks, ``[1 + k]``, or ``[k]`` where the anchor's own state drafts."""
+        mask, saved = self.model.drafter.config.mask_token_id, self.model.drafter.config.sample_from_anchor
+        return [torch.tensor([work.request.anchor] + [mask] * (work.ask.positions - saved)) for work in works]
 
     def _draft_bound(
         self, works: Works, logits: Tensor, hidden: Tensor, *, with_confidence: bool
@@ -97,7 +104,7 @@ class BlockProposer(Proposer):
         return left, logits[kept], hidden[kept]
 
     def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits ``[Σ k, V]`` of every draft position of ``blocks [1 + k]``, and the states ``[Σ k, H]`` they are of.
+        """Logits ``[Σ k, V]`` of every draft position of ``blocks`` (anchor and masks), and the states ``[Σ k, H]`` they are of.
 
         One draft pass for each adapter among the requests.
         """
@@ -113,7 +120,7 @@ class BlockProposer(Proposer):
             found = self.model.states(segments, torch.cat([blocks[i] for i in members]), adapter)
             if len(groups) == 1:
                 return self.model.logits(found), found
-            for i, rows in zip(members, torch.split(found, [len(blocks[i]) - 1 for i in members]), strict=True):
+            for i, rows in zip(members, torch.split(found, [works[i].ask.positions for i in members]), strict=True):
                 states[i] = rows
         hidden = torch.cat(states)
         return self.model.logits(hidden), hidden

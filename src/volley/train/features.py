@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from volley.errors import CheckpointError
+from volley.errors import CheckpointError, VolleyError
 from volley.models.accelerate import accelerate
+from volley.models.loading import load_causal_lm
 from volley.models.taps import Taps, decoder_layers
 from volley.models.target import load_tokenizer
 from volley.train.documents import Document, pad
@@ -38,7 +39,7 @@ class FrozenTarget:
         try:
             model = _load(path, dtype)
             self.tokenizer = load_tokenizer(path)
-        except CheckpointError:
+        except VolleyError:
             raise
         except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
             raise CheckpointError(
@@ -94,12 +95,11 @@ def _fingerprint(model: nn.Module) -> str:
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """With fused attention where the architecture has it (one with attention sinks, for example, has not)."""
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        return load_causal_lm(path, dtype, "sdpa")
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
-    return model
+        return load_causal_lm(path, dtype, "eager")
 
 
 class FeatureSource(Protocol):

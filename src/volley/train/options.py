@@ -42,7 +42,7 @@ SHAPE_OPTIONS = (
 
 CHOICES = {
     "anchors": ("random", "fixed"),
-    "head": ("none", "residual"),
+    "head": ("none", "residual", "markov"),
     "loss_decay": ("decay", "uniform", "pace"),
     "features": ("online", "cache"),
     "attention": ("auto", "grouped", "dense", "flex"),
@@ -99,7 +99,8 @@ class TrainConfig:
     window: int | None = None
     """Context tokens a draft layer sees before its block; by default all of them."""
     head: str = "none"
-    """Sequential head on the slots: ``none`` is DFlash, ``residual`` corrects the hidden state by the token before."""
+    """Sequential head on the slots: ``none`` is DFlash, ``residual`` corrects the hidden state by the token before,
+    ``markov`` the logits by that token alone, which llama.cpp and vLLM can do too."""
     head_rank: int = 256
     """Rank of the sequential head."""
     mask_token_id: int | None = None

@@ -91,6 +91,10 @@ def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
     vocab_size = target.get_input_embeddings().weight.shape[0]
     num_layers = len(decoder_layers(target))
     drafter.config.check_target(hidden_size=text.hidden_size, vocab_size=vocab_size, num_layers=num_layers)
+    if drafter.config.head is not None and drafter.config.head.type == "dspark":
+        raise ConfigError(
+            f"the drafter in {path} has a Markov head in tables, which volley does not train; name another"
+        )
     if drafter.config.own_embedding or drafter.config.draft_vocab_size:
         raise ConfigError(
             f"the drafter in {path} has an embedding or a head of its own, and training uses the target's; name the "

@@ -1,0 +1,146 @@
+"""A GGUF file opened: what it says of itself, and its tensors, decoded or block by block.
+
+The package ``gguf`` reads the container and decodes every type; it is needed only here. Shapes are PyTorch's, ``[out, in]``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
+from volley.models.gguf.blocks import QuantisedWeight, unpack
+
+MAGIC = b"GGUF"
+_TOKENS = "tokenizer.ggml.tokens"
+_TOKENIZER_LISTS = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+_PLAIN = {"F32", "F16", "BF16"}
+
+Rows = Callable[[NDArray[Any]], NDArray[Any]]
+"""Puts the rows of a matrix in another order; columns may be numbers or the bytes of blocks."""
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether ``path`` names a GGUF file: by its ending, or by its first bytes."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def gguf_package() -> Any:
+    """The package ``gguf``, or an error that says how to install it."""
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigError("GGUF files need the package gguf; install it with: pip install 'volley-llm[gguf]'") from None
+    return gguf
+
+
+class GGUFFile:
+    """One file; tensors stay on the disk until they are asked for."""
+
+    def __init__(self, path: str | Path, *, whole: bool = False) -> None:
+        """``whole`` keeps the lists of a tokenizer, which are large, among the metadata."""
+        self.path = Path(path)
+        package = gguf_package()
+        _check_magic(self.path)
+        try:
+            reader = package.GGUFReader(self.path)
+            self.metadata: Mapping[str, Any] = {
+                name: field.contents() for name, field in reader.fields.items() if whole or name not in _TOKENIZER_LISTS
+            }
+            self.num_tokens = len(reader.fields[_TOKENS].data) if _TOKENS in reader.fields else 0
+        except Exception as error:  # the reader raises whatever numpy does for a file that ends too early
+            raise CheckpointError(
+                f"{self.path} is truncated or damaged ({error or type(error).__name__}); fetch or convert it again"
+            ) from None
+        self._package = package
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        reader.fields.clear()  # the tokens of a large vocabulary are many small objects
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", "not named"))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._tensors)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.num_tokens > 0 and "tokenizer.ggml.model" in self.metadata
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of ``{architecture}.{key}``."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def require(self, key: str) -> Any:
+        """The value of ``{architecture}.{key}``; an error if there is none."""
+        value = self.get(key)
+        if value is None:
+            raise CheckpointError(f"{self.path} has no key {self.architecture}.{key}; fetch or convert it again")
+        return value
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, PyTorch's way."""
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def type(self, name: str) -> str:
+        """GGUF's name of a tensor's type, such as ``Q8_0``."""
+        return str(self._tensors[name].tensor_type.name)
+
+    def quantised_types(self) -> list[str]:
+        """The types of tensors that are not plain numbers."""
+        return sorted({self.type(name) for name in self._tensors} - _PLAIN - {"I64", "I32"})
+
+    def dense(self, name: str, rows: Rows | None = None) -> Tensor:
+        """A tensor decoded: BF16 as it is stored, all others in fp32; ``rows`` reorders its rows."""
+        stored = self._tensors[name]
+        data = np.asarray(stored.data)
+        if rows is not None:
+            data = rows(data)
+        if stored.tensor_type.name == "BF16":
+            return torch.from_numpy(np.array(data)).view(torch.bfloat16)
+        if stored.tensor_type.name.startswith("I"):
+            return torch.from_numpy(np.array(data))
+        try:
+            values = self._package.dequantize(data, stored.tensor_type)
+        except NotImplementedError:
+            raise UnsupportedModelError(
+                f"{self.path}: {name} is of type {stored.tensor_type.name}, which the package gguf "
+                f"{self._version} cannot decode; use a file of F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M"
+            ) from None
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def quantised(self, name: str, rows: Rows | None = None) -> QuantisedWeight | None:
+        """A matrix block by block, or ``None`` if its type is plain or has no even steps (see ``blocks.UNPACK``)."""
+        data = np.asarray(self._tensors[name].data)
+        return unpack(self.type(name), data if rows is None else rows(data))
+
+    @property
+    def _version(self) -> str:
+        from importlib.metadata import version
+
+        return version("gguf")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+
+def _check_magic(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            found = file.read(len(MAGIC))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); give a GGUF file") from None
+    if found != MAGIC:
+        raise CheckpointError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}; fetch it again")

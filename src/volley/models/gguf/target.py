@@ -1,0 +1,221 @@
+"""A target from a GGUF file: transformers' own model class, filled with the file's weights, and the file's tokenizer.
+
+transformers reads GGUF files too, but guesses what its config classes do not find (the head size of Qwen3, Llama 3's scaled
+rotary frequencies). Here every number comes from the file, and every tensor of the file must have a place.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from volley.errors import CheckpointError, UnsupportedModelError
+from volley.models.gguf.blocks import QuantisedWeight
+from volley.models.gguf.file import GGUFFile, Rows
+
+log = logging.getLogger("volley")
+
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+}
+"""transformers' classes by the file's architecture."""
+
+_WHOLE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_OF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_DOWN_EXPERTS = "ffn_down_exps"
+_GATE_EXPERTS, _UP_EXPERTS = "ffn_gate_exps", "ffn_up_exps"  # one tensor in transformers
+_ROPE_FACTORS = "rope_freqs.weight"
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def load_model(path: str | Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """The model in ``path`` in ``dtype``, its quantised weights decoded; a notice says so."""
+    file = GGUFFile(path)
+    config = read_config(file)
+    tensors = {name: tensor.to(dtype) for name, tensor in dense_weights(file, config)}
+    kind = getattr(transformers, CLASSES[file.architecture][1])
+    model, report = kind.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attention, output_loading_info=True
+    )
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    missing = sorted(set(report["missing_keys"]) - tied)
+    unknown = sorted(report["unexpected_keys"])
+    if missing or unknown:
+        parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+        raise CheckpointError(f"{path} {' and '.join(parts)}; fetch or convert it again")
+    _scale_frequencies(file, model)
+    model.generation_config.eos_token_id = stop_tokens(file) or None
+    if file.quantised_types():
+        name = str(dtype).removeprefix("torch.")
+        log.warning("%s: weights of type %s are decoded to %s", path, ", ".join(file.quantised_types()), name)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def read_config(file: GGUFFile) -> PretrainedConfig:
+    """transformers' config of a file of a known architecture; an error that names the known ones otherwise."""
+    if file.architecture not in CLASSES:
+        raise UnsupportedModelError(
+            f"{file.path} holds a model of architecture {file.architecture!r}; volley reads GGUF files of "
+            f"{', '.join(CLASSES)}. Give the model's Hugging Face folder instead"
+        )
+    hidden, heads = file.require("embedding_length"), file.require("attention.head_count")
+    head_dim = file.get("attention.key_length", hidden // heads)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if file.get(key, head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{file.path}: {key} is {file.get(key)} with heads of {head_dim}; only equal sizes are supported. "
+                "Give the model's Hugging Face folder instead"
+            )
+    values = {
+        "vocab_size": file.shape("token_embd.weight")[0] if "token_embd.weight" in file.names else 0,
+        "hidden_size": hidden,
+        "intermediate_size": file.require("feed_forward_length"),
+        "num_hidden_layers": file.require("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": file.require("context_length"),
+        "rms_norm_eps": file.require("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(file),
+        "tie_word_embeddings": "output.weight" not in file.names,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": None,
+    }
+    if file.architecture == "llama":
+        values |= {name: f"blk.0.{key}.bias" in file.names for name, key in _LLAMA_BIASES.items()}
+    if file.architecture == "qwen3moe":
+        values |= {
+            "num_experts": file.require("expert_count"),
+            "num_experts_per_tok": file.require("expert_used_count"),
+            "moe_intermediate_size": file.require("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    config: PretrainedConfig = getattr(transformers, CLASSES[file.architecture][0])(**values)
+    config.architectures = [CLASSES[file.architecture][1]]
+    return config
+
+
+_LLAMA_BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
+
+
+def _rope(file: GGUFFile) -> dict[str, Any]:
+    """transformers' rotary parameters; Llama 3's factors are a tensor (:func:`_scale_frequencies`)."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10_000.0))}
+    kind = file.get("rope.scaling.type", "none")
+    factor = float(file.get("rope.scaling.factor", file.get("rope.scale_linear", 1.0)))
+    if kind == "none" or factor == 1.0:
+        return rope
+    if kind == "linear":
+        return {**rope, "rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise UnsupportedModelError(
+            f"{file.path} scales rotary positions by {kind!r}; none, linear and yarn are supported. "
+            "Give the model's Hugging Face folder instead"
+        )
+    given = {"beta_fast": file.get("rope.scaling.yarn_beta_fast"), "beta_slow": file.get("rope.scaling.yarn_beta_slow")}
+    return {
+        **rope,
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": file.require("rope.scaling.original_context_length"),
+        **{key: float(value) for key, value in given.items() if value is not None},
+    }
+
+
+def _scale_frequencies(file: GGUFFile, model: PreTrainedModel) -> None:
+    """Divide the rotary frequencies by the file's factors, as Llama 3.1 and later have them."""
+    if _ROPE_FACTORS not in file.names:
+        return
+    rotary = model.get_submodule("model.rotary_emb")
+    for name in ("inv_freq", "original_inv_freq"):
+        buffer = rotary.get_buffer(name)
+        buffer /= file.dense(_ROPE_FACTORS).to(buffer)
+
+
+def own_name(file: GGUFFile, name: str) -> str:
+    """transformers' name of a tensor; an error if the model has no place for it."""
+    layer = _LAYER.fullmatch(name)
+    if layer is not None and layer[2] in _OF_LAYER:
+        ending = "" if layer[2] == _DOWN_EXPERTS else f".{layer[3]}"
+        return f"model.layers.{layer[1]}.{_OF_LAYER[layer[2]]}{ending}"
+    stem, _, ending = name.rpartition(".")
+    if stem in _WHOLE and ending in ("weight", "bias"):
+        return f"{_WHOLE[stem]}.{ending}"
+    raise UnsupportedModelError(
+        f"{file.path} has a tensor {name}, for which {CLASSES[file.architecture][1]} has no place; "
+        "give the model's Hugging Face folder instead"
+    )
+
+
+def dense_weights(file: GGUFFile, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by transformers' name, decoded."""
+    for name in file:
+        if name == _ROPE_FACTORS or f".{_UP_EXPERTS}." in name:
+            continue
+        if f".{_GATE_EXPERTS}." in name:
+            parts = [file.dense(name), file.dense(name.replace(_GATE_EXPERTS, _UP_EXPERTS))]
+            yield f"model.layers.{name.split('.')[1]}.mlp.experts.gate_up_proj", torch.cat(parts, dim=1)
+            continue
+        yield own_name(file, name), file.dense(name, _row_order(file.architecture, name, config))
+
+
+def quantised_weights(file: GGUFFile, config: Any) -> Iterator[tuple[str, QuantisedWeight]]:
+    """The quantised matrices of a file by transformers' name, as they are stored; those left out are dense ones."""
+    for name in file:
+        if name != _ROPE_FACTORS and "_exps." not in name:
+            found = file.quantised(name, _row_order(file.architecture, name, config))
+            if found is not None:
+                yield own_name(file, name), found
+
+
+def _row_order(architecture: str, name: str, config: Any) -> Rows | None:
+    """How to bring back the rows of queries and keys, which files of Llama store with the two halves of a head interleaved."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    if architecture != "llama" or heads is None:
+        return None
+
+    def order(data: NDArray[Any]) -> NDArray[Any]:
+        split = data.reshape(heads, len(data) // heads // 2, 2, *data.shape[1:])
+        return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(data.shape)
+
+    return order
+
+
+def stop_tokens(file: GGUFFile) -> list[int]:
+    """Tokens that end a text or a turn."""
+    keys = ("eos", "eot", "eom")
+    found = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
+    return sorted({int(token) for token in found if token is not None})

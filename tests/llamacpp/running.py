@@ -1,0 +1,99 @@
+"""llama-server as ``make peers`` builds it, answering one request at a time with numbers kept in fp32."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PEERS = Path(os.environ.get("VOLLEY_PEERS", Path(__file__).parents[2] / ".peers"))
+SERVER = PEERS / "build" / "bin" / "llama-server"
+SOURCE = PEERS / "llama-cpp-python" / "vendor" / "llama.cpp"
+EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
+STARTED_WITHIN = 60.0  # seconds
+
+
+@dataclass(frozen=True)
+class LlamaAnswer:
+    token_ids: list[int]
+    drafted: int
+    accepted: int
+
+
+@contextmanager
+def llama_server(log: Path, *arguments: str) -> Iterator[httpx.Client]:
+    """A server with these arguments; what it prints is in ``log``."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [str(SERVER), "--host", "127.0.0.1", "--port", port, "--threads", "1", "--parallel", "1", "-c", "1024"]
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, "--no-webui", *arguments], stdout=output, stderr=output)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                started = time.monotonic()
+                while time.monotonic() - started < STARTED_WITHIN:
+                    assert process.poll() is None, log.read_text()[-2000:]
+                    with suppress(httpx.TransportError):
+                        if client.get("/health").status_code == 200:
+                            break
+                    time.sleep(0.1)
+                yield client
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def ask(client: httpx.Client, prompt: Sequence[int], max_tokens: int) -> LlamaAnswer:
+    """The greedy answer to token ids, and what became of the drafts."""
+    body = {
+        "prompt": list(prompt),
+        "n_predict": max_tokens,
+        "temperature": 0.0,
+        "samplers": ["temperature"],
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
+    reply = client.post("/completion", json=body)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    timings = found["timings"]
+    return LlamaAnswer(found["tokens"], timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
+
+
+_CONVERT = """
+import runpy, sys
+sys.path[:0] = [{source!r}, {package!r}]
+from conversion import base
+def no_sentencepiece(self):
+    raise FileNotFoundError  # asked first, and its package is not needed for anything else
+base.TextModel._create_vocab_sentencepiece = no_sentencepiece
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # it knows published tokenizers only
+sys.argv[:] = {arguments!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def convert(folder: Path, out: Path) -> Path:
+    """A target's folder as llama.cpp's converter writes it, in bf16."""
+    arguments = [str(SOURCE / "convert_hf_to_gguf.py"), str(folder), "--outtype", "bf16", "--outfile", str(out)]
+    code = _CONVERT.format(source=str(SOURCE), package=str(SOURCE / "gguf-py"), arguments=arguments)
+    _run(sys.executable, "-c", code)
+    return out
+
+
+def quantise(source: Path, out: Path, kind: str) -> Path:
+    _run(str(SERVER.with_name("llama-quantize")), str(source), str(out), kind)
+    return out
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,130 @@
+"""volley and llama.cpp on the same files: same tokens of text, same greedy answers, same drafts taken, with numbers in fp32."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.llamacpp.running import EXACT, SERVER, SOURCE, LlamaAnswer, ask, convert, llama_server, quantise
+from tests.models.gguf.files import write_model
+from volley import Engine, SamplingParams
+from volley.files import REFERENCE, load_tensors, save_tensors
+from volley.models.checkpoint import HeadConfig
+from volley.models.drafter import Drafter
+from volley.models.export import export
+from volley.models.gguf.tokenizer import load_gguf_tokenizer
+
+pytestmark = [
+    pytest.mark.llamacpp,
+    pytest.mark.skipif(not SERVER.exists(), reason="llama.cpp is not built; run make peers"),
+]
+QUESTIONS = [
+    "Write a Python function that sorts a list.",
+    "What is the capital of France?",
+    "If I have 3 apples and buy 5 more, how many are there?",
+]
+MAX_TOKENS = 64
+CANDIDATES = 256  # so many that the walk over the best of each position is the walk over all
+
+
+class Files(NamedTuple):
+    target: Path
+    drafter: Path
+    """Plain DFlash."""
+    markov: Path
+    """The same with a Markov head."""
+    prompts: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The bundled target and drafter in fp32. The head is random, so some of its corrections are right and some are not."""
+    folder = tmp_path_factory.mktemp("files")
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE / "target")
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE / "target", dtype=torch.float32)
+    target = write_model(folder / "target.gguf", model, "qwen3", tokenizer=tokenizer)
+    for name in ("drafter", "markov"):
+        (folder / name).mkdir()
+    tensors = load_tensors(REFERENCE / "drafter-dflash" / "model.safetensors")
+    save_tensors(folder / "drafter" / "model.safetensors", {name: tensor.float() for name, tensor in tensors.items()})
+    shutil.copy(REFERENCE / "drafter-dflash" / "config.json", folder / "drafter")
+    plain = Drafter.from_pretrained(folder / "drafter", torch.float32)
+    torch.manual_seed(0)
+    headed = Drafter(replace(plain.config, head=HeadConfig(type="markov", rank=8)))
+    assert headed.head is not None
+    torch.nn.init.normal_(headed.head.output.weight, std=0.5)  # type: ignore[union-attr]
+    headed.load_state_dict(plain.state_dict(), strict=False)
+    headed.save_pretrained(folder / "markov")
+    whole = {name: tensor.detach() for name, tensor in headed.state_dict().items()}
+    save_tensors(folder / "markov" / "model.safetensors", whole)
+    for name in ("drafter", "markov"):
+        export(folder / name, folder / f"{name}.gguf", "gguf", target=str(target))
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    engine = Engine.from_pretrained(target, dtype=torch.float32)
+    return Files(target, folder / "drafter.gguf", folder / "markov.gguf", [engine.encode(chat) for chat in chats])
+
+
+def volley_answers(target: Path, drafter: Path | None, depth: int, prompts: Sequence[list[int]]) -> list[LlamaAnswer]:
+    """With the counts that llama.cpp keeps: draft tokens sent to the target, and those of them that it kept."""
+    loaded = None if drafter is None else Drafter.from_pretrained(drafter, torch.float32)
+    if loaded is not None and loaded.config.head is not None:
+        head = replace(loaded.config.head, candidates=CANDIDATES)
+        loaded.config = replace(loaded.config, head=head)
+    engine = Engine.from_pretrained(target, drafter=loaded, dtype=torch.float32, policy=f"fixed:{depth + 1}")
+    answers = []
+    for prompt in prompts:
+        (result,) = engine.generate([prompt], SamplingParams(max_tokens=MAX_TOKENS))
+        blocks, lengths = result.stats.block_sizes, result.stats.accepted_lengths
+        drafted, accepted = sum(size - 1 for size in blocks), sum(length - 1 for length in lengths)
+        answers.append(LlamaAnswer(result.token_ids, drafted, accepted))
+    return answers
+
+
+@pytest.mark.parametrize("depth", [3, 7])
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_answers_and_accepted_drafts_are_equal(files: Files, tmp_path: Path, method: str, depth: int) -> None:
+    drafter = files.drafter if method == "dflash" else files.markov
+    options = ["-md", str(drafter), "--spec-type", f"draft-{method}", "--spec-draft-n-max", str(depth)]
+    with llama_server(tmp_path / "log", "-m", str(files.target), *options, *EXACT) as client:
+        theirs = [ask(client, prompt, MAX_TOKENS) for prompt in files.prompts]
+    own = volley_answers(files.target, drafter, depth, files.prompts)
+    assert own == theirs
+    assert sum(answer.accepted for answer in own) > 20
+    if method == "dspark":
+        plain = volley_answers(files.target, files.drafter, depth, files.prompts)
+        assert [answer.accepted for answer in own] != [answer.accepted for answer in plain], "the head must matter"
+
+
+def test_files_of_llama_cpps_own_tools(files: Files, tmp_path: Path) -> None:
+    """Its converter's file, and what it quantises, some rows of which are Q6_K: read, and answered as volley answers."""
+    converted = convert(REFERENCE / "target", tmp_path / "bf16.gguf")
+    target = Engine.from_pretrained(converted, dtype=torch.float32).target
+    expected = AutoModelForCausalLM.from_pretrained(REFERENCE / "target", dtype=torch.float32).state_dict()
+    for name, weight in target.model.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    assert target.stop_token_ids == Engine.from_pretrained().target.stop_token_ids
+    for kind in ("Q8_0", "Q4_K_M"):
+        quantised = quantise(converted, tmp_path / f"{kind}.gguf", kind)
+        (own,) = volley_answers(quantised, files.drafter, 3, files.prompts[:1])
+        plain = volley_answers(quantised, None, 0, files.prompts[:1])
+        assert own.token_ids == plain[0].token_ids
+        assert own.accepted > 5
+
+
+@pytest.mark.parametrize("vocabulary", ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35"])
+def test_text_is_cut_as_llama_cpp_cuts_it(vocabulary: str) -> None:
+    """Vocabularies of real models, with texts and their tokens, that come with llama.cpp's source."""
+    file = SOURCE / "models" / f"ggml-vocab-{vocabulary}.gguf"
+    tokenizer = load_gguf_tokenizer(file)
+    texts = file.with_name(f"{file.name}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    lines = file.with_name(f"{file.name}.out").read_text().split("\n")
+    assert len(texts) == len(lines) > 40
+    for text, line in zip(texts, lines, strict=True):
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert token_ids == [int(token) for token in line.split()], text
+        assert tokenizer.decode(token_ids) == text

@@ -1,0 +1,211 @@
+"""Targets from GGUF files: same tokens as transformers, on the weights that the package decodes; and what is refused."""
+
+import builtins
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.models.gguf.files import (
+    FAMILIES,
+    bpe_tokenizer,
+    decoded,
+    fill,
+    random_model,
+    write_model,
+)
+from tests.tiny import greedy
+from volley import Engine, SamplingParams
+from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
+from volley.models.export import TargetEnds, TargetShape
+from volley.models.gguf.file import GGUFFile, is_gguf
+from volley.models.gguf.target import load_model, quantised_weights, read_config
+from volley.models.target import Target
+
+PROMPTS = [[5, 9, 17, 33, 8], list(range(40, 75))]
+
+
+def answers(path: Path, dtype: torch.dtype = torch.float32) -> list[list[int]]:
+    engine = Engine(Target(load_model(path, dtype)))
+    return [result.token_ids for result in engine.generate(PROMPTS, SamplingParams(max_tokens=30))]
+
+
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    return [greedy(model, prompt, 30) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_tokens_are_transformers(tmp_path: Path, family: str, tied: bool) -> None:
+    model = random_model(family, tie_word_embeddings=tied, **({"attention_bias": True} if family == "llama" else {}))
+    path = write_model(tmp_path / "model.gguf", model, family)
+    assert answers(path) == expected(model)
+    loaded = load_model(path, torch.float32).state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded[name], weight), name
+
+
+def test_a_file_whose_queries_are_not_interleaved_is_another_model(tmp_path: Path) -> None:
+    model = random_model("llama")
+    path = write_model(tmp_path / "model.gguf", model, "qwen3", keys={"attention.key_length": None})
+    path.write_bytes(path.read_bytes().replace(b"qwen3", b"llama"))  # its writer left the rows as they are
+    assert answers(path) != expected(model)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "mixed"])
+def test_quantised_files_are_what_the_package_decodes(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = (
+        {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2} if "K" in kind or kind == "mixed" else {}
+    )
+    model = random_model("llama", **wide)
+    chosen: Any = kind if kind != "mixed" else lambda name: "Q6_K" if "ffn_down" in name else "Q4_K"
+    path = write_model(tmp_path / "model.gguf", model, "llama", chosen)
+    fill(model, "llama", decoded(path))
+    with caplog.at_level(logging.WARNING, "volley"):
+        assert answers(path) == expected(model)
+    assert ("are decoded to float32" in caplog.text) == (kind not in ("F16", "BF16"))
+
+
+def test_bf16_weights_are_not_touched(tmp_path: Path) -> None:
+    model = random_model("qwen3").bfloat16()
+    loaded = load_model(write_model(tmp_path / "model.gguf", model, "qwen3", "BF16"), torch.bfloat16)
+    assert loaded.dtype == torch.bfloat16
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+
+
+def test_blocks_are_handed_over_by_name_with_their_rows_in_order(tmp_path: Path) -> None:
+    model = random_model("llama", tie_word_embeddings=True)
+    path = write_model(
+        tmp_path / "model.gguf",
+        model,
+        "llama",
+        lambda name: "Q4_0" if "attn" in name else "Q8_0" if "ffn" in name else "F32",
+    )
+    dense, file = load_model(path, torch.float32).state_dict(), GGUFFile(path)
+    found = dict(quantised_weights(file, read_config(file)))
+    assert len(found) == 3 * 7  # not the embedding, not the norms
+    for name, weight in found.items():
+        assert weight.type == ("Q4_0" if "attn" in name else "Q8_0")
+        assert torch.equal(weight.dense(), dense[name]), name
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        ),
+        ({"rope.scaling.type": "none"}, {"rope_type": "default"}),
+    ],
+)
+def test_scaled_positions(tmp_path: Path, keys: dict[str, Any], rope: dict[str, Any]) -> None:
+    model = random_model("qwen2", rope_parameters={"rope_theta": 20_000.0, **rope})
+    assert answers(write_model(tmp_path / "model.gguf", model, "qwen2", keys=keys)) == expected(model)
+
+
+def test_llama_3_scales_its_frequencies_by_a_tensor(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    model, plain = random_model("llama", rope_parameters=rope), random_model("llama")
+    scaled = model.get_submodule("model.rotary_emb").get_buffer("inv_freq")
+    factors = plain.get_submodule("model.rotary_emb").get_buffer("inv_freq") / scaled
+    path = write_model(tmp_path / "model.gguf", model, "llama", extra={"rope_freqs.weight": factors.numpy()})
+    assert answers(path) == expected(model)
+    assert answers(path) != expected(plain)
+
+
+def test_every_way_to_load_a_target_takes_a_file(tmp_path: Path) -> None:
+    model = random_model("qwen3")
+    path = write_model(tmp_path / "model.gguf", model, "qwen3", tokenizer=bpe_tokenizer())
+    (result,) = Engine.from_pretrained(str(path), dtype=torch.float32).generate("the tar", SamplingParams(max_tokens=8))
+    assert result.token_ids == greedy(model, bpe_tokenizer()("the tar")["input_ids"], 8)
+    shape = TargetShape.from_pretrained(path)
+    assert (shape.hidden_size, shape.num_layers, shape.architectures) == (64, 3, ("Qwen3ForCausalLM",))
+    assert torch.equal(TargetEnds.from_pretrained(path).head, model.get_parameter("lm_head.weight"))
+    renamed = path.rename(tmp_path / "model")
+    assert is_gguf(renamed)
+    assert not is_gguf(tmp_path)
+    assert not is_gguf("org/name")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"general.architecture": b"mamba"},
+            UnsupportedModelError,
+            "architecture 'mamba'; volley reads .* llama, qwen2",
+        ),
+        ({"qwen3.block_count": None}, CheckpointError, "has no key qwen3.block_count"),
+        ({"qwen3.rope.dimension_count": 8}, UnsupportedModelError, "rope.dimension_count is 8 with heads of 24"),
+        ({"qwen3.rope.scaling.type": "longrope"}, UnsupportedModelError, "by 'longrope'; none, linear and yarn"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, change: dict[str, Any], error: Any, message: str) -> None:
+    ((key, value),) = change.items()
+    keys = {} if value == b"mamba" else {key.removeprefix("qwen3."): value}
+    if "longrope" in str(value):
+        keys["rope.scaling.factor"] = 2.0
+    path = write_model(tmp_path / "model.gguf", random_model("qwen3"), "qwen3", keys=keys)
+    if value == b"mamba":
+        path.write_bytes(path.read_bytes().replace(b"qwen3", b"mamba"))
+    with pytest.raises(error, match=message):
+        Target.from_pretrained(path)
+
+
+def test_a_tensor_without_a_place_and_one_that_is_missing(tmp_path: Path) -> None:
+    model = random_model("qwen3")
+    surplus = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
+    with pytest.raises(
+        UnsupportedModelError, match=r"tensor blk\.0\.attn_sinks\.weight, for which Qwen3ForCausalLM has no"
+    ):
+        load_model(write_model(tmp_path / "one.gguf", model, "qwen3", extra=surplus), torch.float32)
+    bias = {"blk.0.attn_q.bias": np.zeros(96, np.float32)}
+    with pytest.raises(CheckpointError, match=r"has unknown model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_model(write_model(tmp_path / "two.gguf", model, "qwen3", extra=bias), torch.float32)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.3\.input_layernorm\.weight"):
+        load_model(write_model(tmp_path / "three.gguf", model, "qwen3", keys={"block_count": 4}), torch.float32)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("qwen3"), "qwen3")
+    whole = path.read_bytes()
+    for length in (3, 20, 300, 2000, len(whole) // 2, len(whole) - 40):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"model\.gguf (is truncated or damaged|is not a GGUF file)"):
+            Target.from_pretrained(path)
+    path.write_bytes(b"PK\x03\x04" + whole)
+    with pytest.raises(CheckpointError, match="is not a GGUF file: it does not begin with GGUF"):
+        Target.from_pretrained(path)
+    with pytest.raises(CheckpointError, match=r"absent\.gguf cannot be read \(No such file"):
+        Target.from_pretrained(tmp_path / "absent.gguf")
+
+
+def test_a_file_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("qwen3"), "qwen3")
+    with pytest.raises(CheckpointError, match="holds no tokenizer; convert the model again"):
+        Target.from_pretrained(path)
+
+
+def test_without_the_package_the_error_names_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def absent(name: str, *rest: Any, **named: Any) -> Any:
+        if name == "gguf":
+            raise ImportError(name)
+        return original(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ConfigError, match=r"pip install 'volley-llm\[gguf\]'"):
+        GGUFFile(tmp_path / "model.gguf")
