@@ -334,6 +334,9 @@ def collect(
     concurrency: Annotated[int, typer.Option(help="Requests in flight at each endpoint.")] = 16,
     retries: Annotated[int, typer.Option(help="Further attempts for a request that fails.")] = 6,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="With --endpoint: send prompts as they are to /completions (a base model).")
+    ] = False,
 ) -> None:
     """Collect the target's own responses to prompts: what volley train learns from. Run again to resume."""
     from volley import console
@@ -352,7 +355,7 @@ def collect(
             console.stderr().print(message)
 
         key = os.environ.get(api_key_env)
-        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn)
+        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn, raw=raw)
     else:
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")

@@ -17,6 +17,7 @@ from volley.models.formats import (
     TITLES,
     Format,
     detect,
+    drafter_folder,
     obstacles,
     own_name,
     parse_config,
@@ -44,7 +45,7 @@ class Diagnosis:
 
 def diagnose(path: Path, target: str | None = None) -> Diagnosis:
     """Look at a checkpoint as a whole, and at whether it fits ``target``; every problem is a line, none is raised."""
-    found = Diagnosis()
+    found, path = Diagnosis(), drafter_folder(path)
     config: DrafterConfig | None = None
     try:
         raw = read_json(path / "config.json")

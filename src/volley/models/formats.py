@@ -85,6 +85,12 @@ def own_name(name: str) -> str:
     return {theirs: own for own, theirs in _TRANSFORMERS_NAMES.items()}.get(name, name)
 
 
+def drafter_folder(path: Path) -> Path:
+    """The folder of the drafter itself: ``path``, or ``path/drafter`` where ``path`` is the folder of a run that trained one."""
+    inside = path / "drafter"
+    return inside if not (path / "config.json").exists() and (inside / "config.json").exists() else path
+
+
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a folder: one, or the shards that its index names."""
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
@@ -104,7 +110,8 @@ def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a folder in any format. ``check_weights`` decides whether the tensors fit the config."""
+    """Read a folder in any format, or a run's. ``check_weights`` decides whether the tensors fit the config."""
+    path = drafter_folder(path)
     config = parse_config(read_json(path / "config.json"))
     tensors = {own_name(k): v for file in weight_files(path) for k, v in load_tensors(file).items()}
     config = with_stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})

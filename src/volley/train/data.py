@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from volley.chat import encode_chat, end_of_turn, render_chat
+from volley.chat import encode_chat, end_of_turn, render_chat, tokenize_rendered
 from volley.errors import InputError
 from volley.prompts import read_jsonl
 from volley.train.documents import Document, fingerprint
@@ -93,7 +93,7 @@ def _encode_chunk(
     responses: list[list[int]] = []
     if texts:
         rendered = [render_chat(tokenizer, row["messages"][:-1], thinking=_thinking(row)) for row in texts]
-        prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        prompts = tokenize_rendered(tokenizer, rendered)
         contents = [row["messages"][-1]["content"] for row in texts]
         responses = tokenizer(contents, add_special_tokens=False)["input_ids"]
     encoded = zip(texts, prompts, responses, strict=True)
