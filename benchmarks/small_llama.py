@@ -1,8 +1,8 @@
 """Make the smallest kind of target that people try first: a Llama of 260 thousand parameters, without a chat template.
 
-Five layers of width 64, a vocabulary of 512 tokens, all of them used: no mask token, no spare row. It is trained for a few minutes on
-JSONL files of text and written to ``--out`` with ``prompts.jsonl`` (openings to learn from) and ``held-out.jsonl`` (openings that
-nothing is learnt from).
+Five layers of width 64, a vocabulary of 512 tokens, all of them used: no mask token, no spare row. It is trained for a few
+minutes on JSONL files of text and written to ``--out`` with ``prompts.jsonl`` (openings to learn from) and ``held-out.jsonl``
+(openings that nothing is learnt from).
 
     python benchmarks/small_llama.py --text gsm8k_train.jsonl --out small-llama --minutes 5
     volley tune --target small-llama --prompts small-llama/prompts.jsonl --out tuned --max-minutes 4

@@ -19,6 +19,7 @@ from volley.prompts import Conversation, load_prompts
 from volley.serve.config import ServeConfig
 from volley.train.collect import CollectConfig, Progress
 from volley.train.options import PilotOptions, TrainConfig
+from volley.tuning import certify, doctor, presets, tune
 from volley.vllm.command import serve_vllm
 
 if TYPE_CHECKING:
@@ -415,6 +416,10 @@ def pilot(options: PilotOptions, models: ModelOptions) -> None:
 
 app.command()(export)
 app.command()(inspect)
+app.command()(tune)
+app.command()(certify)
+app.command()(doctor)
+app.command()(presets)
 app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve_vllm)
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import check_weights
+from volley.files import check_weights, write_atomically
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
-from volley.models.formats import Checkpoint, Format, read_checkpoint, write_checkpoint
+from volley.models.formats import Checkpoint, Format, drafter_folder, read_checkpoint, write_checkpoint
 
 
 def export(
@@ -36,6 +36,10 @@ def export(
     if out.resolve() == drafter.resolve():
         raise ConfigError(f"out is the drafter's own folder {drafter}; choose another")
     checkpoint = read_checkpoint(drafter)
+    certificates = [folder / "certificate.json" for folder in (drafter, drafter_folder(drafter))]
+    certificate = next((path.read_bytes() for path in certificates if path.exists()), None)
+    if certificate is not None and not drop_head and draft_vocab_size is None:  # what is written is what was certified
+        write_atomically(out / "certificate.json", certificate)
     check_weights(drafter, Drafter(checkpoint.config).state_dict(), checkpoint.tensors)
     if drop_head:
         checkpoint = without_head(checkpoint)

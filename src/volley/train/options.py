@@ -74,6 +74,10 @@ class TrainConfig:
     """Evaluate every so many steps; an evaluation always ends the run."""
     eval_minutes: float | None = None
     """Evaluate every so many minutes."""
+    keep_best: bool = False
+    """Write the drafter of the evaluation with the best real τ instead of the last one's."""
+    patience: int | None = None
+    """With ``keep_best``: stop after so many evaluations in a row whose real τ is 3 % or more below the best."""
 
     init: str | None = None
     """Folder of a drafter of the same shape to start from; a sequential head may be new. By default random weights."""
@@ -240,6 +244,8 @@ class TrainConfig:
             "epochs",
         )
         optional += ("max_steps", "max_minutes", "eval_steps", "eval_minutes", "save_minutes", "save_steps", "threads")
+        optional += ("patience",)
+        yield "patience", self.patience is None or self.keep_best, "left out without keep_best"
         for name in optional:
             value = getattr(self, name)
             yield name, value is None or value > 0, "positive, or left out"

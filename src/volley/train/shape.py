@@ -24,7 +24,7 @@ _UNUSED_NAME = re.compile(r"reserved|unused", re.IGNORECASE)
 def choose_mask_token(
     tokenizer: PreTrainedTokenizerBase, embedding: Tensor, documents: Iterable[Document], explicit: int | None
 ) -> int:
-    """A token that marks empty slots, with a row in the target's ``embedding [V, H]``: the vocabulary is never changed to make one.
+    """A token that marks empty slots, with a row in the target's ``embedding [V, H]``; the vocabulary is never changed.
 
     In order: the one asked for, the tokenizer's mask token or one named like it, an embedding row beyond the tokenizer's
     vocabulary, a reserved or unused special token, and where all tokens are text the one that the data has least of. That is
