@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import transformers
 
-from volley.bench.run import without_drafter
 from volley.bench.ties import TIE_UNITS, unit_in_last_place
 from volley.certify import checks
 from volley.certify.checks import Check, Questions
 from volley.certify.options import CertifyConfig
-from volley.certify.sampled import check_server, check_way, ways
+from volley.certify.sampled import check_server, check_way, plain_engine, ways
 from volley.certify.subject import EngineSubject, ServerSubject
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError
@@ -111,7 +110,7 @@ def read_certificate(path: Path) -> dict[str, Any]:
 
 def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyConfig, say: Say = print) -> Certificate:
     """Check an engine and its drafter against its target alone. ``prompts`` are token ids."""
-    started, plain = time.monotonic(), without_drafter(engine)
+    started, plain = time.monotonic(), plain_engine(engine)
     page, chosen = engine.capacity.page_size, list(prompts[: config.prompts_used])
     greedy = checks.greedy_params(config.max_tokens)
     subject, reference = EngineSubject(engine), EngineSubject(plain)
@@ -212,11 +211,7 @@ def to_html(certificate: dict[str, Any]) -> str:
     """A page of its own."""
     from volley.bench.html import STYLE
 
-    rows = "".join(
-        f"<tr><td>{html.escape(check['name'])}</td><td>{'passed' if check['passed'] else '<b>FAILED</b>'}</td>"
-        f"<td>{html.escape(check['detail'])}</td><td>{'' if check['p_value'] is None else format(check['p_value'], '.2g')}</td></tr>"
-        for check in certificate["checks"]
-    )
+    rows = "".join(_row(check) for check in certificate["checks"])
     finding = f"<p class=warning>{html.escape(certificate['finding'])}</p>" if certificate["finding"] else ""
     facts = "".join(
         f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in certificate["subject"].items()
@@ -226,3 +221,9 @@ def to_html(certificate: dict[str, Any]) -> str:
         f"<h1>{html.escape(certificate['verdict'])}</h1>{finding}<dl>{facts}</dl>"
         f"<table><tr><th>check</th><th></th><th>outcome</th><th>p</th></tr>{rows}</table></html>\n"
     )
+
+
+def _row(check: dict[str, Any]) -> str:
+    p_value = "" if check["p_value"] is None else format(check["p_value"], ".2g")
+    cells = [html.escape(check["name"]), "passed" if check["passed"] else "<b>FAILED</b>", html.escape(check["detail"])]
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in [*cells, p_value]) + "</tr>"

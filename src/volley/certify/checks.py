@@ -11,6 +11,7 @@ from volley.types import SamplingParams
 TIE = 0.15
 """Nats between two tokens that a target in bf16 may rank either way: two units in the last place of logits up to 16."""
 PENALTY = 1.5
+AT_ONCE = 8
 
 
 @dataclass
@@ -38,6 +39,10 @@ class Questions:
     """The prompts so that no cache can know them, different for each number."""
     greedy: SamplingParams
     tie: float = TIE
+
+    def ask(self, params: SamplingParams | Sequence[SamplingParams]) -> list[Reply]:
+        """The prompts at once: what that may change is a check of its own."""
+        return self.subject.ask(self.prompts, params, min(AT_ONCE, len(self.prompts)))
 
     def part_where(self, mine: Reply, theirs: Reply) -> int | None:
         """Where two greedy answers part without a tie, or ``None``."""
@@ -99,8 +104,11 @@ def check_prefix_cache(questions: Questions) -> Check:
 def check_concurrency(questions: Questions, concurrency: int) -> Check:
     """The same prompts alone and at once."""
     prompts = questions.fresh([questions.prompts[i % len(questions.prompts)] for i in range(concurrency)], 2)
+    different = {str(prompt): prompt for prompt in prompts}
     questions.subject.forget()
-    alone = questions.subject.ask(prompts, questions.greedy)
+    answers = questions.subject.ask(list(different.values()), questions.greedy)
+    replies = dict(zip(different, answers, strict=True))
+    alone = [replies[str(prompt)] for prompt in prompts]
     questions.subject.forget()
     together = questions.subject.ask(prompts, questions.greedy, concurrency)
     return compare(f"concurrency {concurrency}", "the same at once as alone", questions, together, alone)
@@ -109,8 +117,8 @@ def check_concurrency(questions: Questions, concurrency: int) -> Check:
 def check_narrow(questions: Questions, name: str, **narrow: Any) -> Check:
     """Sampling that leaves only the likeliest token is greedy decoding."""
     params = replace(questions.greedy, temperature=1.0, **narrow)
-    sampled = questions.subject.ask(questions.prompts, params)
-    greedy = questions.subject.ask(questions.prompts, questions.greedy)
+    sampled = questions.ask(params)
+    greedy = questions.ask(questions.greedy)
     return compare(name, "as greedy where one token is left", questions, sampled, greedy)
 
 
@@ -119,7 +127,7 @@ def check_top_p(questions: Questions, top_p: float = 0.5) -> Check:
     narrow = check_narrow(questions, "top_p", top_p=1e-6)
     if not narrow.passed:
         return narrow
-    replies = questions.subject.ask(questions.prompts, replace(questions.greedy, temperature=1.0, top_p=top_p))
+    replies = questions.ask(replace(questions.greedy, temperature=1.0, top_p=top_p))
     tokens = sum(len(reply.top) for reply in replies)
     for reply in replies:
         for token, top in zip(reply.tokens, reply.top, strict=False):
@@ -149,9 +157,9 @@ def check_stop(questions: Questions) -> Check:
 def check_seeds(questions: Questions) -> Check:
     """A seed gives the same answer again, and another seed another one."""
     params = [replace(questions.greedy, temperature=1.0, seed=seed) for seed in range(len(questions.prompts))]
-    first = questions.subject.ask(questions.prompts, params)
-    again = questions.subject.ask(questions.prompts, params)
-    other = questions.subject.ask(questions.prompts, [replace(one, seed=10**6 + i) for i, one in enumerate(params)])
+    first = questions.ask(params)
+    again = questions.ask(params)
+    other = questions.ask([replace(one, seed=10**6 + i) for i, one in enumerate(params)])
     repeated = sum(a.tokens == b.tokens for a, b in zip(first, again, strict=True))
     varied = any(a.tokens != b.tokens for a, b in zip(first, other, strict=True))
     return Check(
@@ -161,9 +169,9 @@ def check_seeds(questions: Questions) -> Check:
 
 def check_penalties(questions: Questions) -> Check:
     """Where an answer's own log-probabilities say that a penalty changes the next token, it does."""
-    plain = questions.subject.ask(questions.prompts, questions.greedy)
+    plain = questions.ask(questions.greedy)
     params = replace(questions.greedy, presence_penalty=PENALTY, frequency_penalty=PENALTY)
-    penalised = questions.subject.ask(questions.prompts, params)
+    penalised = questions.ask(params)
     predicted = 0
     for before, after in zip(plain, penalised, strict=True):
         found = _first_change(before, questions.tie)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volley.bench.run import without_drafter
 from volley.certify.checks import Check
 from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution, penalised
@@ -65,6 +64,12 @@ class Scoring(Speculative):
                 work.verdict = Verdict(0, [int(rows[-1].argmax())])
 
 
+def plain_engine(engine: Engine) -> Engine:
+    """An engine of its own on the same target, which drafts nothing."""
+    pages = engine.snapshot().num_pages
+    return Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), num_pages=pages)
+
+
 def ways(engine: Engine, tokens: int) -> list[Way]:
     """What an engine can do with sampled requests; ``tokens`` is the longest answer."""
     at_one = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
@@ -87,7 +92,7 @@ def check_way(engine: Engine, prompts: Sequence[list[int]], way: Way, config: Ce
     found = Sampled(
         Deviations(Random(f"{config.seed}/{way.name}")), Deviations(Random(f"{config.seed}/{way.name}/bonus"))
     )
-    scorer = without_drafter(engine) if engine.drafter is not None else Engine(engine.target)
+    scorer = plain_engine(engine)
     try:
         while found.every.count < wanted:
             batch = [prompts[index % len(prompts)] for index in range(AT_ONCE)]

@@ -32,6 +32,8 @@ class TuneConfig:
     """Prompts taken from each source."""
     block_size: int | None = None
     """Largest block, anchor included; by default what pays on this machine."""
+    bias: float = 0.05
+    """Smallest bias of sampled output that certifying searches for; half of it takes four times as long."""
     model: str | None = None
     """With --endpoint: model to ask; by default the one it has."""
     api_key_env: str = "OPENAI_API_KEY"

@@ -33,7 +33,7 @@ from volley.tune.trials import BLOCK_SIZES, Search, Trial, choose_block_size, fr
 
 TRIAL_SHARE = 0.3
 """Of the minutes; the rest is the training's."""
-TYPICAL_TRIALS = 9
+TYPICAL_TRIALS = 10
 SHORTEST_TRIAL = 1 / 6
 """Minutes."""
 BATCHES = 64
@@ -112,6 +112,7 @@ class Tuning:
     def base(self) -> TrainConfig:
         """The training that the preset describes, for as long as one trial."""
         config, preset = self.config, preset_for(AutoConfig.from_pretrained(self.config.target))
+        share = TRIAL_SHARE * config.max_minutes / TYPICAL_TRIALS
         return TrainConfig(
             target=config.target,
             data=(str(self.out / "train.jsonl"),),
@@ -124,7 +125,7 @@ class Tuning:
             intermediate_size=preset.intermediate_size,
             learning_rate=preset.learning_rate,
             tokens_per_batch=min(8192, max(1024, self.progress["collect"]["tokens"] // BATCHES)),
-            max_minutes=max(SHORTEST_TRIAL, TRIAL_SHARE * config.max_minutes / TYPICAL_TRIALS),
+            max_minutes=min(TRIAL_SHARE * config.max_minutes, max(SHORTEST_TRIAL, share)),
             loss_decay="pace",
             device=config.device,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -210,8 +211,8 @@ class Tuning:
     def certify(self) -> dict[str, Any]:
         self.say("greedy and sampled output against plain decoding, a few minutes")
         prompts = [self.serving_ids(prompt) for prompt in held_out_prompts(self.out)]
-        engine = self._pair()
-        certificate = certify_pair(engine, prompts, CertifyConfig(), self._say)
+        engine, settings = self._pair(), CertifyConfig(bias=self.config.bias, max_tokens=32)
+        certificate = certify_pair(engine, prompts, settings, self._say)
         certificate.write(self.out / "certificate.json")
         self.say(f"{certificate.verdict}: {len(certificate.checks)} checks")
         return {"verdict": certificate.verdict, "failed": [check.name for check in certificate.failed]}

@@ -14,6 +14,8 @@ import torch
 from volley.engine.engine import Engine
 from volley.models.checkpoint import HeadConfig
 from volley.models.drafter import Drafter
+from volley.models.tap_layers import spread_taps
+from volley.models.taps import decoder_layers
 from volley.models.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
@@ -24,6 +26,7 @@ BETTER = 1.02
 """How much better a choice must be than the one before: what two trials of the same options differ by."""
 BLOCK_SIZES = (8, 12, 16)
 TIMINGS = 5
+SHALLOW = 10
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Search:
     def run(self) -> Trial:
         """Try the options one after the other; returns the best trial."""
         best = self.trial("preset", {})
-        for question in (self._rates, self._batches, self._layers, self._heads, self._targets):
+        for question in (self._rates, self._taps, self._batches, self._layers, self._heads, self._targets):
             best = question(best)
         return best
 
@@ -133,6 +136,13 @@ class Search:
         return self._compare(
             best, [(f"learning rate {rate / f:.1e}", {"learning_rate": rate / f}) for f in (2.5, 6.25)]
         )
+
+    def _taps(self, best: Trial) -> Trial:
+        """More taps: all layers of a shallow target but its last, eight of a deep one."""
+        depth = len(decoder_layers(self.target.model))
+        more = range(depth - 1) if depth <= SHALLOW else spread_taps(8, depth)
+        taps = ",".join(map(str, more))
+        return self._compare(best, [(f"taps {taps}", {"taps": taps})]) if len(more) > 1 else best
 
     def _batches(self, best: Trial) -> Trial:
         sizes = [self.base.tokens_per_batch // factor for factor in (4, 16)]
