@@ -12,7 +12,9 @@ from volley.certify.certificate import certify_pair, read_certificate
 from volley.certify.options import CertifyConfig
 from volley.errors import CheckpointError
 
-QUICK = CertifyConfig(bias=0.12, max_tokens=16, prompts_used=6)
+QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
+SURE = CertifyConfig(bias=0.06, max_tokens=16, prompts_used=6)
+"""Finds a bias of sampled output; the other faults need no statistics."""
 PROMPTS = random_prompts(6, longest=12)
 
 
@@ -23,7 +25,9 @@ def said(_: str) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_named(pair: Pair, fault: str) -> None:
     make, word = FAULTS[fault]
-    certificate = certify_pair(make(pair), PROMPTS, QUICK, said)
+    certificate = certify_pair(
+        make(pair), PROMPTS, SURE if word in ("temperature", "bonus tokens", "trees") else QUICK, said
+    )
     assert certificate.verdict == "not lossless"
     assert certificate.finding is not None
     assert certificate.finding.startswith(word)

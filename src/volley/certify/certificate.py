@@ -5,7 +5,7 @@ import html
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,7 +37,7 @@ FINDINGS = {
     "top_p": "top_p is ignored",
     "penalties": "penalties are ignored",
     "stop": "stop texts are not honoured",
-    "sampled: bonus": "bonus tokens behind whole drafts are not drawn from the target's distribution",
+    "bonus": "bonus tokens behind whole drafts are not drawn from the target's distribution",
     "sampled": "acceptance at temperatures above 0 is biased",
     "sampled at T = 0.6": "temperature: the draft's probabilities are not those its tokens were drawn with",
     "sampled with top_p, top_k and penalties": "truncation or penalties bias sampled output",
@@ -69,7 +69,7 @@ class Certificate:
     @property
     def finding(self) -> str | None:
         """The likeliest fault: that of the first check in the order of ``FINDINGS`` that failed."""
-        names = {check.name for check in self.failed}
+        names = {check.name.rpartition(": ")[2] for check in self.failed}
         return next((what for name, what in FINDINGS.items() if name in names), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _check_choices(subject: ServerSubject, prompt: str, greedy: Any) -> Check:
     )
 
 
-def _answer_checks(questions: Questions) -> Any:
+def _answer_checks(questions: Questions) -> Iterator[Check]:
     yield checks.check_greedy(questions)
     yield checks.check_prefix_cache(questions)
     for concurrency in (8, 32):

@@ -26,6 +26,8 @@ from volley.procedures.speculative import Speculative
 from volley.types import Proposal, SamplingParams, Verdict
 
 AT_ONCE = 16
+MOST_ROUNDS = 200
+"""Of asking a server all prompts: few of its tokens may be such that they can be judged."""
 
 
 @dataclass
@@ -194,7 +196,7 @@ def check_server(
     """A server's sampled tokens at T = 1 against its log-probabilities, and at T = 0.6 against plain decoding's tokens."""
     wanted, deviations = config.sample_size(tests), _Hits()
     number = 0
-    while deviations.count < wanted:
+    while deviations.count < wanted and number < MOST_ROUNDS:
         number += 1
         for reply in subject.ask(prompts(number), replace(params, temperature=1.0), 8):
             deviations.take(reply)

@@ -1,6 +1,5 @@
 """Who is asked: an engine here, or any OpenAI-compatible server, of which nothing is known but its answers."""
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from volley.errors import EndpointError
 from volley.types import SamplingParams
 
 TOP = 20
+_PART = "\ufffd"
+"""Stands for a part of a character: tokens that are written so cannot be told apart, and their places are not judged."""
 Token = int | str
 """An id, or the text of a token where a server tells no ids."""
 
@@ -134,5 +135,5 @@ def _reply(choice: dict[str, Any]) -> Reply:
         raise EndpointError(
             "the server sends no logprobs with its answers, which tell ties from faults; start it so that it does"
         )
-    clean = tuple({token: value for token, value in (row or {}).items() if not math.isnan(value)} for row in top)
+    clean = tuple({} if any(_PART in token for token in row or ()) else dict(row or {}) for row in top)
     return Reply(tuple(tokens), choice.get("text") or "", choice.get("finish_reason") or "stop", clean)

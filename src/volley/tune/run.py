@@ -18,6 +18,7 @@ from volley.files import make_folder, read_json, write_atomically
 from volley.models.export import export
 from volley.models.formats import obstacles, read_checkpoint
 from volley.models.target import Target
+from volley.prompts import read_jsonl
 from volley.train.features import FrozenTarget
 from volley.train.fused import keep_freed_memory
 from volley.train.loop import Trainer
@@ -28,7 +29,7 @@ from volley.tune.measure import measure
 from volley.tune.options import TuneConfig
 from volley.tune.presets import preset_for
 from volley.tune.report import to_html
-from volley.tune.state import Progress
+from volley.tune.state import Milestones
 from volley.tune.trials import BLOCK_SIZES, Search, Trial, choose_block_size, from_json, to_json, training_dtype
 
 TRIAL_SHARE = 0.3
@@ -71,7 +72,7 @@ class Tuning:
     def __init__(self, config: TuneConfig, say: Callable[[str], None]) -> None:
         self.config, self.out, self._say = config, config.out, say
         reporting = {"threads", "api_key_env", "out"}
-        self.progress = Progress(
+        self.progress = Milestones(
             config.out, {key: value for key, value in asdict(config).items() if key not in reporting}
         )
         self.prefix = ""
@@ -237,7 +238,8 @@ class Tuning:
         return written
 
     def report(self) -> dict[str, Any]:
-        log = read_rows_of(self.out / "train" / "log.jsonl")
+        path = self.out / "train" / "log.jsonl"
+        log = [row for _, row in read_jsonl(path)] if path.exists() else []
         certificate = read_json(self.out / "certificate.json")
         write_atomically(self.out / "report.html", to_html(self.progress.done, log, certificate, self.config))
         self.say(
@@ -258,10 +260,3 @@ def _named(base: TrainConfig, options: dict[str, Any]) -> str:
         f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
         for name, value in chosen.items()
     )
-
-
-def read_rows_of(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training's log."""
-    from volley.prompts import read_jsonl
-
-    return [row for _, row in read_jsonl(path)] if path.exists() else []

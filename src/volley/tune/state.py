@@ -8,7 +8,7 @@ from volley.errors import ConfigError
 from volley.files import read_json, write_atomically
 
 
-class Progress:
+class Milestones:
     """``tune.json``: the options of the run, and the outcome of every step that is done."""
 
     def __init__(self, out: Path, options: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ A trial's score is the speed it promises: τ on the held-out rows, by the second
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class Search:
         head = HeadConfig(type=config.head, rank=config.head_rank) if config.head != "none" else None
         return config.num_layers, head, config.block_size
 
-    def _compare(self, best: Trial, options: Iterator[tuple[str, dict[str, Any]]] | list[Any]) -> Trial:
+    def _compare(self, best: Trial, options: Sequence[tuple[str, dict[str, Any]]]) -> Trial:
         """The best of ``best`` and changes of it, one after the other until one is no better."""
         for name, change in options:
             if len(self.trials) * (self.base.max_minutes or 0.0) >= self.minutes:
