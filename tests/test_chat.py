@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from volley.chat import check_template, encode_chat, end_of_turn, render_chat
 from volley.errors import ConfigError, InputError
@@ -44,14 +45,20 @@ def test_a_switch_that_the_template_ignores_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("template", [None, ""])
-def test_a_missing_template_is_an_error_that_names_the_remedies(template: str | None) -> None:
+def test_a_base_model_takes_a_prompt_as_it_is_and_no_chat(template: str | None) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    for function in (render_chat, encode_chat):
-        with pytest.raises(
-            InputError, match=r"no chat template; pass the prompt as a string .*tokenizer\.chat_template"
-        ):
-            function(tokenizer, ASKED)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    opening = [{"role": "user", "content": "Once"}]
+    assert check_template(tokenizer) is None
+    assert render_chat(tokenizer, opening) == "Once"
+    assert encode_chat(tokenizer, opening) == tokenizer("Once")["input_ids"]  # with the token that begins a text
+    assert encode_chat(tokenizer, opening)[0] == 0
+    for chat in ([*opening, {"role": "assistant", "content": "a"}, *opening], [{"role": "system", "content": "a"}]):
+        with pytest.raises(InputError, match=r"no chat template, so it takes single prompts.*tokenizer\.chat_template"):
+            encode_chat(tokenizer, chat)
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "hi"}, {"role": 1, "content": "hi"}])

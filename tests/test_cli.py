@@ -43,7 +43,21 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert output.endswith("False\n")
-    for command in ("generate", "demo", "bench", "serve", "collect", "train", "pilot", "export", "inspect"):
+    for command in (
+        "generate",
+        "demo",
+        "bench",
+        "serve",
+        "collect",
+        "train",
+        "pilot",
+        "export",
+        "inspect",
+        "tune",
+        "certify",
+        "doctor",
+        "presets",
+    ):
         assert f"\n  {command} " in output
 
 

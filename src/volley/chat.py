@@ -1,4 +1,7 @@
-"""Prompts and chat templates: from strings and messages to the token ids that a model was taught to answer."""
+"""Prompts and chat templates: from strings and messages to the token ids that a model was taught to answer.
+
+A base model has no chat template. It takes the text of a single user message as it is, and goes on from there.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -39,17 +42,12 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt) -
     return token_ids
 
 
-def check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool | None = None) -> str:
-    """The tokenizer's chat template; an error if there is none, or if it ignores the switch ``thinking``."""
+def check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool | None = None) -> str | None:
+    """The tokenizer's chat template, ``None`` for a base model; an error if it ignores the switch ``thinking``."""
     template = tokenizer.chat_template
-    if not template:
-        raise InputError(
-            "the target's tokenizer has no chat template; pass the prompt as a string or as token ids, or set "
-            "tokenizer.chat_template and save the tokenizer"
-        )
     if thinking is not None and "enable_thinking" not in str(template):
         raise ConfigError("the target's chat template has no thinking switch; leave thinking unset")
-    return str(template)
+    return str(template) if template else None
 
 
 def render_chat(
@@ -67,13 +65,13 @@ def render_chat(
 
     ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides. ``tools`` are functions in
     OpenAI's form. ``variables`` reach the template by their names. ``continue_final_message`` leaves the last message open.
-    ``template`` takes the place of the tokenizer's own.
+    ``template`` takes the place of the tokenizer's own. For a base model it is the text of the only message.
     """
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f"a chat message has 'role' and 'content'; this one has {sorted(message)}")
-    if template is None:
-        check_template(tokenizer)
+    if template is None and check_template(tokenizer) is None:
+        return _as_it_is(messages)
     given = dict(variables or {})
     if thinking is not None:
         given["enable_thinking"] = thinking
@@ -93,11 +91,30 @@ def render_chat(
     return str(text)
 
 
+def _as_it_is(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What a base model is given."""
+    if len(messages) != 1 or messages[0]["role"] != "user":
+        raise InputError(
+            "the target's tokenizer has no chat template, so it takes single prompts and no chats; send one user message, or "
+            "set tokenizer.chat_template and save the tokenizer"
+        )
+    return str(messages[0]["content"])
+
+
+def tokenize_rendered(tokenizer: "PreTrainedTokenizerBase", text: str | list[str]) -> list[Any]:
+    """Token ids of what :func:`render_chat` gave, of one text or of many: a template writes special tokens, and where there is
+    none the tokenizer adds them."""
+    return list(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+
+
 def encode_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, thinking: bool | None = None
 ) -> list[int]:
     """The token ids of ``messages`` with the opening of the assistant's answer."""
-    return list(tokenizer(render_chat(tokenizer, messages, thinking=thinking), add_special_tokens=False)["input_ids"])
+    token_ids = tokenize_rendered(tokenizer, render_chat(tokenizer, messages, thinking=thinking))
+    if not token_ids:
+        raise InputError("the prompt is empty; give at least one token to continue from")
+    return token_ids
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase", stop_token_ids: set[int]) -> int | None:

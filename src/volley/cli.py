@@ -20,6 +20,7 @@ from volley.prompts import Conversation, load_prompts
 from volley.serve.config import ServeConfig
 from volley.train.collect import CollectConfig, Progress
 from volley.train.options import PilotOptions, TrainConfig
+from volley.tuning import certify, doctor, presets, tune
 from volley.vllm.command import serve_vllm
 
 if TYPE_CHECKING:
@@ -350,6 +351,9 @@ def collect(
     concurrency: Annotated[int, typer.Option(help="Requests in flight at each endpoint.")] = 16,
     retries: Annotated[int, typer.Option(help="Further attempts for a request that fails.")] = 6,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="With --endpoint: send prompts as they are to /completions (a base model).")
+    ] = False,
 ) -> None:
     """Collect the target's own responses to prompts: what volley train learns from. Run again to resume."""
     from volley import console
@@ -368,7 +372,7 @@ def collect(
             console.stderr().print(message)
 
         key = os.environ.get(api_key_env)
-        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn)
+        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn, raw=raw)
     else:
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")
@@ -428,6 +432,10 @@ def pilot(options: PilotOptions, models: ModelOptions) -> None:
 
 app.command()(export)
 app.command()(inspect)
+app.command()(tune)
+app.command()(certify)
+app.command()(doctor)
+app.command()(presets)
 app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve_vllm)
 
 

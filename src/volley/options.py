@@ -1,6 +1,7 @@
 """Command-line options from a dataclass: every field is an option, its docstring the help, its default the default.
 
 So an option is written once, where it is used. Tuples are comma-separated lists, and what may be one of several types is text.
+Each may also come from the environment, as ``VOLLEY_`` and its name in capitals.
 """
 
 import ast
@@ -97,7 +98,16 @@ def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=inspect.Parameter.empty if default is MISSING else default,
-        annotation=Annotated[shown, typer.Option(*names, help=doc, show_default=default not in (None, "", False))],
+        annotation=Annotated[
+            shown,
+            typer.Option(
+                *names,
+                help=doc,
+                show_default=default not in (None, "", False),
+                envvar=f"VOLLEY_{field.name.upper()}",
+                show_envvar=False,
+            ),
+        ],
     )
 
 

@@ -76,15 +76,15 @@ def test_bad_prompts(engine: Engine, prompt: Any, message: str) -> None:
     assert not engine.scheduler.has_work
 
 
-def test_text_needs_a_tokenizer_and_chat_a_template(pair: Pair, engine: Engine) -> None:
+def test_text_needs_a_tokenizer_and_a_chat_of_turns_a_template(pair: Pair, engine: Engine) -> None:
     with pytest.raises(InputError, match="loaded without a tokenizer; pass prompts as lists of token ids"):
         Engine(pair.target, num_pages=4).generate("hi")
     target = copy.copy(engine.target)
     target.tokenizer = copy.deepcopy(target.tokenizer)
     assert target.tokenizer is not None
     target.tokenizer.chat_template = None
-    with pytest.raises(InputError, match="has no chat template; pass the prompt as a string"):
-        Engine(target, num_pages=4).generate(CHAT)
+    with pytest.raises(InputError, match="has no chat template, so it takes single prompts"):
+        Engine(target, num_pages=4).generate([*CHAT, {"role": "assistant", "content": "a"}, *CHAT])
 
 
 def test_a_request_larger_than_the_pool(pair: Pair) -> None:

@@ -147,8 +147,8 @@ def test_a_template_must_exist_and_know_the_switch() -> None:
     with pytest.raises(ConfigError, match="no thinking switch"):
         EngineSource(engine, "tiny", thinking=True)
     engine.tokenizer.chat_template = ""
-    with pytest.raises(InputError, match=r"no chat template; .* set tokenizer\.chat_template"):
-        EngineSource(engine, "tiny")
+    base = EngineSource(engine, "tiny")
+    assert base.chat_template is False
 
 
 class StubEndpoint(ThreadingHTTPServer):
@@ -202,6 +202,10 @@ class _Handler(BaseHTTPRequestHandler):
         if status is not None:
             self.reply(status, {"error": "as told"})
             return
+        if self.path.endswith("/completions") and "prompt" in body:
+            choice = {"text": f" and {body['prompt']}", "finish_reason": "stop"}
+            self.reply(200, {"choices": [choice], "usage": {"completion_tokens": 2}})
+            return
         last = body["messages"][-1]["content"]
         message = {"role": "assistant", "content": f"re: {last}", "reasoning_content": "hm"}
         choice = {"message": message, "finish_reason": "length"}
@@ -249,6 +253,17 @@ def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: 
     assert body["chat_template_kwargs"] == {"enable_thinking": True}
     assert server.keys == {"Bearer secret"}
     assert collect(config, source).finished == 0
+
+
+def test_a_base_model_is_sent_prompts_as_they_are(tmp_path: Path, serve: Any) -> None:
+    source = source_of(serve(), raw=True)
+    config = CollectConfig(prompts=(prompts_file(tmp_path, {"prompt": "Once"}),), out=tmp_path / "o.jsonl")
+    assert collect(config, source).finished == 1
+    (row,) = rows_of(config.out)
+    assert (row["messages"][-1]["content"], row["chat_template"]) == (" and Once", False)
+    chat = CollectConfig(prompts=(prompts_file(tmp_path, {"turns": ["a", "b"]}),), out=tmp_path / "p.jsonl")
+    with pytest.raises(InputError, match="is a chat; a model without a chat template takes single prompts"):
+        collect(chat, source)
 
 
 def test_a_lasting_failure_is_an_error_and_a_second_run_goes_on(tmp_path: Path, serve: Any) -> None:

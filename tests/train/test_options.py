@@ -66,12 +66,21 @@ def plain_tokenizer(*specials: str) -> PreTrainedTokenizerFast:
 def test_the_mask_token_is_one_that_no_text_uses() -> None:
     text = [Document(torch.tensor([10, 11, 260], dtype=torch.int32), 1)]
     tokenizer = byte_tokenizer()
-    assert choose_mask_token(tokenizer, 264, text, None) == 3
-    assert choose_mask_token(tokenizer, 264, text, 7) == 7
+    assert choose_mask_token(tokenizer, torch.ones(264, 2), text, None) == 3
+    assert choose_mask_token(tokenizer, torch.ones(264, 2), text, 7) == 7
     masked = [Document(torch.tensor([3], dtype=torch.int32), 0)]
-    assert choose_mask_token(tokenizer, 264, masked, None) == 260
-    assert choose_mask_token(tokenizer, 264, masked + text, None) == 261
+    assert choose_mask_token(tokenizer, torch.ones(264, 2), masked, None) == 260
+    assert choose_mask_token(tokenizer, torch.ones(264, 2), masked + text, None) == 261
     reserved = plain_tokenizer("<|reserved_1|>")
-    assert choose_mask_token(reserved, 261, masked, None) == 260
+    assert choose_mask_token(reserved, torch.ones(261, 2), masked, None) == 260
+
+
+def test_where_all_tokens_are_text_the_mask_is_the_rarest_with_an_embedding() -> None:
+    tokenizer = byte_tokenizer()
+    everything = [Document(torch.tensor([*range(260), *range(4, 260)], dtype=torch.int32), 1)]
+    assert choose_mask_token(tokenizer, torch.ones(260, 2), everything, None) == 1
+    embedding = torch.ones(260, 2)
+    embedding[[1, 3]] = 0
+    assert choose_mask_token(tokenizer, embedding, everything, None) == 4
     with pytest.raises(ConfigError, match="--mask-token-id"):
-        choose_mask_token(tokenizer, 260, masked, None)
+        choose_mask_token(tokenizer, torch.full((260, 2), torch.nan), everything, None)

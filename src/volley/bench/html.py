@@ -32,15 +32,15 @@ def to_html(report: Report) -> str:
     parts = [f"<h1>volley bench</h1><style>{STYLE}</style>"]
     if report.measurements.partial:
         parts.append("<p class=warning>Interrupted: this is what had been measured by then.</p>")
-    parts.append(_facts({**report.models, **report.machine, **_settings(report)}))
+    parts.append(facts_list({**report.models, **report.machine, **_settings(report)}))
     parts.append(f"<p>{EXPLANATION}</p>{_table(summaries)}")
     parts += [f"<p class=warning>{html.escape(note)}</p>" for note in report.measurements.notes]
     drafted = [summary for summary in summaries if summary.case.name == "volley"]
     if drafted:
-        parts.append(f"<h2>Speed and acceptance length</h2>{_image(_speed_plot(summaries))}")
-        parts.append(f"<h2>Acceptance by position</h2>{_image(_acceptance_plot(drafted))}")
-        parts.append(f"<h2>Accepted lengths</h2>{_image(_histogram_plot(drafted))}")
-        parts.append(f"<h2>Where a cycle's time goes</h2>{_image(_time_plot(summaries))}")
+        parts.append(f"<h2>Speed and acceptance length</h2>{image(_speed_plot(summaries))}")
+        parts.append(f"<h2>Acceptance by position</h2>{image(_acceptance_plot(drafted))}")
+        parts.append(f"<h2>Accepted lengths</h2>{image(_histogram_plot(drafted))}")
+        parts.append(f"<h2>Where a cycle's time goes</h2>{image(_time_plot(summaries))}")
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>volley bench</title>\n{body}\n</html>\n'
 
@@ -57,7 +57,7 @@ def _settings(report: Report) -> dict[str, Any]:
     }
 
 
-def _facts(facts: dict[str, Any]) -> str:
+def facts_list(facts: dict[str, Any]) -> str:
     items = "".join(f"<dt>{html.escape(str(k))}</dt><dd>{html.escape(str(v))}</dd>" for k, v in facts.items())
     return f"<dl>{items}</dl>"
 
@@ -71,7 +71,7 @@ def _table(summaries: list[Summary]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _image(figure: "Figure") -> str:
+def image(figure: "Figure") -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
     return f'<img alt="" src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'

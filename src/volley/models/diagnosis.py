@@ -17,6 +17,7 @@ from volley.models.formats import (
     TITLES,
     Format,
     detect,
+    drafter_folder,
     obstacles,
     own_name,
     parse_config,
@@ -46,7 +47,7 @@ class Diagnosis:
 
 def diagnose(path: Path, target: str | None = None) -> Diagnosis:
     """Look at a checkpoint as a whole, and at whether it fits ``target``; every problem is a line, none is raised."""
-    found = Diagnosis()
+    found, path = Diagnosis(), drafter_folder(path)
     config: DrafterConfig | None = None
     if is_gguf(path):
         return _diagnose_gguf(path, target)

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from volley.errors import ConfigError
 from volley.files import check_weights, save_tensors, write_atomically
 from volley.models.checkpoint import DrafterConfig
-from volley.models.formats import read_checkpoint, weight_files
+from volley.models.formats import drafter_folder, read_checkpoint, weight_files
 from volley.models.fused import fits, layer_shape, layer_weights
 from volley.models.heads import MarkovTables, ResidualHead
 from volley.models.products import make_product
@@ -240,7 +240,7 @@ class Drafter(nn.Module):
     @classmethod
     def from_pretrained(cls, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> Self:
         """Load a folder in any format of ``formats.py``; every missing, unknown or misshapen weight is an error that names it."""
-        path = Path(path)
+        path = drafter_folder(Path(path))
         checkpoint = read_checkpoint(path)
         drafter = cls(checkpoint.config)
         check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)

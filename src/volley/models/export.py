@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from volley.errors import CheckpointError, ConfigError, VolleyError
-from volley.files import check_weights
+from volley.files import check_weights, write_atomically
 from volley.models.checkpoint import Checkpoint, DrafterConfig
 from volley.models.drafter import Drafter
-from volley.models.formats import Format, read_checkpoint, write_checkpoint
+from volley.models.formats import Format, drafter_folder, read_checkpoint, write_checkpoint
 from volley.models.heads import ResidualHead
 from volley.models.loading import load_causal_lm, load_config
 
@@ -46,6 +46,12 @@ def export(
             else "the file names the target's tokens"
         )
         raise ConfigError(f"{what}; name it as target")
+    certificates = [folder / "certificate.json" for folder in (drafter, drafter_folder(drafter))]
+    certificate = next((path.read_bytes() for path in certificates if path.exists()), None)
+    if (
+        certificate is not None and to != "gguf" and not drop_head and draft_vocab_size is None
+    ):  # what is written is what was certified
+        write_atomically(out / "certificate.json", certificate)
     check_weights(drafter, Drafter(checkpoint.config).state_dict(), checkpoint.tensors)
     if drop_head:
         checkpoint = without_head(checkpoint)

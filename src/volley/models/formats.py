@@ -89,6 +89,12 @@ def own_name(name: str) -> str:
     return {theirs: own for own, theirs in (_TRANSFORMERS_NAMES | _MARKOV_NAMES).items()}.get(name, name)
 
 
+def drafter_folder(path: Path) -> Path:
+    """The folder of the drafter itself: ``path``, or ``path/drafter`` where ``path`` is the folder of a run that trained one."""
+    inside = path / "drafter"
+    return inside if not (path / "config.json").exists() and (inside / "config.json").exists() else path
+
+
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a folder: one, or the shards that its index names."""
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
@@ -108,9 +114,10 @@ def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a folder in any format. ``check_weights`` decides whether the tensors fit the config."""
+    """Read a folder in any format, a run's, or a GGUF file. ``check_weights`` decides whether the tensors fit the config."""
     if is_gguf(path):
         return read_gguf(path)
+    path = drafter_folder(path)
     config = parse_config(read_json(path / "config.json"))
     stored = (pair for file in weight_files(path) for pair in load_tensors(file).items())
     tensors = {own_name(name): tensor for name, tensor in stored if not name.startswith(_CONFIDENCE)}

@@ -109,7 +109,7 @@ class Source(Protocol):
     name: str
     """The model that answers; a journal holds the answers of one model only."""
     chat_template: str | bool
-    """Digest of the template that was applied here, or ``True`` when the endpoint applies its own."""
+    """Digest of the template that was applied here, ``True`` when the endpoint applies its own, ``False`` where there is none."""
 
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
         """Answer every job and call ``done`` as each finishes. Returns how many were given up."""
@@ -266,6 +266,15 @@ def collect(config: CollectConfig, source: Source, report: Callable[[Progress], 
     return Progress(finished, skipped, len(jobs), output_tokens, time.perf_counter() - started, failed)
 
 
+def check_single(job: CollectJob) -> None:
+    """Refuse a chat where prompts are sent as they are."""
+    if job.conversation.num_answers > 1 or len(job.messages) > 1:
+        raise InputError(
+            f"prompt {job.conversation.id} is a chat; a model without a chat template takes single prompts: give rows of "
+            "'prompt', without a system message"
+        )
+
+
 class BatchGenerator(Protocol):
     """The part of ``Engine`` that collecting needs."""
 
@@ -292,9 +301,13 @@ class EngineSource:
         self.thinking = thinking
         self.batch = batch
         self.context_length = context_length
-        self.chat_template: str | bool = hashlib.sha256(template.encode()).hexdigest()[:16]
+        self.chat_template: str | bool = template is not None and hashlib.sha256(template.encode()).hexdigest()[:16]
 
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
+        jobs = list(jobs)
+        if self.chat_template is False:
+            for job in jobs:
+                check_single(job)
         fresh, open_jobs, refused = iter(jobs), list[CollectJob](), 0
         while batch := open_jobs + list(islice(fresh, self.batch - len(open_jobs))):
             prompts = [encode_chat(self.engine.tokenizer, job.messages, thinking=self.thinking) for job in batch]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from volley.chat import encode_chat, end_of_turn, render_chat
+from volley.chat import encode_chat, end_of_turn, render_chat, tokenize_rendered
 from volley.errors import InputError
 from volley.prompts import read_jsonl
 from volley.train.documents import Document, fingerprint
@@ -93,7 +93,7 @@ def _encode_chunk(
     responses: list[list[int]] = []
     if texts:
         rendered = [render_chat(tokenizer, row["messages"][:-1], thinking=_thinking(row)) for row in texts]
-        prompts = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        prompts = tokenize_rendered(tokenizer, rendered)
         contents = [row["messages"][-1]["content"] for row in texts]
         responses = tokenizer(contents, add_special_tokens=False)["input_ids"]
     encoded = zip(texts, prompts, responses, strict=True)
@@ -127,6 +127,10 @@ class TrainingData:
         self.max_length = min(longest, context)
         rows, held_rows = self._split(config)
         self.documents = self._encode(rows)
+        self.origin = {
+            "temperatures": sorted({float(row["temperature"]) for row in rows if row.get("temperature") is not None}),
+            "thinking": sorted({str(row.get("thinking")) for row in rows}),
+        }
         if not self.documents:
             raise InputError(
                 f"no row of {', '.join(config.data)} has two response tokens within {self.max_length} tokens; "
@@ -159,9 +163,11 @@ class TrainingData:
                 )
         return encoded
 
-    def summary(self) -> dict[str, int]:
-        """The counts that the training report gives."""
+    def summary(self) -> dict[str, Any]:
+        """What the training report says of the data: counts, and how the responses came about."""
         return {
+            **self.origin,
+            "longest": max(self.lengths),
             "rows": len(self.documents),
             "rows_without_two_response_tokens": self.dropped,
             "tokens": sum(self.lengths),

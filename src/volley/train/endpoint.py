@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from volley.errors import ConfigError, EndpointError
-from volley.train.collect import Answer, CollectJob
+from volley.train.collect import Answer, CollectJob, check_single
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_PROMPT = {400, 413, 422}
@@ -53,6 +53,8 @@ class EndpointSource:
     timeout_seconds: float = 600.0
     name: str = field(init=False)
     chat_template: str | bool = field(init=False, default=True)
+    raw: bool = False
+    """Send prompts as they are to ``/completions``: for a base model, which has no chat template."""
     refusals: list[str] = field(init=False, default_factory=list)
     """Why prompts were given up, for the caller to show."""
     warn: Callable[[str], None] = lambda message: None
@@ -64,6 +66,7 @@ class EndpointSource:
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"endpoint {url!r} is not a URL; write it like http://127.0.0.1:8000/v1")
+        self.chat_template = not self.raw
         if self.concurrency < 1:
             raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
         self.urls = tuple(dict.fromkeys(url.rstrip("/") for url in self.urls))
@@ -73,7 +76,7 @@ class EndpointSource:
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
         """Answer every job; refused prompts are counted, any other lasting failure is an ``EndpointError``."""
         self.refusals = []
-        asyncio.run(self._run(iter(jobs), done))
+        asyncio.run(self._run(iter([self._checked(job) for job in jobs]), done))
         return len(self.refusals)
 
     def _client(self) -> httpx.AsyncClient:
@@ -90,6 +93,11 @@ class EndpointSource:
                 f"{self._endpoints[0].url} serves {', '.join(names) or 'no model'}; say which with --model"
             )
         return names[0]
+
+    def _checked(self, job: CollectJob) -> CollectJob:
+        if self.raw:
+            check_single(job)
+        return job
 
     async def _run(self, jobs: Iterator[CollectJob], done: Callable[[CollectJob], None]) -> None:
         async with self._client() as client:
@@ -125,7 +133,7 @@ class EndpointSource:
         params = job.params
         body: dict[str, Any] = {
             "model": self.name,
-            "messages": job.messages,
+            **({"prompt": job.messages[0]["content"]} if self.raw else {"messages": job.messages}),
             "temperature": params.temperature,
             "top_p": params.top_p,
             "max_tokens": params.max_tokens,
@@ -138,7 +146,8 @@ class EndpointSource:
             body["min_p"] = params.min_p
         if self.thinking is not None:
             body["chat_template_kwargs"] = {"enable_thinking": self.thinking}
-        return _parse(await self._request(client, "POST", "/chat/completions", body))
+        path = "/completions" if self.raw else "/chat/completions"
+        return _parse(await self._request(client, "POST", path, body))
 
     async def _request(
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
@@ -204,7 +213,7 @@ def _retry_after(response: httpx.Response) -> float:
 def _parse(raw: dict[str, Any]) -> Answer:
     try:
         choice = raw["choices"][0]
-        message = choice["message"]
+        message = {"content": choice["text"]} if "text" in choice else choice["message"]
         text = message.get("content") or ""
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         usage = raw.get("usage") or {}

@@ -45,7 +45,7 @@ class FrozenTarget:
             raise CheckpointError(
                 f"cannot load the target {path!r} ({error}); give a causal LM with its tokenizer"
             ) from None
-        self.fingerprint = _fingerprint(model)
+        self.fingerprint = fingerprint(model)
         if not with_layers:
             layers = decoder_layers(model)
             for index in range(len(layers)):  # the number of layers is still read
@@ -82,7 +82,7 @@ class FrozenTarget:
         return embedded
 
 
-def _fingerprint(model: nn.Module) -> str:
+def fingerprint(model: nn.Module) -> str:
     """A digest of every weight's name, shape and a sample of its values: another training gives another one."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):

@@ -85,7 +85,8 @@ class Learner:
 
 def _new_drafter(config: TrainConfig, target: FrozenTarget, data: TrainingData) -> Drafter:
     texts = [*data.documents, *data.held_out]
-    mask = choose_mask_token(target.tokenizer, target.vocab_size, texts, config.mask_token_id)
+    embedding = target.model.get_input_embeddings().weight
+    mask = choose_mask_token(target.tokenizer, embedding, texts, config.mask_token_id)
     drafter = Drafter(drafter_config(config, target.model, mask))
     if config.init is not None:
         start_from(drafter, config.init)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,8 @@ from volley.train.report import Reporter
 from volley.train.schedule import Interval, Schedule, learning_rate_scale
 from volley.train.state import SavedRun
 from volley.train.step import StepFunction
+
+_CLEARLY_WORSE = 0.97
 
 
 def train(config: TrainConfig) -> Path:
@@ -42,12 +45,16 @@ def train(config: TrainConfig) -> Path:
 class Trainer:
     """One run: data, what learns, its optimizer, and where the run stands."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks, target: FrozenTarget | None = None, *, speaks: bool = True
+    ) -> None:
+        """``target`` is the one that ``config`` names, where it is loaded already."""
         self.config = config
         self.ranks = ranks
-        self.reporter = Reporter(Path(config.out), ranks.first)
-        dtype, with_layers = getattr(torch, config.dtype), config.feature_server is None
-        target = FrozenTarget(config.target, dtype, ranks.device, with_layers=with_layers)
+        self.reporter = Reporter(Path(config.out), ranks.first and speaks)
+        if target is None:
+            dtype, with_layers = getattr(torch, config.dtype), config.feature_server is None
+            target = FrozenTarget(config.target, dtype, ranks.device, with_layers=with_layers)
         self.data = TrainingData(config, target)
         self.schedule = Schedule(config, self.data.lengths, ranks)
         self.learner = Learner(config, target, self.data, ranks)
@@ -59,6 +66,8 @@ class Trainer:
         self.saved_run = SavedRun(config, facts, self.learner.model, self.optimizer, ranks)
         self.source: FeatureSource | FeatureCache = _feature_source(config, self.data, self.learner, self.step_function)
         self.held_out = HeldOut(config, self.data, self.step_function, self.source)
+        self.values: dict[str, Any] = {}
+        """Of the last evaluation."""
 
     def resume(self) -> None:
         """Go on from the checkpoint in ``out``, if there is one."""
@@ -74,7 +83,7 @@ class Trainer:
         evaluations = Interval(config.eval_steps, config.eval_minutes, self.ranks)
         saves = Interval(config.save_steps, config.save_minutes, self.ranks)
         with Interrupts(self.reporter.say) as interrupts:
-            while self.schedule.progress() < 1 and not self.ranks.any(interrupts.seen):
+            while self.schedule.progress() < 1 and not self.ranks.any(interrupts.seen) and not self._is_over():
                 started = time.monotonic()
                 correct, valid = self.step(self.schedule.batch, self.schedule.progress())
                 self.schedule.advance()
@@ -161,20 +170,34 @@ class Trainer:
         for number in range(most):
             yield (passes[number], True) if number < len(passes) else (indices[:1], False)
 
+    def _is_over(self) -> bool:
+        """Whether evaluations have been getting worse for too long. Every process must ask."""
+        patience = self.config.patience
+        return patience is not None and self.ranks.any(self.schedule.position.worse >= patience)
+
     def evaluate(self) -> None:
-        """Save the drafter and measure it on held-out rows; every process must ask."""
+        """Measure the drafter on held-out rows and save it, if it shall be kept; every process must ask."""
         drafter = self.learner.drafter()
         values = self.held_out.teacher_forced() if self.ranks.first or self.ranks.sharded else {}
         if drafter is not None:
-            self.learner.save(drafter, self.product)
             values |= self.held_out.decoded(drafter)
+            if self._is_best(values) or not self.config.keep_best or not self.product.exists():
+                self.learner.save(drafter, self.product)
             facts = {
                 "options": self.saved_run.options,
                 "fingerprints": self.saved_run.facts,
                 "data": {**self.data.summary(), "parameters": self.learner.size},
             }
             self.reporter.evaluation(self.schedule.position, values, facts)
+        self.values = values
         self.ranks.wait()
+
+    def _is_best(self, values: dict[str, Any]) -> bool:
+        """Whether no evaluation before had a better real τ; counts those that are clearly worse."""
+        at, tau = self.schedule.position, float(values.get("decoded", {}).get("tau", 0.0))
+        at.worse = at.worse + 1 if tau < _CLEARLY_WORSE * at.best_tau else 0
+        is_best, at.best_tau = tau >= at.best_tau, max(tau, at.best_tau)
+        return is_best
 
 
 def _feature_source(

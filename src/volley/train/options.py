@@ -74,6 +74,10 @@ class TrainConfig:
     """Evaluate every so many steps; an evaluation always ends the run."""
     eval_minutes: float | None = None
     """Evaluate every so many minutes."""
+    keep_best: bool = False
+    """Write the drafter of the evaluation with the best real τ instead of the last one's."""
+    patience: int | None = None
+    """With ``keep_best``: stop after so many evaluations in a row whose real τ is 3 % or more below the best."""
 
     init: str | None = None
     """Folder of a drafter of the same shape to start from; a sequential head may be new. By default random weights."""
@@ -104,7 +108,7 @@ class TrainConfig:
     head_rank: int = 256
     """Rank of the sequential head."""
     mask_token_id: int | None = None
-    """Token that marks an empty slot; by default one of the target's that no text uses."""
+    """Token that marks an empty slot; by default one of the target's that no text uses, or that the data has least of."""
 
     max_length: int | None = None
     """Longer rows are cut to so many tokens; by default to ``tokens_per_batch``, and always to the target's context."""
@@ -136,8 +140,8 @@ class TrainConfig:
     """Largest norm of the gradient."""
     warmup: float = 0.04
     """Share of the run over which the learning rate rises; a cosine brings it to zero over the rest."""
-    epochs: int = 6
-    """Passes over the data, at most."""
+    epochs: int | None = None
+    """Passes over the data, at most. By default 6, or as many as ``max_steps`` and ``max_minutes`` allow where one is given."""
     max_steps: int | None = None
     """Stop after so many steps, if the epochs have not ended before."""
     max_minutes: float | None = None
@@ -224,7 +228,6 @@ class TrainConfig:
             "anchors_per_sequence",
             "learning_rate",
             "clip",
-            "epochs",
             "log_steps",
             "head_rank",
         ):
@@ -239,8 +242,11 @@ class TrainConfig:
             "head_dim",
             "window",
             "gamma",
+            "epochs",
         )
         optional += ("max_steps", "max_minutes", "eval_steps", "eval_minutes", "save_minutes", "save_steps", "threads")
+        optional += ("patience",)
+        yield "patience", self.patience is None or self.keep_best, "left out without keep_best"
         for name in optional:
             value = getattr(self, name)
             yield name, value is None or value > 0, "positive, or left out"

@@ -9,6 +9,9 @@ from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.state import Position
 
+DEFAULT_EPOCHS = 6
+"""Where nothing bounds a run (DFlash §4.2)."""
+
 
 def learning_rate_scale(progress: float, warmup: float) -> float:
     """Linear rise over ``warmup`` (from a hundredth), cosine to zero over the rest; ``progress`` in [0, 1]."""
@@ -51,7 +54,11 @@ class Schedule:
     def progress(self) -> float:
         """How far the run has come, by whichever bound is nearest: 1 is the end. Every process must ask."""
         config, at = self.config, self.position
-        fractions = [(at.epoch + at.batch / len(self.batches)) / config.epochs]
+        fractions, epochs = [0.0], config.epochs
+        if epochs is None and config.max_steps is None and config.max_minutes is None:
+            epochs = DEFAULT_EPOCHS
+        if epochs is not None:
+            fractions.append((at.epoch + at.batch / len(self.batches)) / epochs)
         if config.max_steps is not None:
             fractions.append(at.step / config.max_steps)
         if config.max_minutes is not None:

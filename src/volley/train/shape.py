@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from volley.errors import ConfigError
@@ -21,19 +22,22 @@ _UNUSED_NAME = re.compile(r"reserved|unused", re.IGNORECASE)
 
 
 def choose_mask_token(
-    tokenizer: PreTrainedTokenizerBase, embedding_rows: int, documents: Iterable[Document], explicit: int | None
+    tokenizer: PreTrainedTokenizerBase, embedding: Tensor, documents: Iterable[Document], explicit: int | None
 ) -> int:
-    """A token that marks empty slots and never occurs in text: the vocabulary is never changed to make one.
+    """A token that marks empty slots, with a row in the target's ``embedding [V, H]``; the vocabulary is never changed.
 
     In order: the one asked for, the tokenizer's mask token or one named like it, an embedding row beyond the tokenizer's
-    vocabulary, a reserved or unused special token.
+    vocabulary, a reserved or unused special token, and where all tokens are text the one that the data has least of. That is
+    still lossless, since a mask only ever stands in a draft; and it is no less exact where that token is an anchor, because the
+    anchor is always the first of its block.
     """
-    used = torch.zeros(embedding_rows, dtype=torch.bool)
+    rows = len(embedding)
+    used = torch.zeros(rows, dtype=torch.long)
     for document in documents:
-        used[document.token_ids.long()] = True
+        used += torch.bincount(document.token_ids.long(), minlength=rows)
     if explicit is not None:
-        if not 0 <= explicit < embedding_rows:
-            raise ConfigError(f"mask_token_id {explicit} is outside the target's {embedding_rows} embedding rows")
+        if not 0 <= explicit < rows:
+            raise ConfigError(f"mask_token_id {explicit} is outside the target's {rows} embedding rows")
         if used[explicit]:
             raise ConfigError(f"mask_token_id {explicit} occurs in the data; choose a token that no text uses")
         return explicit
@@ -42,13 +46,15 @@ def choose_mask_token(
     named = [tokenizer.mask_token_id] if tokenizer.mask_token_id is not None else []
     named += [index for name, index in special.items() if _MASK_NAME.match(name)]
     unused = [index for name, index in special.items() if _UNUSED_NAME.search(name)]
-    for candidate in [*named, *range(len(tokenizer), embedding_rows), *unused]:
-        if candidate < embedding_rows and not used[candidate] and candidate not in ends:
+    sizes = embedding.detach().float().norm(dim=-1)
+    has_direction = (sizes > 1e-3 * sizes.median()).tolist()  # a row of zeros would make all slots alike
+    for candidate in [*named, *range(len(tokenizer), rows), *unused]:
+        if candidate < rows and not used[candidate] and candidate not in ends and has_direction[candidate]:
             return int(candidate)
-    raise ConfigError(
-        "the target has no mask token, no embedding row beyond its vocabulary and no reserved token; "
-        "name a token that never occurs in text with --mask-token-id"
-    )
+    rest = [token for token in range(rows) if token not in ends and has_direction[token]]
+    if not rest:
+        raise ConfigError("the target's embedding has no row that could be a mask token; give --mask-token-id")
+    return min(rest, key=lambda token: int(used[token]))
 
 
 def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: int) -> DrafterConfig:

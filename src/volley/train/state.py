@@ -35,6 +35,10 @@ class Position:
     seconds: float = 0.0
     tokens: int = 0
     blocks: int = 0
+    best_tau: float = 0.0
+    """The best real τ of all evaluations; with ``keep_best`` its drafter is the one that is kept."""
+    worse: int = 0
+    """Evaluations in a row that were clearly below it."""
 
 
 class SavedRun:

@@ -92,10 +92,11 @@ def _speculation(
     from volley.files import read_json
     from volley.models.drafter import Drafter
     from volley.models.export import TargetShape
-    from volley.models.formats import detect, parse_config
+    from volley.models.formats import detect, drafter_folder, parse_config
     from volley.policies.make import DEFAULT_POLICY, make_policy
     from volley.vllm.options import PluginOptions, engine_args
 
+    drafter = str(drafter_folder(Path(drafter)))
     raw = read_json(Path(drafter) / "config.json")
     config = parse_config(raw)
     TargetShape.from_pretrained(target).check(config)

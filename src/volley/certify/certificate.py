@@ -1,0 +1,229 @@
+"""Run all checks on a pair or on a server, and say what they add up to, in a file that a digest guards."""
+
+import hashlib
+import html
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from volley.bench.ties import TIE_UNITS, unit_in_last_place
+from volley.certify import checks
+from volley.certify.checks import Check, Questions
+from volley.certify.options import CertifyConfig
+from volley.certify.sampled import check_server, check_way, plain_engine, ways
+from volley.certify.subject import EngineSubject, ServerSubject
+from volley.engine.engine import Engine
+from volley.errors import CheckpointError
+from volley.files import read_json, write_atomically
+from volley.models.adapter import drafter_fingerprint
+from volley.train.features import fingerprint
+
+Say = Callable[[str], None]
+
+FINDINGS = {
+    "greedy": "acceptance: greedy answers are not the target's",
+    "prefix cache": "prefix cache: a prompt found in the cache is answered otherwise",
+    "concurrency 8": "concurrency: requests that are served at once change each other",
+    "concurrency 32": "concurrency: requests that are served at once change each other",
+    "top_k": "top_k is ignored",
+    "top_p": "top_p is ignored",
+    "penalties": "penalties are ignored",
+    "stop": "stop texts are not honoured",
+    "bonus": "bonus tokens behind whole drafts are not drawn from the target's distribution",
+    "sampled": "acceptance at temperatures above 0 is biased",
+    "sampled at T = 0.6": "temperature: the draft's probabilities are not those its tokens were drawn with",
+    "sampled with top_p, top_k and penalties": "truncation or penalties bias sampled output",
+    "sampled trees": "trees: sampled draft trees are accepted by a rule that is biased on them",
+    "seeds": "seeds do not repeat answers",
+    "n": "several answers to one prompt are not what they should be",
+}
+"""What the first failed check means, in the order of its being asked for: a fault that comes earlier explains those behind it."""
+
+
+@dataclass
+class Certificate:
+    """What was certified, by which checks, with what outcome."""
+
+    subject: dict[str, Any]
+    checks: list[Check]
+    settings: dict[str, Any]
+    seconds: float = 0.0
+    date: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if not check.passed]
+
+    @property
+    def verdict(self) -> str:
+        return "not lossless" if self.failed else "lossless"
+
+    @property
+    def finding(self) -> str | None:
+        """The likeliest fault: that of the first check in the order of ``FINDINGS`` that failed."""
+        names = {check.name.rpartition(": ")[2] for check in self.failed}
+        return next((what for name, what in FINDINGS.items() if name in names), None)
+
+    def to_json(self) -> dict[str, Any]:
+        body = {
+            "volley": _version("volley-llm"),
+            "versions": {
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+            "date": self.date,
+            "verdict": self.verdict,
+            "finding": self.finding,
+            "subject": self.subject,
+            "settings": self.settings,
+            "seconds": round(self.seconds, 1),
+            "checks": [asdict(check) for check in self.checks],
+        }
+        return {**body, "sha256": digest(body)}
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def digest(body: dict[str, Any]) -> str:
+    """Of everything in a certificate but its own digest."""
+    rest = {key: value for key, value in body.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def read_certificate(path: Path) -> dict[str, Any]:
+    """The certificate in a file; an error if it was changed since it was written."""
+    found = read_json(path)
+    if found.get("sha256") != digest(json.loads(json.dumps(found))):
+        raise CheckpointError(f"{path} was changed after it was written; run volley certify again")
+    return found
+
+
+def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyConfig, say: Say = print) -> Certificate:
+    """Check an engine and its drafter against its target alone. ``prompts`` are token ids."""
+    started, plain = time.monotonic(), plain_engine(engine)
+    page, chosen = engine.capacity.page_size, list(prompts[: config.prompts_used])
+    greedy = checks.greedy_params(config.max_tokens)
+    subject, reference = EngineSubject(engine), EngineSubject(plain)
+    answers = reference.ask(chosen, greedy, len(chosen))
+    longer = [[*prompt, *map(int, reply.tokens)] for prompt, reply in zip(chosen, answers, strict=True)]
+    longer = [prompt for prompt in longer if len(prompt) > 2 * page] or longer
+    tie = TIE_UNITS * unit_in_last_place(16.0, engine.target.dtype)
+    questions = Questions(subject, reference, chosen, longer, lambda asked, _: list(asked), greedy, max(tie, 1e-3))
+    before = engine.config
+    if engine.proposer is not None:
+        engine.block_size = engine.proposer.block_size
+    found = []
+    try:
+        for check in _answer_checks(questions):
+            found.append(_said(check, say))
+    finally:
+        engine.reconfigure(before)
+    todo = ways(engine, config.max_tokens)
+    tests = 4 * len(todo)
+    for way in todo:
+        found += [_said(check, say) for check in check_way(engine, chosen, way, config, tests)]
+    found.append(_said(checks.check_seeds(questions), say))
+    return Certificate(_pair_facts(engine), found, asdict(config), time.monotonic() - started)
+
+
+def certify_server(
+    url: str,
+    prompts: Sequence[str],
+    config: CertifyConfig,
+    *,
+    plain: str | None = None,
+    model: str | None = None,
+    key: str | None = None,
+    say: Say = print,
+) -> Certificate:
+    """Check a server of which nothing is known, against another that decodes plainly if there is one."""
+    started, subject = time.monotonic(), ServerSubject(url, model, key)
+    reference = ServerSubject(plain, model, key) if plain is not None else None
+    chosen, greedy = list(prompts[: config.prompts_used]), checks.greedy_params(config.max_tokens)
+    nonce = f"{time.time_ns():x}"
+
+    def fresh(asked: Sequence[str], number: int) -> list[str]:
+        return [f"{nonce} {number} {index}. {prompt}" for index, prompt in enumerate(asked)]
+
+    longer = [f"{prompt} {prompt} {prompt} {prompt}" for prompt in chosen]
+    questions = Questions(subject, reference, chosen, longer, fresh, greedy)
+    found = [_said(check, say) for check in _answer_checks(questions)]
+    sampled = check_server(subject, reference, lambda _: chosen, greedy, config, 4)
+    found += [_said(check, say) for check in sampled]
+    found.append(_said(checks.check_seeds(questions), say))
+    found.append(_said(_check_choices(subject, chosen[0], greedy), say))
+    facts = {"url": url, "model": subject.model, "plain": plain}
+    return Certificate(facts, found, asdict(config), time.monotonic() - started)
+
+
+def _check_choices(subject: ServerSubject, prompt: str, greedy: Any) -> Check:
+    replies = subject.choices(prompt, greedy, 3)
+    passed = len(replies) == 3 and len({reply.tokens for reply in replies}) == 1
+    return Check(
+        "n",
+        passed,
+        f"{len(replies)} greedy answers to one prompt, {len({r.tokens for r in replies})} of them different",
+    )
+
+
+def _answer_checks(questions: Questions) -> Iterator[Check]:
+    yield checks.check_greedy(questions)
+    yield checks.check_prefix_cache(questions)
+    for concurrency in (8, 32):
+        yield checks.check_concurrency(questions, concurrency)
+    yield checks.check_narrow(questions, "top_k", top_k=1)
+    yield checks.check_top_p(questions)
+    yield checks.check_penalties(questions)
+    yield checks.check_stop(questions)
+
+
+def _said(check: Check, say: Say) -> Check:
+    chance = "" if check.p_value is None else f" (p = {check.p_value:.2g})"
+    say(f"  {'passed' if check.passed else 'FAILED'}  {check.name}: {check.detail}{chance}")
+    return check
+
+
+def _pair_facts(engine: Engine) -> dict[str, Any]:
+    facts: dict[str, Any] = {"target": fingerprint(engine.target.model), "dtype": str(engine.target.dtype)}
+    if engine.drafter is not None:
+        facts["drafter"] = drafter_fingerprint(engine.drafter)
+    return facts
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def to_html(certificate: dict[str, Any]) -> str:
+    """A page of its own."""
+    from volley.bench.html import STYLE
+
+    rows = "".join(_row(check) for check in certificate["checks"])
+    finding = f"<p class=warning>{html.escape(certificate['finding'])}</p>" if certificate["finding"] else ""
+    facts = "".join(
+        f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in certificate["subject"].items()
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>volley certify</title><style>{STYLE}</style>'
+        f"<h1>{html.escape(certificate['verdict'])}</h1>{finding}<dl>{facts}</dl>"
+        f"<table><tr><th>check</th><th></th><th>outcome</th><th>p</th></tr>{rows}</table></html>\n"
+    )
+
+
+def _row(check: dict[str, Any]) -> str:
+    p_value = "" if check["p_value"] is None else format(check["p_value"], ".2g")
+    cells = [html.escape(check["name"]), "passed" if check["passed"] else "<b>FAILED</b>", html.escape(check["detail"])]
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in [*cells, p_value]) + "</tr>"

@@ -1,0 +1,205 @@
+"""The checks of a certificate that need nothing but answers: each compares what was said with what must have been said."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from volley.certify.subject import TOP, Reply, Subject, Token
+from volley.types import SamplingParams
+
+TIE = 0.15
+"""Nats between two tokens that a target in bf16 may rank either way: two units in the last place of logits up to 16."""
+PENALTY = 1.5
+AT_ONCE = 8
+
+
+@dataclass
+class Check:
+    """What was looked at and what came of it. ``p_value`` is ``None`` where nothing is left to chance."""
+
+    name: str
+    passed: bool
+    detail: str
+    p_value: float | None = None
+    sample: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Who is asked what; ``plain`` decodes without drafts, where there is such a one."""
+
+    subject: Subject
+    plain: Subject | None
+    prompts: Sequence[Any]
+    long_prompts: Sequence[Any]
+    """The prompts, each with a beginning of an answer: long enough for whole pages of a prefix cache."""
+    fresh: Callable[[Sequence[Any], int], list[Any]]
+    """The prompts so that no cache can know them, different for each number."""
+    greedy: SamplingParams
+    tie: float = TIE
+
+    def ask(self, params: SamplingParams | Sequence[SamplingParams]) -> list[Reply]:
+        """The prompts at once: what that may change is a check of its own."""
+        return self.subject.ask(self.prompts, params, min(AT_ONCE, len(self.prompts)))
+
+    def part_where(self, mine: Reply, theirs: Reply) -> int | None:
+        """Where two greedy answers part without a tie, or ``None``."""
+        at = next(
+            (i for i, pair in enumerate(zip(mine.tokens, theirs.tokens, strict=False)) if pair[0] != pair[1]), None
+        )
+        if at is None:
+            return None if len(mine.tokens) == len(theirs.tokens) else min(len(mine.tokens), len(theirs.tokens))
+        pair = (mine.tokens[at], theirs.tokens[at])
+        for reply in (theirs, mine):
+            if at < len(reply.top) and all(token in reply.top[at] for token in pair):
+                return None if abs(reply.top[at][pair[0]] - reply.top[at][pair[1]]) <= self.tie else at
+        return at
+
+
+def compare(name: str, what: str, questions: Questions, mine: Sequence[Reply], theirs: Sequence[Reply]) -> Check:
+    """Greedy answers that must be equal."""
+    parted = [(i, questions.part_where(*pair)) for i, pair in enumerate(zip(mine, theirs, strict=True))]
+    wrong = [(i, at) for i, at in parted if at is not None]
+    tokens = sum(len(reply.tokens) for reply in mine)
+    if not wrong:
+        return Check(name, True, f"{len(mine)} answers, {tokens} tokens: {what}", sample=tokens)
+    index, at = wrong[0]
+    shown = [repr(reply.tokens[at]) if at < len(reply.tokens) else "the end" for reply in (mine[index], theirs[index])]
+    detail = f"{len(wrong)} of {len(mine)} answers differ; the first at token {at}: {shown[0]}, not {shown[1]}"
+    return Check(name, False, detail, sample=tokens, facts={"prompt": index, "token": at})
+
+
+def check_greedy(questions: Questions) -> Check:
+    """Greedy answers, alone and cold, against plain decoding, or against the server's own log-probabilities."""
+    questions.subject.forget()
+    mine = questions.subject.ask(questions.prompts, questions.greedy)
+    if questions.plain is not None:
+        theirs = questions.plain.ask(questions.prompts, questions.greedy)
+        return compare("greedy", "as plain decoding's, except at ties", questions, mine, theirs)
+    return _most_probable("greedy", questions, mine)
+
+
+def _most_probable(name: str, questions: Questions, replies: Sequence[Reply]) -> Check:
+    tokens = sum(len(reply.top) for reply in replies)
+    for index, reply in enumerate(replies):
+        for at, (token, top) in enumerate(zip(reply.tokens, reply.top, strict=False)):
+            if top and top.get(token, -math.inf) < max(top.values()) - questions.tie:
+                return Check(
+                    name, False, f"token {at} of answer {index} ({token!r}) is not the likeliest", sample=tokens
+                )
+    return Check(name, True, f"{len(replies)} answers, {tokens} tokens: each the likeliest, or tied", sample=tokens)
+
+
+def check_prefix_cache(questions: Questions) -> Check:
+    """The same long prompts cold, then warm."""
+    prompts = questions.fresh(questions.long_prompts, 1)
+    questions.subject.forget()
+    cold = questions.subject.ask(prompts, questions.greedy)
+    warm = questions.subject.ask(prompts, questions.greedy)
+    return compare("prefix cache", "the same warm as cold", questions, warm, cold)
+
+
+def check_concurrency(questions: Questions, concurrency: int) -> Check:
+    """The same prompts alone and at once."""
+    prompts = questions.fresh([questions.prompts[i % len(questions.prompts)] for i in range(concurrency)], 2)
+    different = {str(prompt): prompt for prompt in prompts}
+    questions.subject.forget()
+    answers = questions.subject.ask(list(different.values()), questions.greedy)
+    replies = dict(zip(different, answers, strict=True))
+    alone = [replies[str(prompt)] for prompt in prompts]
+    questions.subject.forget()
+    together = questions.subject.ask(prompts, questions.greedy, concurrency)
+    return compare(f"concurrency {concurrency}", "the same at once as alone", questions, together, alone)
+
+
+def check_narrow(questions: Questions, name: str, **narrow: Any) -> Check:
+    """Sampling that leaves only the likeliest token is greedy decoding."""
+    params = replace(questions.greedy, temperature=1.0, **narrow)
+    sampled = questions.ask(params)
+    greedy = questions.ask(questions.greedy)
+    return compare(name, "as greedy where one token is left", questions, sampled, greedy)
+
+
+def check_top_p(questions: Questions, top_p: float = 0.5) -> Check:
+    """No sampled token lies behind the likeliest ones that make up ``top_p``."""
+    narrow = check_narrow(questions, "top_p", top_p=1e-6)
+    if not narrow.passed:
+        return narrow
+    replies = questions.ask(replace(questions.greedy, temperature=1.0, top_p=top_p))
+    tokens = sum(len(reply.top) for reply in replies)
+    for reply in replies:
+        for token, top in zip(reply.tokens, reply.top, strict=False):
+            own = top.get(token, min(top.values(), default=0.0))
+            before = sum(math.exp(value) for value in top.values() if value > own)
+            if before > top_p + 0.05:
+                return Check(
+                    "top_p", False, f"{token!r} was drawn behind {before:.0%} of the probability", sample=tokens
+                )
+    return Check("top_p", True, f"{tokens} tokens within the likeliest {top_p:.0%}", sample=tokens)
+
+
+def check_stop(questions: Questions) -> Check:
+    """An answer ends before the stop text, and is otherwise the same."""
+    (whole,) = questions.subject.ask(questions.prompts[:1], questions.greedy)
+    middle = whole.text[len(whole.text) // 2 :].strip()[:4]
+    if not middle:
+        return Check("stop", True, "the answer is too short to be stopped")
+    (cut,) = questions.subject.ask(questions.prompts[:1], replace(questions.greedy, stop=(middle,)))
+    expected = whole.text.split(middle)[0]
+    passed = cut.text == expected
+    return Check(
+        "stop", passed, "the text before it" if passed else f"{cut.text[-20:]!r} instead of {expected[-20:]!r}"
+    )
+
+
+def check_seeds(questions: Questions) -> Check:
+    """A seed gives the same answer again, and another seed another one."""
+    params = [replace(questions.greedy, temperature=1.0, seed=seed) for seed in range(len(questions.prompts))]
+    first = questions.ask(params)
+    again = questions.ask(params)
+    other = questions.ask([replace(one, seed=10**6 + i) for i, one in enumerate(params)])
+    repeated = sum(a.tokens == b.tokens for a, b in zip(first, again, strict=True))
+    varied = any(a.tokens != b.tokens for a, b in zip(first, other, strict=True))
+    return Check(
+        "seeds", repeated == len(first) and varied, f"{repeated} of {len(first)} answers came again; others with others"
+    )
+
+
+def check_penalties(questions: Questions) -> Check:
+    """Where an answer's own log-probabilities say that a penalty changes the next token, it does."""
+    plain = questions.ask(questions.greedy)
+    params = replace(questions.greedy, presence_penalty=PENALTY, frequency_penalty=PENALTY)
+    penalised = questions.ask(params)
+    predicted = 0
+    for before, after in zip(plain, penalised, strict=True):
+        found = _first_change(before, questions.tie)
+        if found is None:
+            continue
+        at, token = found
+        predicted += 1
+        if after.tokens[:at] != before.tokens[:at] or at >= len(after.tokens) or after.tokens[at] == before.tokens[at]:
+            got = after.tokens[at] if at < len(after.tokens) else "the end"
+            return Check(
+                "penalties", False, f"token {at} should be {token!r} after penalties and is {got!r}", sample=predicted
+            )
+    return Check("penalties", True, f"{predicted} answers change where penalties make them", sample=predicted)
+
+
+def _first_change(reply: Reply, tie: float) -> tuple[int, Token] | None:
+    """Where penalties change a greedy answer first, and to what; ``None`` where they never do or a tie comes first."""
+    counts: dict[Token, int] = {}
+    for at, (token, top) in enumerate(zip(reply.tokens, reply.top, strict=False)):
+        values = {t: v - PENALTY * (counts.get(t, 0) + (t in counts)) for t, v in top.items()}
+        ranked = sorted(values, key=lambda t: values[t], reverse=True)
+        if len(ranked) < 2 or values[ranked[0]] - max(values[ranked[1]], min(top.values())) <= tie:
+            return None  # a tie, or a token that is not listed may be the likeliest
+        if ranked[0] != token:
+            return at, ranked[0]
+        counts[token] = counts.get(token, 0) + 1
+    return None
+
+
+def greedy_params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, logprobs=True, top_logprobs=TOP)

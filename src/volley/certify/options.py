@@ -1,0 +1,40 @@
+"""How much ``volley certify`` asks."""
+
+from dataclasses import dataclass
+from math import ceil
+from statistics import NormalDist
+
+from volley.errors import ConfigError
+
+POWER = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifyConfig:
+    """What is sampled and how sure a verdict is."""
+
+    prompts_used: int = 12
+    """Prompts that greedy answers are compared on."""
+    max_tokens: int = 48
+    """Longest answer."""
+    bias: float = 0.03
+    """Smallest bias that sampled output is to be searched for: how much more or less often the likeliest token is drawn. A
+    bias of 0.01 takes nine times the tokens of 0.03."""
+    alpha: float = 1e-4
+    """Chance that a lossless pair fails, over all checks together."""
+    seed: int = 0
+    """Fixes the seeds of what is asked with one; the rest is drawn anew each time."""
+
+    def __post_init__(self) -> None:
+        if self.prompts_used < 1 or self.max_tokens < 8:
+            raise ConfigError("certify needs at least one prompt and answers of 8 tokens")
+        if not 0 < self.bias < 0.5:
+            raise ConfigError(f"bias is {self.bias}; it must be between 0 and 0.5, such as 0.03")
+        if not 0 < self.alpha < 0.1:
+            raise ConfigError(f"alpha is {self.alpha}; it must be between 0 and 0.1")
+
+    def sample_size(self, tests: int) -> int:
+        """Tokens with which each of ``tests`` two-sided tests finds ``bias`` nine times in ten, whatever the probabilities."""
+        normal = NormalDist()
+        deviations = normal.inv_cdf(1 - self.alpha / tests / 2) + normal.inv_cdf(POWER)
+        return ceil(0.25 * (deviations / self.bias) ** 2)

@@ -1,0 +1,37 @@
+"""What a request's parameters make of logits, written a second time and slowly: what output is judged by."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from volley.types import SamplingParams
+
+
+def penalised(logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+    """``logits [V]`` of the token after ``output`` (fp64), with penalties and biases."""
+    logits = logits.double().clone()
+    for token in set(prompt) | set(output):
+        value = float(logits[token])
+        logits[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    for token in set(output):
+        logits[token] -= params.presence_penalty + params.frequency_penalty * list(output).count(token)
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    return logits
+
+
+def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """``[V]`` (fp64) from processed logits: temperature, then top-k, then top-p, then min-p."""
+    probs = (logits.double() / params.temperature).softmax(-1)
+    order = probs.argsort(descending=True, stable=True)
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    if params.top_k:
+        keep[order[params.top_k :]] = False
+    if params.top_p < 1:
+        kept = probs * keep / (probs * keep).sum()
+        before = kept[order].cumsum(0) - kept[order]
+        keep[order[before >= params.top_p]] = False
+    if params.min_p:
+        keep &= probs >= params.min_p * probs.max()
+    return probs * keep / (probs * keep).sum()

@@ -1,0 +1,267 @@
+"""Sampled output against the target's own distribution, token by token.
+
+With an engine the distribution is known: the target scores each answer, and ``reference.py`` makes of its logits what the
+request's parameters say. Of a server only the log-probabilities at temperature 1 are known.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volley.certify.checks import Check
+from volley.certify.options import CertifyConfig
+from volley.certify.reference import distribution, penalised
+from volley.certify.statistics import Deviations, two_sample_p, two_sided
+from volley.certify.subject import Reply, Subject, Token
+from volley.config import DecodingConfig
+from volley.decode.work import Work
+from volley.engine.engine import Engine
+from volley.procedures.request import Request
+from volley.procedures.speculative import Speculative
+from volley.types import Proposal, SamplingParams, Verdict
+
+AT_ONCE = 16
+MOST_ROUNDS = 200
+"""Of asking a server all prompts: few of its tokens may be such that they can be judged."""
+
+
+@dataclass
+class Sampled:
+    """Deviations of all tokens, and of those drawn behind a draft that was kept whole."""
+
+    every: Deviations
+    bonus: Deviations
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode sampled requests."""
+
+    name: str
+    params: SamplingParams
+    decoding: dict[str, Any] = field(default_factory=dict)
+    """Changes of the engine's settings."""
+
+
+class Scoring(Speculative):
+    """Keeps the logits of every token of a prompt: what the target says to a text, without drafts."""
+
+    def __init__(self, config: DecodingConfig) -> None:
+        super().__init__(config)
+        self.logits: dict[int, list[Tensor]] = {}
+
+    def num_rows(self, work: Work[Request]) -> int:
+        return work.num_known
+
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
+        for work in works:
+            request, rows = work.request, logits[work.rows].float().cpu()
+            self.logits.setdefault(request.request_id, []).append(rows.clone())
+            if request.computed + work.num_known == request.length:
+                work.verdict = Verdict(0, [int(rows[-1].argmax())])
+
+
+def plain_engine(engine: Engine) -> Engine:
+    """An engine of its own on the same target, which drafts nothing."""
+    pages = engine.snapshot().num_pages
+    return Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), num_pages=pages)
+
+
+def ways(engine: Engine, tokens: int) -> list[Way]:
+    """What an engine can do with sampled requests; ``tokens`` is the longest answer."""
+    at_one = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+    found = [
+        Way("sampled", at_one),
+        Way("sampled at T = 0.6", replace(at_one, temperature=0.6)),
+        Way("sampled with top_p, top_k and penalties", replace(at_one, top_p=0.9, top_k=20, presence_penalty=0.5)),
+    ]
+    if engine.proposer is not None and engine.proposer.can_grow_trees:
+        found.append(Way("sampled trees", at_one, {"tree_nodes": 2 * engine.proposer.block_size}))
+    return found
+
+
+def check_way(engine: Engine, prompts: Sequence[list[int]], way: Way, config: CertifyConfig, tests: int) -> list[Check]:
+    """Draw answers until there are enough tokens, score them, test them: all tokens, then those behind whole drafts."""
+    wanted, before = config.sample_size(tests), engine.config
+    settings = {"policy": None, "block_size": engine.proposer.block_size if engine.proposer else 1, **way.decoding}
+    engine.reconfigure(replace(before, **settings))
+    # Noise of its own for each way, whatever ``random`` was seeded with: the tests must not share tokens with each other.
+    found = Sampled(
+        Deviations(Random(f"{config.seed}/{way.name}")), Deviations(Random(f"{config.seed}/{way.name}/bonus"))
+    )
+    scorer = plain_engine(engine)
+    try:
+        while found.every.count < wanted:
+            batch = [prompts[index % len(prompts)] for index in range(AT_ONCE)]
+            for request, bonus in _draw(engine, batch, way.params):
+                _compare(scorer, request, way.params, bonus, found)
+    finally:
+        engine.reconfigure(before)
+    return _verdicts(way, found, config, tests)
+
+
+def _draw(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[tuple[Request, set[int]]]:
+    """Finished requests, and which of their output tokens came behind a draft that was kept whole."""
+    bonus: dict[int, set[int]] = {}
+    seen: dict[int, int] = {}
+
+    def listen(request: Request, proposal: Proposal, verdict: Verdict) -> None:
+        place = seen.get(request.request_id, 0) + len(verdict.token_ids)
+        seen[request.request_id] = place
+        if proposal.token_ids and proposal.parents is None and verdict.accepted == len(proposal.token_ids):
+            bonus.setdefault(request.request_id, set()).add(place - 1)
+
+    engine.on_verified.append(listen)
+    try:
+        requests = [engine.add_request(prompt, params) for prompt in prompts]
+        while any(request.finish_reason is None for request in requests):
+            engine.step()
+    finally:
+        engine.on_verified.remove(listen)
+    return [(request, bonus.get(request.request_id, set())) for request in requests]
+
+
+def _compare(scorer: Engine, request: Request, params: SamplingParams, bonus: set[int], found: Sampled) -> None:
+    prompt, output = request.token_ids[: request.num_prompt], request.token_ids[request.num_prompt :]
+    logits = score(scorer, [*prompt, *output[:-1]])[len(prompt) - 1 :]
+    for index, token in enumerate(output):
+        row = logits[index]
+        if params.is_penalised:
+            row = penalised(row, params, prompt, output[:index])
+        probs = distribution(row, params)
+        if not _reaches(probs, token, row, params):
+            found.every.impossible += 1
+        if float(probs[token]) == 0:
+            continue
+        found.every.add(probs, token)
+        if index in bonus:
+            found.bonus.add(probs, token)
+
+
+def _reaches(probs: Tensor, token: int, row: Tensor, params: SamplingParams) -> bool:
+    """Whether the token may be drawn; at the edge of a truncation rounding decides."""
+    if float(probs[token]) > 0:
+        return True
+    whole = (row.double() / params.temperature).softmax(-1)
+    edge = float(whole[probs > 0].min())
+    return float(whole[token]) > 0.9 * edge
+
+
+def score(engine: Engine, token_ids: Sequence[int]) -> Tensor:
+    """The target's logits ``[T, V]`` after every token."""
+    engine.reset_prefix_cache()
+    procedure = Scoring(engine.config)
+    request = engine.add_request(list(token_ids), SamplingParams(max_tokens=1), procedure=procedure)
+    while request.finish_reason is None:
+        engine.step()
+    engine.reset_prefix_cache()
+    return torch.cat(procedure.logits[request.request_id])
+
+
+def _verdicts(way: Way, found: Sampled, config: CertifyConfig, tests: int) -> list[Check]:
+    checks = []
+    for name, deviations in ((way.name, found.every), (f"{way.name}: bonus", found.bonus)):
+        if not deviations.count or (deviations is found.bonus and deviations.count < 100):
+            continue
+        test, p_value = min(deviations.p_values().items(), key=lambda pair: pair[1])
+        passed = p_value >= config.alpha / tests
+        what = {
+            "support": f"{deviations.impossible} tokens that cannot be drawn",
+            "likeliest": f"the likeliest token came {100 * deviations.shift:+.2f} points from expected",
+            "rank": "tokens lie elsewhere in their distributions than chance puts them",
+        }[test]
+        detail = (
+            f"{deviations.count} tokens; {what}"
+            if not passed
+            else f"{deviations.count} tokens from the target's distribution"
+        )
+        facts = {"finds": config.bias if deviations is found.every else None, "power": 0.9, "shift": deviations.shift}
+        checks.append(Check(name, passed, detail, p_value, deviations.count, facts))
+    return checks
+
+
+def check_server(
+    subject: Subject,
+    plain: Subject | None,
+    prompts: Callable[[int], list[Any]],
+    params: SamplingParams,
+    config: CertifyConfig,
+    tests: int,
+) -> list[Check]:
+    """A server's sampled tokens at T = 1 against its log-probabilities, and at T = 0.6 against plain decoding's tokens."""
+    wanted, deviations = config.sample_size(tests), _Hits()
+    number = 0
+    while deviations.count < wanted and number < MOST_ROUNDS:
+        number += 1
+        for reply in subject.ask(prompts(number), replace(params, temperature=1.0), 8):
+            deviations.take(reply)
+    p_value = deviations.p_value()
+    shift = f"the likeliest token came {100 * deviations.shift:+.2f} points from expected"
+    detail = f"{deviations.count} tokens; {shift}"
+    checks = [
+        Check(
+            "sampled",
+            p_value >= config.alpha / tests,
+            detail,
+            p_value,
+            deviations.count,
+            {"finds": config.bias, "power": 0.9},
+        )
+    ]
+    if plain is not None:
+        means: list[list[float]] = [[], []]
+        for side, who in enumerate((subject, plain)):
+            for again in range(max(4, wanted // (4 * params.max_tokens * len(prompts(0))))):
+                for reply in who.ask(prompts(again), replace(params, temperature=0.6), 8):
+                    means[side].append(_mean_hits(reply))
+        p_value = two_sample_p(*means)
+        checks.append(
+            Check(
+                "sampled at T = 0.6",
+                p_value >= config.alpha / tests,
+                f"{len(means[0])} answers against {len(means[1])} of plain decoding",
+                p_value,
+                len(means[0]),
+            )
+        )
+    return checks
+
+
+@dataclass
+class _Hits:
+    """How often a server's tokens were its likeliest, against how often they should have been."""
+
+    count: int = 0
+    excess: float = 0.0
+    variance: float = 0.0
+
+    def take(self, reply: Reply) -> None:
+        for token, top in zip(reply.tokens, reply.top, strict=False):
+            if not top:
+                continue
+            best = _likeliest(top)
+            chance = math.exp(top[best])
+            self.count += 1
+            self.excess += (token == best) - chance
+            self.variance += chance * (1 - chance)
+
+    @property
+    def shift(self) -> float:
+        return self.excess / max(1, self.count)
+
+    def p_value(self) -> float:
+        return two_sided(self.excess / math.sqrt(self.variance)) if self.variance else 1.0
+
+
+def _mean_hits(reply: Reply) -> float:
+    hits = [token == _likeliest(top) for token, top in zip(reply.tokens, reply.top, strict=False) if top]
+    return sum(hits) / max(1, len(hits))
+
+
+def _likeliest(top: dict[Token, float]) -> Token:
+    return max(top, key=lambda token: top[token])

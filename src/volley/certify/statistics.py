@@ -1,0 +1,91 @@
+"""Whether tokens were drawn from the distributions they should come from.
+
+Tokens of one text depend on each other, and these tests allow it: given the tokens before, each token's deviation from its own
+distribution has mean zero, whatever those tokens were.
+"""
+
+import math
+from dataclasses import dataclass
+from random import Random
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+BINS = 10
+
+
+@dataclass
+class Deviations:
+    """Sums over tokens. ``add`` takes one token and the distribution that it should have come from."""
+
+    random: Random
+    count: int = 0
+    hits: float = 0.0
+    """Tokens that were the likeliest, less how many were expected."""
+    variance: float = 0.0
+    impossible: int = 0
+    """Tokens that have no probability."""
+
+    def __post_init__(self) -> None:
+        self.bins = [0] * BINS
+
+    def add(self, probs: Tensor, token: int) -> None:
+        """``probs [V]`` (fp64)."""
+        largest, own = float(probs.max()), float(probs[token])
+        is_best = own == largest
+        share = 1.0 if is_best else 0.0
+        self.count += 1
+        self.hits += share - float(probs[probs == largest].sum())
+        best = min(1.0, float(probs[probs == largest].sum()))
+        self.variance += best * (1 - best)
+        self.impossible += own == 0
+        likelier = float(probs[probs > own].sum()) if not is_best else 0.0
+        equal = float(probs[probs == own].sum())
+        place = likelier + self.random.random() * equal
+        self.bins[min(BINS - 1, int(place * BINS))] += 1
+
+    @property
+    def shift(self) -> float:
+        """How much more often than expected the likeliest token came, as a share of all tokens."""
+        return self.hits / self.count if self.count else 0.0
+
+    def p_values(self) -> dict[str, float]:
+        """Of the share of likeliest tokens, and of where tokens lie in their distributions, most probable first."""
+        if self.impossible:
+            return {"support": 0.0}
+        return {"likeliest": self._p_hits(), "rank": chi_square_p(self.bins)}
+
+    def _p_hits(self) -> float:
+        if self.variance == 0:
+            return 1.0 if abs(self.hits) < 1e-6 * max(1, self.count) else 0.0
+        return two_sided(self.hits / math.sqrt(self.variance))
+
+
+def two_sided(deviations: float) -> float:
+    """The chance of a normal number at least so many standard deviations from its mean."""
+    return 2 * NormalDist().cdf(-abs(deviations))
+
+
+def chi_square_p(counts: list[int]) -> float:
+    """Pearson's test of equal chances."""
+    total = sum(counts)
+    if total < 10 * len(counts):
+        return 1.0
+    expected = total / len(counts)
+    statistic = sum((count - expected) ** 2 for count in counts) / expected
+    half = torch.tensor([(len(counts) - 1) / 2, statistic / 2], dtype=torch.double)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def two_sample_p(mine: list[float], theirs: list[float]) -> float:
+    """Whether two sets of independent numbers have one mean (Welch's test, by the normal distribution)."""
+    if min(len(mine), len(theirs)) < 20:
+        return 1.0
+    means, errors = [], 0.0
+    for values in (mine, theirs):
+        mean = sum(values) / len(values)
+        means.append(mean)
+        errors += sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
+    difference = means[0] - means[1]
+    return two_sided(difference / math.sqrt(errors)) if errors else float(abs(difference) < 1e-12)

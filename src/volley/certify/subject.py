@@ -1,0 +1,139 @@
+"""Who is asked: an engine here, or any OpenAI-compatible server, of which nothing is known but its answers."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from volley.engine.engine import Engine
+from volley.errors import EndpointError
+from volley.types import SamplingParams
+
+TOP = 20
+_PART = "\ufffd"
+"""Stands for a part of a character: tokens that are written so cannot be told apart, and their places are not judged."""
+Token = int | str
+"""An id, or the text of a token where a server tells no ids."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer; ``top`` holds the log-probabilities of the likeliest tokens where each token stands, unmodified."""
+
+    tokens: tuple[Token, ...]
+    text: str
+    finish_reason: str
+    top: tuple[dict[Token, float], ...] = ()
+
+
+class Subject(Protocol):
+    """Answers prompts, ``concurrency`` at once."""
+
+    def ask(
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams], concurrency: int = 1
+    ) -> list[Reply]:
+        """One reply a prompt, in order, with log-probabilities."""
+        ...
+
+    def forget(self) -> None:
+        """Drop cached prefixes, where that can be asked for."""
+        ...
+
+
+def each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    return [params] * count if isinstance(params, SamplingParams) else list(params)
+
+
+class EngineSubject:
+    """An engine; prompts are token ids."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def ask(
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams], concurrency: int = 1
+    ) -> list[Reply]:
+        replies: list[Reply] = []
+        wanted = each(params, len(prompts))
+        for start in range(0, len(prompts), concurrency):
+            part = slice(start, start + concurrency)
+            for result in self.engine.generate(list(prompts[part]), wanted[part]):
+                top: tuple[dict[Token, float], ...] = tuple(dict(row) for row in result.top_logprobs or ())
+                replies.append(Reply(tuple(result.token_ids), result.text, result.finish_reason, top))
+        return replies
+
+    def forget(self) -> None:
+        self.engine.reset_prefix_cache()
+
+
+class ServerSubject:
+    """``/completions`` of a server; prompts are texts."""
+
+    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.url = url.rstrip("/")
+        self.client = httpx.Client(headers=headers, timeout=timeout)
+        self.model = model or str(self._json("GET", "/models", None)["data"][0]["id"])
+
+    def ask(
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams], concurrency: int = 1
+    ) -> list[Reply]:
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(self._ask, prompts, each(params, len(prompts))))
+
+    def forget(self) -> None:
+        """Servers keep what they like; what must be cold is asked with a beginning of its own."""
+
+    def choices(self, prompt: str, params: SamplingParams, n: int) -> list[Reply]:
+        """``n`` answers to one prompt."""
+        raw = self._json("POST", "/completions", {**self._body(prompt, params), "n": n})
+        return [_reply(choice) for choice in raw["choices"]]
+
+    def _ask(self, prompt: str, params: SamplingParams) -> Reply:
+        return _reply(self._json("POST", "/completions", self._body(prompt, params))["choices"][0])
+
+    def _body(self, prompt: str, params: SamplingParams) -> dict[str, Any]:
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": params.seed,
+            "stop": list(params.stop) or None,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "logprobs": params.top_logprobs or None,
+            "top_k": params.top_k or None,
+        }
+        return {key: value for key, value in body.items() if value not in (None, 0.0) or key == "temperature"}
+
+    def _json(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        try:
+            response = self.client.request(method, self.url + path, json=body)
+            if response.is_success:
+                return dict(response.json())
+        except (httpx.HTTPError, ValueError, TypeError) as error:
+            raise EndpointError(
+                f"{self.url}{path}: {type(error).__name__} {error}; is an OpenAI-compatible server there?"
+            ) from None
+        raise EndpointError(
+            f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL, model and key"
+        )
+
+
+def _reply(choice: dict[str, Any]) -> Reply:
+    found = choice.get("logprobs") or {}
+    if found.get("content"):  # as chat completions have them, which llama.cpp uses everywhere
+        tokens = [part["token"] for part in found["content"]]
+        top = [{one["token"]: one["logprob"] for one in part["top_logprobs"]} for part in found["content"]]
+    else:
+        tokens, top = found.get("tokens") or [], found.get("top_logprobs") or []
+    if not tokens and choice.get("text"):
+        raise EndpointError(
+            "the server sends no logprobs with its answers, which tell ties from faults; start it so that it does"
+        )
+    clean = tuple({} if any(_PART in token for token in row or ()) else dict(row or {}) for row in top)
+    return Reply(tuple(tokens), choice.get("text") or "", choice.get("finish_reason") or "stop", clean)

@@ -1,0 +1,102 @@
+"""What a drafter would gain on known answers: every position is drafted from, and the cycles of decoding are walked through.
+
+Where the answers are the target's own greedy ones, this is the τ that decoding has.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from volley.models.drafter import Drafter
+from volley.models.taps import Taps
+from volley.train.anchors import build_blocks
+from volley.train.documents import Document, pad
+from volley.train.features import FrozenTarget
+from volley.train.step import BlockForward
+
+MOST_ANCHORS = 128
+
+
+@dataclass
+class Walk:
+    """Tokens gained from every position of each document's answer, bonus included."""
+
+    gained: list[list[int]] = field(default_factory=list)
+
+    def cycles(self, first: int = 0, last: int | None = None) -> list[int]:
+        """What the cycles of decoding gain, of those that begin at positions ``first`` to ``last`` of the answers."""
+        found = []
+        for row in self.gained:
+            at = 0
+            while at < len(row):
+                if at >= first and (last is None or at < last):
+                    found.append(row[at])
+                at += row[at]
+        return found
+
+    @property
+    def tau(self) -> float:
+        cycles = self.cycles()
+        return sum(cycles) / max(1, len(cycles))
+
+    def by_document(self) -> list[float]:
+        """τ of each document that has a cycle."""
+        walks = [Walk([row]) for row in self.gained if row]
+        return [walk.tau for walk in walks]
+
+    def reaching(self, position: int) -> float:
+        """Share of cycles that accept at least so many draft tokens."""
+        cycles = self.cycles()
+        return sum(gain > position for gain in cycles) / max(1, len(cycles))
+
+
+@torch.no_grad()
+def walk(
+    drafter: Drafter,
+    target: FrozenTarget,
+    documents: Sequence[Document],
+    *,
+    taps: Sequence[int] | None = None,
+    mask: int | None = None,
+    logits: Callable[[Tensor], Tensor] | None = None,
+) -> Walk:
+    """``taps`` and ``mask`` replace the drafter's own; ``logits`` its way from states ``[T, H]`` to logits ``[T, V]``."""
+    config, forward = drafter.config, BlockForward(drafter, "grouped")
+    mask = config.mask_token_id if mask is None else mask
+
+    def head(states: Tensor) -> Tensor:
+        return with_bias(states, target.head) @ target.head.t()
+
+    result = Walk()
+    with Taps(target.model, config.target_layer_ids if taps is None else taps) as tapped:
+        for document in documents:
+            start, end = document.response_start, len(document)
+            anchors = list(range(start, min(end - 1, start + MOST_ANCHORS)))
+            if not anchors:
+                result.gained.append([])
+                continue
+            ids = pad([document])
+            target.model.get_decoder()(input_ids=ids, use_cache=False)
+            features = tapped.take()
+            blocks = build_blocks(ids, [end], [anchors], config.block_size, mask)
+            tokens = blocks.token_ids.flatten()
+            before = torch.cat([blocks.token_ids[..., :1], blocks.token_ids[..., :1], blocks.labels[..., :-1]], dim=-1)
+            states = forward(
+                features,
+                blocks.anchors,
+                drafter.embed(tokens, target.embed),
+                blocks.positions.flatten(),
+                target.embed(before.flatten()) if drafter.head is not None else None,
+            )
+            rows = states.view(len(anchors), config.block_size, -1)[:, 1:].flatten(0, 1)
+            found = (logits or (lambda states: drafter.logits(states, head)))(rows)
+            right = (found.argmax(-1).view(len(anchors), -1) == blocks.labels[0]) & blocks.valid[0]
+            result.gained.append((right.long().cumprod(-1).sum(-1) + 1).tolist())
+    return result
+
+
+def with_bias(states: Tensor, head: Tensor) -> Tensor:
+    """A head with a bias has it as its last column."""
+    return states if head.shape[1] == states.shape[1] else torch.nn.functional.pad(states, (0, 1), value=1.0)

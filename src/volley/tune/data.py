@@ -1,0 +1,100 @@
+"""The responses a drafter is tuned on: collected, and parted by prompt into those that are learnt from and those that judge."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from volley.engine.engine import Engine
+from volley.errors import InputError
+from volley.files import write_atomically
+from volley.models.target import Target, load_tokenizer
+from volley.train.collect import CollectConfig, EngineSource, Source, collect, make_jobs
+from volley.train.collect import Progress as Collected
+from volley.train.data import read_rows
+from volley.train.endpoint import EndpointSource
+from volley.tune.options import TuneConfig
+
+WANTED_RESPONSES = 1000
+MOST_SAMPLES = 8
+HELD_OUT_SHARE = 0.1
+MOST_HELD_OUT = 64
+
+
+def plan_collection(config: TuneConfig, out: Path) -> CollectConfig:
+    """Few prompts are answered several times, at temperatures above 0; equal answers at 0 would teach nothing."""
+    once = CollectConfig(
+        prompts=config.prompts,
+        out=out,
+        limit=config.limit,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+        temperatures=config.temperatures,
+    )
+    prompts, warm = len(make_jobs(once)), [t for t in config.temperatures if t > 0]
+    samples = max(1, min(MOST_SAMPLES, -(-WANTED_RESPONSES // max(1, prompts))))
+    if samples == 1 or not warm:
+        return once
+    cycle = [t for t in config.temperatures if t == 0][:1]
+    cycle += [warm[i % len(warm)] for i in range(samples - len(cycle))]
+    return replace(once, temperatures=tuple(cycle), samples=samples)
+
+
+def run_collection(config: TuneConfig, target: Callable[[], Target], out: Path, report: Callable[[str], None]) -> None:
+    """Answer every prompt that ``out`` does not have yet."""
+    planned = plan_collection(config, out)
+    end = collect(planned, _source(config, target), lambda now: report(_line(now)))
+    report(_line(end))
+
+
+def _line(now: Collected) -> str:
+    made = now.skipped + now.finished
+    left = (now.total - made) * now.seconds / max(1, now.finished)
+    return f"{made} of {now.total} responses, {now.tokens_per_second:.0f} tokens/s, about {left / 60:.1f} min left"
+
+
+def _source(config: TuneConfig, target: Callable[[], Target]) -> Source:
+    if config.endpoint is None:
+        engine = Engine(target())
+        return EngineSource(engine, config.target, context_length=engine.target.context_length)
+    raw = not load_tokenizer(config.target).chat_template
+    return EndpointSource((config.endpoint,), config.model, os.environ.get(config.api_key_env), raw=raw)
+
+
+def part(paths: tuple[str, ...], out: Path) -> dict[str, Any]:
+    """Write ``train.jsonl`` and ``held-out.jsonl`` into ``out``: all responses to a prompt lie on one side."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in read_rows(paths):
+        asked = row.get("prompt_token_ids") or [m["content"] for m in row["messages"][:-1]]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        groups.setdefault(key, []).append(row)
+    if len(groups) < 4:
+        raise InputError(
+            f"the responses answer {len(groups)} different prompts; a drafter is judged on others than it learns "
+            "from, so give at least 4"
+        )
+    held = set(sorted(groups)[: min(MOST_HELD_OUT, max(2, int(HELD_OUT_SHARE * len(groups))))])
+    sides = {"held-out.jsonl": [row for key in sorted(held) for row in groups[key]]}
+    sides["train.jsonl"] = [row for key, rows in groups.items() if key not in held for row in rows]
+    for name, rows in sides.items():
+        write_atomically(out / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    rows = sides["train.jsonl"]
+    return {"prompts": len(groups), "held_out_prompts": len(held), "rows": len(rows), "tokens": sum(map(_size, rows))}
+
+
+def _size(row: dict[str, Any]) -> int:
+    """Tokens, or about so many where only text is known."""
+    ids = [*row.get("prompt_token_ids", ()), *row.get("response_token_ids", ())]
+    return len(ids) or sum(len(message["content"]) for message in row["messages"]) // 3
+
+
+def held_out_prompts(out: Path) -> list[Any]:
+    """One prompt each, as the engine takes it: token ids where the responses have them, else messages."""
+    found: dict[str, Any] = {}
+    for row in read_rows([out / "held-out.jsonl"]):
+        prompt = row.get("prompt_token_ids") or row["messages"][:-1]
+        found.setdefault(json.dumps(prompt), prompt)
+    return list(found.values())

@@ -1,0 +1,63 @@
+"""What ``volley tune`` is told."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from volley.errors import ConfigError
+from volley.prompts import check_training
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """A model, its traffic and the minutes to spend; everything else is measured and chosen."""
+
+    target: str
+    """Folder or hub name of the target: any causal LM that volley decodes."""
+    out: Path
+    """Folder for all that is made. It loads as a drafter; a run that finds it goes on."""
+    prompts: tuple[str, ...] = ()
+    """Prompt files (JSONL with prompt, messages or turns) like those that are served. The target here answers them."""
+    endpoint: str | None = None
+    """OpenAI-compatible URL (http://host:8000/v1) of the same target, which answers --prompts instead."""
+    data: tuple[str, ...] = ()
+    """Responses that volley collect has written already, instead of prompts."""
+    max_minutes: float = 60.0
+    """Minutes of trials and training; collecting, measuring and certifying come on top."""
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    """Temperatures that will be served: responses are collected at them."""
+    max_tokens: int = 256
+    """Longest response."""
+    limit: int | None = None
+    """Prompts taken from each source."""
+    block_size: int | None = None
+    """Largest block, anchor included; by default what pays on this machine."""
+    bias: float = 0.05
+    """Smallest bias of sampled output that certifying searches for; half of it takes four times as long."""
+    model: str | None = None
+    """With --endpoint: model to ask; by default the one it has."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """With --endpoint: environment variable that holds the key."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of both models; auto: float32 for targets up to 512 wide on a CPU, bfloat16 for others."""
+    device: str = "cpu"
+    """Torch device, such as cpu or cuda."""
+    threads: int | None = None
+    """CPU threads; by default torch's choice."""
+    seed: int = 0
+    """Fixes the responses, the initial weights and the order of the data."""
+
+    def __post_init__(self) -> None:
+        if bool(self.prompts) == bool(self.data):
+            raise ConfigError("give --prompts, which the target answers, or --data, its responses; one of the two")
+        if self.endpoint is not None and not self.prompts:
+            raise ConfigError("--endpoint answers prompts; name them with --prompts")
+        if not self.max_minutes > 0:
+            raise ConfigError(f"max_minutes is {self.max_minutes}; it must be positive")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ConfigError(f"temperatures are {self.temperatures}; give at least one, each 0 or more")
+        for name in ("max_tokens", "limit", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        check_training(self.prompts)

@@ -1,0 +1,262 @@
+"""One command from a model and its traffic to a certified drafter: seven steps, each of which a killed run goes on behind."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from volley.certify.certificate import certify_pair
+from volley.certify.options import CertifyConfig
+from volley.engine.engine import Engine
+from volley.errors import ConfigError
+from volley.files import make_folder, read_json, write_atomically
+from volley.models.export import export
+from volley.models.formats import obstacles, read_checkpoint
+from volley.models.target import Target
+from volley.prompts import read_jsonl
+from volley.train.features import FrozenTarget
+from volley.train.fused import keep_freed_memory
+from volley.train.loop import Trainer
+from volley.train.options import TrainConfig
+from volley.train.parallel import Ranks
+from volley.tune.data import held_out_prompts, part, run_collection
+from volley.tune.measure import measure
+from volley.tune.options import TuneConfig
+from volley.tune.presets import preset_for
+from volley.tune.report import to_html
+from volley.tune.state import Milestones
+from volley.tune.trials import BLOCK_SIZES, Search, Trial, choose_block_size, from_json, to_json, training_dtype
+
+TRIAL_SHARE = 0.3
+"""Of the minutes; the rest is the training's."""
+TYPICAL_TRIALS = 10
+SHORTEST_TRIAL = 1 / 6
+"""Minutes."""
+BATCHES = 64
+"""Of an epoch, at least, where batches are not too small for that: short trainings need steps."""
+EVALUATIONS = 8
+PATIENCE = 3
+EXPORTS = ("speculators", "sglang", "transformers")
+
+
+def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
+    """Collect, choose, train, measure, certify, export and report; returns ``config.out``, which loads as a drafter.
+
+    Raises ConfigError where the folder holds a tuning of other options.
+    """
+    make_folder(config.out)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    tuning = Tuning(config, say)
+    steps = (tuning.collect, tuning.choose, tuning.train, tuning.measure, tuning.certify, tuning.export, tuning.report)
+    for number, step in enumerate(steps, 1):
+        name = step.__name__
+        if name in tuning.progress:
+            say(f"[{number}/{len(steps)}] {name}: done before")
+            continue
+        tuning.prefix = f"[{number}/{len(steps)}] {name}"
+        started = time.monotonic()
+        outcome = step()
+        tuning.progress[name] = {**outcome, "seconds": round(time.monotonic() - started, 1)}
+    return config.out
+
+
+class Tuning:
+    """The steps. Each takes what the ones before have left in ``progress`` and in the folder, and returns its outcome."""
+
+    def __init__(self, config: TuneConfig, say: Callable[[str], None]) -> None:
+        self.config, self.out, self._say = config, config.out, say
+        reporting = {"threads", "api_key_env", "out"}
+        self.progress = Milestones(
+            config.out, {key: value for key, value in asdict(config).items() if key not in reporting}
+        )
+        self.prefix = ""
+
+    def say(self, line: str) -> None:
+        self._say(f"{self.prefix}: {line}")
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        text = AutoConfig.from_pretrained(self.config.target).get_text_config()
+        return training_dtype(self.config.dtype, text.hidden_size, self.config.device)
+
+    @cached_property
+    def serving(self) -> Target:
+        """The target as it decodes."""
+        return Target.from_pretrained(self.config.target, dtype=self.dtype, device=self.config.device)
+
+    def collect(self) -> dict[str, Any]:
+        paths, last = self.config.data, 0.0
+        if not paths:
+            file = self.out / "responses.jsonl"
+
+            def report(line: str) -> None:
+                nonlocal last
+                if time.monotonic() - last > 10:
+                    last = time.monotonic()
+                    self.say(line)
+
+            run_collection(self.config, lambda: self.serving, file, report)
+            paths = (str(file),)
+        found = part(paths, self.out)
+        self.say(
+            f"{found['rows']} responses to learn from; {found['held_out_prompts']} of {found['prompts']} prompts are held out"
+        )
+        return found
+
+    @cached_property
+    def base(self) -> TrainConfig:
+        """The training that the preset describes, for as long as one trial."""
+        config, preset = self.config, preset_for(AutoConfig.from_pretrained(self.config.target))
+        share = TRIAL_SHARE * config.max_minutes / TYPICAL_TRIALS
+        return TrainConfig(
+            target=config.target,
+            data=(str(self.out / "train.jsonl"),),
+            out=str(self.out / "trials"),
+            eval_data=str(self.out / "held-out.jsonl"),
+            eval_prompts=0,
+            block_size=config.block_size or BLOCK_SIZES[0],
+            num_layers=preset.num_layers,
+            taps=preset.taps,
+            intermediate_size=preset.intermediate_size,
+            learning_rate=preset.learning_rate,
+            tokens_per_batch=min(8192, max(1024, self.progress["collect"]["tokens"] // BATCHES)),
+            max_minutes=min(TRIAL_SHARE * config.max_minutes, max(SHORTEST_TRIAL, share)),
+            loss_decay="pace",
+            device=config.device,
+            dtype=str(self.dtype).removeprefix("torch."),
+            seed=config.seed,
+            save_minutes=None,
+            log_steps=10**9,
+        )
+
+    @cached_property
+    def frozen(self) -> FrozenTarget:
+        return FrozenTarget(self.config.target, self.dtype, self.ranks.device)
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        ranks = Ranks(self.config.device)
+        if ranks.device.type == "cpu":
+            keep_freed_memory()
+        return ranks
+
+    def choose(self) -> dict[str, Any]:
+        """Trials; each is kept as it ends."""
+        minutes = self.base.max_minutes or 0.0
+        total = TRIAL_SHARE * self.config.max_minutes
+        self.say(f"trials of {60 * minutes:.0f} s each, {total:.1f} minutes in all, from the preset")
+        trials = [from_json(raw) for raw in self.progress.done.get("trials", [])]
+
+        def note(_: Trial) -> None:
+            self.progress["trials"] = [to_json(trial) for trial in trials]
+
+        search = Search(self.base, self.frozen, self.serving, self.ranks, self._say, trials, note, total)
+        best = search.run()
+        options = dict(best.options)
+        if self.config.block_size is None:
+            options["block_size"] = choose_block_size(best, self.serving)
+        first = trials[0]
+        gain = best.score / first.score
+        why = "the preset was best" if best is first else f"{best.name} last; {gain:.2f} × the preset's expected speed"
+        self.say(f"chose {_named(self.base, options)} ({why})")
+        return {"options": options, "why": why, "trials": len(trials)}
+
+    @cached_property
+    def training(self) -> TrainConfig:
+        """The training itself: what the trials chose, for the minutes they left."""
+        minutes = (1 - TRIAL_SHARE) * self.config.max_minutes
+        return replace(
+            self.base,
+            **self.progress["choose"]["options"],
+            out=str(self.out / "train"),
+            eval_prompts=24,
+            eval_max_tokens=96,
+            eval_minutes=minutes / EVALUATIONS,
+            keep_best=True,
+            patience=PATIENCE,
+            max_minutes=minutes,
+            save_minutes=min(5.0, minutes / EVALUATIONS),
+            log_steps=20,
+        )
+
+    def train(self) -> dict[str, Any]:
+        self.say(f"{self.training.max_minutes:.1f} minutes, real τ on held-out prompts {EVALUATIONS} times")
+        make_folder(Path(self.training.out))
+        trainer = Trainer(self.training, self.ranks, self.frozen)
+        trainer.resume()
+        drafter, at = trainer.run(), trainer.schedule.position
+        if not (drafter / "config.json").exists():
+            raise ConfigError(f"{drafter} has no drafter; remove {self.out / 'train'} to train again")
+        for name in ("config.json", "model.safetensors"):
+            write_atomically(self.out / "drafter" / name, (drafter / name).read_bytes())
+        stopped = " stopped early: it was getting worse" if at.worse >= PATIENCE else ""
+        self.say(f"the best real τ was {at.best_tau:.3f}, after {at.epoch} epochs and {at.step} steps{stopped}")
+        return {"tau": at.best_tau, "steps": at.step, "epochs": at.epoch, "stopped_early": bool(stopped)}
+
+    def measure(self) -> dict[str, Any]:
+        engine = self._pair()
+        found = measure(engine, held_out_prompts(self.out), self.config.temperatures)
+        for row in found["rows"]:
+            self.say(f"T = {row['temperature']:g}: τ {row['tau']:.2f}, {row['speedup']:.2f} × plain decoding")
+        return found
+
+    def _pair(self) -> Engine:
+        return Engine.from_pretrained(self.serving, drafter=self.out)
+
+    def certify(self) -> dict[str, Any]:
+        self.say("greedy and sampled output against plain decoding, a few minutes")
+        prompts = [self.serving_ids(prompt) for prompt in held_out_prompts(self.out)]
+        engine, settings = self._pair(), CertifyConfig(bias=self.config.bias, max_tokens=32)
+        certificate = certify_pair(engine, prompts, settings, self._say)
+        certificate.write(self.out / "certificate.json")
+        self.say(f"{certificate.verdict}: {len(certificate.checks)} checks")
+        return {"verdict": certificate.verdict, "failed": [check.name for check in certificate.failed]}
+
+    def serving_ids(self, prompt: Any) -> list[int]:
+        engine_ids: list[int] = Engine(self.serving, num_pages=64).encode(prompt)
+        return engine_ids
+
+    def export(self) -> dict[str, Any]:
+        checkpoint, written = read_checkpoint(self.out), {}
+        for form in EXPORTS:
+            problems = obstacles(checkpoint.config, form)  # type: ignore[arg-type]
+            if problems:
+                written[form] = problems[0]
+                continue
+            export(self.out, self.out / "exports" / form, form, target=self.config.target)  # type: ignore[arg-type]
+            written[form] = str(self.out / "exports" / form)
+        made = [form for form in EXPORTS if written[form].startswith(str(self.out))]
+        self.say(
+            f"written for {', '.join(made) or 'no other program'}; drafter/ is z-lab's format, which volley and vLLM read"
+        )
+        return written
+
+    def report(self) -> dict[str, Any]:
+        path = self.out / "train" / "log.jsonl"
+        log = [row for _, row in read_jsonl(path)] if path.exists() else []
+        certificate = read_json(self.out / "certificate.json")
+        write_atomically(self.out / "report.html", to_html(self.progress.done, log, certificate, self.config))
+        self.say(
+            f"{self.out / 'report.html'}; use it: Engine.from_pretrained({self.config.target!r}, drafter={str(self.out)!r})"
+        )
+        return {}
+
+
+def _named(base: TrainConfig, options: dict[str, Any]) -> str:
+    chosen = {
+        "learning_rate": base.learning_rate,
+        "num_layers": base.num_layers,
+        "block_size": base.block_size,
+        "tokens_per_batch": base.tokens_per_batch,
+        **options,
+    }
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
+        for name, value in chosen.items()
+    )

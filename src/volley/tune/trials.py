@@ -1,0 +1,210 @@
+"""Choose how to train by trying: short trainings that all anneal to zero, judged on the same held-out rows.
+
+A trial's score is the speed it promises: τ on the held-out rows, by the seconds of a cycle of its shape on this machine.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from volley.engine.engine import Engine
+from volley.models.checkpoint import HeadConfig
+from volley.models.drafter import Drafter
+from volley.models.tap_layers import spread_taps
+from volley.models.taps import decoder_layers
+from volley.models.target import Target
+from volley.train.features import FrozenTarget
+from volley.train.loop import Trainer
+from volley.train.options import TrainConfig
+from volley.train.parallel import Ranks
+
+BETTER = 1.02
+"""How much better a choice must be than the one before: what two trials of the same options differ by."""
+BLOCK_SIZES = (8, 12, 16)
+TIMINGS = 5
+SHALLOW = 10
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a short training with ``options`` came to."""
+
+    name: str
+    options: dict[str, Any]
+    tau: float
+    """Teacher-forced, on held-out rows."""
+    accuracy: list[float]
+    """How often each draft position was right, ``[B − 1]``."""
+    cycle_seconds: float
+    steps: int
+    loss: float
+
+    @property
+    def score(self) -> float:
+        """Expected tokens per second of one request."""
+        return self.tau / self.cycle_seconds
+
+
+@dataclass
+class Search:
+    """Trials in order: each changes one thing of the best so far."""
+
+    base: TrainConfig
+    """Its ``max_minutes`` are those of one trial."""
+    target: FrozenTarget
+    serving: Target
+    """The target as it serves, whose passes are timed."""
+    ranks: Ranks
+    say: Callable[[str], None]
+    trials: list[Trial] = field(default_factory=list)
+    """Those of a run before come first."""
+    note: Callable[[Trial], None] = lambda trial: None
+    """Told of each new trial."""
+    minutes: float = float("inf")
+    """For all trials together; questions that no time is left for keep the preset's answer."""
+    _cycles: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    def run(self) -> Trial:
+        """Try the options one after the other; returns the best trial."""
+        best = self.trial("preset", {})
+        for question in (self._rates, self._taps, self._batches, self._layers, self._heads, self._targets):
+            best = question(best)
+        return best
+
+    def trial(self, name: str, options: dict[str, Any]) -> Trial:
+        """The outcome of a training of ``options``, from an earlier run if it was made there."""
+        found = next((trial for trial in self.trials if trial.options == options), None)
+        return found or self._run(name, options)
+
+    def _run(self, name: str, options: dict[str, Any]) -> Trial:
+        folder = Path(self.base.out) / f"trial-{len(self.trials)}"
+        shutil.rmtree(folder, ignore_errors=True)
+        config = replace(self.base, out=str(folder), **options)
+        trainer = Trainer(config, self.ranks, self.target, speaks=False)
+        trainer.run()
+        values = trainer.values
+        drafter = trainer.learner.drafter()
+        assert drafter is not None
+        seconds = self._cycle_seconds(drafter)
+        trial = Trial(
+            name, options, values["tau"], values["accuracy"], seconds, trainer.schedule.position.step, values["loss"]
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        self.trials.append(trial)
+        self.note(trial)
+        self.say(f"  {name}: τ {trial.tau:.3f} after {trial.steps} steps, {1000 * seconds:.2f} ms a cycle")
+        return trial
+
+    def _cycle_seconds(self, drafter: Drafter) -> float:
+        """Measured once for each shape: what is compared must not differ by what else the machine does."""
+        config = drafter.config
+        shape = (config.num_hidden_layers, config.head, config.block_size)
+        if shape not in self._cycles:
+            same = [t.cycle_seconds for t in self.trials if self._shape(t) == shape]
+            self._cycles[shape] = same[0] if same else cycle_seconds(self.serving, drafter, config.block_size)
+        return self._cycles[shape]
+
+    def _shape(self, trial: Trial) -> tuple[Any, ...]:
+        """Layers, sequential head and block size of a trial that an earlier run made."""
+        config = replace(self.base, **trial.options)
+        head = HeadConfig(type=config.head, rank=config.head_rank) if config.head != "none" else None
+        return config.num_layers, head, config.block_size
+
+    def _compare(self, best: Trial, options: Sequence[tuple[str, dict[str, Any]]]) -> Trial:
+        """The best of ``best`` and changes of it, one after the other until one is no better."""
+        for name, change in options:
+            if len(self.trials) * (self.base.max_minutes or 0.0) >= self.minutes:
+                self.say(f"  {name}: no time is left to try")
+                break
+            tried = self.trial(name, {**best.options, **change})
+            if tried.score <= BETTER * best.score:
+                break
+            best = tried
+        return best
+
+    def _rates(self, best: Trial) -> Trial:
+        rate = self.base.learning_rate
+        higher = self._compare(
+            best, [(f"learning rate {rate * f:.1e}", {"learning_rate": rate * f}) for f in (2.5, 6.25)]
+        )
+        if higher is not best:
+            return higher
+        return self._compare(
+            best, [(f"learning rate {rate / f:.1e}", {"learning_rate": rate / f}) for f in (2.5, 6.25)]
+        )
+
+    def _taps(self, best: Trial) -> Trial:
+        """More taps: all layers of a shallow target but its last, eight of a deep one."""
+        depth = len(decoder_layers(self.target.model))
+        more = range(depth - 1) if depth <= SHALLOW else spread_taps(8, depth)
+        taps = ",".join(map(str, more))
+        return self._compare(best, [(f"taps {taps}", {"taps": taps})]) if len(more) > 1 else best
+
+    def _batches(self, best: Trial) -> Trial:
+        sizes = [self.base.tokens_per_batch // factor for factor in (4, 16)]
+        return self._compare(best, [(f"batches of {size} tokens", {"tokens_per_batch": size}) for size in sizes])
+
+    def _layers(self, best: Trial) -> Trial:
+        layers = self.base.num_layers or 1
+        return self._compare(
+            best, [(f"{number} layers", {"num_layers": number}) for number in (layers + 1, layers + 2)]
+        )
+
+    def _heads(self, best: Trial) -> Trial:
+        rank = min(256, max(16, self.target.text_config.hidden_size // 2))
+        return self._compare(best, [("a sequential head", {"head": "residual", "head_rank": rank})])
+
+    def _targets(self, best: Trial) -> Trial:
+        return self._compare(best, [("soft targets", {"soft_targets": 0.5})])
+
+
+def cycle_seconds(target: Target, drafter: Drafter, block_size: int) -> float:
+    """Seconds of one cycle of one request, measured here."""
+    copy = Drafter(drafter.config)
+    copy.load_state_dict(drafter.state_dict())
+    copy.to(device=target.device, dtype=target.dtype).eval()
+    engine = Engine(target, copy, num_pages=64, policy="fixed")
+    return min(engine.cycle_seconds(block_size, 1) for _ in range(TIMINGS))
+
+
+def choose_block_size(trial: Trial, target: Target, sizes: tuple[int, ...] = BLOCK_SIZES) -> int:
+    """The block that promises most tokens a second: the trial's acceptance, drawn on, by what passes cost here."""
+    block, plain = len(trial.accuracy) + 1, Engine(target, num_pages=64)
+    chance = steady_acceptance(trial.tau, block)
+    passes = {size: min(plain.cycle_seconds(size, 1) for _ in range(TIMINGS)) for size in {block, *sizes}}
+    best, most = sizes[0], 0.0
+    for size in sizes:
+        seconds = trial.cycle_seconds + passes[size] - passes[block]
+        promised = sum(chance**k for k in range(size)) / seconds
+        if promised > BETTER * most:
+            best, most = size, promised
+    return best
+
+
+def steady_acceptance(tau: float, block_size: int) -> float:
+    """The chance of each draft position, the same for all, that gives this τ: 1 + a + a² … = τ."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**k for k in range(block_size)) < tau else (low, middle)
+    return low
+
+
+def to_json(trial: Trial) -> dict[str, Any]:
+    return {**asdict(trial), "score": trial.score}
+
+
+def from_json(raw: dict[str, Any]) -> Trial:
+    return Trial(**{key: value for key, value in raw.items() if key != "score"})
+
+
+def training_dtype(choice: str, width: int, device: str) -> torch.dtype:
+    """fp32 where matrices are so small that converting costs more than it saves."""
+    if choice == "auto":
+        choice = "float32" if width <= 512 and device == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, choice)
+    return dtype

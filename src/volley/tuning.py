@@ -1,0 +1,159 @@
+"""Commands that make a drafter for a model, certify a pair, and say why one is slow. ``cli.py`` puts them on the command line."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from volley.certify.options import CertifyConfig
+from volley.errors import ConfigError
+from volley.options import expand
+from volley.tune.options import TuneConfig
+
+if TYPE_CHECKING:
+    from volley.certify.certificate import Certificate
+
+_DEFAULT_PROMPTS = (
+    "How do I use `tar`?",
+    "Once upon a time there was",
+    "Write a function to find the largest number in a list.",
+    "A baker makes 4 trays of 12 rolls each morning and sells 35 of them. How many are left?",
+    "The capital of France is",
+    "List three reasons to go for a walk, and say for each who would agree with it.",
+    "def fibonacci(n):",
+    "Explain in a few words what a hash table is and when it is slow.",
+)
+
+
+@expand
+def tune(config: TuneConfig) -> None:
+    """From a model and its traffic to a certified drafter: collect, choose, train, measure, certify, export, report.
+
+    Run again to go on after a stop of any kind. Every option may come from the environment too: VOLLEY_MAX_MINUTES=20.
+    """
+    from transformers.utils import logging
+
+    from volley.tune.run import tune as run
+
+    logging.disable_progress_bar()
+    run(config, lambda line: typer.echo(line, err=True))
+
+
+@expand
+def certify(
+    config: CertifyConfig,
+    url: Annotated[str | None, typer.Argument(help="A server (http://host:8000/v1) instead of a pair here.")] = None,
+    plain: Annotated[
+        str | None, typer.Option(help="With a URL: a server of the same target that decodes plainly.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Target: folder or hub name; by default the bundled one.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Drafter: folder; the bundled target has its own.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL of prompts to ask; by default a few of volley's own.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Data type of both models: float32 or bfloat16.")] = "float32",
+    model: Annotated[str | None, typer.Option(help="With a URL: model to ask; by default the first it has.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="With a URL: variable that holds the key.")] = "OPENAI_API_KEY",
+    out: Annotated[Path, typer.Option(help="Folder for certificate.json and certificate.html.")] = Path("certificate"),
+) -> None:
+    """Is speculative output the target's own? A verdict, a report, and exit code 1 if it is not.
+
+    For a pair here, or for any OpenAI-compatible server as a black box.
+    """
+    from volley.certify.certificate import to_html
+    from volley.files import make_folder, write_atomically
+    from volley.prompts import load_prompts
+
+    if url is not None and (target is not None or drafter is not None):
+        raise ConfigError("a server has its models already; leave --target and --drafter out")
+    if plain is not None and url is None:
+        raise ConfigError("--plain is compared with a server; give that server's URL too")
+    make_folder(out)
+    texts = (
+        [c.messages[-1]["content"] for c in load_prompts(prompts)] if prompts is not None else list(_DEFAULT_PROMPTS)
+    )
+    if url is not None:
+        from volley.certify.certificate import certify_server
+
+        key = os.environ.get(api_key_env)
+        found = certify_server(url, texts, config, plain=plain, model=model, key=key, say=_say)
+    else:
+        found = _certify_here(config, texts, target, drafter, dtype)
+    found.write(out / "certificate.json")
+    write_atomically(out / "certificate.html", to_html(found.to_json()))
+    _say(f"{found.verdict}{f': {found.finding}' if found.finding else ''}; written to {out}/")
+    if found.failed:
+        raise typer.Exit(1)
+
+
+def _certify_here(
+    config: CertifyConfig, texts: list[str], target: str | None, drafter: Path | None, dtype: str
+) -> "Certificate":
+    import torch
+
+    from volley.certify.certificate import certify_pair
+    from volley.engine.engine import Engine
+
+    named: dict[str, Any] = {} if drafter is None else {"drafter": drafter}
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype is {dtype!r}; give float32 or bfloat16")
+    engine = Engine.from_pretrained(target, **named, dtype=getattr(torch, dtype))
+    if engine.drafter is None:
+        raise ConfigError("there is no drafter to certify; name one with --drafter")
+    asked = [engine.encode([{"role": "user", "content": text}]) for text in texts]
+    return certify_pair(engine, asked, config, _say)
+
+
+def doctor(
+    target: Annotated[str, typer.Option(help="Target: folder or hub name.")],
+    drafter: Annotated[Path, typer.Option(help="Drafter: its folder, or that of the run that trained it.")],
+    data: Annotated[
+        list[Path], typer.Option(help="Responses of volley collect to prompts like those served; may be repeated.")
+    ],
+    temperature: Annotated[float | None, typer.Option(help="Temperature that is served.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Block size that is served, anchor included.")] = None,
+    decode: Annotated[
+        bool, typer.Option(help="Decode the prompts too: real τ, and whether the prefix cache costs any.")
+    ] = True,
+) -> None:
+    """Why is acceptance low? What is wrong with a pair, likeliest first, and what to do; nothing for a healthy one.
+
+    Exit code 1 where something is found.
+    """
+    from volley.doctor.diagnosis import Doctor
+    from volley.engine.engine import Engine
+
+    physician = Doctor(target, drafter, data, temperature=temperature, block_size=block_size)
+    engine = Engine.from_pretrained(target, drafter=drafter, dtype=physician.target.dtype) if decode else None
+    found = physician.examine(engine)
+    measured = "" if found.measured is None else f", {found.measured:.2f} measured"
+    typer.echo(f"τ {found.expected:.2f} expected from {len(physician.documents)} answers{measured}")
+    for finding in found.findings:
+        typer.echo(f"{finding.name}: {finding.evidence}\n  remedy: {finding.remedy}")
+    if found.findings:
+        raise typer.Exit(1)
+
+
+def presets(
+    target: Annotated[
+        str | None, typer.Option(help="Derive one from this target's config: folder or hub name.")
+    ] = None,
+) -> None:
+    """Where volley tune begins for each family of models, or for one target."""
+    from dataclasses import asdict
+
+    from volley.tune.presets import FAMILIES, read_preset
+
+    if target is not None:
+        typer.echo(json.dumps(asdict(read_preset(target)), indent=1))
+        return
+    for family in FAMILIES:
+        note = f"; {family.note}" if family.note else ""
+        typer.echo(f"{family.name:<10} blocks up to {family.block_size}, up to {family.layers} draft layers{note}")
+    typer.echo("With --target: taps, widths and learning rate from its config. volley tune starts there and measures.")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

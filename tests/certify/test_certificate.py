@@ -1,0 +1,49 @@
+"""Certificates: a lossless pair passes, every planted fault is named, and a certificate that was changed is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.certify.faults import FAULTS
+from tests.tiny import Pair, random_prompts
+from volley import Engine
+from volley.certify.certificate import certify_pair, read_certificate
+from volley.certify.options import CertifyConfig
+from volley.errors import CheckpointError
+
+QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
+SURE = CertifyConfig(bias=0.06, max_tokens=16, prompts_used=6)
+"""Finds a bias of sampled output; the other faults need no statistics."""
+PROMPTS = random_prompts(6, longest=12)
+
+
+def said(_: str) -> None:
+    """Nobody reads along."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_planted_fault_is_named(pair: Pair, fault: str) -> None:
+    make, word = FAULTS[fault]
+    certificate = certify_pair(
+        make(pair), PROMPTS, SURE if word in ("temperature", "bonus tokens", "trees") else QUICK, said
+    )
+    assert certificate.verdict == "not lossless"
+    assert certificate.finding is not None
+    assert certificate.finding.startswith(word)
+
+
+def test_a_lossless_pair_passes_and_its_certificate_tells_of_every_check(pair: Pair, tmp_path: Path) -> None:
+    certificate = certify_pair(Engine(pair.target, pair.drafter, page_size=4), PROMPTS, QUICK, said)
+    assert [check.name for check in certificate.failed] == []
+    path = tmp_path / "certificate.json"
+    certificate.write(path)
+    found = read_certificate(path)
+    assert (found["verdict"], found["finding"]) == ("lossless", None)
+    assert {"greedy", "prefix cache", "concurrency 32", "penalties", "sampled trees"} <= {
+        c["name"] for c in found["checks"]
+    }
+    assert len(found["subject"]["target"]) == 32
+    path.write_text(json.dumps({**found, "verdict": "perfect"}))
+    with pytest.raises(CheckpointError, match="was changed after it was written"):
+        read_certificate(path)

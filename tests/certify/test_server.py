@@ -1,0 +1,57 @@
+"""A server is certified as a black box: a lossless one passes, and one that forgets a parameter is caught."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.certify.faults import TopPIgnored
+from tests.conftest import TinyPair
+from tests.serve.running import Tiny, running
+from volley.certify.certificate import certify_server
+from volley.certify.options import CertifyConfig
+from volley.cli import app
+from volley.errors import EndpointError
+
+PROMPTS = ["Once upon a time", "The cat sat on", "Two birds fly over", "Rain fell while"]
+QUICK = CertifyConfig(bias=0.25, max_tokens=12, prompts_used=4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_pair: TinyPair) -> Tiny:
+    return Tiny(tiny_pair)
+
+
+def test_a_lossless_server_passes_beside_plain_decoding(tiny: Tiny, tmp_path: Path) -> None:
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    with running(tiny.engine(policy="fixed")) as server, running(tiny.plain) as plain:
+        args = [
+            "certify",
+            f"{server.url}/v1",
+            "--plain",
+            f"{plain.url}/v1",
+            "--prompts",
+            str(asked),
+            "--out",
+            str(tmp_path),
+        ]
+        result = CliRunner().invoke(app, [*args, "--bias", "0.25", "--max-tokens", "12"])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "certificate.json").read_text())
+    assert found["verdict"] == "lossless"
+    assert {"greedy", "sampled", "sampled at T = 0.6", "n", "seeds"} <= {check["name"] for check in found["checks"]}
+    assert "<h1>lossless</h1>" in (tmp_path / "certificate.html").read_text()
+
+
+def test_a_server_that_forgets_top_p_is_caught(tiny: Tiny) -> None:
+    engine = tiny.engine(policy="fixed")
+    engine.procedure = TopPIgnored(engine.config)
+    with running(engine) as server:
+        assert certify_server(f"{server.url}/v1", PROMPTS, QUICK, say=lambda _: None).finding == "top_p is ignored"
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(EndpointError, match="is an OpenAI-compatible server there"):
+        certify_server("http://127.0.0.1:9/v1", PROMPTS, QUICK)

@@ -1,0 +1,78 @@
+"""A bias of one percent is found with the stated number of tokens, and without one no alarm is raised."""
+
+import random
+
+import pytest
+import torch
+
+from volley.certify.options import CertifyConfig
+from volley.certify.reference import distribution, penalised
+from volley.certify.statistics import Deviations, two_sample_p
+from volley.decode.sampling import token_probs
+from volley.types import SamplingParams
+
+TESTS = 16
+
+
+def smallest_p(shift: float, count: int, seed: int) -> float:
+    """Of the tests on ``count`` tokens whose likeliest has ``shift`` more probability than it is said to have."""
+    rng, deviations = random.Random(seed), Deviations(random.Random(seed + 1))
+    probs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.double)
+    tokens = rng.choices(range(3), [0.5 + shift, 0.3 - shift / 2, 0.2 - shift / 2], k=count)
+    counts = [tokens.count(token) for token in range(3)]
+    for token, times in enumerate(counts):
+        one = Deviations(random.Random(seed * 3 + token))
+        one.add(probs, token)
+        deviations.count += times
+        deviations.hits += times * one.hits
+        deviations.variance += times * one.variance
+    deviations.bins = [deviations.count // 10] * 10
+    return deviations.p_values()["likeliest"]
+
+
+def test_one_percent_is_found_with_the_stated_sample() -> None:
+    config = CertifyConfig(bias=0.01)
+    count, level = config.sample_size(TESTS), config.alpha / TESTS
+    found = sum(smallest_p(0.01, count, seed) < level for seed in range(40))
+    assert found >= 30  # nine in ten are expected: fewer than 30 of 40 would come once in 600 times
+    assert not any(smallest_p(0.0, count, seed) < level for seed in range(40))
+    assert sum(smallest_p(0.01, count // 20, seed) < level for seed in range(40)) < 5
+
+
+def test_tokens_add_up_one_by_one() -> None:
+    rng, good, bad = random.Random(0), Deviations(random.Random(1)), Deviations(random.Random(2))
+    for _ in range(3000):
+        probs = torch.rand(8, dtype=torch.double, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
+        probs /= probs.sum()
+        good.add(probs, rng.choices(range(8), probs.tolist())[0])
+        bad.add(probs, rng.choices(range(8), (probs**1.3).tolist())[0])
+    assert min(good.p_values().values()) > 1e-3
+    assert min(bad.p_values().values()) < 1e-4
+    bad.impossible = 1
+    assert bad.p_values() == {"support": 0.0}
+
+
+def test_two_samples() -> None:
+    rng = random.Random(0)
+    same = [[rng.gauss(0, 1) for _ in range(400)] for _ in range(2)]
+    assert two_sample_p(*same) > 1e-3
+    assert two_sample_p(same[0], [value + 0.5 for value in same[1]]) < 1e-6
+    assert two_sample_p([1.0] * 5, [2.0] * 5) == 1.0  # too few to say
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8}])
+def test_the_slow_reference_is_the_distribution_that_is_decoded_with(options: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    params = SamplingParams(temperature=0.7, **options)  # type: ignore[arg-type]
+    logits = 2 * torch.randn(20, 30)
+    fast = token_probs(logits.clone(), params)
+    slow = torch.stack([distribution(row, params) for row in logits])
+    assert torch.allclose(fast.double(), slow, atol=1e-6)
+
+
+def test_the_slow_penalties() -> None:
+    params = SamplingParams(
+        presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0, logit_bias=((3, 1.0),)
+    )
+    found = penalised(torch.tensor([2.0, -2.0, 1.0, 0.0]), params, prompt=[1], output=[0, 0])
+    assert found.tolist() == [1.0 - 0.5 - 0.5, -4.0, 1.0, 1.0]

@@ -1,0 +1,187 @@
+"""Each fault planted in the bundled pair is the first that is named, and the pair as it is gets silence."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from volley import Engine, SamplingParams
+from volley.doctor.diagnosis import Doctor
+from volley.engine.states import TargetPages
+from volley.errors import InputError
+from volley.files import REFERENCE, load_tensors, save_tensors
+from volley.models.export import export
+from volley.procedures.request import Request
+from volley.train.features import FrozenTarget
+
+TARGET = str(REFERENCE / "target")
+QUESTIONS = (
+    "How do I use `tar`?",
+    "Write a function that adds two numbers.",
+    "What is 12 times 4?",
+    "How do I list files?",
+)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Greedy answers of the bundled target, as ``volley collect`` writes them."""
+    engine = Engine.from_pretrained(dtype=torch.float32)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    with path.open("w") as file:
+        for chat, result in zip(chats, engine.generate(chats, SamplingParams(max_tokens=40)), strict=True):
+            row = {
+                "messages": [*chat, {"role": "assistant", "content": result.text}],
+                "prompt_token_ids": engine.encode(chat),
+                "response_token_ids": result.token_ids,
+                "temperature": 0.0,
+                "thinking": None,
+            }
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def fingerprint() -> str:
+    return FrozenTarget(TARGET, torch.float32, torch.device("cpu")).fingerprint
+
+
+@pytest.fixture
+def drafter(tmp_path: Path, fingerprint: str) -> Path:
+    """The bundled drafter in a folder of its own, with a report of its training."""
+    shutil.copytree(REFERENCE / "drafter", tmp_path / "drafter")
+    note(tmp_path / "drafter", fingerprints={"target": fingerprint})
+    return tmp_path / "drafter"
+
+
+def note(folder: Path, **facts: Any) -> None:
+    data = {"longest": 512, "temperatures": [0.0, 1.0], "thinking": ["None"], **facts.pop("data", {})}
+    report = {"options": {"dtype": "float32"}, "data": data, **facts}
+    (folder / "training_report.json").write_text(json.dumps(report))
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def names(drafter: Path, rows: Path, target: str = TARGET, **served: Any) -> list[str]:
+    return [finding.name for finding in Doctor(target, drafter, [rows], **served).examine().findings]
+
+
+def test_a_healthy_pair_gets_silence_and_its_tau_is_foretold(drafter: Path, rows: Path) -> None:
+    found = Doctor(TARGET, drafter, [rows], temperature=0.0, block_size=8).examine()
+    assert found.findings == []
+    engine = Engine.from_pretrained(drafter=drafter, dtype=torch.float32, policy="fixed")
+    prompts = [json.loads(line)["prompt_token_ids"] for line in rows.read_text().splitlines()]
+    results = list(engine.generate(prompts, SamplingParams(max_tokens=40)))
+    lengths = [length for result in results for length in result.stats.accepted_lengths]
+    assert found.expected == pytest.approx(sum(lengths) / len(lengths), rel=0.1)
+
+
+def test_taps_that_are_off_by_one(drafter: Path, rows: Path) -> None:
+    def shift(config: dict[str, Any]) -> None:
+        dflash = config["dflash_config"]
+        dflash["target_layer_ids"] = [tap + 1 for tap in dflash["target_layer_ids"]]
+
+    edit(drafter, shift)
+    assert names(drafter, rows)[:1] == ["taps shifted by one"]
+
+
+def test_rotary_settings(drafter: Path, rows: Path) -> None:
+    def turn(config: dict[str, Any]) -> None:
+        config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 3.0
+
+    edit(drafter, turn)
+    assert names(drafter, rows)[:1] == ["rotary settings"]
+
+
+def test_another_targets_weights(drafter: Path, rows: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.01 * weight.std() * torch.randn(weight.shape))
+    shutil.copytree(TARGET, tmp_path / "tuned")
+    model.save_pretrained(tmp_path / "tuned")
+    assert names(drafter, rows, str(tmp_path / "tuned"))[:1] == ["another target's weights"]
+
+
+def test_a_replaced_head_and_a_wrong_table(drafter: Path, rows: Path, tmp_path: Path) -> None:
+    counts = list(range(8192, 0, -1))
+    counts = counts[: Doctor(TARGET, drafter, [rows]).target.vocab_size]
+    export(
+        REFERENCE / "drafter", tmp_path / "own", "zlab", target=TARGET, draft_vocab_size=len(counts) - 7, counts=counts
+    )
+    weights = tmp_path / "own" / "model.safetensors"
+    tensors = load_tensors(weights)
+    shuffled = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(0))
+    save_tensors(weights, {**tensors, "lm_head.weight": tensors["lm_head.weight"][shuffled]})
+    assert names(tmp_path / "own", rows)[:1] == ["wrong d2t"]
+    save_tensors(weights, {**tensors, "lm_head.weight": torch.randn(tensors["lm_head.weight"].shape)})
+    assert names(tmp_path / "own", rows)[:1] == ["replaced head"]
+    save_tensors(weights, tensors)
+    assert names(tmp_path / "own", rows) == []
+
+
+def test_another_mask_and_a_mask_in_the_text(drafter: Path, rows: Path) -> None:
+    token = json.loads(rows.read_text().splitlines()[0])["response_token_ids"][1]
+
+    def replace(config: dict[str, Any]) -> None:
+        config["dflash_config"]["mask_token_id"] = token
+
+    edit(drafter, replace)
+    assert {"mask token", "mask token in text"} >= set(names(drafter, rows)[:1]) > set()
+
+
+def test_what_is_served_otherwise_than_it_was_trained(drafter: Path, rows: Path, fingerprint: str) -> None:
+    trained = {"target": fingerprint}
+    assert names(drafter, rows, block_size=3)[:1] == ["block size"]
+    note(drafter, fingerprints=trained, data={"temperatures": [0.0]})
+    assert names(drafter, rows, temperature=1.0) == ["temperature not trained for"]
+    note(drafter, fingerprints=trained, data={"thinking": ["off"]})
+    assert names(drafter, rows) == ["thinking mode"]
+
+
+def test_prompts_of_another_template(drafter: Path, rows: Path, tmp_path: Path) -> None:
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    for row in found:
+        row["prompt_token_ids"] = row["prompt_token_ids"][3:]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in found))
+    assert names(drafter, other) == ["chat template"]
+
+
+class WithoutDraftContext(TargetPages):
+    """A prefix hit brings the target's K/V and leaves holes in the drafter's."""
+
+    def match_prefix(self, request: Request, most: int) -> int:
+        found = super().match_prefix(request, most)
+        if found:
+            slots = torch.from_numpy(request.table.slot_array(0, found))
+            self.draft_store.move(slots.flip(0), slots)  # type: ignore[attr-defined]
+        return found
+
+
+def test_holes_in_the_prefix_cache(drafter: Path, rows: Path) -> None:
+    engine = Engine.from_pretrained(drafter=drafter, dtype=torch.float32)
+    pages = engine.sequences.pages
+    holes = WithoutDraftContext(pages.pool, pages.store, prefix_caching=True)
+    assert engine.draft_model is not None
+    holes.draft_store = engine.draft_model.store  # type: ignore[attr-defined]
+    engine.sequences.pages, engine.sequences.states = holes, (holes, *engine.sequences.states[1:])
+    found = Doctor(TARGET, drafter, [rows]).examine(engine)
+    assert [finding.name for finding in found.findings] == ["prefix-cache holes"]
+
+
+def test_no_answers(drafter: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "rows.jsonl"
+    empty.write_text(json.dumps({"prompt_token_ids": [5], "response_token_ids": [6]}) + "\n")
+    with pytest.raises(InputError, match="no row has an answer of three tokens"):
+        Doctor(TARGET, drafter, [empty])

@@ -1,0 +1,29 @@
+"""Where a search begins is derived from the target's config alone."""
+
+from transformers import Gemma3TextConfig, GptOssConfig, Qwen3Config, Qwen3MoeConfig
+
+from volley.tune.presets import FAMILIES, learning_rate_for, preset_for
+
+
+def test_a_published_shape_comes_out_of_its_targets_config() -> None:
+    """Qwen3-8B's drafter: five layers, taps 1, 9, 17, 25 and 33, blocks of 16, 6e-4 (DFlash §A.1)."""
+    config = Qwen3Config(hidden_size=4096, num_hidden_layers=36, intermediate_size=12288)
+    preset = preset_for(config)
+    assert (preset.family, preset.num_layers, preset.block_size) == ("Qwen3", 5, 16)
+    assert preset.taps == (1, 9, 17, 25, 33)
+    assert (preset.learning_rate, preset.intermediate_size) == (6e-4, 12288)
+
+
+def test_experts_get_a_dense_width_and_shallow_targets_few_layers() -> None:
+    experts = preset_for(Qwen3MoeConfig(hidden_size=2048, num_hidden_layers=48, num_experts=128))
+    assert (experts.num_layers, experts.intermediate_size) == (6, 3 * 2048)
+    assert preset_for(GptOssConfig(num_hidden_layers=24)).block_size == 8
+    shallow = preset_for(Gemma3TextConfig(num_hidden_layers=5, hidden_size=64))
+    assert (shallow.family, shallow.num_layers, shallow.taps) == ("Gemma", 1, (1, 2))
+
+
+def test_the_learning_rate_falls_with_the_width() -> None:
+    assert [learning_rate_for(width) for width in (64, 256, 4096)] == [5.9e-3, 2.8e-3, 6e-4]
+    assert len({name for family in FAMILIES for name in family.model_types}) == sum(
+        len(f.model_types) for f in FAMILIES
+    )

@@ -1,0 +1,131 @@
+"""From a model and prompts to a certified drafter: every step, a stop in the middle, and models of other families."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from tests.conftest import byte_tokenizer
+from volley import Engine, SamplingParams
+from volley.certify.certificate import read_certificate
+from volley.errors import ConfigError, InputError
+from volley.models.export import export
+from volley.tune.options import TuneConfig
+from volley.tune.run import tune
+from volley.tune.trials import steady_acceptance
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "gemma3": Gemma3TextConfig(**SHAPE, **MIXED),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=4, moe_intermediate_size=16, decoder_sparse_step=1),
+    "gpt_oss": GptOssConfig(**SHAPE, **MIXED, **EXPERTS, num_local_experts=4),
+}
+
+
+def make_target(folder: Path, config: PretrainedConfig) -> Path:
+    """A random base model: it has no chat template."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder / "target")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder / "target")
+    return folder / "target"
+
+
+def options(folder: Path, target: Path, **changes: Any) -> TuneConfig:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Once {word} upon"}) + "\n" for word in "abcdefgh"))
+    given = {"max_minutes": 0.02, "max_tokens": 12, "temperatures": (0.0,), "bias": 0.3, "dtype": "float32"}
+    return TuneConfig(target=str(target), prompts=(str(prompts),), out=folder / "out", **{**given, **changes})
+
+
+def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_drafter(tmp_path: Path) -> None:
+    config = options(tmp_path, make_target(tmp_path, CONFIGS["llama"]))
+    said: list[str] = []
+
+    def stop_at_training(line: str) -> None:
+        said.append(line)
+        if "[3/7] train" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(config, stop_at_training)
+    responses = (config.out / "responses.jsonl").read_bytes()
+    out = tune(config, said.append)
+    assert [line for line in said if "done before" in line] == [
+        "[1/7] collect: done before",
+        "[2/7] choose: done before",
+    ]
+    assert (out / "responses.jsonl").read_bytes() == responses
+    assert read_certificate(out / "certificate.json")["verdict"] == "lossless"
+    report = (out / "report.html").read_text()
+    assert report.count("data:image/png;base64,") == 2
+    assert "Certificate: lossless" in report
+
+    engine = Engine.from_pretrained(config.target, drafter=out, dtype=torch.float32, policy="fixed")
+    (mine,) = engine.generate("Once", SamplingParams(max_tokens=20))
+    (plain,) = Engine(engine.target).generate("Once", SamplingParams(max_tokens=20))
+    assert mine.token_ids == plain.token_ids
+    again: list[str] = []
+    tune(config, again.append)
+    assert len(again) == 7
+    assert all("done before" in line for line in again)
+    with pytest.raises(ConfigError, match="other values of max_tokens; give the same to go on"):
+        tune(options(tmp_path, Path(config.target), max_tokens=13), said.append)
+
+    export(out, tmp_path / "written", "speculators", target=config.target)
+    assert read_certificate(tmp_path / "written" / "certificate.json")["verdict"] == "lossless"
+    export(out, tmp_path / "reduced", "zlab", target=config.target, draft_vocab_size=9, counts=[1] * 260)
+    assert not (tmp_path / "reduced" / "certificate.json").exists()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "gpt_oss"])
+def test_other_families_run_through(tmp_path: Path, family: str) -> None:
+    out = tune(options(tmp_path, make_target(tmp_path, CONFIGS[family])), lambda _: None)
+    assert read_certificate(out / "certificate.json")["verdict"] == "lossless"
+    assert (out / "report.html").exists()
+
+
+def test_what_cannot_be_tuned_is_said_at_once(tmp_path: Path) -> None:
+    for changes in ({"data": ("d",)}, {"prompts": ()}, {"prompts": (), "data": ("d",), "endpoint": "http://h"}):
+        with pytest.raises(ConfigError, match=r"one of the two|name them with --prompts"):
+            TuneConfig(**{"target": "t", "out": tmp_path, "prompts": ("p",), **changes})
+    with pytest.raises(ConfigError, match="max_minutes is 0; it must be positive"):
+        TuneConfig(target="t", out=tmp_path, prompts=("p",), max_minutes=0)
+    few = tmp_path / "few.jsonl"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    few.write_text(json.dumps({"messages": chat}) + "\n")
+    with pytest.raises(InputError, match="give at least 4"):
+        tune(TuneConfig(target="t", out=tmp_path / "o", data=(str(few),)), lambda _: None)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.4, 0.93])
+def test_the_steady_acceptance_of_a_tau(chance: float) -> None:
+    tau = sum(chance**k for k in range(8))
+    assert steady_acceptance(tau, 8) == pytest.approx(chance, abs=1e-6)
