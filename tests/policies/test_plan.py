@@ -39,7 +39,9 @@ def made_gains(counts: list[int], blocks: int, seed: int) -> dict[int, FloatArra
     return gains
 
 
-def expected(costs: Costs, counts: list[int], gains: dict[int, FloatArray], options: list[int]) -> Plan:
+def expected(
+    costs: Costs, counts: list[int], gains: dict[int, FloatArray], trust: list[float], options: list[int]
+) -> Plan:
     """What an option for each kind promises, block by block and slot by slot."""
     plan = Plan(0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
     for kind, chances in gains.items():
@@ -47,7 +49,7 @@ def expected(costs: Costs, counts: list[int], gains: dict[int, FloatArray], opti
         plan.slots[kind], plan.prices[kind] = MOST if kind >= TREE and size else size, price
         for block in chances.T.tolist() if size else ():
             kept = [gain for gain in (block if kind >= TREE else block[:size]) if gain >= price]
-            plan.tokens[kind] += sum(kept) / chances.shape[1]
+            plan.tokens[kind] += trust[kind] * sum(kept) / chances.shape[1]
             plan.verified[kind] += len(kept) / chances.shape[1]
     total = sum(counts)
     verified = sum(count * each for count, each in zip(counts, plan.verified, strict=True))
@@ -66,18 +68,24 @@ COUNTS = st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(any)
 
 
 @settings(max_examples=40, deadline=None)
-@given(COUNTS, st.tuples(st.booleans(), st.booleans()), st.sampled_from([0.0, 2e-4, 2e-3]), st.integers(0, 99))
+@given(
+    COUNTS,
+    st.tuples(st.booleans(), st.booleans()),
+    st.sampled_from([0.0, 2e-4, 2e-3]),
+    st.sampled_from([0.0, 0.4, 1.0]),
+    st.integers(0, 99),
+)
 def test_the_best_plan_is_the_best_of_all_options(
-    numbers: tuple[int, int], trees: tuple[bool, bool], token: float, seed: int
+    numbers: tuple[int, int], trees: tuple[bool, bool], token: float, believed: float, seed: int
 ) -> None:
-    counts = [0] * KINDS
+    counts, trust = [0] * KINDS, [believed, 1.0, 1.0, believed]
     for kind, (number, is_tree) in enumerate(zip(numbers, trees, strict=True)):
         counts[kind + TREE * is_tree] = number
     present = [kind for kind in range(KINDS) if counts[kind]]
     costs, gains = made_costs(token), made_gains(counts, 8, seed)
-    planner = Planner(costs, counts, gains, MOST)
+    planner = Planner(costs, counts, gains, trust, MOST)
     best = planner.best()
-    together = [expected(costs, counts, gains, [option] * KINDS) for option in range(len(OPTIONS))]
+    together = [expected(costs, counts, gains, trust, [option] * KINDS) for option in range(len(OPTIONS))]
     for option, plan in enumerate(together):
         promise = planner.promise([option] * KINDS)
         assert promise.rate == pytest.approx(plan.rate)
@@ -92,7 +100,13 @@ def test_the_best_plan_is_the_best_of_all_options(
         assert best.rate == pytest.approx(most)
     else:
         every = [
-            expected(costs, counts, gains, [{present[0]: one, present[1]: other}.get(kind, 0) for kind in range(KINDS)])
+            expected(
+                costs,
+                counts,
+                gains,
+                trust,
+                [{present[0]: one, present[1]: other}.get(kind, 0) for kind in range(KINDS)],
+            )
             for one, other in itertools.product(range(len(OPTIONS)), repeat=2)
             if one or other
         ]
@@ -102,7 +116,7 @@ def test_the_best_plan_is_the_best_of_all_options(
 
 def test_plain_and_whole_are_the_ends() -> None:
     counts = [4, 2, 0, 0]
-    planner = Planner(made_costs(1e-3), counts, made_gains(counts, 16, 7), MOST)
+    planner = Planner(made_costs(1e-3), counts, made_gains(counts, 16, 7), [1.0] * KINDS, MOST)
     plain, whole = planner.promise([PLAIN] * KINDS), planner.promise([WHOLE] * KINDS)
     assert (plain.slots[:2], plain.verified[:2], plain.tokens[:2]) == ([0, 0], [0, 0], [1, 1])
     assert (whole.slots[:2], whole.prices[:2], whole.verified[:2]) == ([MOST] * 2, [0, 0], [MOST] * 2)
@@ -118,5 +132,5 @@ def test_large_passes_are_timed_only_if_they_look_best(token: float, largest: in
 
     counts = [64, 0, 0, 0]
     costs = Costs(lambda tokens, requests: 0.001, target)
-    Planner(costs, counts, made_gains(counts, 16, 7), MOST).best()
+    Planner(costs, counts, made_gains(counts, 16, 7), [1.0] * KINDS, MOST).best()
     assert max(timed) == largest

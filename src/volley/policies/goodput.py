@@ -119,16 +119,15 @@ class Goodput(Policy):
         """Choose between plain decoding and the best plan that drafts; the other one and whole blocks are tried now and then."""
         assert self.costs is not None
         self._tree_nodes.clear()
-        drafting = set(kinds) if self.block_size > 1 else ()
-        gains = {}
-        for kind in drafting:
+        gains, trust = {}, [1.0] * KINDS
+        for kind in set(kinds) if self.block_size > 1 else ():
             blocks, expected, right = zip(*self._blocks[kind], strict=True)
-            chances = gains[kind] = np.array(list(zip_longest(*blocks, fillvalue=0.0)))
-            self._usual[kind] = np.maximum(chances.mean(axis=1), 1e-6).tolist()
-            # The model learns slowly what drafts are worth that are sure and wrong.
+            gains[kind] = np.array(list(zip_longest(*blocks, fillvalue=0.0)))
+            self._usual[kind] = np.maximum(gains[kind].mean(axis=1), 1e-6).tolist()
+            # The model, by which drafts are cut, learns slowly what those are worth that are sure and wrong.
             if 2 * sum(right) + _CHANCE < sum(expected):
-                chances *= sum(right) / sum(expected)
-        planner = Planner(self.costs, [kinds.count(kind) for kind in range(KINDS)], gains, self.block_size - 1)
+                trust[kind] = sum(right) / sum(expected)
+        planner = Planner(self.costs, [kinds.count(kind) for kind in range(KINDS)], gains, trust, self.block_size - 1)
         plain = planner.promise([PLAIN] * KINDS)
         review = _Review(plain, len(kinds), min(self._cycle, _REVIEW))
         if gains:

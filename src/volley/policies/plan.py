@@ -29,9 +29,11 @@ class Plan(NamedTuple):
 class Planner:
     """Every pair of slots and price is an option; for each kind it is known how many tokens it brings and verifies."""
 
-    def __init__(self, costs: Costs, counts: list[int], gains: dict[int, FloatArray], most: int) -> None:
+    def __init__(
+        self, costs: Costs, counts: list[int], gains: dict[int, FloatArray], trust: list[float], most: int
+    ) -> None:
         """``counts`` are the requests of each kind, ``gains[kind] [slots, blocks]`` the chances of the slots, or nodes, of the
-        last blocks; at most ``most`` slots may be drafted.
+        last blocks: they decide what is verified, and ``trust[kind]`` of them come true. ``most`` slots may be drafted.
         """
         self._costs, self._counts, self._total = costs, np.array(counts, dtype=float), sum(counts)
         costs.target.time(self._total)
@@ -43,11 +45,10 @@ class Planner:
         self._options[1] = np.append(0.0, np.tile(_PRICES, len(sizes)))
         self._options[2] = 1.0
         for kind, chances in gains.items():
-            kept = chances >= _PRICES[:, None, None]
+            kept = chances >= _PRICES[:, None, None]  # [prices, slots, blocks]
             last = np.minimum(sizes, len(chances)) if kind < TREE else np.full(len(sizes), len(chances))
-            for row, values in ((2, kept * chances), (3, kept)):
-                upto = values.mean(axis=2).cumsum(axis=1)  # [prices, slots]
-                self._options[row, kind, 1:] += upto[:, last - 1].T.ravel()
+            for row, values in ((2, kept * (trust[kind] * chances)), (3, kept)):
+                self._options[row, kind, 1:] += values.mean(axis=2).cumsum(axis=1)[:, last - 1].T.ravel()
 
     def promise(self, options: Any) -> Plan:
         """What is expected of an option for each kind."""
