@@ -50,7 +50,7 @@ def export(
     certificate = next((path.read_bytes() for path in certificates if path.exists()), None)
     if (
         certificate is not None and to != "gguf" and not drop_head and draft_vocab_size is None
-    ):  # what is written is what was certified
+    ):
         write_atomically(out / "certificate.json", certificate)
     check_weights(drafter, Drafter(checkpoint.config).state_dict(), checkpoint.tensors)
     if drop_head:
