@@ -250,6 +250,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "weather", "argument
         ),
         ({"messages": CHAT, "reasoning_effort": "some"}, "reasoning_effort", "'none'"),
         ({"messages": CHAT, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "cannot set tools"),
+        ({"messages": CHAT, "chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs", "cannot set"),
         ({"messages": CHAT, "thinking_token_budget": -1}, "thinking_token_budget", "greater than or equal to 0"),
     ],
 )
