@@ -86,7 +86,7 @@ def render_chat(
             chat_template=template,
             **given,
         )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise InputError(f"the messages cannot be rendered: {error}") from error
     return str(text)
 

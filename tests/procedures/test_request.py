@@ -85,6 +85,8 @@ def test_log_probabilities_are_in_the_result_if_they_were_asked_for(asked: bool)
 
 def test_every_rule_takes_every_final_token() -> None:
     class Noting:
+        is_complete = False
+
         def __init__(self) -> None:
             self.taken: list[int] = []
 

@@ -87,16 +87,16 @@ def test_a_forced_call_is_valid_and_streams_as_it_is_written(client: OpenAI, cho
 
 
 def test_several_answers_and_several_calls(client: OpenAI) -> None:
-    answer = ask(client, tool_choice="required", n=3, tools=[WEATHER], max_tokens=400, temperature=1)
-    seen = 0
+    answer = ask(client, tool_choice="required", n=2, tools=[WEATHER], max_tokens=260, extra_body={"ignore_eos": True})
+    most = 0
     for choice in answer.choices:
         calls = choice.message.tool_calls
         whole = calls if choice.finish_reason == "tool_calls" else calls[:-1]
-        seen += len(whole)
+        most = max(most, len(whole))
         for call in whole:
             validate(json.loads(call.function.arguments), SCHEMA)
         assert len({call.id for call in calls}) == len(calls)
-    assert seen > 3, "some answer has several"
+    assert most > 1, "some answer has several"
 
 
 def test_the_whole_loop(client: OpenAI, server: Running) -> None:
@@ -250,6 +250,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "weather", "argument
         ),
         ({"messages": CHAT, "reasoning_effort": "some"}, "reasoning_effort", "'none'"),
         ({"messages": CHAT, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "cannot set tools"),
+        ({"messages": CHAT, "chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs", "cannot set"),
         ({"messages": CHAT, "thinking_token_budget": -1}, "thinking_token_budget", "greater than or equal to 0"),
     ],
 )

@@ -2,10 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+from transformers import PreTrainedTokenizerBase
+
+_TAKEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+"""Names that a template's variables cannot have."""
 
 
 def _encodable(text: str) -> str:
@@ -201,8 +206,7 @@ class Reasoning(Strict):
 
     @model_validator(mode="after")
     def _leaves_the_messages_alone(self) -> Self:
-        taken = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
-        if clash := sorted(taken & self.chat_template_kwargs.keys()):
+        if clash := sorted(_TAKEN & self.chat_template_kwargs.keys()):
             raise refusal(
                 "chat_template_kwargs", f"chat_template_kwargs cannot set {clash[0]}; use the request's fields"
             )
