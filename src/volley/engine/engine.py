@@ -147,7 +147,8 @@ class Engine:
     ) -> Self:
         """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
 
-        ``target`` and ``drafter`` are folders, GGUF files, hub names (target) or loaded models; ``options`` are the constructor's.
+        ``target`` and ``drafter`` are folders, GGUF files, hub names (target) or loaded models.
+        ``options`` are the constructor's.
         """
         split_options(
             {name: value for name, value in options.items() if name not in ("config", "capacity", "proposer")}
