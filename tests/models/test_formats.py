@@ -13,6 +13,7 @@ from tests.tiny import VOCAB, drafter_config, eager_model, random_drafter, targe
 from volley.errors import CheckpointError, ConfigError, MismatchError, VolleyError
 from volley.files import load_tensors, read_json, save_tensors
 from volley.models.checkpoint import Checkpoint, HeadConfig
+from volley.models.diagnosis import diagnose
 from volley.models.drafter import Drafter
 from volley.models.export import TargetEnds, TargetShape, export
 from volley.models.formats import Format, parse_config, read_checkpoint, write_checkpoint
@@ -360,12 +361,14 @@ def test_a_foreign_dspark_drafter_is_understood(tmp_path: Path) -> None:
     read = read_checkpoint(tmp_path)
     assert_equal(Checkpoint(found, own.tensors), read)
     assert Drafter.from_pretrained(tmp_path).head is not None
+    assert diagnose(tmp_path).problems == []
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"markov_head_type": "gated"}, "markov_head_type is 'gated'; only 'vanilla' is supported"),
+        ({"dflash_config": 3}, "dflash_config is 3; it must be an object"),
         ({"markov_rank": 0}, r"head\.rank is 0; it must be a positive integer"),
         ({"sample_from_anchor": "yes"}, "sample_from_anchor is 'yes'"),
         ({"block_size": "7"}, "block_size is '7'; it must be an integer"),

@@ -172,10 +172,9 @@ class Engine:
     ) -> Self:
         """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
 
-        ``target`` and ``drafter`` are folders, GGUF files, hub names (target) or loaded models; ``options`` are the
-        constructor's.
-        ``weights`` of the target that is loaded and ``draft_weights`` of the drafter are bf16, or int8 and int4 codes on a
-        CPU; drafts then come from a copy of the head in such codes too.
+        ``target`` and ``drafter`` are folders, GGUF files, hub names (target) or loaded models; ``options`` are the constructor's.
+        ``weights`` of the target and ``draft_weights`` of the drafter that are loaded are bf16, or int8 and int4 codes on a CPU;
+        drafts then come from a copy of the head in such codes too.
         """
         split_options({name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}})
         if drafter is _BUNDLED:

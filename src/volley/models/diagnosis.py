@@ -14,6 +14,7 @@ from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.models.export import TargetShape
 from volley.models.formats import (
+    CONFIDENCE,
     TITLES,
     Format,
     detect,
@@ -102,6 +103,8 @@ def _stored_tensors(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118
+                    if name.startswith(CONFIDENCE):
+                        continue
                     part = stored.get_slice(name)
                     tensors[own_name(name)] = StoredTensor(tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError) as error:

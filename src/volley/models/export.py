@@ -141,11 +141,10 @@ def with_tables(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
     """The Markov head as DSpark's two tables, in the dtype of the drafter's weights."""
     config = checkpoint.config
     assert config.head is not None
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith("head.")}
     head = ResidualHead(config.hidden_size, config.head.rank, with_context=False)
-    head.load_state_dict(
-        {name[5:]: checkpoint.tensors[name].float() for name in checkpoint.tensors if name not in tensors}
-    )
+    own = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("head.")}
+    head.load_state_dict({name.removeprefix("head."): tensor.float() for name, tensor in own.items()})
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in own}
     output = target.head.float()
     if "d2t" in tensors:
         output = output[tensors["d2t"] + torch.arange(len(tensors["d2t"]))]

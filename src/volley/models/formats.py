@@ -41,7 +41,7 @@ _MARKOV_KEYS = {
     "markov_rank", "markov_head_type", "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
     "use_aux_hidden_state",
 }  # fmt: skip
-_CONFIDENCE = "confidence_head."  # an estimate of what is accepted; volley has its own
+CONFIDENCE = "confidence_head."  # an estimate of what is accepted; volley has its own
 _TRANSFORMERS_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _SHAPE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -120,7 +120,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     path = drafter_folder(path)
     config = parse_config(read_json(path / "config.json"))
     stored = (pair for file in weight_files(path) for pair in load_tensors(file).items())
-    tensors = {own_name(name): tensor for name, tensor in stored if not name.startswith(_CONFIDENCE)}
+    tensors = {own_name(name): tensor for name, tensor in stored if not name.startswith(CONFIDENCE)}
     config = with_stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     in_vocabulary = tensors.pop("t2d", None)
     if "d2t" in tensors:
@@ -243,7 +243,7 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = raw.get("speculators_model_type")
     if kind not in ("dflash", "dspark"):
         raise ConfigError(f"speculators_model_type is {kind!r}; volley reads 'dflash' and 'dspark'")
-    if (kind == "dspark") != ("markov_rank" in raw):
+    if (kind == "dspark") != (raw.get("markov_rank") is not None):
         raise ConfigError(
             f"speculators_model_type is {kind!r} with markov_rank {raw.get('markov_rank')!r}; only dspark has one"
         )
@@ -285,7 +285,7 @@ def _head_and_block(raw: Mapping[str, Any], *, anchored: bool) -> dict[str, Any]
     A block that samples from the anchor drafts as many tokens as it has slots: volley, which counts the anchor, has one more.
     """
     head = None
-    if "markov_rank" in raw:
+    if raw.get("markov_rank") is not None:
         if raw.get("markov_head_type", "vanilla") != "vanilla":
             raise ConfigError(f"markov_head_type is {raw['markov_head_type']!r}; only 'vanilla' is supported")
         head = {"type": "dspark", "rank": raw["markov_rank"]}
@@ -298,9 +298,11 @@ def _head_and_block(raw: Mapping[str, Any], *, anchored: bool) -> dict[str, Any]
 
 def _from_dspark(raw: Mapping[str, Any]) -> dict[str, Any]:
     taps = {key: raw[key] for key in ("mask_token_id", "target_layer_ids") if key in raw}
-    block = {"block_size": raw.get("dflash_config", {}).get("block_size", raw.get("block_size"))}
-    nested = {**taps, **raw.get("dflash_config", {})}
-    nested.pop("block_size", None)
+    own = raw.get("dflash_config") or {}
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"dflash_config is {own!r}; it must be an object")
+    block = {"block_size": own.get("block_size", raw.get("block_size"))}
+    nested = {key: value for key, value in {**taps, **own}.items() if key != "block_size"}
     rest = {key: value for key, value in raw.items() if key not in (*taps, *_MARKOV_KEYS, "target_hidden_size")}
     return {
         "num_target_layers": None, **rest, **_head_and_block({**raw, **block}, anchored=True), "dflash_config": nested

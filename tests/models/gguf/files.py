@@ -55,7 +55,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         }
     ),
 }
-K_SIZES = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
+K_SIZES = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,)), "IQ4_XS": (136, (0,))}
 """Bytes of a block of 256 columns, and where its fp16 numbers lie."""
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.models.gguf.files import (
     FAMILIES,
+    K_SIZES,
     bpe_tokenizer,
     decoded,
     fill,
@@ -56,12 +57,14 @@ def test_a_file_whose_queries_are_not_interleaved_is_another_model(tmp_path: Pat
     assert answers(path) != expected(model)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "mixed"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "IQ4_XS", "mixed"])
 def test_quantised_files_are_what_the_package_decodes(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     wide = (
-        {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2} if "K" in kind or kind == "mixed" else {}
+        {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+        if kind in K_SIZES or kind == "mixed"
+        else {}
     )
     model = random_model("llama", **wide)
     chosen: Any = kind if kind != "mixed" else lambda name: "Q6_K" if "ffn_down" in name else "Q4_K"

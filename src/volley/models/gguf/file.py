@@ -18,7 +18,8 @@ from volley.models.gguf.blocks import QuantisedWeight, unpack
 MAGIC = b"GGUF"
 _TOKENS = "tokenizer.ggml.tokens"
 _TOKENIZER_LISTS = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
-_PLAIN = {"F32", "F16", "BF16"}
+_INTEGERS = {"I8", "I16", "I32", "I64"}
+_PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
 
 Rows = Callable[[NDArray[Any]], NDArray[Any]]
 """Puts the rows of a matrix in another order; columns may be numbers or the bytes of blocks."""
@@ -100,7 +101,7 @@ class GGUFFile:
 
     def quantised_types(self) -> list[str]:
         """The types of tensors that are not plain numbers."""
-        return sorted({self.type(name) for name in self._tensors} - _PLAIN - {"I64", "I32"})
+        return sorted({self.type(name) for name in self._tensors} - _PLAIN)
 
     def dense(self, name: str, rows: Rows | None = None) -> Tensor:
         """A tensor decoded: BF16 as it is stored, all others in fp32; ``rows`` reorders its rows."""
@@ -110,7 +111,7 @@ class GGUFFile:
             data = rows(data)
         if stored.tensor_type.name == "BF16":
             return torch.from_numpy(np.array(data)).view(torch.bfloat16)
-        if stored.tensor_type.name.startswith("I"):
+        if stored.tensor_type.name in _INTEGERS:
             return torch.from_numpy(np.array(data))
         try:
             values = self._package.dequantize(data, stored.tensor_type)
