@@ -210,7 +210,7 @@ STRATEGIES = [
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_sdar_is_the_dense_loop(sdar: Masked, own: dict[str, Any], length: int, temperature: float) -> None:
     diffusion = DiffusionParams(canvas_length=length, **own)
-    params = SamplingParams(max_tokens=2 * length + 3, temperature=temperature, seed=5, diffusion=diffusion)
+    params = SamplingParams(max_tokens=length + 3, temperature=temperature, seed=5, diffusion=diffusion)
     compare(sdar, dense_sdar, prompts_around(length), params)
 
 
@@ -248,7 +248,7 @@ def test_a_planted_fault_is_seen(fast_dllm: Masked, fault: type[Denoising]) -> N
 @pytest.mark.parametrize("sub_block", [3, 4, 8])
 def test_fast_dllm_is_the_dense_loop(fast_dllm: Masked, sub_block: int, temperature: float) -> None:
     diffusion = DiffusionParams(canvas_length=8, sub_block=sub_block, threshold=0.2)
-    params = SamplingParams(max_tokens=19, temperature=temperature, seed=5, diffusion=diffusion)
+    params = SamplingParams(max_tokens=13, temperature=temperature, seed=5, diffusion=diffusion)
     compare(fast_dllm, dense_fast_dllm, prompts_around(8), params)
 
 
@@ -256,5 +256,5 @@ def test_fast_dllm_is_the_dense_loop(fast_dllm: Masked, sub_block: int, temperat
 def test_llada2_edits_as_the_dense_loop_does(sdar: Masked, temperature: float) -> None:
     target = Target(copy.deepcopy(sdar.hf), None, replace(LLADA2, mask_token_id=MASK))
     diffusion = DiffusionParams(canvas_length=8, threshold=0.3, edit_threshold=0.15)
-    params = SamplingParams(max_tokens=19, temperature=temperature, seed=5, diffusion=diffusion)
+    params = SamplingParams(max_tokens=13, temperature=temperature, seed=5, diffusion=diffusion)
     compare(Masked(target, sdar.hf), dense_llada2, prompts_around(8), params)
