@@ -258,3 +258,12 @@ def test_llada2_edits_as_the_dense_loop_does(sdar: Masked, temperature: float) -
     diffusion = DiffusionParams(canvas_length=8, threshold=0.3, edit_threshold=0.15)
     params = SamplingParams(max_tokens=13, temperature=temperature, seed=5, diffusion=diffusion)
     compare(Masked(target, sdar.hf), dense_llada2, prompts_around(8), params)
+
+
+def test_edited_tokens_have_the_log_probability_of_the_pass_that_put_them_there(sdar: Masked) -> None:
+    target = Target(copy.deepcopy(sdar.hf), None, replace(LLADA2, mask_token_id=MASK))
+    diffusion = DiffusionParams(canvas_length=8, threshold=0.3, edit_threshold=0.15)
+    (result,) = Engine(target).generate([[1, 2, 3]], SamplingParams(max_tokens=13, logprobs=True, diffusion=diffusion))
+    assert result.logprobs is not None
+    assert len(result.logprobs) == 13
+    assert all(logprob < 0 for logprob in result.logprobs)

@@ -38,7 +38,7 @@ def test_what_is_not_said_is_the_models_own(procedures: Procedures) -> None:
 
 
 def test_a_strategy_of_another_family_is_refused(procedures: Procedures) -> None:
-    with pytest.raises(ConfigError, match="begins with mask tokens"):
+    with pytest.raises(ConfigError, match="begin with mask tokens; leave it out"):
         procedures.choose(SamplingParams(diffusion=DiffusionParams(strategy="entropy_renoise")))
 
 

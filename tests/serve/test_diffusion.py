@@ -95,7 +95,7 @@ def test_a_stop_string_ends_an_answer_inside_a_block(client: OpenAI, engine: Eng
         ({"treshold": 0.5}, "did you mean 'threshold'"),
         ({"max_steps": 0}, "greater than or equal to 1"),
         ({"t_min": 0.9, "t_max": 0.5}, "is above t_max"),
-        ({"strategy": "entropy_renoise"}, "begins with mask tokens"),
+        ({"strategy": "entropy_renoise"}, "begin with mask tokens"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(client: OpenAI, own: dict[str, object], message: str) -> None:

@@ -174,7 +174,7 @@ class Denoising(Procedure):
         decided = self.denoiser(request).step(canvas, own, params, settings(request), self.noise(request))
         if canvas.predicted is not None:
             canvas.feedback, canvas.predicted = self.target.feedback(canvas.predicted), None
-        if params.logprobs:
+        if params.logprobs and bool(decided.any()):
             _note_logprobs(canvas, decided, rows, params)
 
     def _predict_first(self, request: Request, rows: Tensor) -> None:

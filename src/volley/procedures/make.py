@@ -16,7 +16,7 @@ _SELF = DiffusionParams(mode="self", max_steps=1, strategy="low_confidence_stati
 
 @dataclass(slots=True)
 class Procedures:
-    """One target's, by mode; ``None`` where it is no diffusion language model."""
+    """One target's; by mode if it is a diffusion language model."""
 
     target: Target
     speculative: Speculative
@@ -36,14 +36,8 @@ class Procedures:
         mode = own.mode or "diffusion"
         renoises = family.mask_token_id is None
         if own.strategy is not None and (own.strategy == "entropy_renoise") != renoises:
-            raise ConfigError(
-                f"strategy {own.strategy!r} is not for this model; "
-                + (
-                    "leave it out: canvases of random tokens have one rule"
-                    if renoises
-                    else "it begins with mask tokens"
-                )
-            )
+            why = "canvases of random tokens have one rule" if renoises else "its canvases begin with mask tokens"
+            raise ConfigError(f"strategy {own.strategy!r} is not for this model: {why}; leave it out, or give another")
         defaults = family.defaults
         if mode == "self":
             defaults = replace(_SELF, strategy=defaults.strategy if renoises else _SELF.strategy).over(defaults)
