@@ -177,11 +177,16 @@ def generate(
     result = console.stream(engine, asked, params, console.stdout())
     console.stderr().print(console.describe(result))
     if compare:
-        from volley.bench.run import without_drafter
+        _compare_with_plain(engine, asked, params)
 
-        plain = without_drafter(engine)
-        console.compare(engine, plain, asked, console.WARM_UP)
-        _print_comparison(engine, console.compare(engine, plain, asked, params), asked, greedy=temperature == 0)
+
+def _compare_with_plain(engine: "Engine", asked: Any, params: "SamplingParams") -> None:
+    from volley import console
+    from volley.bench.run import without_drafter
+
+    plain = without_drafter(engine)
+    console.compare(engine, plain, asked, console.WARM_UP)
+    _print_comparison(engine, console.compare(engine, plain, asked, params), asked, greedy=params.temperature == 0)
 
 
 def _answer_file(engine: "Engine", conversations: list[Conversation], params: "SamplingParams", raw: bool) -> None:

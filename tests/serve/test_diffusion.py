@@ -31,8 +31,9 @@ def server(engine: Engine) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def answer(engine: Engine, **changes: object) -> str:
