@@ -48,9 +48,7 @@ def export(
         raise ConfigError(f"{what}; name it as target")
     certificates = [folder / "certificate.json" for folder in (drafter, drafter_folder(drafter))]
     certificate = next((path.read_bytes() for path in certificates if path.exists()), None)
-    if (
-        certificate is not None and to != "gguf" and not drop_head and draft_vocab_size is None
-    ):
+    if certificate is not None and to != "gguf" and not drop_head and draft_vocab_size is None:
         write_atomically(out / "certificate.json", certificate)
     check_weights(drafter, Drafter(checkpoint.config).state_dict(), checkpoint.tensors)
     if drop_head:
