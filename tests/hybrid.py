@@ -57,7 +57,8 @@ def _kimi_linear() -> Any:
     return tf.KimiLinearConfig(**{**COMMON, **heads}, **latent, **EXPERTS, num_local_experts=4, n_group=1, topk_group=1)
 
 
-def _nemotron_h() -> Any:
+def nemotron_h(time_step_min: float = 1e-9) -> Any:
+    """transformers clamps time steps from below in one pass over a text, but not token by token: so little makes both alike."""
     common = {name: value for name, value in COMMON.items() if name != "num_hidden_layers"}
     return tf.NemotronHConfig(
         **common,
@@ -71,6 +72,7 @@ def _nemotron_h() -> Any:
         chunk_size=16,
         n_routed_experts=4,
         moe_shared_expert_intermediate_size=16,
+        time_step_min=time_step_min,
     )
 
 
@@ -85,7 +87,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_5_moe_text": _qwen3_5_moe,
     "olmo_hybrid": lambda: tf.OlmoHybridConfig(**COMMON, **DELTA),
     "kimi_linear": _kimi_linear,
-    "nemotron_h": _nemotron_h,
+    "nemotron_h": nemotron_h,
     "bamba": lambda: tf.BambaConfig(**COMMON, **MAMBA, attn_layer_indices=[2]),
     "granitemoehybrid": _granite,
     "falcon_h1": lambda: tf.FalconH1Config(**COMMON, **MAMBA, head_dim=8, mamba_d_ssm=64),

@@ -90,6 +90,19 @@ def test_logits_are_those_of_a_full_pass(name: str) -> None:
     assert pages.done == [LENGTH, LENGTH]
 
 
+def test_clamped_time_steps_are_those_of_a_full_pass() -> None:
+    """For transformers computes them otherwise token by token."""
+    text, free = torch.tensor([tokens()[0]]), hybrid.model("nemotron_h")
+    clamped = eager_model(hybrid.nemotron_h(time_step_min=0.5))
+    with torch.inference_mode():
+        expected = clamped(input_ids=text, use_cache=False).logits[0]
+        assert error(free(input_ids=text, use_cache=False).logits[0], expected) > 1e-2, "the clamp must matter"
+    pages = Pages(Target(eager_model(hybrid.nemotron_h(time_step_min=0.5))))
+    found = [pages.run([(0, [token], None, False)], [[0]])[0] for token in tokens()[0][:12]]
+    found += pages.run([(0, tokens()[0][12:], None, True)], [[*range(LENGTH - 12)]])
+    assert error(torch.cat(found), expected) < 1e-3
+
+
 def test_a_state_that_is_not_rolled_back_would_be_found() -> None:
     text, pages = tokens()[0], Pages(hybrid.target("qwen3_5_text"))
     with torch.inference_mode():
