@@ -26,9 +26,11 @@ from volley.train.shape import choose_mask_token
 from volley.types import SamplingParams
 
 MUCH = 1.1
-"""A change that raises τ by this factor, in most documents, is what was wrong."""
-SURE = 3.0
-"""Standard errors of the mean difference over documents."""
+"""How much a τ must differ from another."""
+CLEAR = 0.01
+"""A change that lowers the drafter's cross-entropy by this share is what was wrong, if chance does not explain it."""
+SURE = 4.0
+"""Standard errors of the mean difference over blocks, whose tokens overlap."""
 DOCUMENTS = 24
 LONGEST = 1024
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -105,14 +107,16 @@ class Doctor:
 
     def _better(self, changed: Walk) -> bool:
         """Whether a change is what the drafter was made for."""
-        pairs = list(zip(changed.by_document(), self.as_it_is.by_document(), strict=True))
-        gains = [new - old for new, old in pairs]
+        before, after = self.as_it_is.losses, changed.losses
+        gains = [old - new for old, new in zip(before, after, strict=True)]
         mean = sum(gains) / len(gains)
         spread = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / max(1, len(gains) - 1) / len(gains))
-        return changed.tau > MUCH * self.as_it_is.tau and mean > SURE * spread
+        return mean > CLEAR * sum(before) / len(before) and mean > SURE * spread
 
     def _gain(self, changed: Walk) -> str:
-        return f"τ {self.as_it_is.tau:.2f} as it is, {changed.tau:.2f} so"
+        losses = [sum(walk.losses) / len(walk.losses) for walk in (self.as_it_is, changed)]
+        taus = f"τ {self.as_it_is.tau:.2f} as it is, {changed.tau:.2f} so"
+        return f"{taus}; cross-entropy {losses[0]:.2f} and {losses[1]:.2f}"
 
     def _weights(self) -> Iterator[Finding]:
         trained = self.report.get("fingerprints", {}).get("target")
@@ -173,7 +177,7 @@ class Doctor:
             other = Drafter(replace(config, rope_theta=theta)).to(self.drafter.fc.weight.dtype)
             other.load_state_dict(self.drafter.state_dict())
             changed = walk(other.eval(), self.target, self.documents)
-            if self._better(changed) and (best is None or changed.tau > best[1].tau):
+            if self._better(changed) and (best is None or sum(changed.losses) < sum(best[1].losses)):
                 best = theta, changed
         if best is not None:
             yield Finding(
