@@ -29,7 +29,7 @@ MUCH = 1.1
 """How much a τ must differ from another."""
 CLEAR = 0.01
 """A change that lowers the drafter's cross-entropy by this share is what was wrong, if chance does not explain it."""
-SURE = 4.0
+SURE = 2.5
 """Standard errors of the mean difference over blocks, whose tokens overlap."""
 DOCUMENTS = 24
 LONGEST = 1024
@@ -101,8 +101,8 @@ class Doctor:
         findings = [finding for check in checks for finding in check()]
         measured = None
         if engine is not None:
-            measured, warm = self._decode(engine)
-            findings += self._prefix_cache(measured, warm)
+            measured, cold, warm = self._decode(engine)
+            findings += self._prefix_cache(cold, warm)
         return Examination(findings, self.as_it_is.tau, measured)
 
     def _better(self, changed: Walk) -> bool:
@@ -273,27 +273,24 @@ class Doctor:
                 f"serve with blocks of {own}, or let the policy decide",
             )
 
-    def _decode(self, engine: Engine) -> tuple[float, float]:
-        """τ of decoding the prompts cold and then warm, with chains of the drafter's block."""
+    def _decode(self, engine: Engine) -> tuple[float, float, float]:
+        """τ of decoding the prompts with chains of the drafter's block; then of going on behind the answers, cold and warm."""
         prompts = [prompt_ids(self.target.tokenizer, row) for row in self.rows]
         params = SamplingParams(temperature=self.temperature or 0.0, max_tokens=64, seed=0)
-        before = engine.config
+        before, taus = engine.config, list[float]()
         engine.block_size = engine.proposer.block_size if engine.proposer else 1
-        taus = []
         try:
-            engine.reset_prefix_cache()
-            texts = [
-                [*prompt, *result.token_ids]
-                for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True)
-            ]
-            for cold in (True, False):
+            for cold, longest in ((True, 64), (True, 16), (False, 16)):
                 if cold:
                     engine.reset_prefix_cache()
-                lengths = [n for result in engine.generate(texts, params) for n in result.stats.accepted_lengths]
+                results = list(engine.generate(prompts, replace(params, max_tokens=longest)))
+                lengths = [length for result in results for length in result.stats.accepted_lengths]
                 taus.append(sum(lengths) / max(1, len(lengths)))
+                if longest == 64:
+                    prompts = [[*prompt, *result.token_ids] for prompt, result in zip(prompts, results, strict=True)]
         finally:
             engine.reconfigure(before)
-        return taus[0], taus[1]
+        return taus[0], taus[1], taus[2]
 
     def _prefix_cache(self, cold: float, warm: float) -> Iterator[Finding]:
         if warm < cold / MUCH:
@@ -324,6 +321,7 @@ def _differs(row: Row, tokenizer: Any) -> bool:
 
 def _is_misplaced(own: Tensor, head: Tensor, ids: Tensor, looked_at: int = 64) -> bool:
     """Whether rows of the drafter's ``own`` head are rows of the target's, but not those of the tokens ``ids`` they stand for."""
+    own, head = own.detach(), head.detach()
     chosen = torch.linspace(0, len(own) - 1, min(looked_at, len(own))).long()
     normal = torch.nn.functional.normalize
     likeness = normal(own[chosen], dim=-1) @ normal(head, dim=-1).t()
