@@ -125,13 +125,13 @@ class Leak(Speculative):
 
 
 class StalePages(TargetPages):
-    """A prefix that is found in the cache comes with the K/V of another order of its tokens."""
+    """A prefix that is found in the cache comes with the K/V of its first token everywhere."""
 
     def match_prefix(self, request: Request, most: int) -> int:
         found = super().match_prefix(request, most)
         if found:
             slots = torch.from_numpy(request.table.slot_array(0, found))
-            self.store.move(slots.flip(0), slots)
+            self.store.move(slots[:1].expand(len(slots)), slots)
         return found
 
 

@@ -55,7 +55,7 @@ def fingerprint() -> str:
 @pytest.fixture
 def drafter(tmp_path: Path, fingerprint: str) -> Path:
     """The bundled drafter in a folder of its own, with a report of its training."""
-    shutil.copytree(REFERENCE / "drafter", tmp_path / "drafter")
+    shutil.copytree(REFERENCE / "drafter-dflash", tmp_path / "drafter")
     note(tmp_path / "drafter", fingerprints={"target": fingerprint})
     return tmp_path / "drafter"
 
@@ -117,7 +117,12 @@ def test_a_replaced_head_and_a_wrong_table(drafter: Path, rows: Path, tmp_path: 
     counts = list(range(8192, 0, -1))
     counts = counts[: Doctor(TARGET, drafter, [rows]).target.vocab_size]
     export(
-        REFERENCE / "drafter", tmp_path / "own", "zlab", target=TARGET, draft_vocab_size=len(counts) - 7, counts=counts
+        REFERENCE / "drafter-dflash",
+        tmp_path / "own",
+        "zlab",
+        target=TARGET,
+        draft_vocab_size=len(counts) - 7,
+        counts=counts,
     )
     weights = tmp_path / "own" / "model.safetensors"
     tensors = load_tensors(weights)
@@ -165,7 +170,7 @@ class WithoutDraftContext(TargetPages):
         found = super().match_prefix(request, most)
         if found:
             slots = torch.from_numpy(request.table.slot_array(0, found))
-            self.draft_store.move(slots.flip(0), slots)  # type: ignore[attr-defined]
+            self.draft_store.move(slots[:1].expand(len(slots)), slots)  # type: ignore[attr-defined]
         return found
 
 

@@ -17,6 +17,8 @@ from volley.train.features import FrozenTarget
 from volley.train.step import BlockForward
 
 MOST_ANCHORS = 128
+UNLIKELY = -20.0
+"""Log-probability of tokens that a reduced vocabulary does not have."""
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Walk:
     """Tokens gained from every position of each document's answer, bonus included."""
 
     gained: list[list[int]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """The drafter's mean cross-entropy of the block at each position: it moves before τ does."""
 
     def cycles(self, first: int = 0, last: int | None = None) -> list[int]:
         """What the cycles of decoding gain, of those that begin at positions ``first`` to ``last`` of the answers."""
@@ -40,11 +44,6 @@ class Walk:
     def tau(self) -> float:
         cycles = self.cycles()
         return sum(cycles) / max(1, len(cycles))
-
-    def by_document(self) -> list[float]:
-        """τ of each document that has a cycle."""
-        walks = [Walk([row]) for row in self.gained if row]
-        return [walk.tau for walk in walks]
 
     def reaching(self, position: int) -> float:
         """Share of cycles that accept at least so many draft tokens."""
@@ -74,9 +73,6 @@ def walk(
         for document in documents:
             start, end = document.response_start, len(document)
             anchors = list(range(start, min(end - 1, start + MOST_ANCHORS)))
-            if not anchors:
-                result.gained.append([])
-                continue
             ids = pad([document])
             target.model.get_decoder()(input_ids=ids, use_cache=False)
             features = tapped.take()
@@ -92,8 +88,13 @@ def walk(
             )
             rows = states.view(len(anchors), config.block_size, -1)[:, 1:].flatten(0, 1)
             found = (logits or (lambda states: drafter.logits(states, head)))(rows)
+            valid, labels = blocks.valid[0], blocks.labels[0].flatten()
+            of_label = found.float().log_softmax(-1)[torch.arange(len(labels)), labels].clamp(min=UNLIKELY)
+            sums = (of_label.view(valid.shape) * valid).sum(-1) / valid.sum(-1)
+            result.losses += (-sums).tolist()
             right = (found.argmax(-1).view(len(anchors), -1) == blocks.labels[0]) & blocks.valid[0]
-            result.gained.append((right.long().cumprod(-1).sum(-1) + 1).tolist())
+            gained = (right.long().cumprod(-1).sum(-1) + 1).tolist()
+            result.gained.append([min(gain, end - 1 - anchor) for gain, anchor in zip(gained, anchors, strict=True)])
     return result
 
 

@@ -26,9 +26,11 @@ from volley.train.shape import choose_mask_token
 from volley.types import SamplingParams
 
 MUCH = 1.1
-"""A change that raises τ by this factor, in most documents, is what was wrong."""
-SURE = 3.0
-"""Standard errors of the mean difference over documents."""
+"""How much a τ must differ from another."""
+CLEAR = 0.01
+"""A change that lowers the drafter's cross-entropy by this share is what was wrong, if chance does not explain it."""
+SURE = 2.5
+"""Standard errors of the mean difference over blocks, whose tokens overlap."""
 DOCUMENTS = 24
 LONGEST = 1024
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -99,20 +101,22 @@ class Doctor:
         findings = [finding for check in checks for finding in check()]
         measured = None
         if engine is not None:
-            measured, warm = self._decode(engine)
-            findings += self._prefix_cache(measured, warm)
+            measured, cold, warm = self._decode(engine)
+            findings += self._prefix_cache(cold, warm)
         return Examination(findings, self.as_it_is.tau, measured)
 
     def _better(self, changed: Walk) -> bool:
         """Whether a change is what the drafter was made for."""
-        pairs = list(zip(changed.by_document(), self.as_it_is.by_document(), strict=True))
-        gains = [new - old for new, old in pairs]
+        before, after = self.as_it_is.losses, changed.losses
+        gains = [old - new for old, new in zip(before, after, strict=True)]
         mean = sum(gains) / len(gains)
         spread = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / max(1, len(gains) - 1) / len(gains))
-        return changed.tau > MUCH * self.as_it_is.tau and mean > SURE * spread
+        return mean > CLEAR * sum(before) / len(before) and mean > SURE * spread
 
     def _gain(self, changed: Walk) -> str:
-        return f"τ {self.as_it_is.tau:.2f} as it is, {changed.tau:.2f} so"
+        losses = [sum(walk.losses) / len(walk.losses) for walk in (self.as_it_is, changed)]
+        taus = f"τ {self.as_it_is.tau:.2f} as it is, {changed.tau:.2f} so"
+        return f"{taus}; cross-entropy {losses[0]:.2f} and {losses[1]:.2f}"
 
     def _weights(self) -> Iterator[Finding]:
         trained = self.report.get("fingerprints", {}).get("target")
@@ -173,7 +177,7 @@ class Doctor:
             other = Drafter(replace(config, rope_theta=theta)).to(self.drafter.fc.weight.dtype)
             other.load_state_dict(self.drafter.state_dict())
             changed = walk(other.eval(), self.target, self.documents)
-            if self._better(changed) and (best is None or changed.tau > best[1].tau):
+            if self._better(changed) and (best is None or sum(changed.losses) < sum(best[1].losses)):
                 best = theta, changed
         if best is not None:
             yield Finding(
@@ -269,27 +273,24 @@ class Doctor:
                 f"serve with blocks of {own}, or let the policy decide",
             )
 
-    def _decode(self, engine: Engine) -> tuple[float, float]:
-        """τ of decoding the prompts cold and then warm, with chains of the drafter's block."""
+    def _decode(self, engine: Engine) -> tuple[float, float, float]:
+        """τ of decoding the prompts with chains of the drafter's block; then of going on behind the answers, cold and warm."""
         prompts = [prompt_ids(self.target.tokenizer, row) for row in self.rows]
         params = SamplingParams(temperature=self.temperature or 0.0, max_tokens=64, seed=0)
-        before = engine.config
+        before, taus = engine.config, list[float]()
         engine.block_size = engine.proposer.block_size if engine.proposer else 1
-        taus = []
         try:
-            engine.reset_prefix_cache()
-            texts = [
-                [*prompt, *result.token_ids]
-                for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True)
-            ]
-            for cold in (True, False):
+            for cold, longest in ((True, 64), (True, 16), (False, 16)):
                 if cold:
                     engine.reset_prefix_cache()
-                lengths = [n for result in engine.generate(texts, params) for n in result.stats.accepted_lengths]
+                results = list(engine.generate(prompts, replace(params, max_tokens=longest)))
+                lengths = [length for result in results for length in result.stats.accepted_lengths]
                 taus.append(sum(lengths) / max(1, len(lengths)))
+                if longest == 64:
+                    prompts = [[*prompt, *result.token_ids] for prompt, result in zip(prompts, results, strict=True)]
         finally:
             engine.reconfigure(before)
-        return taus[0], taus[1]
+        return taus[0], taus[1], taus[2]
 
     def _prefix_cache(self, cold: float, warm: float) -> Iterator[Finding]:
         if warm < cold / MUCH:
@@ -320,6 +321,7 @@ def _differs(row: Row, tokenizer: Any) -> bool:
 
 def _is_misplaced(own: Tensor, head: Tensor, ids: Tensor, looked_at: int = 64) -> bool:
     """Whether rows of the drafter's ``own`` head are rows of the target's, but not those of the tokens ``ids`` they stand for."""
+    own, head = own.detach(), head.detach()
     chosen = torch.linspace(0, len(own) - 1, min(looked_at, len(own))).long()
     normal = torch.nn.functional.normalize
     likeness = normal(own[chosen], dim=-1) @ normal(head, dim=-1).t()
