@@ -107,7 +107,7 @@ def test_settings_that_cannot_be_used_are_refused(client: OpenAI, own: dict[str,
 def test_metrics_count_passes_and_tokens(server: Running) -> None:
     server.settle()
     before = server.metrics()
-    made = server.complete(PROMPT, max_tokens=24, diffusion=OWN).json()
+    made = server.complete(PROMPT, max_tokens=24, seed=1, ignore_eos=True, diffusion=OWN).json()
     server.settle()
     after = server.metrics()
 
