@@ -2,7 +2,7 @@
 
     python benchmarks/pass_profile.py runs/pair-0.6b/target --rows 1,8,16 --threads 2
 
-*Outside operations* is the time of a pass without a profiler, less the time in operations with one: Python, and what PyTorch
+*Fused layers* are decoder layers that run in one call of volley's own kernels, products and all. *Outside operations* is the time of a pass without a profiler, less the time in operations with one: Python, and what PyTorch
 does before an operation begins. It may be too small, because profiled operations are a little slower. The rate of products is the
 bytes of the weights by the time of the products.
 """
@@ -11,11 +11,14 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from volley import Engine
+from volley import Engine, native
 from volley.files import REFERENCE
 from volley.models.rehearsal import CONTEXT, made_up
 
@@ -32,12 +35,36 @@ KINDS = {
     ),
 }  # fmt: skip
 OTHER = "rotary, SiLU, sums"
-ORDER = (*KINDS, OTHER, "outside operations")
+LAYERS = "fused layers"
+ORDER = (LAYERS, *KINDS, OTHER, "outside operations")
 
 
 def kind(operation: str) -> str:
     """The kind of an operation by its name; those that are left compute element by element."""
     return next((kind for kind, parts in KINDS.items() if any(part in operation for part in parts)), OTHER)
+
+
+@contextmanager
+def own_kernels_timed() -> Iterator[dict[str, float]]:
+    """Seconds in volley's own layers and products, which PyTorch's profiler does not see."""
+    seconds: dict[str, float] = defaultdict(float)
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*args)
+            seconds[name] += time.perf_counter() - started
+            return result
+
+        return wrapper
+
+    run, product = native.Decoder.run, native.Product.__call__
+    native.Decoder.run = timed(LAYERS, run)  # type: ignore[method-assign]
+    native.Product.__call__ = timed("volley::linear", product)  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        native.Decoder.run, native.Product.__call__ = run, product  # type: ignore[method-assign]
 
 
 def measure(engine: Engine, rows: int, repeats: int) -> tuple[float, dict[str, float], dict[str, float]]:
@@ -51,13 +78,14 @@ def measure(engine: Engine, rows: int, repeats: int) -> tuple[float, dict[str, f
             started = time.perf_counter()
             target.forward(batch, store, wanted)
             times.append(time.perf_counter() - started)
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with own_kernels_timed() as own, profile(activities=[ProfilerActivity.CPU]) as profiled:
             for _ in range(repeats):
                 target.forward(batch, store, wanted)
     operations = {event.key: event.self_cpu_time_total / 1e6 / repeats for event in profiled.key_averages()}
+    operations |= {name: seconds / repeats for name, seconds in own.items()}
     kinds: dict[str, float] = defaultdict(float)
     for name, seconds in operations.items():
-        kinds[kind(name)] += seconds
+        kinds[LAYERS if name == LAYERS else kind(name)] += seconds
     whole = statistics.median(times[1:])
     kinds["outside operations"] = max(whole - sum(kinds.values()), 0.0)
     return whole, kinds, operations
@@ -78,7 +106,7 @@ def main() -> None:
     for rows in map(int, options.rows.split(",")):
         whole, kinds, operations = measure(engine, rows, options.repeats)
         cells = [f"{1000 * kinds[name]:.2f} ({kinds[name] / whole:.0%})" for name in ORDER]
-        rate = weights / kinds["products"] / 1e9
+        rate = weights / (kinds["products"] + kinds[LAYERS]) / 1e9
         print(f"| {rows} | {1000 * whole:.2f} | " + " | ".join(cells) + f" | {rate:.0f} |", flush=True)
         for name in sorted(operations, key=lambda name: -operations[name])[: options.operations]:
             print(f"    {1000 * operations[name]:8.3f} ms  {name} ({kind(name)})")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.pass_profile import ORDER, OTHER, kind, measure
+from benchmarks.pass_profile import LAYERS, ORDER, OTHER, kind, measure
 from volley import Engine
 
 
@@ -32,4 +32,4 @@ def test_the_kinds_make_up_the_pass() -> None:
     inside = sum(seconds for name, seconds in kinds.items() if name != "outside operations")
     assert inside == pytest.approx(sum(operations.values()))
     assert kinds["products"] > 0
-    assert kinds["attention"] > 0
+    assert kinds["attention"] > 0 or kinds[LAYERS] > 0

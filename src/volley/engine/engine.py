@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -27,6 +27,7 @@ from volley.engine.states import (
     DraftRing,
     Sequences,
     SequenceState,
+    Snapshot,
     TargetPages,
     default_pages,
     ring_pages,
@@ -67,22 +68,6 @@ def _setting(name: str, doc: str) -> Any:
         lambda engine, value: engine.reconfigure(replace(engine.config, **{name: value})),
         doc=doc,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What an engine holds between two steps."""
-
-    running: int
-    waiting: int
-    pages_used: int
-    num_pages: int
-    max_tokens: int
-    """Of one request, prompt included: what the context and the pages can hold."""
-    max_running: int
-    draft_seconds: float
-    """Of the last step."""
-    verify_seconds: float
 
 
 class Engine:
@@ -172,7 +157,7 @@ class Engine:
     ) -> Self:
         """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
 
-        ``target`` and ``drafter`` are folders, GGUF files, hub names (target) or loaded models; ``options`` are the constructor's.
+        ``target`` and ``drafter`` are folders, GGUF files, hub names (target) or loaded models; other ``options`` as above.
         ``weights`` of the target and ``draft_weights`` of the drafter that are loaded are bf16, or int8 and int4 codes on a CPU;
         drafts then come from a copy of the head in such codes too.
         """

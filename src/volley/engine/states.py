@@ -6,6 +6,7 @@ kind (a recurrent layer's) is one more class here.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +21,22 @@ from volley.memory.kv_store import KVStore
 from volley.models.adapter import Adapter
 from volley.models.draft_model import DraftModel
 from volley.procedures.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What an engine holds between two steps."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    num_pages: int
+    max_tokens: int
+    """Of one request, prompt included: what the context and the pages can hold."""
+    max_running: int
+    draft_seconds: float
+    """Of the last step."""
+    verify_seconds: float
 
 
 class SequenceState(ABC):

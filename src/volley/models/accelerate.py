@@ -77,6 +77,22 @@ def _is_plain(layer: object) -> bool:
     return type(layer) is nn.Linear and layer.bias is None
 
 
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of a model's weights, of those included that replaced layers hold. A drafter's may be there twice."""
+    held = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
+    products: set[native.Product] = set()
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, native.Product):
+            products.add(forward)
+        elif isinstance(forward, FusedLayer):
+            products.update(forward.weights.products)
+    fused: Any = getattr(model, "fused", None)
+    for layer in fused[0] if fused else ():
+        products.update(layer.products)
+    return held + sum(product.nbytes for product in products)
+
+
 def _fuse_layers(model: nn.Module, weights: Weights, release: bool) -> set[nn.Module]:
     """Fuse the decoder layers that can be; returns these and all modules in them."""
     done: set[nn.Module] = set()

@@ -182,9 +182,6 @@ class Target:
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         """Refuse a prompt that the model needs more for than its tokens."""
 
-    def check_prompt(self, token_ids: Sequence[int]) -> None:
-        """Refuse a prompt that the model needs more for than its tokens."""
-
     def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
         """A pass over ``token_ids [1, T]`` whose attention is ``call``."""
         self.model(input_ids=token_ids, position_ids=positions, use_cache=False, volley_call=call)

@@ -347,6 +347,10 @@ class LayerWeights:
     gate_up: Product
     down: Product
 
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.project, self.output, self.gate_up, self.down
+
 
 class Decoder:
     """Layers of one shape that run one after another in one call."""

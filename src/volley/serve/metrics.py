@@ -4,9 +4,9 @@ from collections import Counter as Counts
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from torch.nn import Module
 
 from volley.engine.engine import Engine
+from volley.models.accelerate import weight_bytes
 from volley.procedures.request import Request
 from volley.types import Proposal, Verdict
 
@@ -16,6 +16,12 @@ _LATENCIES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30,
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2)
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+
+
+def _show(memory: Mapping[str, int], registry: CollectorRegistry) -> None:
+    held = Gauge("volley:memory_bytes", "Bytes of weights and of K/V pools.", ["part"], registry=registry)
+    for part, size in memory.items():
+        held.labels(part).set(size)
 
 
 class Metrics:
@@ -38,9 +44,7 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.pages_used = gauge("kv_pages_used", "Pages of K/V held by requests.")
         gauge("kv_pages", "Pages of K/V in the pool.").set(num_pages)
-        held = Gauge("volley:memory_bytes", "Bytes of weights and of K/V pools.", ["part"], registry=registry)
-        for part, size in memory.items():
-            held.labels(part).set(size)
+        _show(memory, registry)
         self.usage = gauge("kv_cache_usage_perc", "Share of the pages held by requests; 1 is all.")
         self.states = gauge("recurrent_states", "Slots for the recurrent states of a hybrid target.")
         self.states_used = gauge("recurrent_states_used", "Slots of recurrent states held by requests.")
@@ -174,11 +178,7 @@ def _depth(proposal: Proposal) -> int:
 
 def memory_of(engine: Engine) -> dict[str, int]:
     """Bytes of the weights of target and drafter, and of the K/V pools of both."""
-    held, model = {"target": _weights(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
+    held, model = {"target": weight_bytes(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
     if model is not None:
-        held |= {"drafter": _weights(model.drafter), "draft_kv": model.store.nbytes}
+        held |= {"drafter": weight_bytes(model.drafter), "draft_kv": model.store.nbytes}
     return held
-
-
-def _weights(model: Module) -> int:
-    return sum(weight.nbytes for weight in model.parameters())
