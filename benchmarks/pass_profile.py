@@ -2,7 +2,8 @@
 
     python benchmarks/pass_profile.py runs/pair-0.6b/target --rows 1,8,16 --threads 2
 
-*Fused layers* are decoder layers that run in one call of volley's own kernels, products and all. *Outside operations* is the time of a pass without a profiler, less the time in operations with one: Python, and what PyTorch
+*Fused layers* are decoder layers that run in one call of volley's own kernels, products and all.
+*Outside operations* is the time of a pass without a profiler, less the time in operations with one: Python, and what PyTorch
 does before an operation begins. It may be too small, because profiled operations are a little slower. The rate of products is the
 bytes of the weights by the time of the products.
 """

@@ -66,7 +66,7 @@ def asked(params: SamplingParams, seed: int, rules: Sequence[TokenRule], ask: As
 
 
 def grown(logits: Tensor, params: SamplingParams, seed: int, count: int) -> Proposal:
-    work = asked(params, seed, [Rising()], Ask(Shape.TREE, Rule.MATCH, LEVELS, count))
+    work = asked(params, seed, [Rising()], Ask(Shape.TREE, Rule.MATCH, count, LEVELS))
     return grow_constrained(lambda at, _: logits[at : at + 1], work)
 
 

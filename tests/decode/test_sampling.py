@@ -175,7 +175,6 @@ def test_races_with_shared_noise_agree_as_the_gumbel_coupling_does() -> None:
         ("top_p", 1.01),
         ("min_p", -0.1),
         ("min_p", 1.5),
-        ("max_tokens", 0),
         ("stop", ("a", "")),
         ("seed", -1),
         ("seed", 2**63),

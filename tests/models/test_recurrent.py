@@ -54,7 +54,7 @@ class Pages:
         batch = RaggedBatch(segments, torch.tensor([token for _, ids, _, _ in work for token in ids]))
         marks = [(len(ids) // 2, len(ids) - 1) if certain else () for _, ids, _, certain in work]
         own = RecurrentPass(batch, self.target.recurrent, self.states, marks)
-        logits = self.target.forward(batch, self.kv, torch.arange(len(batch)), own)
+        logits = self.target.forward(batch, self.kv, torch.arange(len(batch)), states=own)
         slots = [self.tables[which].state or 0 for which, *_ in work]
         own.write([Wanted(index, rows[-1], slots[index]) for index, rows in enumerate(kept)])
         for (which, *_), rows in zip(work, kept, strict=True):

@@ -163,7 +163,7 @@ class Target:
     def _probe(self) -> tuple[list[tuple[int, int]], RecurrentLayout]:
         """K/V shape of each layer with attention, and the recurrent states; refuses a model that keeps state anywhere else."""
         text = self.model.config.get_text_config()
-        types = list(getattr(text, "layer_types", None) or ["full_attention"] * self.num_layers)
+        types = list(getattr(text, "layer_types", None) or ["full_attention"] * self.num_layers)[: self.num_layers]
         probe, recurrent = _ShapeProbe(), LayoutProbe()
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
         positions = torch.arange(2, device=self.device)[None]
