@@ -108,7 +108,8 @@ class ServerSubject:
             "logprobs": params.top_logprobs or None,
             "top_k": params.top_k or None,
         }
-        return {key: value for key, value in body.items() if value not in (None, 0.0) or key == "temperature"}
+        kept = ("temperature", "seed")  # whose zero says something
+        return {key: value for key, value in body.items() if value is not None and (value != 0 or key in kept)}
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         try:

@@ -27,6 +27,8 @@ from volley.types import SamplingParams
 
 MUCH = 1.1
 """How much a τ must differ from another."""
+SAME_DRAFTS = 1.02
+"""A cache that is whole gives the same drafts; rounding changes few."""
 CLEAR = 0.01
 """A change that lowers the drafter's cross-entropy by this share is what was wrong, if chance does not explain it."""
 SURE = 2.5
@@ -293,7 +295,7 @@ class Doctor:
         return taus[0], taus[1], taus[2]
 
     def _prefix_cache(self, cold: float, warm: float) -> Iterator[Finding]:
-        if warm < cold / MUCH:
+        if warm < cold / SAME_DRAFTS:
             yield Finding(
                 "prefix-cache holes",
                 f"τ {cold:.2f} for new prompts and {warm:.2f} for those found in the cache",
