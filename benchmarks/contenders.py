@@ -36,7 +36,6 @@ Orders = dict[str, Callable[..., Any]]
 def volley(settings: dict[str, Any]) -> Orders:
     """``options`` are those of ``Engine.from_pretrained``. Sampled requests have no seed, as most clients send them."""
     import torch
-    from volley.engine.rehearsal import Rehearsal
 
     from volley import Engine, SamplingParams
 
@@ -61,7 +60,7 @@ def volley(settings: dict[str, Any]) -> Orders:
         )
 
     def target(tokens: int) -> float:
-        return Rehearsal(engine.target, None).target(tokens, 1)
+        return engine.runner.seconds(tokens, 1)
 
     def draft(tokens: int) -> float | None:
         proposer = engine.proposer
