@@ -164,6 +164,7 @@ class FusedDecoder:
         """``windows``: each layer's, as :class:`AttentionOptions` has it."""
         self._decoder = native.Decoder(layers, shape)
         self._last, self._scale = len(layers), shape.scale
+        self._attends = native.attends(shape.heads, shape.shared, shape.dim)
         self._windows = list(dict.fromkeys(windows))
         self._plans = [self._windows.index(window) for window in windows]
         self._store: KVStore | None = None
@@ -179,7 +180,7 @@ class FusedDecoder:
 
     def serves(self, store: KVStore) -> bool:
         """Whether K and V in ``store`` are where the kernels read them."""
-        return serves(store, AttentionOptions(self._scale))
+        return self._attends and serves(store, AttentionOptions(self._scale))
 
     def __call__(
         self,
