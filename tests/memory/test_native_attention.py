@@ -121,7 +121,8 @@ def test_faults_are_found() -> None:
 def _scaled(attend: Attention, factor: float) -> Attention:
     def scaled(*arguments: Any) -> Tensor:
         *others, options = arguments
-        return attend(*others, options._replace(scale=options.scale * factor))
+        changed: Any = (*others, options._replace(scale=options.scale * factor))
+        return attend(*changed)
 
     return scaled
 
