@@ -25,8 +25,8 @@ QUESTIONS = [
     "Explain “Ownership” in Rust.",
 ]
 CHATS = [[{"role": "user", "content": text}] for text in QUESTIONS]
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
+GREEDY = SamplingParams(max_tokens=64, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=3)
 WEIGHTS: list[Weights] = ["bf16", "int8"]
 
 
@@ -101,6 +101,19 @@ def test_prefix_hits(weights: Weights) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("draft_weights", ["int8", "int4"])
+def test_draft_weights_change_drafts_alone(draft_weights: Weights) -> None:
+    engine = Engine.from_pretrained(loaded("bf16").target, REFERENCE / "drafter", draft_weights=draft_weights)
+    results = list(engine.generate(CHATS, GREEDY))
+    assert tokens(results) == plain("bf16", GREEDY)
+    drafted = [result.stats.acceptance_length for result in run("bf16", GREEDY, policy="fixed")]
+    coded = Engine(engine.target, engine.drafter, policy="fixed")
+    lengths = [result.stats.acceptance_length for result in coded.generate(CHATS, GREEDY)]
+    assert lengths != drafted
+    assert sum(lengths) > 0.8 * sum(drafted)
+
+
+@needs_kernels
 def test_the_kinds_of_weights_answer_differently() -> None:
     """Or half of the tests above would prove nothing."""
     assert plain("int8", GREEDY) != plain("bf16", GREEDY)
@@ -109,9 +122,9 @@ def test_the_kinds_of_weights_answer_differently() -> None:
 @needs_kernels
 def test_a_product_that_depends_on_the_number_of_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head sums in another order once it has several rows, as libraries' products do."""
-    head = loaded("bf16").target.model.get_output_embeddings()
-    whole, weight = head.forward, loaded("bf16").target.head_weight
-    half = weight.shape[1] // 2
+    pair = loaded("bf16")
+    engine, head, weight = Engine(pair.target, pair.drafter, policy="fixed"), pair.target._head, pair.target.head_weight
+    whole, half = head.forward, weight.shape[1] // 2
 
     def dependent(x: Tensor) -> Tensor:
         if len(x) == 1:
@@ -119,10 +132,9 @@ def test_a_product_that_depends_on_the_number_of_rows_is_found(monkeypatch: pyte
             return alone
         return x[:, :half] @ weight[:, :half].T + x[:, half:] @ weight[:, half:].T
 
-    assert tokens(run("bf16", GREEDY, policy="fixed")) == plain("bf16", GREEDY)
+    assert tokens(list(engine.generate(CHATS, GREEDY))) == plain("bf16", GREEDY)
     monkeypatch.setattr(head, "forward", dependent)
-    with torch.inference_mode():
-        assert tokens(run("bf16", GREEDY, policy="fixed")) != plain("bf16", GREEDY)
+    assert tokens(list(engine.generate(CHATS, GREEDY))) != plain("bf16", GREEDY)
 
 
 @pytest.mark.parametrize("available", [pytest.param(True, marks=needs_kernels), False])

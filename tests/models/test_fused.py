@@ -11,6 +11,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from tests.tiles import needs_kernels
+from tests.tiny import eager_model
 from volley import Engine, SamplingParams
 from volley.config import KVDtype
 from volley.memory.batch import RaggedBatch, Segment
@@ -71,8 +72,8 @@ ALL = {
 
 @functools.cache
 def plain(name: str) -> tf.PreTrainedModel:
-    torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(ALL[name](), attn_implementation="eager").bfloat16().eval()
+    model = eager_model(ALL[name]())
+    nn.Module.to(model, torch.bfloat16)
     for parameter_name, parameter in model.named_parameters():
         if "bias" in parameter_name or "sinks" in parameter_name:
             nn.init.normal_(parameter, 0.0, 0.3)
@@ -142,7 +143,7 @@ def test_logits_and_taps_are_those_of_transformers(name: str, release: bool) -> 
     assert len(fused_layers(model)) == 3
     assert_as_exact(name, by_transformers(model))  # under its own attention still
     target = Target(model)
-    assert target._decoder is not None
+    assert target.fused is not None
     for lengths in ([LENGTH], [7, 1, 1, 20, 11]):
         found = forward(target, lengths)
         assert_as_exact(name, found)
@@ -154,7 +155,7 @@ def test_all_layers_at_once_and_one_by_one_agree_to_the_bit(name: str) -> None:
     """Without taps, with them, and by transformers' own loop over fused layers."""
     target = Target(accelerated(name))
     whole = forward(target, [LENGTH])
-    target._decoder = None
+    target.fused = None
     for found, wanted in zip(forward(target, [13, 1, 26]), whole, strict=True):
         assert torch.equal(found, wanted)
 
@@ -183,7 +184,7 @@ def test_a_window_is_seen() -> None:
 
 def test_layers_may_differ_in_their_windows() -> None:
     target = Target(accelerated("windows"))
-    assert target._decoder is not None
+    assert target.fused is not None
     assert_as_exact("windows", forward(target, [9, 31]))
 
 
@@ -195,7 +196,7 @@ def test_other_families_are_not_fused_and_agree(name: str) -> None:
     model = accelerated(name, release=True)
     assert not fused_layers(model)
     target = Target(model)
-    assert target._decoder is None
+    assert target.fused is None
     for lengths in ([LENGTH], [7, 1, 1, 20, 11]):
         assert_as_exact(name, forward(target, lengths))
 
@@ -205,7 +206,7 @@ def test_a_model_that_does_more_with_its_states_keeps_its_own_loop() -> None:
     model = accelerated("granite_layers")
     target = Target(model)
     assert len(fused_layers(model)) == 3
-    assert target._decoder is None
+    assert target.fused is None
     assert_as_exact("granite_layers", forward(target, [9, 31]))
 
 
@@ -251,7 +252,7 @@ def test_weights_stay_unless_they_are_to_be_released() -> None:
 def test_targets_of_codes(name: str, weights: Weights) -> None:
     """About the logits of transformers with the weights that the codes stand for, and exactly the same in any chunks."""
     target = Target(accelerated(name, weights, release=True))
-    assert target._decoder is not None
+    assert target.fused is not None
     whole = forward(target, [LENGTH])
     decoded = copy.deepcopy(plain(name))
     for module in decoded.modules():
@@ -284,7 +285,7 @@ def test_answers_from_quantised_pools(kind: KVDtype) -> None:
     for with_decoder in (True, False):
         target = Target(accelerated("qwen3", release=True))
         if not with_decoder:
-            target._decoder = None
+            target.fused = None
         engine = Engine(target, page_size=PAGE, num_pages=40, kv_dtype=kind)
         answers.append([next(engine.generate([TOKENS[:n].tolist()], params)).token_ids for n in (5, 18, 30)])
     assert answers[0] == answers[1]
