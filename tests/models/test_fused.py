@@ -56,7 +56,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     ),
     "phi3": lambda: tf.Phi3Config(**COMMON),
 }
-ALL = {
+ALL: dict[str, Callable[[], Any]] = {
     **FUSED,
     **OTHERS,
     "granite_layers": lambda: tf.GraniteConfig(**COMMON, embedding_multiplier=6.0, logits_scaling=8.0),
