@@ -33,14 +33,14 @@ def serves(store: KVStore, options: AttentionOptions) -> bool:
     if not (native.available and plain and isinstance(store, DenseKVStore)):
         return False
     pool = store.keys[0]
-    return pool.dtype == torch.bfloat16 and pool.device.type == "cpu" and all(x.shape[-1] % 16 == 0 for x in store.keys)
+    return pool.dtype == torch.bfloat16 and pool.device.type == "cpu"
 
 
 def _is_regular(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     def packed(x: Tensor) -> bool:
         return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
-    fits = queries.shape[2] <= 256 and queries.shape[1] <= 32 * keys.shape[1]
+    fits = native.attends(queries.shape[1], *keys.shape[1:])
     return fits and all(packed(x) and x.stride(0) == queries.stride(0) for x in (queries, keys, values))
 
 

@@ -154,7 +154,7 @@ def _fuse_norm(norm: nn.Module) -> None:
     scale, shape = weight.detach(), weight.shape
 
     def forward(x: Tensor) -> Tensor:
-        if native.available and x.is_contiguous():
+        if native.available and x.is_contiguous() and x.dtype == scale.dtype:
             return native.rms_norm(x, scale, eps)
         return rms_norm(x, shape, scale, eps)
 

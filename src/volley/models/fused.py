@@ -5,12 +5,13 @@ as before, and the attention function stays whatever the model is set to. A :cla
 call where K and V lie in bf16 pages.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from volley import native
@@ -81,39 +82,40 @@ def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
 class FusedLayer:
     """The forward of one of transformers' decoder layers."""
 
-    def __init__(self, layer: nn.Module, weights: Weights) -> None:
-        attention: Any = layer.self_attn
-        self.attention = attention
-        self.options = AttentionOptions(attention.scaling, getattr(attention, "sliding_window", None))
-        self.shape = layer_shape(layer, attention.scaling)
+    def __init__(self, layer: nn.Module, options: AttentionOptions, weights: Weights) -> None:
+        self.attention: Any = layer.self_attn
+        self.options = options
+        self.shape = layer_shape(layer, options.scale)
         self.weights = layer_weights(layer, weights)
 
     @classmethod
     def of(cls, layer: nn.Module, rotary: nn.Module, weights: Weights) -> Self | None:
         """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
         attention: Any = getattr(layer, "self_attn", None)
-        if not (fits(layer, weights) and hasattr(attention, "scaling") and hasattr(attention, "layer_idx")):
+        if not (fits(layer, weights) and hasattr(attention, "config") and hasattr(attention, "layer_idx")):
             return None
         if not _is_silu(layer.mlp):
             return None
-        exact = cls(layer, "bf16")
-        if not exact._computes(layer, rotary):
+        states = torch.randn(1, 6, attention.q_proj.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+        tried = _try(layer, rotary, states)
+        if tried is None:
             return None
-        return exact if weights == "bf16" else cls(layer, weights)
+        turns, options, expected = tried
+        exact = cls(layer, options, "bf16")
+        if not exact._computes(states, turns, expected):
+            return None
+        return exact if weights == "bf16" else cls(layer, options, weights)
 
     @torch.no_grad()
-    def _computes(self, layer: nn.Module, rotary: nn.Module) -> bool:
-        generator = torch.Generator().manual_seed(0)
-        states = torch.randn(1, 6, self.shape.hidden, generator=generator).bfloat16()
-        positions = torch.arange(6)[None]
-        try:
-            turns = rotary(states, positions)
-            expected = layer(states, position_embeddings=turns, position_ids=positions, attention_mask=None)
-        except TypeError:  # its arguments are others
+    def _computes(self, states: Tensor, turns: tuple[Tensor, Tensor], expected: Tensor) -> bool:
+        if turns[0].shape[-1] != self.shape.dim or self.options.softcap is not None or self.options.sinks is not None:
             return False
-        if not isinstance(expected, Tensor) or turns[0].shape[-1] != self.shape.dim:
-            return False
-        found = self(states, position_embeddings=turns, attention_mask=None)
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            return _causal(q, k, v, options.scale)[0]
+
+        found = self(states, position_embeddings=turns, volley_call=attend)
         change = (expected - states).float().norm()
         return bool((found - expected).float().norm() <= _TOLERANCE * change)
 
@@ -149,7 +151,8 @@ class FusedLayer:
         queries, keys, values = (x.reshape(batch, -1, *x.shape[1:]).transpose(1, 2) for x in split)
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.attention.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS[self.attention.config._attn_implementation]
+        eager = getattr(sys.modules[type(self.attention).__module__], "eager_attention_forward", None)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.attention.config._attn_implementation, eager)
         settings = {"scaling": self.options.scale, "sliding_window": self.options.window}
         mixed: Tensor = attend(self.attention, queries, keys, values, mask, **settings, **options)[0]
         return mixed
@@ -164,6 +167,7 @@ class FusedDecoder:
         """``windows``: each layer's, as :class:`AttentionOptions` has it."""
         self._decoder = native.Decoder(layers, shape)
         self._last, self._scale = len(layers), shape.scale
+        self._attends = native.attends(shape.heads, shape.shared, shape.dim)
         self._windows = list(dict.fromkeys(windows))
         self._plans = [self._windows.index(window) for window in windows]
         self._store: KVStore | None = None
@@ -179,7 +183,7 @@ class FusedDecoder:
 
     def serves(self, store: KVStore) -> bool:
         """Whether K and V in ``store`` are where the kernels read them."""
-        return serves(store, AttentionOptions(self._scale))
+        return self._attends and serves(store, AttentionOptions(self._scale))
 
     def __call__(
         self,
@@ -208,6 +212,53 @@ class FusedDecoder:
             if note is not None and layer in noted:
                 note(layer, states.clone())
         return states
+
+
+def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """``[1, T, heads, d]`` of ``[1, heads, T, d]``."""
+    return scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True).transpose(
+        1, 2
+    )
+
+
+@torch.no_grad()
+def _try(
+    layer: nn.Module, rotary: nn.Module, states: Tensor
+) -> tuple[tuple[Tensor, Tensor], AttentionOptions, Tensor] | None:
+    """Rotary embedding of ``states [1, T, H]``, what the layer asks of attention, and what it makes of the states.
+
+    ``None`` if its arguments are others than Llama's.
+    """
+    asked: list[AttentionOptions] = []
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        asked.append(AttentionOptions(scaling, sliding_window, softcap, s_aux))
+        return _causal(query, key, value, scaling), None
+
+    config: Any = layer.self_attn.config  # type: ignore[union-attr]
+    before, positions = config._attn_implementation, torch.arange(states.shape[1])[None]
+    ALL_ATTENTION_FUNCTIONS["volley_asking"] = attend
+    config._attn_implementation = "volley_asking"
+    try:
+        turns = rotary(states, positions)
+        output = layer(states, position_embeddings=turns, position_ids=positions, attention_mask=None)
+    except TypeError:
+        return None
+    finally:
+        config._attn_implementation = before
+        del ALL_ATTENTION_FUNCTIONS["volley_asking"]
+    return (turns, asked[0], output) if len(asked) == 1 and isinstance(output, Tensor) else None
 
 
 def _is_silu(mlp: Any) -> bool:

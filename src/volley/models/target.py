@@ -136,12 +136,13 @@ class Target:
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]
         self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
-        self._fused: FusedDecoder | None = None
+        self.fused: FusedDecoder | None = None
+        """All layers in one call, if they are fused and the model does nothing between them; used on pools that it reads."""
         self._attach()
         self.kv_shapes, self.recurrent = self._probe()
         fused = FusedDecoder.of_layers(list(decoder_layers(model)))
         if fused is not None and self._fusion_agrees(fused):
-            self._fused = fused
+            self.fused = fused
 
     def _attach(self) -> None:
         name = type(self.model).__name__
@@ -219,8 +220,8 @@ class Target:
         ``states`` computes the recurrent layers, if there are any, from the states before each segment; without it every
         segment begins with zeros and leaves nothing.
         """
-        if self._fused is not None and self._fused.serves(store):
-            return self._fused_forward(self._fused, batch, store, rows, taps)
+        if self.fused is not None and self.fused.serves(store):
+            return self._fused_forward(self.fused, batch, store, rows, taps)
         places = self._places
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:

@@ -174,8 +174,11 @@ class Product:
         return self._codes.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[T, out]`` of ``x [T, in]``; leading dimensions stay."""
+        """``[T, out]`` of ``x [T, in]`` in bf16; leading dimensions stay."""
+        assert x.dtype == torch.bfloat16, f"products take bf16, not {x.dtype}"
         rows = x.reshape(-1, self.inputs)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
         out = torch.empty((len(rows), self.outputs), dtype=torch.bfloat16)
         if len(rows):
             scratch = _code_scratch(len(rows), self.inputs) if self.kind != "bf16" else (None, None, None)
@@ -287,6 +290,11 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -- attention ----------------------------------------------------------------------------------------------------------
+
+
+def attends(heads: int, shared: int, dim: int) -> bool:
+    """Whether the kernel has room for heads ``[dim]`` of which ``heads / shared`` share K and V."""
+    return dim % 16 == 0 and dim <= 256 and heads <= 32 * shared
 
 
 class AttentionPlan:

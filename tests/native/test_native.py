@@ -1,0 +1,283 @@
+"""Kernels in C against plain PyTorch with the same roundings, and a row alone against the same row among others."""
+
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+from tests.tiles import needs_kernels, tiles
+from volley import native
+from volley.native import BLOCK, GROUP, Product, Weights, quantise_int4, quantise_int8
+
+pytestmark = needs_kernels
+ULP = 2**-7
+"""Two neighbouring bf16 numbers differ by at most this fraction: a sum in another order may round to the next one."""
+KINDS: tuple[Weights, ...] = get_args(Weights)
+SEEDS = st.integers(0, 1000)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def strided(rows: int, size: int, gap: int) -> Tensor:
+    """Rows that lie ``gap`` numbers apart."""
+    return randn(rows, size + gap)[:, :size]
+
+
+def assert_close(found: Tensor, expected: Tensor, floor: float = 2**-12) -> None:
+    torch.testing.assert_close(found.float(), expected.float(), rtol=ULP, atol=floor)
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As transformers' Llama has it."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).bfloat16()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos[:, None] + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin[:, None]
+
+
+@given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([1e-3, 1.0, 300.0]), seed=SEEDS)
+@settings(max_examples=40)
+def test_rms_norm(rows: int, size: int, scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight = randn(2, rows, size) * scale, randn(size)
+    found = native.rms_norm(x, weight, 1e-6)
+    assert found.shape == x.shape
+    assert_close(found, norm(x, weight, 1e-6))
+    assert torch.equal(native.rms_norm(x[1, -1:].contiguous(), weight, 1e-6), found[1, -1:])
+
+
+@given(
+    rows=st.integers(1, 9),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 3), (8, 1)]),
+    dim=st.sampled_from([2, 16, 22, 64, 128]),
+    normed=st.booleans(),
+    gap=st.sampled_from([0, 5]),
+    seed=SEEDS,
+)
+@settings(max_examples=40)
+def test_norm_and_turn(rows: int, heads: tuple[int, int], dim: int, normed: bool, gap: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    queries, keys = heads
+    x, angles = strided(rows, (queries + 2 * keys) * dim, gap), torch.rand(rows, dim // 2).repeat(1, 2) * 6
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    norms = (randn(dim), randn(dim)) if normed else None
+    parts = list(torch.split(x.clone().view(rows, -1, dim), [queries, keys, keys], dim=1))
+    for part in range(2):
+        own = parts[part] if norms is None else norm(parts[part], norms[part], 1e-6)
+        parts[part] = turned(own, cos, sin)
+    alone = x[-1:].clone()
+    native.norm_and_turn(x, norms, cos, sin, queries, keys, 1e-6)
+    expected = torch.cat(parts, dim=1).view(rows, -1)
+    if normed:  # a norm may round to the next number, and a difference of two such numbers may be small
+        assert_close(x, expected, floor=2**-5)
+    else:
+        assert torch.equal(x, expected)
+    native.norm_and_turn(alone, norms, cos[-1:].clone(), sin[-1:].clone(), queries, keys, 1e-6)
+    assert torch.equal(alone, x[-1:])
+
+
+@given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([0.1, 3.0, 60.0]), seed=SEEDS)
+@settings(max_examples=40)
+def test_gated_silu(rows: int, size: int, scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = randn(rows, 2 * size) * scale
+    found = native.gated_silu(x)
+    assert_close(found, silu(x[:, :size]) * x[:, size:], floor=1e-30)
+    assert torch.equal(native.gated_silu(x[-1:].clone()), found[-1:])
+
+
+def test_many_rows_are_shared_among_threads() -> None:
+    x, weight = randn(300, 512), randn(512)
+    assert_close(native.rms_norm(x, weight, 1e-6), norm(x, weight, 1e-6))
+    assert_close(native.gated_silu(x), silu(x[:, :256]) * x[:, 256:])
+
+
+# -- products -----------------------------------------------------------------------------------------------------------
+
+
+def exact_weight(weight: Tensor, kind: Weights) -> Tensor:
+    """The weight in fp32 that a product of this kind stands for."""
+    if kind == "int8":
+        codes, scales = quantise_int8(weight)
+        return codes.float() * scales[:, None]
+    if kind == "int4":
+        codes, scales = quantise_int4(weight)
+        return (codes.float().view(len(weight), -1, GROUP) * scales[..., None]).view(weight.shape)
+    return weight.float()
+
+
+def exact_inputs(x: Tensor, kind: Weights) -> Tensor:
+    """The inputs that it meets: for codes in int8, with a scale for every 64."""
+    if kind == "bf16":
+        return x.float()
+    grouped = x.float().view(len(x), -1, GROUP)
+    most = grouped.abs().amax(dim=-1, keepdim=True)
+    inverse = torch.full_like(most, 127) / most  # 127 / most would be the reciprocal times 127
+    codes = (grouped * inverse.nan_to_num(posinf=0)).round()
+    return (codes * (most / 127)).view(x.shape)
+
+
+def check_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Weights) -> None:
+    inputs, exact = exact_inputs(x, kind), exact_weight(weight, kind)
+    expected = inputs @ exact.T + (0 if bias is None else bias.float())
+    near = 2**-8 * expected.abs() + 1e-5 * (inputs.abs() @ exact.abs().T)  # one rounding to bf16, and a sum in fp32
+    assert found.dtype == torch.bfloat16
+    assert bool(((found.float() - expected).abs() <= near + 1e-30).all())
+
+
+PRODUCTS = {
+    "kind": st.sampled_from(KINDS),
+    "rows": st.integers(1, 80),
+    "outputs": st.integers(1, 70),
+    "inputs": st.integers(1, 5),
+    "biased": st.booleans(),
+    "gap": st.sampled_from([0, 32, 7]),
+    "with_tiles": st.booleans(),
+    "seed": SEEDS,
+}
+
+
+@given(**PRODUCTS)
+@settings(max_examples=120)
+def test_products(  # type: ignore[no-untyped-def]
+    kind: Weights, rows, outputs, inputs, biased, gap, with_tiles, seed
+) -> None:
+    torch.manual_seed(seed)
+    size = inputs * (32 if kind == "bf16" else GROUP)
+    weight, bias, x = randn(outputs, size), randn(outputs) if biased else None, strided(rows, size, gap)
+    with tiles(wanted=with_tiles):
+        found = Product(weight, bias, kind)(x)
+    assert found.shape == (rows, outputs)
+    check_product(found, x, weight, bias, kind)
+
+
+def assert_rows_stand_alone(product: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Each row is the same to the bit alone and in every run of rows that begins with the first or ends with the last."""
+    together = product(x)
+    for row in range(len(x)):
+        assert torch.equal(product(x[row : row + 1])[0], together[row]), f"row {row} alone is another"
+        assert torch.equal(product(x[: row + 1]), together[: row + 1]), f"rows up to {row} are others"
+        assert torch.equal(product(x[row:]), together[row:]), f"rows from {row} are others"
+
+
+@pytest.mark.parametrize("with_tiles", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_among_others(kind: Weights, with_tiles: bool) -> None:
+    torch.manual_seed(0)
+    x = randn(81, 448) * torch.logspace(-2, 2, 81)[:, None].bfloat16()
+    with tiles(wanted=with_tiles):
+        assert_rows_stand_alone(Product(randn(37, 448), randn(37), kind), x)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_codes_give_the_same_with_tiles_and_without(kind: Weights) -> None:
+    torch.manual_seed(0)
+    product, x = Product(randn(50, 640), randn(50), kind), randn(70, 640)
+    with tiles(wanted=False):
+        expected = product(x)
+    assert torch.equal(product(x), expected)
+
+
+def test_faults_are_found() -> None:
+    """A changed input, an input more, a sum whose order depends on the number of rows."""
+    torch.manual_seed(0)
+    weight, x = randn(37, 448), randn(20, 448)
+    product = Product(weight, None, "bf16")
+    check_product(product(x), x, weight, None, "bf16")
+    changed = x.clone()
+    changed[13, 101] += 1
+    with pytest.raises(AssertionError):
+        check_product(product(changed), x, weight, None, "bf16")
+    first, second = (Product(part.contiguous(), None, "bf16") for part in torch.split(weight, 224, dim=1))
+
+    def in_two_parts(x: Tensor) -> Tensor:
+        return product(x) if len(x) < 17 else first(x[:, :224]) + second(x[:, 224:])
+
+    with pytest.raises(AssertionError, match="alone is another"):
+        assert_rows_stand_alone(in_two_parts, x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_any_shape_and_layout(kind: Weights) -> None:
+    torch.manual_seed(0)
+    weight, x = randn(20, 64), randn(6, 64)
+    product = Product(weight, None, kind)
+    expected = product(x)
+    assert torch.equal(product(x.view(2, 3, 64)), expected.view(2, 3, 20))
+    assert torch.equal(product(x.T.contiguous().T), expected), "inputs of a row need not lie side by side"
+    assert torch.equal(product(x[:1].expand(6, 64)), expected[:1].expand(6, 20))
+    assert product(x[:0]).shape == (0, 20)
+    assert not product(torch.zeros_like(x)).any()
+
+
+def test_only_bf16_is_multiplied() -> None:
+    product = Product(randn(20, 64), None, "bf16")
+    with pytest.raises(AssertionError, match="bf16"):
+        product(torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize(("kind", "step"), [("bf16", 32), ("int8", 64), ("int4", 64)])
+def test_which_weights_fit(kind: Weights, step: int) -> None:
+    assert native.fits(randn(3, 2 * step), kind)
+    assert not native.fits(randn(3, 2 * step - 16), kind)
+    assert not native.fits(torch.zeros(3, 2 * step), kind)
+
+
+# -- codes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outputs", [1, 16, 37])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_come_back_as_the_product_has_them(kind: Weights, outputs: int) -> None:
+    torch.manual_seed(0)
+    weight = randn(outputs, 192)
+    product = Product(weight, None, kind)
+    expected = exact_weight(weight, kind).bfloat16()
+    assert torch.equal(product.weight(), expected)
+    indices = torch.randint(outputs, (2, 5))
+    assert torch.equal(product.rows(indices), expected[indices])
+    assert torch.equal(product.rows(indices[0, 0]), expected[indices[0, 0]])
+    padded = -(-outputs // BLOCK) * BLOCK
+    scales = {"bf16": 0, "int8": padded * 4, "int4": padded * 3 * 4}
+    assert product.nbytes == padded * 192 * 2 // 2 ** KINDS.index(kind) + scales[kind]
+
+
+@given(outputs=st.integers(1, 9), groups=st.integers(1, 4), scale=st.sampled_from([1e-4, 1.0, 1e3]), seed=SEEDS)
+@settings(max_examples=40)
+def test_errors_of_codes_are_bounded(outputs: int, groups: int, scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight = randn(outputs, groups * GROUP) * scale
+    wide = weight.float()
+    codes, scales = quantise_int8(weight)
+    assert codes.dtype == torch.int8
+    assert codes.abs().max() == 127
+    assert bool(((codes * scales[:, None] - wide).abs() <= 0.501 * scales[:, None]).all())
+    codes, scales = quantise_int4(weight)
+    assert -8 <= codes.min() <= codes.max() <= 7
+    grouped = wide.view(outputs, -1, GROUP)
+    step = grouped.abs().amax(-1, keepdim=True) / 6.5  # the widest scale that is tried
+    error = codes.view(grouped.shape) * scales[..., None] - grouped
+    assert bool((error.abs() <= 2 * step).all())
+    largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)) / -8
+    plain = (grouped / largest).round().clamp(-8, 7) * largest - grouped
+    assert bool((error.square().sum(-1) <= plain.square().sum(-1) * 1.0001).all()), "one of the scales is this one"
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_of_zero(kind: Weights) -> None:
+    product = Product(torch.zeros(3, 64).bfloat16(), torch.ones(3), kind)
+    assert not product.weight().any()
+    assert torch.equal(product(randn(2, 64)), torch.ones(2, 3).bfloat16())
