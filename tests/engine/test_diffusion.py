@@ -117,11 +117,11 @@ class Broken(Target):
 
     fuse = -1
 
-    def forward(self, batch: Any, store: Any, rows: Tensor) -> Tensor:
+    def forward(self, batch: Any, *rest: Any) -> Tensor:
         self.fuse -= 1
         if self.fuse == 0:
             raise RuntimeError("planted")
-        return super().forward(batch, store, rows)
+        return super().forward(batch, *rest)
 
 
 @pytest.mark.parametrize("fuse", [1, 3, 6])
@@ -142,9 +142,9 @@ def test_a_step_that_raised_costs_nobody_a_token(model: Masked, fuse: int) -> No
 class Measured(Target):
     """Notes how many tokens each pass has."""
 
-    def forward(self, batch: Any, store: Any, rows: Tensor) -> Tensor:
+    def forward(self, batch: Any, *rest: Any) -> Tensor:
         self.sizes = [*getattr(self, "sizes", []), len(batch)]
-        return super().forward(batch, store, rows)
+        return super().forward(batch, *rest)
 
 
 def test_canvases_take_turns_and_a_prompt_among_them_is_read_at_once(model: Masked) -> None:

@@ -14,7 +14,7 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 def test_the_memory_of_states_is_shown() -> None:
     engine = Engine(hybrid.target("qwen3_5_text"), page_size=4, num_states=7)
-    metrics = Metrics(engine.snapshot().num_pages)
+    metrics = Metrics(engine.snapshot().num_pages, {})
     request = engine.add_request(hybrid.PROMPTS[0], SamplingParams(max_tokens=8))
     for step in range(4):
         engine.step()
@@ -36,7 +36,7 @@ def test_the_memory_of_states_is_shown() -> None:
 
 def test_an_attention_target_has_none() -> None:
     engine = Engine(make_pair().target)
-    metrics = Metrics(1)
+    metrics = Metrics(1, {})
     metrics.state(engine)
     assert set(values(metrics).values()) == {0}
     assert list(memory(engine)) == ["kv_mib"]
