@@ -135,10 +135,15 @@ class StalePages(TargetPages):
         return found
 
 
+def answer_by(engine: Engine, procedure: Speculative) -> None:
+    """All requests from now on."""
+    engine.procedure = engine.procedures.speculative = procedure
+
+
 def with_procedure(kind: Callable[..., Speculative]) -> Callable[[Pair], Engine]:
     def make(pair: Pair) -> Engine:
         engine = Engine(pair.target, proposer=Guess(), page_size=4)
-        engine.procedure = kind(engine.config)
+        answer_by(engine, kind(engine.config))
         return engine
 
     return make
@@ -150,7 +155,7 @@ def temperature_ignored(pair: Pair) -> Engine:
 
 def ratio_on_trees(pair: Pair) -> Engine:
     engine = Engine(pair.target, pair.drafter, page_size=4)
-    engine.procedure = RatioOnTrees(engine.config)
+    answer_by(engine, RatioOnTrees(engine.config))
     return engine
 
 
