@@ -1,5 +1,6 @@
 """Engines that are wrong in one way each, made through the seams that anybody may use."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -154,7 +155,9 @@ def temperature_ignored(pair: Pair) -> Engine:
 
 
 def ratio_on_trees(pair: Pair) -> Engine:
-    engine = Engine(pair.target, pair.drafter, page_size=4)
+    unsure = copy.deepcopy(pair.drafter)
+    unsure.norm.weight.mul_(0.2)  # where q is 1 the fault has no effect
+    engine = Engine(pair.target, unsure, page_size=4)
     answer_by(engine, RatioOnTrees(engine.config))
     return engine
 

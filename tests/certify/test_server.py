@@ -18,6 +18,12 @@ PROMPTS = ["Once upon a time", "The cat sat on", "Two birds fly over", "Rain fel
 QUICK = CertifyConfig(bias=0.45, max_tokens=12, prompts_used=4)
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tokens of the tiny target are parts of characters: more rounds would only take longer."""
+    monkeypatch.setattr("volley.certify.sampled.MOST_ROUNDS", 10)
+
+
 @pytest.fixture(scope="module")
 def tiny(tiny_pair: TinyPair) -> Tiny:
     return Tiny(tiny_pair)
