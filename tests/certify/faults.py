@@ -1,5 +1,6 @@
 """Engines that are wrong in one way each, made through the seams that anybody may use."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -135,10 +136,15 @@ class StalePages(TargetPages):
         return found
 
 
+def answer_by(engine: Engine, procedure: Speculative) -> None:
+    """All requests from now on."""
+    engine.procedure = engine.procedures.speculative = procedure
+
+
 def with_procedure(kind: Callable[..., Speculative]) -> Callable[[Pair], Engine]:
     def make(pair: Pair) -> Engine:
         engine = Engine(pair.target, proposer=Guess(), page_size=4)
-        engine.procedure = kind(engine.config)
+        answer_by(engine, kind(engine.config))
         return engine
 
     return make
@@ -149,8 +155,10 @@ def temperature_ignored(pair: Pair) -> Engine:
 
 
 def ratio_on_trees(pair: Pair) -> Engine:
-    engine = Engine(pair.target, pair.drafter, page_size=4)
-    engine.procedure = RatioOnTrees(engine.config)
+    unsure = copy.deepcopy(pair.drafter)
+    unsure.norm.weight.mul_(0.2)  # where q is 1 the fault has no effect
+    engine = Engine(pair.target, unsure, page_size=4)
+    answer_by(engine, RatioOnTrees(engine.config))
     return engine
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.certify.faults import TopPIgnored
+from tests.certify.faults import TopPIgnored, answer_by
 from tests.conftest import TinyPair
 from tests.serve.running import Tiny, running
 from volley.certify.certificate import certify_server
@@ -15,7 +15,13 @@ from volley.cli import app
 from volley.errors import EndpointError
 
 PROMPTS = ["Once upon a time", "The cat sat on", "Two birds fly over", "Rain fell while"]
-QUICK = CertifyConfig(bias=0.25, max_tokens=12, prompts_used=4)
+QUICK = CertifyConfig(bias=0.45, max_tokens=12, prompts_used=4)
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tokens of the tiny target are parts of characters: more rounds would only take longer."""
+    monkeypatch.setattr("volley.certify.sampled.MOST_ROUNDS", 10)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,7 @@ def test_a_lossless_server_passes_beside_plain_decoding(tiny: Tiny, tmp_path: Pa
             "--out",
             str(tmp_path),
         ]
-        result = CliRunner().invoke(app, [*args, "--bias", "0.25", "--max-tokens", "12"])
+        result = CliRunner().invoke(app, [*args, "--bias", "0.45", "--max-tokens", "12"])
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "certificate.json").read_text())
     assert found["verdict"] == "lossless"
@@ -47,7 +53,7 @@ def test_a_lossless_server_passes_beside_plain_decoding(tiny: Tiny, tmp_path: Pa
 
 def test_a_server_that_forgets_top_p_is_caught(tiny: Tiny) -> None:
     engine = tiny.engine(policy="fixed")
-    engine.procedure = TopPIgnored(engine.config)
+    answer_by(engine, TopPIgnored(engine.config))
     with running(engine) as server:
         assert certify_server(f"{server.url}/v1", PROMPTS, QUICK, say=lambda _: None).finding == "top_p is ignored"
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,18 +137,20 @@ def test_a_replaced_head_and_a_wrong_table(drafter: Path, rows: Path, tmp_path: 
 
 
 def test_another_mask_and_a_mask_in_the_text(drafter: Path, rows: Path) -> None:
-    token = json.loads(rows.read_text().splitlines()[0])["response_token_ids"][1]
+    answers = [json.loads(line)["response_token_ids"] for line in rows.read_text().splitlines()]
+    token, _ = Counter(token for answer in answers for token in answer).most_common(1)[0]
 
     def replace(config: dict[str, Any]) -> None:
         config["dflash_config"]["mask_token_id"] = token
 
     edit(drafter, replace)
-    assert {"mask token", "mask token in text"} >= set(names(drafter, rows)[:1]) > set()
+    assert names(drafter, rows) == ["mask token", "mask token in text"]
 
 
 def test_what_is_served_otherwise_than_it_was_trained(drafter: Path, rows: Path, fingerprint: str) -> None:
     trained = {"target": fingerprint}
-    assert names(drafter, rows, block_size=3)[:1] == ["block size"]
+    for block_size in (2, 12):
+        assert names(drafter, rows, block_size=block_size) == ["block size"]
     note(drafter, fingerprints=trained, data={"temperatures": [0.0]})
     assert names(drafter, rows, temperature=1.0) == ["temperature not trained for"]
     note(drafter, fingerprints=trained, data={"thinking": ["off"]})

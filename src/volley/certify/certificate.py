@@ -6,6 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -147,8 +148,18 @@ def certify_server(
     say: Say = print,
 ) -> Certificate:
     """Check a server of which nothing is known, against another that decodes plainly if there is one."""
-    started, subject = time.monotonic(), ServerSubject(url, model, key)
-    reference = ServerSubject(plain, model, key) if plain is not None else None
+    started = time.monotonic()
+    with ExitStack() as clients:
+        subject = clients.enter_context(closing(ServerSubject(url, model, key)))
+        reference = clients.enter_context(closing(ServerSubject(plain, model, key))) if plain is not None else None
+        found = [_said(check, say) for check in _server_checks(subject, reference, prompts, config)]
+    facts = {"url": url, "model": subject.model, "plain": plain}
+    return Certificate(facts, found, asdict(config), time.monotonic() - started)
+
+
+def _server_checks(
+    subject: ServerSubject, reference: ServerSubject | None, prompts: Sequence[str], config: CertifyConfig
+) -> Iterator[Check]:
     chosen, greedy = list(prompts[: config.prompts_used]), checks.greedy_params(config.max_tokens)
     nonce = f"{time.time_ns():x}"
 
@@ -157,13 +168,10 @@ def certify_server(
 
     longer = [f"{prompt} {prompt} {prompt} {prompt}" for prompt in chosen]
     questions = Questions(subject, reference, chosen, longer, fresh, greedy)
-    found = [_said(check, say) for check in _answer_checks(questions)]
-    sampled = check_server(subject, reference, lambda _: chosen, greedy, config, 4)
-    found += [_said(check, say) for check in sampled]
-    found.append(_said(checks.check_seeds(questions), say))
-    found.append(_said(_check_choices(subject, chosen[0], greedy), say))
-    facts = {"url": url, "model": subject.model, "plain": plain}
-    return Certificate(facts, found, asdict(config), time.monotonic() - started)
+    yield from _answer_checks(questions)
+    yield from check_server(subject, reference, lambda _: chosen, greedy, config, 4)
+    yield checks.check_seeds(questions)
+    yield _check_choices(subject, chosen[0], greedy)
 
 
 def _check_choices(subject: ServerSubject, prompt: str, greedy: Any) -> Check:

@@ -202,7 +202,8 @@ def check_server(
             deviations.take(reply)
     p_value = deviations.p_value()
     shift = f"the likeliest token came {100 * deviations.shift:+.2f} points from expected"
-    detail = f"{deviations.count} tokens; {shift}"
+    is_enough = deviations.count >= wanted
+    detail = f"{deviations.count} tokens{'' if is_enough else f' of {wanted} wanted could be judged'}; {shift}"
     checks = [
         Check(
             "sampled",
@@ -210,7 +211,7 @@ def check_server(
             detail,
             p_value,
             deviations.count,
-            {"finds": config.bias, "power": 0.9},
+            {"finds": config.bias, "power": 0.9} if is_enough else {},
         )
     ]
     if plain is not None:

@@ -75,7 +75,14 @@ class ServerSubject:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
         self.client = httpx.Client(headers=headers, timeout=timeout)
-        self.model = model or str(self._json("GET", "/models", None)["data"][0]["id"])
+        try:
+            self.model = model or str(self._json("GET", "/models", None)["data"][0]["id"])
+        except Exception:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self.client.close()
 
     def ask(
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams], concurrency: int = 1

@@ -29,26 +29,28 @@ class Walk:
     losses: list[float] = field(default_factory=list)
     """The drafter's mean cross-entropy of the block at each position: it moves before τ does."""
 
-    def cycles(self, first: int = 0, last: int | None = None) -> list[int]:
-        """What the cycles of decoding gain, of those that begin at positions ``first`` to ``last`` of the answers."""
+    def cycles(self, block_size: int | None = None) -> list[int]:
+        """What the cycles of decoding gain, with blocks of at most ``block_size``, anchor included."""
         found = []
         for row in self.gained:
             at = 0
             while at < len(row):
-                if at >= first and (last is None or at < last):
-                    found.append(row[at])
-                at += row[at]
+                found.append(row[at] if block_size is None else min(row[at], block_size))
+                at += found[-1]
         return found
+
+    def tau_with(self, block_size: int | None) -> float:
+        cycles = self.cycles(block_size)
+        return sum(cycles) / max(1, len(cycles))
 
     @property
     def tau(self) -> float:
-        cycles = self.cycles()
-        return sum(cycles) / max(1, len(cycles))
+        return self.tau_with(None)
 
-    def reaching(self, position: int) -> float:
-        """Share of cycles that accept at least so many draft tokens."""
-        cycles = self.cycles()
-        return sum(gain > position for gain in cycles) / max(1, len(cycles))
+    @property
+    def loss(self) -> float:
+        """The mean of ``losses``."""
+        return sum(self.losses) / max(1, len(self.losses))
 
 
 @torch.no_grad()

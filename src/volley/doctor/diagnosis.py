@@ -27,8 +27,10 @@ from volley.types import SamplingParams
 
 MUCH = 1.1
 """How much a τ must differ from another."""
-SAME_DRAFTS = 1.02
-"""A cache that is whole gives the same drafts; rounding changes few."""
+SAME = 0.01
+"""How much the drafter's K/V may change, as a share of their size: what is cached is read as it was written."""
+CACHED = 4
+"""Texts that the prefix cache is looked at with: the longest."""
 CLEAR = 0.01
 """A change that lowers the drafter's cross-entropy by this share is what was wrong, if chance does not explain it."""
 SURE = 2.5
@@ -47,6 +49,10 @@ class Finding:
     name: str
     evidence: str
     remedy: str
+
+
+Suspect = tuple[float, Finding]
+"""A finding, and the cross-entropy of the draft without what it names."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +95,13 @@ class Doctor:
 
     def examine(self, engine: Engine | None = None) -> Examination:
         """All findings, the likeliest first. ``engine`` is the pair as it is served; without one nothing is decoded."""
+        # A wrong setting makes other changes look good too: the one that helps most is what is wrong.
+        suspects = [each for check in (self._head, self._taps, self._rotary, self._mask) for each in check()]
+        likeliest = [min(suspects, key=lambda suspect: suspect[0])[1]] if suspects else []
         checks: list[Callable[[], Iterator[Finding]]] = [
             self._weights,
-            self._head,
-            self._taps,
-            self._rotary,
-            self._mask,
+            lambda: iter(likeliest),
+            self._mask_in_text,
             self._template,
             self._context,
             self._temperatures,
@@ -103,8 +110,8 @@ class Doctor:
         findings = [finding for check in checks for finding in check()]
         measured = None
         if engine is not None:
-            measured, cold, warm = self._decode(engine)
-            findings += self._prefix_cache(cold, warm)
+            measured = self._decode(engine)
+            findings += self._prefix_cache(engine)
         return Examination(findings, self.as_it_is.tau, measured)
 
     def _better(self, changed: Walk) -> bool:
@@ -113,12 +120,11 @@ class Doctor:
         gains = [old - new for old, new in zip(before, after, strict=True)]
         mean = sum(gains) / len(gains)
         spread = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / max(1, len(gains) - 1) / len(gains))
-        return mean > CLEAR * sum(before) / len(before) and mean > SURE * spread
+        return mean > CLEAR * self.as_it_is.loss and mean > SURE * spread
 
     def _gain(self, changed: Walk) -> str:
-        losses = [sum(walk.losses) / len(walk.losses) for walk in (self.as_it_is, changed)]
         taus = f"τ {self.as_it_is.tau:.2f} as it is, {changed.tau:.2f} so"
-        return f"{taus}; cross-entropy {losses[0]:.2f} and {losses[1]:.2f}"
+        return f"{taus}; cross-entropy {self.as_it_is.loss:.2f} and {changed.loss:.2f}"
 
     def _weights(self) -> Iterator[Finding]:
         trained = self.report.get("fingerprints", {}).get("target")
@@ -129,7 +135,7 @@ class Doctor:
                 "use the target it was trained on, or run volley tune for this one",
             )
 
-    def _head(self) -> Iterator[Finding]:
+    def _head(self) -> Iterator[Suspect]:
         drafter = self.drafter
         if drafter.lm_head is None:
             return
@@ -138,10 +144,13 @@ class Doctor:
             ids = drafter.d2t + torch.arange(len(drafter.d2t))
             own, there = drafter.lm_head.weight.float(), head[:, : drafter.config.hidden_size].float()
             if _is_misplaced(own, there, ids):
-                yield Finding(
-                    "wrong d2t",
-                    "rows of the drafter's head are the target's of other tokens than d2t says",
-                    "export the drafter again; d2t holds target id minus draft id",
+                yield (
+                    -math.inf,
+                    Finding(
+                        "wrong d2t",
+                        "rows of the drafter's head are the target's of other tokens than d2t says",
+                        "export the drafter again; d2t holds target id minus draft id",
+                    ),
                 )
                 return
 
@@ -150,13 +159,16 @@ class Doctor:
 
         changed = walk(drafter, self.target, self.documents, logits=of_target)
         if self._better(changed):
-            yield Finding(
-                "replaced head",
-                f"with the target's own head: {self._gain(changed)}",
-                "leave the drafter's head out: volley export --to sglang --target TARGET",
+            yield (
+                changed.loss,
+                Finding(
+                    "replaced head",
+                    f"with the target's own head: {self._gain(changed)}",
+                    "leave the drafter's head out: volley export --to sglang --target TARGET",
+                ),
             )
 
-    def _taps(self) -> Iterator[Finding]:
+    def _taps(self) -> Iterator[Suspect]:
         own, depth = self.drafter.config.target_layer_ids, len(self.target.model.get_decoder().layers)
         for shift in (-1, 1):
             taps = [tap + shift for tap in own]
@@ -164,13 +176,16 @@ class Doctor:
                 continue
             changed = walk(self.drafter, self.target, self.documents, taps=taps)
             if self._better(changed):
-                yield Finding(
-                    "taps shifted by one",
-                    f"with taps {taps} instead of {list(own)}: {self._gain(changed)}",
-                    "correct target_layer_ids in config.json: 0-based layers whose output is tapped",
+                yield (
+                    changed.loss,
+                    Finding(
+                        "taps shifted by one",
+                        f"with taps {taps} instead of {list(own)}: {self._gain(changed)}",
+                        "correct target_layer_ids in config.json: 0-based layers whose output is tapped",
+                    ),
                 )
 
-    def _rotary(self) -> Iterator[Finding]:
+    def _rotary(self) -> Iterator[Suspect]:
         config = self.drafter.config
         rope = getattr(self.target.text_config, "rope_parameters", None) or {}
         candidates = {float(rope["rope_theta"])} if rope.get("rope_theta") else set[float]()
@@ -179,16 +194,36 @@ class Doctor:
             other = Drafter(replace(config, rope_theta=theta)).to(self.drafter.fc.weight.dtype)
             other.load_state_dict(self.drafter.state_dict())
             changed = walk(other.eval(), self.target, self.documents)
-            if self._better(changed) and (best is None or sum(changed.losses) < sum(best[1].losses)):
+            if self._better(changed) and (best is None or changed.loss < best[1].loss):
                 best = theta, changed
         if best is not None:
-            yield Finding(
-                "rotary settings",
-                f"with rope_theta {best[0]:g} instead of {config.rope_theta:g}: {self._gain(best[1])}",
-                "correct rope_theta in config.json",
+            yield (
+                best[1].loss,
+                Finding(
+                    "rotary settings",
+                    f"with rope_theta {best[0]:g} instead of {config.rope_theta:g}: {self._gain(best[1])}",
+                    "correct rope_theta in config.json",
+                ),
             )
 
-    def _mask(self) -> Iterator[Finding]:
+    def _mask(self) -> Iterator[Suspect]:
+        own = self.drafter.config.mask_token_id
+        usual = choose_mask_token(
+            self.target.tokenizer, self.target.model.get_input_embeddings().weight, self.documents, None
+        )
+        if usual != own:
+            changed = walk(self.drafter, self.target, self.documents, mask=usual)
+            if self._better(changed):
+                yield (
+                    changed.loss,
+                    Finding(
+                        "mask token",
+                        f"with token {usual} instead of {own}: {self._gain(changed)}",
+                        "correct mask_token_id in config.json",
+                    ),
+                )
+
+    def _mask_in_text(self) -> Iterator[Finding]:
         own = self.drafter.config.mask_token_id
         tokens = torch.cat([document.token_ids for document in self.documents])
         share = float((tokens == own).float().mean())
@@ -198,17 +233,6 @@ class Doctor:
                 f"{share:.1%} of the text is the mask token {own}",
                 "train again with --mask-token-id of a token that no text uses",
             )
-        usual = choose_mask_token(
-            self.target.tokenizer, self.target.model.get_input_embeddings().weight, self.documents, None
-        )
-        if usual != own:
-            changed = walk(self.drafter, self.target, self.documents, mask=usual)
-            if self._better(changed):
-                yield Finding(
-                    "mask token",
-                    f"with token {usual} instead of {own}: {self._gain(changed)}",
-                    "correct mask_token_id in config.json",
-                )
 
     def _template(self) -> Iterator[Finding]:
         facts = self.report.get("data", {})
@@ -268,39 +292,65 @@ class Doctor:
 
     def _block_size(self) -> Iterator[Finding]:
         own, served = self.drafter.config.block_size, self.served_block
-        if served is not None and served < own and self.as_it_is.reaching(served - 1) > 0.5:
+        if served is None:
+            return
+        if served > own:
             yield Finding(
                 "block size",
-                f"blocks of {served}, and {self.as_it_is.reaching(served - 1):.0%} of cycles accept all of one",
+                f"blocks of {served}, and the drafter was trained on blocks of {own}",
+                f"serve with blocks of {own}",
+            )
+        elif self.as_it_is.tau > MUCH * (cut := self.as_it_is.tau_with(served)):
+            yield Finding(
+                "block size",
+                f"τ {cut:.2f} with blocks of {served}, {self.as_it_is.tau:.2f} with the drafter's own of {own}",
                 f"serve with blocks of {own}, or let the policy decide",
             )
 
-    def _decode(self, engine: Engine) -> tuple[float, float, float]:
-        """τ of decoding the prompts with chains of the drafter's block; then of going on behind the answers, cold and warm."""
+    def _decode(self, engine: Engine) -> float:
+        """τ of decoding the prompts with chains of the drafter's block."""
         prompts = [prompt_ids(self.target.tokenizer, row) for row in self.rows]
-        params = SamplingParams(temperature=self.temperature or 0.0, max_tokens=64, seed=0)
-        before, taus = engine.config, list[float]()
+        before = engine.config
         engine.block_size = engine.proposer.block_size if engine.proposer else 1
         try:
-            for cold, longest in ((True, 64), (True, 16), (False, 16)):
-                if cold:
-                    engine.reset_prefix_cache()
-                results = list(engine.generate(prompts, replace(params, max_tokens=longest)))
-                lengths = [length for result in results for length in result.stats.accepted_lengths]
-                taus.append(sum(lengths) / max(1, len(lengths)))
-                if longest == 64:
-                    prompts = [[*prompt, *result.token_ids] for prompt, result in zip(prompts, results, strict=True)]
+            params = SamplingParams(temperature=self.temperature or 0.0, max_tokens=64, seed=0)
+            results = list(engine.generate(prompts, params))
         finally:
             engine.reconfigure(before)
-        return taus[0], taus[1], taus[2]
+        lengths = [length for result in results for length in result.stats.accepted_lengths]
+        return sum(lengths) / max(1, len(lengths))
 
-    def _prefix_cache(self, cold: float, warm: float) -> Iterator[Finding]:
-        if warm < cold / SAME_DRAFTS:
+    def _prefix_cache(self, engine: Engine) -> Iterator[Finding]:
+        """The drafter's K/V of the same texts, computed and found in the cache."""
+        if engine.draft_model is None or engine.config.draft_window is not None:
+            return
+        texts = sorted((document.token_ids.tolist() for document in self.documents), key=len)[-CACHED:]
+        wrong = 0
+        for text in texts:
+            engine.reset_prefix_cache()
+            cold, _ = _draft_context(engine, text)
+            warm, cached = _draft_context(engine, text)
+            cold, warm = cold[:, :cached], warm[:, :cached]
+            wrong += float((warm - cold).norm()) > SAME * float(cold.norm())
+        if wrong:
             yield Finding(
                 "prefix-cache holes",
-                f"τ {cold:.2f} for new prompts and {warm:.2f} for those found in the cache",
+                f"the drafter's K/V of {wrong} of {len(texts)} texts are others when they are found in the cache",
                 "report it with the counters of the server; --no-prefix-caching avoids it",
             )
+
+
+def _draft_context(engine: Engine, token_ids: Sequence[int]) -> tuple[Tensor, int]:
+    """The drafter's keys and values ``[2 · layers, T, kv_heads, head_dim]`` of a prompt, and how many tokens were cached."""
+    assert engine.draft_model is not None
+    request = engine.add_request(list(token_ids), SamplingParams(max_tokens=2, ignore_eos=True))
+    while request.num_output == 0:
+        engine.step()
+    layers = range(engine.draft_model.drafter.config.num_hidden_layers)
+    store, table = engine.draft_model.store, request.draft_table
+    found = [store.extract(layer, table, 0, len(token_ids)) for layer in layers]
+    engine.abort(request)
+    return torch.stack([part.float() for pair in found for part in pair]), request.stats.cached_tokens
 
 
 def _training_report(drafter: Path) -> dict[str, Any]:
