@@ -1,9 +1,28 @@
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.conftest import TinyPair
 from tests.serve.running import Running, Tiny, running
+from volley.engine.runner import Runner
+from volley.engine.step import Step
+
+PASS_SECONDS = 0.004
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _passes_take_a_while() -> Iterator[None]:
+    """A target this small is otherwise done before a client can go, a queue can fill or time can run out."""
+    forward = Runner.forward
+
+    def slow(runner: Runner, step: Step) -> None:
+        time.sleep(PASS_SECONDS)
+        forward(runner, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "forward", slow)
+        yield
 
 
 @pytest.fixture(scope="session")
