@@ -13,7 +13,7 @@ from volley.certify.options import CertifyConfig
 from volley.errors import CheckpointError
 
 QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
-SURE = CertifyConfig(bias=0.06, max_tokens=16, prompts_used=6)
+SURE = CertifyConfig(bias=0.04, max_tokens=16, prompts_used=6)
 """Finds a bias of sampled output; the other faults need no statistics."""
 PROMPTS = random_prompts(6, longest=12)
 
