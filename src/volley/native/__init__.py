@@ -18,6 +18,7 @@ from torch import Tensor
 Weights = Literal["bf16", "int8", "int4"]
 BLOCK, GROUP = 16, 64
 """Outputs whose weights lie together, and inputs that share a scale."""
+_AT_ONCE = 512  # rows of a weight that are looked up together: each brings its block of 16
 
 
 class _Product(Structure):
@@ -196,6 +197,9 @@ class Product:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows ``[..., in]`` of the weight, as the product has it, for ``indices [...]``: an embedding's lookup."""
+        if indices.numel() > _AT_ONCE:
+            parts = [self.rows(part) for part in indices.reshape(-1).split(_AT_ONCE)]
+            return torch.cat(parts).view(*indices.shape, self.inputs)
         block, place = indices // BLOCK, indices % BLOCK
         together = 2 if self.kind == "bf16" else 4
         if self.kind == "int4":
@@ -215,6 +219,8 @@ class Product:
 
     def weight(self) -> Tensor:
         """The whole weight ``[out, in]``, as the product has it."""
+        if self.kind == "bf16":
+            return self._codes.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs]
         return self.rows(torch.arange(self.outputs))
 
 
