@@ -7,6 +7,7 @@ call where K and V lie in bf16 pages.
 
 import sys
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, Self
 
 import torch
@@ -171,6 +172,7 @@ class FusedDecoder:
         self._windows = list(dict.fromkeys(windows))
         self._plans = [self._windows.index(window) for window in windows]
         self._store: KVStore | None = None
+        self._alone = Lock()  # engines that share a target may run in several threads
 
     @classmethod
     def of_layers(cls, layers: Sequence[nn.Module]) -> Self | None:
@@ -198,20 +200,24 @@ class FusedDecoder:
 
         ``note(layer, states)`` gets a copy of the states after each layer of ``noted``, -1 being before the first.
         """
+        plans = [attention_plan(batch, window) for window in self._windows]
+        cos, sin = (turn.contiguous() for turn in turns)
+        states, first = states.clone(memory_format=torch.contiguous_format), 0
+        with self._alone:
+            self._place(store)
+            for layer in sorted({*noted, self._last - 1}):
+                if layer >= 0:
+                    self._decoder.run(states, cos, sin, plans, first, layer + 1)
+                    first = layer + 1
+                if note is not None and layer in noted:
+                    note(layer, states.clone())
+        return states
+
+    def _place(self, store: KVStore) -> None:
         if store is not self._store:
             assert isinstance(store, DenseKVStore)
             self._decoder.place(store.keys, store.values, self._plans)
             self._store = store
-        plans = [attention_plan(batch, window) for window in self._windows]
-        cos, sin = (turn.contiguous() for turn in turns)
-        states, first = states.clone(memory_format=torch.contiguous_format), 0
-        for layer in sorted({*noted, self._last - 1}):
-            if layer >= 0:
-                self._decoder.run(states, cos, sin, plans, first, layer + 1)
-                first = layer + 1
-            if note is not None and layer in noted:
-                note(layer, states.clone())
-        return states
 
 
 def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
