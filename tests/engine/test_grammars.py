@@ -329,11 +329,11 @@ Walk = Callable[..., Proposal]
 def scored_without_masks(honest: Walk) -> Walk:
     """Drafts are drawn under the masks and scored as if there were none."""
 
-    def walk(following: Any, rules: Any, own: Any, params: SamplingParams, *rest: Any, **more: Any) -> Proposal:
-        proposal = honest(following, rules, own, params, *rest, **more)
-        before = [own.anchor, *proposal.token_ids]
+    def walk(following: Any, work: Any, **more: Any) -> Proposal:
+        proposal = honest(following, work, **more)
+        before = [work.request.anchor, *proposal.token_ids]
         rows = [following(at, before[at]) for at in range(len(proposal.token_ids))]
-        proposal.draft_probs = token_probs(torch.cat(rows), params) if rows else None
+        proposal.draft_probs = token_probs(torch.cat(rows), work.request.params) if rows else None
         return proposal
 
     return walk
