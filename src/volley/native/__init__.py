@@ -198,7 +198,7 @@ class Product:
     def rows(self, indices: Tensor) -> Tensor:
         """Rows ``[..., in]`` of the weight, as the product has it, for ``indices [...]``: an embedding's lookup."""
         if indices.numel() > _AT_ONCE:
-            parts = [self.rows(part) for part in indices.reshape(-1).split(_AT_ONCE)]
+            parts = [self.rows(part) for part in torch.split(indices.reshape(-1), _AT_ONCE)]
             return torch.cat(parts).view(*indices.shape, self.inputs)
         block, place = indices // BLOCK, indices % BLOCK
         together = 2 if self.kind == "bf16" else 4
