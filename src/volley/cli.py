@@ -14,7 +14,6 @@ from volley.bench.tasks import BenchConfig
 from volley.config import CapacityConfig, DecodingConfig
 from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
-from volley.native import Weights
 from volley.options import Without, expand
 from volley.prompts import Conversation, load_prompts
 from volley.serve.config import ServeConfig
@@ -64,9 +63,9 @@ class ModelOptions:
     """Data type of both models."""
     device: str = "cpu"
     """Torch device, such as cpu or cuda."""
-    weights: Weights = "bf16"
+    weights: Literal["bf16", "int8", "int4"] = "bf16"
     """How a CPU keeps the target's weights: bf16, or int8 and int4 codes of them. Codes change what the target computes."""
-    draft_weights: Weights = "bf16"
+    draft_weights: Literal["bf16", "int8", "int4"] = "bf16"
     """How it keeps those of drafting, the head among them: codes change how much is accepted, never what comes out."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
