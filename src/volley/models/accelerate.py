@@ -38,8 +38,7 @@ class SharedProjection:
 
     def project(self, x: Tensor, index: int) -> Tensor:
         if x is not self.input:
-            product = self.together(x)
-            self.outputs = torch.split(product, self.sizes, dim=-1) if len(self.sizes) > 1 else (product,)
+            self.outputs = torch.split(self.together(x), self.sizes, dim=-1)
             self.input = x
         output = self.outputs[index]
         if index == len(self.sizes) - 1:  # layers are called in order, so no result outlives a pass

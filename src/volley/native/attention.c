@@ -3,8 +3,7 @@
  */
 #include "attention.h"
 
-
-#define FEW 65536   /* products of a query and a key below which a second thread costs more than it takes over */
+#define FEW 65536  /* products of a query and a key below which a second thread costs more than it takes over */
 #define PART 64    /* keys that are looked at together; parts begin at positions that are multiples of it */
 #define VECTORS 64 /* queries (tokens times heads that share keys) that are computed together */
 #define LARGEST 256
@@ -20,7 +19,7 @@ typedef struct {
     bf16 turned[VECTORS * LARGEST]; /* queries: [vectors / 16][dim / 32][16 pairs of numbers][16 vectors][2] */
 } Work;
 
-static void score_plain(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
+FOR_EACH_CPU static void score_plain(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
     for (int key = 0; key < count; key++)
         for (int v = 0; v < vectors; v++) {
             const bf16 *query = work->gathered + v * dim;
@@ -33,27 +32,16 @@ static void score_plain(Work *work, const bf16 *const *keys, int count, int vect
         }
 }
 
-static void mix_plain(Work *work, const bf16 *const *values, int begin, int count, int v, int dim) {
-    for (int key = begin; key < count; key++) {
-        float weight = widen(work->weights[v][key]);
-        for (int i = 0; i < dim; i++) work->mixed[v][i] += weight * widen(values[key][i]);
-    }
-}
-
-FOR_EACH_CPU static void part_plain(Work *work, const bf16 *const *keys, const bf16 *const *values, int count, int vectors,
-                                    int dim, float scale) {
-    (void)values;
-    score_plain(work, keys, count, vectors, dim, scale);
-}
-
-FOR_EACH_CPU static void mix_part_plain(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
-    for (int v = 0; v < vectors; v++) mix_plain(work, values, 0, count, v, dim);
+FOR_EACH_CPU static void mix_plain(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
+    for (int v = 0; v < vectors; v++)
+        for (int key = 0; key < count; key++) {
+            float weight = widen(work->weights[v][key]);
+            for (int i = 0; i < dim; i++) work->mixed[v][i] += weight * widen(values[key][i]);
+        }
 }
 
 #if X86
-DOT static void part_dot(Work *work, const bf16 *const *keys, const bf16 *const *values, int count, int vectors, int dim,
-                         float scale) {
-    (void)values;
+DOT static void score_dot(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
     for (int key = 0; key < count; key++) {
         __m512i own[LARGEST / 32];
         for (int i = 0; i < dim / 32; i++) own[i] = _mm512_loadu_si512(keys[key] + 32 * i);
@@ -87,7 +75,7 @@ DOT static void pair_values(Work *work, const bf16 *const *values, int count, in
     }
 }
 
-DOT static void mix_part_dot(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
+DOT static void mix_dot(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
     int pairs = (count + 1) / 2;
     pair_values(work, values, count, pairs, dim);
     for (int v = 0; v < vectors; v++)
@@ -153,9 +141,7 @@ DOT static void transpose(float (*from)[16], float *to, float scale) {
     }
 }
 
-AMX static void part_amx(Work *work, const bf16 *const *keys, const bf16 *const *values, int count, int vectors, int dim,
-                         float scale) {
-    (void)values;
+AMX static void score_amx(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
     int tiles = (vectors + 15) / 16, key_tiles = (count + 15) / 16;
     for (int key = 0; key < count; key++) memcpy(work->keys + key * dim, keys[key], dim * sizeof(bf16));
     memset(work->keys + count * dim, 0, (key_tiles * 16 - count) * dim * sizeof(bf16));
@@ -174,7 +160,7 @@ AMX static void part_amx(Work *work, const bf16 *const *keys, const bf16 *const 
         }
 }
 
-AMX static void mix_part_amx(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
+AMX static void mix_amx(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
     int tiles = (vectors + 15) / 16;
     pair_values(work, values, count, PART / 2, dim);
     __asm__ volatile("" ::: "memory");
@@ -191,7 +177,7 @@ AMX static void mix_part_amx(Work *work, const bf16 *const *values, int count, i
 }
 #endif
 
-typedef void (*Score)(Work *, const bf16 *const *, const bf16 *const *, int, int, int, float);
+typedef void (*Score)(Work *, const bf16 *const *, int, int, int, float);
 typedef void (*Mix)(Work *, const bf16 *const *, int, int, int);
 
 /* Weights of one part for one vector, whose visible keys are [begin, end) of it; what was mixed so far is scaled down if a
@@ -221,7 +207,8 @@ FOR_EACH_CPU static void finish(const float *mixed, float sum, bf16 *out, int di
     for (int i = 0; i < dim; i++) out[i] = narrow(mixed[i] / sum);
 }
 
-static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit, int64_t from, int64_t rows, int64_t head, Score score, Mix mix) {
+static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit, int64_t from, int64_t rows, int64_t head,
+                   Score score, Mix mix) {
     Work work;
     int group = (int)(call->heads / call->shared), dim = (int)call->dim, vectors = (int)rows * group;
     int64_t lowest = INT64_MAX, highest = 0, row0 = unit->row + from;
@@ -240,7 +227,7 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
     memset(work.scores, 0, padded * sizeof work.scores[0]);
     memset(work.weights, 0, padded * sizeof work.weights[0]);
 #if X86
-    if (score == part_amx) configure(), turn_queries(&work, vectors, dim);
+    if (score == score_amx) configure(), turn_queries(&work, vectors, dim);
 #endif
     for (int64_t part = lowest / PART * PART; part < highest; part += PART) {
         const bf16 *keys[PART], *values[PART];
@@ -251,7 +238,7 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
             keys[position - part] = call->key_pool + place, values[position - part] = call->value_pool + place;
         }
         int count = (int)(end - part);
-        score(&work, keys, values, count, vectors, dim, call->scale);
+        score(&work, keys, count, vectors, dim, call->scale);
         for (int v = 0; v < vectors; v++) {
             int64_t row = row0 + v / group;
             int64_t own = plan->begins[row] > begin ? plan->begins[row] : begin;
@@ -264,18 +251,18 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
         mix(&work, values, count, vectors, dim);
     }
 #if X86
-    if (score == part_amx) release();
+    if (score == score_amx) release();
 #endif
     for (int v = 0; v < vectors; v++)
         finish(work.mixed[v], work.sum[v], call->out + ((row0 + v / group) * call->heads + head * group + v % group) * dim, dim);
 }
 
 void attend_all(const AttentionCall *call, const Plan *plan) {
-    Score score = part_plain;
-    Mix mix = mix_part_plain;
+    Score score = score_plain;
+    Mix mix = mix_plain;
 #if X86
-    if (__builtin_cpu_supports("avx512bf16") && call->dim % 32 == 0) score = part_dot, mix = mix_part_dot;
-    if (has_tiles && call->dim % 32 == 0) score = part_amx, mix = mix_part_amx;
+    if (__builtin_cpu_supports("avx512bf16") && call->dim % 32 == 0) score = score_dot, mix = mix_dot;
+    if (has_tiles && call->dim % 32 == 0) score = score_amx, mix = mix_amx;
 #endif
     int64_t tile = VECTORS / (call->heads / call->shared), pieces = 0;
     for (int64_t u = 0; u < plan->num_units; u++) pieces += (plan->units[u].rows + tile - 1) / tile;
