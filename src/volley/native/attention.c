@@ -97,19 +97,6 @@ DOT static void mix_dot(Work *work, const bf16 *const *values, int count, int ve
 
 /* ---- with tiles: 16 keys by 16 queries, then 16 queries by 16 numbers ---- */
 
-AMX static void configure(void) {
-    struct {
-        uint8_t palette, start, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
-    __asm__ volatile("" : "+m"(config)); /* the compiler does not know that it is read */
-    _tile_loadconfig(&config);
-}
-
-AMX static void release(void) { _tile_release(); }
-
 static void turn_queries(Work *work, int vectors, int dim) {
     for (int tile = 0; tile < (vectors + 15) / 16; tile++)
         for (int pair = 0; pair < dim / 2; pair++)
@@ -227,7 +214,7 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
     memset(work.scores, 0, padded * sizeof work.scores[0]);
     memset(work.weights, 0, padded * sizeof work.weights[0]);
 #if X86
-    if (score == score_amx) configure(), turn_queries(&work, vectors, dim);
+    if (score == score_amx) load_tiles(whole_tiles()), turn_queries(&work, vectors, dim);
 #endif
     for (int64_t part = lowest / PART * PART; part < highest; part += PART) {
         const bf16 *keys[PART], *values[PART];
@@ -251,7 +238,7 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
         mix(&work, values, count, vectors, dim);
     }
 #if X86
-    if (score == score_amx) release();
+    if (score == score_amx) release_tiles();
 #endif
     for (int v = 0; v < vectors; v++)
         finish(work.mixed[v], work.sum[v], call->out + ((row0 + v / group) * call->heads + head * group + v % group) * dim, dim);

@@ -13,6 +13,28 @@
 #define DOT __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni")))
 #define AMX __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
 extern int has_tiles; /* AMX is there, and this process may use it */
+
+typedef struct { /* of the eight tiles: bytes of a row, and rows */
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Tiles;
+
+/* The compiler does not know that tiles, and their configuration, are loaded from memory. */
+#define WRITTEN(variable) __asm__ volatile("" : "+m"(variable))
+
+static inline Tiles whole_tiles(void) {
+    Tiles config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    return config;
+}
+
+AMX static inline void load_tiles(Tiles config) {
+    WRITTEN(config);
+    _tile_loadconfig(&config);
+}
+
+AMX static inline void release_tiles(void) { _tile_release(); }
 #else
 #define X86 0
 #define FOR_EACH_CPU

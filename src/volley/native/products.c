@@ -51,23 +51,12 @@ int has_tiles;
 
 #define MOST 64 /* rows that share one look at a block */
 
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} Tiles;
-
-/* The compiler does not know that tiles are loaded from memory. */
-#define WRITTEN(variable) __asm__ volatile("" : "+m"(variable))
-
 /* Accumulators 0 to 3 for up to 64 rows, 4 and 5 for inputs (5 has the rows of the last accumulator), 6 for weights. */
 AMX static void configure(int64_t rows) {
     int64_t tiles = (rows + 15) / 16;
-    Tiles config = {.palette = 1};
-    for (int i = 0; i < 7; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    Tiles config = whole_tiles();
     config.rows[tiles - 1] = config.rows[5] = (uint8_t)(rows - (tiles - 1) * 16);
-    WRITTEN(config);
-    _tile_loadconfig(&config);
+    load_tiles(config);
 }
 
 AMX static inline __attribute__((always_inline)) void zero_tiles(void) {
@@ -76,8 +65,6 @@ AMX static inline __attribute__((always_inline)) void zero_tiles(void) {
     _tile_zero(2);
     _tile_zero(3);
 }
-
-AMX static void release(void) { _tile_release(); }
 
 #define PREFETCH(place)                                                                             \
     for (int line = 0; line < 16; line++) _mm_prefetch((const char *)(place) + 64 * line, _MM_HINT_T0)
@@ -283,7 +270,7 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
             for (int64_t r = 0; r < count; r++) finish(product, sums[r], out + (from + r) * product->outputs, add, block);
         }
     }
-    if (configured) release();
+    if (configured) release_tiles();
 }
 
 /* Whether products run here. Tiles, where there are any, must be asked for once in a process. */
