@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import CHAT, openai_client
-from tests.serve.test_tools import SCHEMA, TEMPLATE
+from tests.serve.test_tools import SCHEMA, templated
 
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
@@ -19,11 +19,8 @@ THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_b
 
 @pytest.fixture(scope="module")
 def server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    file = tmp_path_factory.mktemp("template") / "chat.jinja"
-    file.write_text(TEMPLATE)
-    with running(tiny.engine(), chat_template=file) as server:
+    with templated(tiny, tmp_path_factory.mktemp("template")) as server:
         yield server
-        server.settle()
 
 
 @pytest.fixture(scope="module")

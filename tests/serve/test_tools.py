@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,20 @@ TIME: Any = {"type": "function", "function": {"name": "time"}}
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.fixture(scope="module")
-def server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    file = tmp_path_factory.mktemp("template") / "chat.jinja"
+@contextmanager
+def templated(tiny: Tiny, folder: Path) -> Iterator[Running]:
+    """A server whose chat template knows tools; it must be left idle."""
+    file = folder / "chat.jinja"
     file.write_text(TEMPLATE)
     with running(tiny.engine(), chat_template=file) as server:
         yield server
         server.settle()
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with templated(tiny, tmp_path_factory.mktemp("template")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
