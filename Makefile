@@ -1,5 +1,6 @@
 # make demo   install, then stream three answers from the bundled pair and compare them with plain decoding
 # make test   install, then lint, type-check, check the import contract and run the tests
+# make browser   install Debian's Chromium if there is no browser, for the test of the dashboard (as root)
 # make test-fresh   run the property tests on examples that no run has seen; SEED=... repeats a run
 # make test-vllm   install vLLM's CPU build into an environment of its own, then run the tests that need it
 # make test-llamacpp   build llama.cpp if it is not there, then compare volley with it
@@ -15,7 +16,7 @@ VLLM := .venv-vllm
 PEERS := .peers
 LLAMA_CPP := llama_cpp_python-0.3.36
 
-.PHONY: demo test test-fresh test-vllm test-llamacpp peers reference clean
+.PHONY: demo test browser test-fresh test-vllm test-llamacpp peers reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/volley demo
@@ -26,6 +27,10 @@ test: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest --cov --cov-report=term:skip-covered
+
+browser:
+	command -v chromium || command -v chromium-browser || command -v google-chrome || \
+		{ apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends chromium; }
 
 test-fresh: SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 test-fresh: $(INSTALLED)

@@ -54,6 +54,9 @@ WORDS = (
     "date_of_birth",
 )
 FORMATS = ("date", "time", "uuid", "ipv4", "email")
+RFC_TIME = re.compile(
+    r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(z|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII | re.IGNORECASE
+)
 ROWS = 16
 
 
@@ -109,9 +112,20 @@ def a_value(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def checker() -> jsonschema.FormatChecker:
-    """Formats as the package checks them, but RFC 3339 has a year 0000, a leap year, which Python's dates lack."""
+    """Formats as the package checks them, but for two of RFC 3339.
+
+    It has a year 0000, a leap year, which Python's dates lack, and its times have an offset; the package knows times of draft 3.
+    """
     formats = jsonschema.FormatChecker(FORMATS)
-    formats.checks("date", ValueError)(lambda text: bool(date.fromisoformat(re.sub("^0000", "2000", text))))
+
+    @formats.checks("date", ValueError)
+    def is_date(value: object) -> bool:
+        return not isinstance(value, str) or bool(date.fromisoformat(re.sub("^0000", "2000", value)))
+
+    @formats.checks("time")
+    def is_time(value: object) -> bool:
+        return not isinstance(value, str) or RFC_TIME.fullmatch(value) is not None
+
     return formats
 
 
@@ -239,8 +253,9 @@ def run_masks(options: argparse.Namespace) -> int:
                 best[place] = token  # a target that mostly wants what is allowed
             allowed_choices([rule], logits, best, paths)
             choosing.append(time.process_time() - started)
+            rows = logits.clone()
             started = time.process_time()
-            rule.apply(logits, paths)
+            rule.apply(rows, paths)
             applying.append(time.process_time() - started)
             for token in answer[:ROWS]:
                 rule.take(token)

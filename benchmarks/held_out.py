@@ -1,7 +1,7 @@
 """τ of the bundled pair, greedy, by domain, on prompts that neither model was trained on.
 
 python scripts/reference/make_prompts.py --data DIR --out held-out.jsonl --held-out report
-python benchmarks/held_out.py held-out.jsonl
+python benchmarks/held_out.py held-out.jsonl [DRAFTER]
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from volley import Engine, SamplingParams
+from volley.files import REFERENCE
 
 PROMPTS_PER_DOMAIN = 40
 
@@ -20,7 +21,8 @@ def main() -> None:
     for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         chats[row["domain"]].append(row["messages"])
-    engine = Engine.from_pretrained(policy="fixed")
+    drafter = sys.argv[2] if len(sys.argv) > 2 else "reference"
+    engine = Engine.from_pretrained(REFERENCE / "target", drafter=drafter, policy="fixed")
     every: list[int] = []
     print("| domain | prompts | cycles | τ |\n|---|---|---|---|")
     for domain, found in chats.items():

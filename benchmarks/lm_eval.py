@@ -25,6 +25,7 @@ from volley import Engine
 from volley.files import REFERENCE
 from volley.serve.config import ServeConfig
 from volley.serve.server import Server
+from volley.serve.service import Service
 
 TOLERANCE = 1e-3
 TASKS = {
@@ -86,7 +87,8 @@ def evaluate(lm_eval: Path, tasks: Path, out: Path, model: str, arguments: dict[
 
 def serve(engine: Engine, task: Any) -> Any:
     """What ``task`` says of a server of this engine, given its address."""
-    server = Server(engine, ServeConfig(port=0), "volley-reference")
+    config = ServeConfig(port=0)
+    server = Server([Service(engine, config, "volley-reference")], config)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import volley.cli
 from volley.cli import app, main
-from volley.errors import InputError
+from volley.errors import ConfigError, InputError
 from volley.models.drafter import Drafter
 from volley.train.options import TrainConfig
 
@@ -141,6 +141,30 @@ def test_generate_answers_a_file_turn_by_turn(tiny_pair: TinyPair, tmp_path: Pat
     assert "p/2: τ" in statistics
     single, _ = run("generate", "Hello", "--max-tokens", 6, *pair)
     assert single == one["messages"][1]["content"] + "\n"
+
+
+def test_thinking_reaches_the_chat_template(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    folder = tmp_path / "thinks"
+    shutil.copytree(tiny_pair.target, folder)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'T' if enable_thinking else 'F' }}"
+    (folder / "chat_template.jinja").write_text(template)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n')
+    common = ("--max-tokens", 6, "--target", folder, "--drafter", "none", *FAST)
+    for switch, text in (("--thinking", "HelloT"), ("--no-thinking", "HelloF")):
+        expected, _ = run("generate", text, "--raw", *common)
+        answer, _ = run("generate", "Hello", switch, *common)
+        assert answer == expected
+        line, _ = run("generate", "--prompts", prompts, switch, *common)
+        assert json.loads(line)["messages"][1]["content"] + "\n" == expected
+    with pytest.raises(ConfigError, match="raw goes without the chat template"):
+        run("generate", "Hello", "--raw", "--thinking", *common)
+    with pytest.raises(ConfigError, match="no thinking switch"):
+        run("generate", "Hello", "--thinking", "--target", tiny_pair.target, *FAST)
+    out = tmp_path / "bench"
+    measured = ("--datasets", prompts, "--num-prompts", 1, "--repeats", 1, "--out", out)
+    run("bench", "--no-thinking", *measured, *common)
+    assert json.loads((out / "report.json").read_text())["config"]["thinking"] is False
 
 
 def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None:

@@ -54,6 +54,21 @@ def test_acceptance_length_is_the_published_one(engine: Engine) -> None:
     assert sum(lengths) / len(lengths) == pytest.approx(TAU, rel=0.03)
 
 
+def test_the_markov_drafter_has_its_name_and_lies_between_the_others(engine: Engine) -> None:
+    """The head that other programs know: better than none, and no answer changes."""
+    chats = [[{"role": "user", "content": text}] for text in TAU_PROMPTS]
+    tau, answers = [], []
+    for name in ("reference-dflash", "reference-markov", "reference"):
+        each = Engine.from_pretrained(engine.target, drafter=name, policy="fixed")
+        results = list(each.generate(chats, SamplingParams(max_tokens=48)))
+        lengths = [length for result in results for length in result.stats.accepted_lengths]
+        tau.append(sum(lengths) / len(lengths))
+        answers.append([result.token_ids for result in results])
+    assert answers[0] == answers[1] == answers[2]
+    assert tau[1] > 1.03 * tau[0]
+    assert tau[1] > 0.85 * tau[2]
+
+
 def test_a_seed_gives_the_tokens_of_plain_decoding(engine: Engine) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
     matching = Engine(engine.target, engine.drafter, verification="match")

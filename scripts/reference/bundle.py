@@ -89,8 +89,10 @@ def write_drafter(source: Path, out: Path) -> None:
         assert "fc.weight" in weights.keys(), "a drafter has its feature projection"  # noqa: SIM118
     head = config.get("head")
     kind = "DFlash drafter in z-lab's format"
+    if head:
+        kind = f"DFlash drafter with a {head['type']} head of rank {head['rank']}"
     card = DRAFTER_CARD.format(
-        kind=f"DFlash drafter with a {head['type']} head of rank {head['rank']}" if head else kind,
+        kind=kind,
         layers=config["num_hidden_layers"],
         block=config["block_size"],
         taps=config["dflash_config"]["target_layer_ids"],
@@ -112,13 +114,15 @@ if __name__ == "__main__":
     parser.add_argument("--target", type=Path, help="folder of the target's training")
     parser.add_argument("--drafter", type=Path, help="folder of the training of the drafter to use")
     parser.add_argument("--dflash", type=Path, help="folder of the training of the plain DFlash drafter")
+    parser.add_argument("--markov", type=Path, help="folder of the training of the drafter with a Markov head")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.target is not None:
         write_target(options.target, options.out / "target")
-    for source, name in ((options.drafter, "drafter"), (options.dflash, "drafter-dflash")):
+    for kind in ("drafter", "dflash", "markov"):
+        source = getattr(options, kind)
         if source is not None:
-            write_drafter(source, options.out / name)
+            write_drafter(source, options.out / ("drafter" if kind == "drafter" else f"drafter-{kind}"))
     total = sum(file.stat().st_size for file in options.out.rglob("*.safetensors"))
     if total > LIMIT_BYTES:
         raise SystemExit(

@@ -23,7 +23,9 @@ def is_one_prompt(prompts: Any) -> bool:
     )
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt) -> list[int]:
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt, *, thinking: bool | None = None
+) -> list[int]:
     """The token ids of a string, of a list of token ids as it is, or of chat messages through the chat template."""
     if prompt and all(isinstance(part, int) for part in prompt):
         return list(cast(Sequence[int], prompt))
@@ -35,7 +37,8 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt) -
     if tokenizer is None:
         raise InputError("this target was loaded without a tokenizer; pass prompts as lists of token ids")
     if is_chat:
-        return encode_chat(tokenizer, cast(Sequence[Message], prompt))
+        check_template(tokenizer, thinking)
+        return encode_chat(tokenizer, cast(Sequence[Message], prompt), thinking=thinking)
     token_ids = list(tokenizer(prompt)["input_ids"])
     if not token_ids:
         raise InputError("the prompt is empty; give at least one token to continue from")

@@ -58,13 +58,15 @@ class ModelOptions:
     target: str | None = None
     """Target: folder, hub name or GGUF file; by default the bundled one."""
     drafter: str | None = None
-    """Drafter: folder or GGUF file, or 'none' for plain decoding; the bundled target comes with its own."""
+    """Drafter: folder or GGUF file, or 'none' for plain decoding; the bundled target comes with its own, and with
+    reference-dflash and reference-markov."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Data type of both models."""
-    device: str = "cpu"
-    """Torch device, such as cpu or cuda."""
-    weights: Literal["bf16", "int8", "int4"] = "bf16"
-    """How a CPU keeps the target's weights: bf16, or int8 and int4 codes of them. Codes change what the target computes."""
+    device: str = "auto"
+    """Torch device, such as cpu or cuda; auto is the GPU if there is one."""
+    weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
+    """How a CPU keeps the target's weights: bf16, or int8 and int4 codes of them, which change what the target computes; auto
+    is bf16, but codes for a GGUF file of codes."""
     draft_weights: Literal["bf16", "int8", "int4"] = "bf16"
     """How it keeps those of drafting, the head among them: codes change how much is accepted, never what comes out."""
     threads: int | None = None
@@ -137,6 +139,10 @@ def generate(
         list[str] | None, typer.Option(help="NAME=VALUE for a diffusion language model; may be repeated.")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
+    thinking: Annotated[
+        bool | None,
+        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
     ] = False,
@@ -145,10 +151,7 @@ def generate(
 
     On a terminal, text that the drafter had proposed is coloured. Statistics go to standard error.
     """
-    if (prompt is None) == (prompts is None):
-        raise ConfigError("give either a prompt or --prompts FILE")
-    if prompt == "":
-        raise InputError("the prompt is empty; give at least one word to answer")
+    _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley import console
     from volley.types import DiffusionParams, SamplingParams
@@ -164,19 +167,28 @@ def generate(
         draft_adapter=str(adapter) if adapter else None,
         diffusion=DiffusionParams.from_words(diffusion) if diffusion else None,
     )
-    if compare and prompts is not None:
-        raise ConfigError("--compare looks at one prompt; for many, use volley bench")
     engine = load_engine(models, decoding, capacity)
     if adapter is not None:
         engine.load_adapter(str(adapter), adapter)
     if prompts is not None:
-        _answer_file(engine, conversations, params, raw)
+        _answer_file(engine, conversations, params, raw=raw, thinking=thinking)
         return
-    asked: Any = prompt if raw else [{"role": "user", "content": prompt}]
+    asked: Any = prompt if raw else engine.encode([{"role": "user", "content": prompt or ""}], thinking=thinking)
     result = console.stream(engine, asked, params, console.stdout())
     console.stderr().print(console.describe(result))
     if compare:
         _compare_with_plain(engine, asked, params)
+
+
+def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool, raw_and_thinking: bool) -> None:
+    if (prompt is None) == (prompts is None):
+        raise ConfigError("give either a prompt or --prompts FILE")
+    if prompt == "":
+        raise InputError("the prompt is empty; give at least one word to answer")
+    if raw_and_thinking:
+        raise ConfigError("--raw goes without the chat template, which thinking is a setting of; give one of them")
+    if compare and prompts is not None:
+        raise ConfigError("--compare looks at one prompt; for many, use volley bench")
 
 
 def _compare_with_plain(engine: "Engine", asked: Any, params: "SamplingParams") -> None:
@@ -188,11 +200,15 @@ def _compare_with_plain(engine: "Engine", asked: Any, params: "SamplingParams") 
     _print_comparison(engine, console.compare(engine, plain, asked, params), asked, greedy=params.temperature == 0)
 
 
-def _answer_file(engine: "Engine", conversations: list[Conversation], params: "SamplingParams", raw: bool) -> None:
+def _answer_file(
+    engine: "Engine", conversations: list[Conversation], params: "SamplingParams", *, raw: bool, thinking: bool | None
+) -> None:
     """Answers as JSONL on standard output, a line about each on standard error."""
     from volley import console
 
-    for conversation, messages, results in console.answer_all(engine, conversations, params, raw=raw):
+    for conversation, messages, results in console.answer_all(
+        engine, conversations, params, raw=raw, thinking=thinking
+    ):
         row = {
             "id": conversation.id,
             "messages": messages,
@@ -334,11 +350,17 @@ def serve(
 ) -> None:
     """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
     assert engine == "volley"
-    loaded = load_engine(models, decoding, capacity)
+    from volley.serve.model_file import override, read_models
     from volley.serve.server import serve as run
+    from volley.serve.service import Service
 
-    name = "volley-reference" if models.target is None else Path(models.target).resolve().name
-    run(loaded, config, config.served_model_name or name)
+    usual = "volley-reference" if models.target is None else Path(models.target).resolve().name
+    described = read_models(config.models) if config.models else {config.served_model_name or usual: {}}
+    services = []
+    for name, options in described.items():
+        *sizes, own = override(name, options, models, decoding, capacity, config)
+        services.append(Service(load_engine(*sizes), own, name))
+    run(services, config)
 
 
 @app.command()

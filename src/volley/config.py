@@ -55,6 +55,8 @@ class DecodingConfig(DraftingConfig):
     """How the target's K/V are kept; auto: in the models' data type. Another type changes what the target computes."""
     draft_kv_dtype: KVDtype = "auto"
     """How the drafter's K/V are kept."""
+    exact: bool = False
+    """Refuse a model, machine or setting with which a token's logits can depend on what else is in the pass."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,25 +108,31 @@ class DecodingConfig(DraftingConfig):
 class CapacityConfig:
     """How much an engine holds and does at once."""
 
-    max_running: int = 64
-    """Requests decoded at once."""
-    max_batch_tokens: int = 512
-    """Tokens of one target pass. Chains always take part; prompts, trees and copies share what they leave, prompts at least an
-    eighth."""
+    max_running: int | None = None
+    """Requests decoded at once; by default 64 on a CPU and 256 on a GPU."""
+    max_batch_tokens: int | None = None
+    """Tokens of one target pass, by default 512 on a CPU and 4096 on a GPU. Requests that draft sit out while prompts are due;
+    otherwise chains take part first, and prompts, trees and copies share what they leave."""
     page_size: int = 16
     """Tokens of a page of K/V."""
     num_pages: int | None = None
-    """Pages that hold all K/V; by default up to 1 GiB."""
+    """Pages that hold all K/V; by default up to 1 GiB on a CPU, and 0.9 of what a GPU has left beside weights and a pass."""
+    kv_mib: float | None = None
+    """MiB of all K/V, target's and drafter's, instead of a number of pages."""
     prefix_caching: bool = True
     """Let prompts that begin alike share pages."""
     num_states: int | None = None
     """Recurrent states of a hybrid target, of running requests and of prefixes; by default up to 1 GiB."""
 
     def __post_init__(self) -> None:
-        if self.max_batch_tokens < 1 or self.max_running < 1:
+        if any(size is not None and size < 1 for size in (self.max_batch_tokens, self.max_running)):
             raise ConfigError("max_batch_tokens and max_running must be at least 1")
         if self.page_size < 1:
             raise ConfigError(f"page_size is {self.page_size}; a page holds at least 1 token")
+        if self.kv_mib is not None and self.num_pages is not None:
+            raise ConfigError("kv_mib and num_pages both say what K/V take; give one of them")
+        if self.kv_mib is not None and not self.kv_mib > 0:
+            raise ConfigError(f"kv_mib is {self.kv_mib}; it must be more than 0")
         if self.num_states is not None and self.num_states < 2:
             raise ConfigError(f"num_states is {self.num_states}; a request and a prefix need at least 2")
 

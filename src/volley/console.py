@@ -146,14 +146,21 @@ def demo(engine: "Engine", out: Console) -> bool:
 
 
 def answer_all(
-    engine: "Engine", conversations: Sequence[Conversation], params: SamplingParams, *, raw: bool
+    engine: "Engine",
+    conversations: Sequence[Conversation],
+    params: SamplingParams,
+    *,
+    raw: bool,
+    thinking: bool | None = None,
 ) -> Iterator[tuple[Conversation, list[Message], list[GenerationResult]]]:
     """Answer every turn of every conversation, all conversations at once, turn by turn; yields them in order."""
     chats: list[list[Message]] = [list(c.messages) for c in conversations]
     results: list[list[GenerationResult]] = [[] for _ in conversations]
     for turn in range(max(c.num_answers for c in conversations)):
         asked = [i for i, c in enumerate(conversations) if turn < c.num_answers]
-        prompts = [conversations[i].raw if raw else list(chats[i]) for i in asked]
+        prompts = [
+            engine.encode(conversations[i].raw if raw else chats[i], thinking=None if raw else thinking) for i in asked
+        ]
         for i, result in zip(asked, engine.generate(prompts, params), strict=True):
             results[i].append(result)
             chats[i].append({"role": "assistant", "content": result.text})

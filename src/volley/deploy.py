@@ -30,15 +30,22 @@ class ExportOptions:
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Folder of a drafter.")],
+    path: Annotated[Path, typer.Argument(help="Folder or GGUF file of a drafter, or of a target.")],
     target: Annotated[
         str | None, typer.Option(help="Check that the drafter fits this target: folder or hub name.")
     ] = None,
 ) -> None:
-    """Say what a drafter's checkpoint is, for which target, and what is wrong with it. Exit code 1 if anything is."""
+    """Say what a drafter's checkpoint is, for which target, and what is wrong with it. Exit code 1 if anything is.
+
+    Of a target: its shape, how it is quantised, and whether its answers are the same bits whatever else is in a pass.
+    """
     from volley.models.diagnosis import diagnose
 
     found = diagnose(path, target)
+    if found.of_target and not found.problems:
+        from volley.engine.exactness import foresee_exactness
+
+        found.facts["answers are exact to the bit"] = foresee_exactness(path)
     typer.echo(f"{path}: {found.title}")
     for name, fact in found.facts.items():
         typer.echo(f"  {name}: {fact}")

@@ -56,6 +56,11 @@ def check_keys(what: str, given: Iterable[str], known: Collection[str]) -> None:
 def unknown_key(what: str, key: str, known: Iterable[str]) -> ConfigError:
     """The error for a key nobody reads; names the nearest known one."""
     known = sorted(known)
-    near = difflib.get_close_matches(key, known, n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    remedy = did_you_mean(key, known) or f"known: {', '.join(known)}"
     return ConfigError(f"unknown {what} {key!r}; {remedy}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names the known name nearest to ``name``; empty if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""

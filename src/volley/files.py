@@ -15,7 +15,9 @@ from torch import Tensor
 from volley.errors import CheckpointError, ConfigError
 
 REFERENCE = Path(__file__).parent / "reference"
-"""The bundled pair: ``target``, ``drafter`` and ``drafter-dflash``, which is without a sequential head."""
+"""The bundled pair: ``target``, ``drafter``, ``drafter-dflash`` without a sequential head, ``drafter-markov`` with another."""
+BUNDLED_DRAFTERS = {f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in ("", "-dflash", "-markov")}
+"""Names that stand for folders where a drafter's folder is asked for."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

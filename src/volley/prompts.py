@@ -5,9 +5,10 @@ A row of a prompt file has ``prompt`` (one user message), ``messages`` (a chat t
 hub.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ class Conversation:
     id: str
     messages: tuple[Message, ...]
     turns: tuple[str, ...] = ()
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Of a dataset: the whole row, with what an answer is judged by."""
 
     @property
     def num_answers(self) -> int:
@@ -51,9 +54,47 @@ class Dataset:
     """Kept for evaluation: nothing may be trained on it."""
     test_rows: bool | None = None
     """MBPP's file holds both sides of its split; this picks one by ``task_id``."""
+    prompt: Callable[[Mapping[str, Any]], str] | None = None
+    """Writes the prompt, where a column does not hold it."""
 
     def has(self, row: Mapping[str, Any]) -> bool:
         return self.test_rows is None or (int(row["task_id"]) in _TEST_ROWS_OF_MBPP) == self.test_rows
+
+
+GPQA_WRONG = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
+
+
+def gpqa_choices(row: Mapping[str, Any]) -> list[str]:
+    """The four answers to a question of GPQA in an order that depends on the question alone."""
+    choices = [str(row[key]).strip() for key in ("Correct Answer", *GPQA_WRONG)]
+    return sorted(choices, key=lambda choice: hashlib.sha256(f"{row['Question']}\n{choice}".encode()).digest())
+
+
+def _gpqa_prompt(row: Mapping[str, Any]) -> str:
+    """As in OpenAI's simple-evals, which the papers use."""
+    choices = "\n".join(f"{letter}) {choice}" for letter, choice in zip("ABCD", gpqa_choices(row), strict=True))
+    return (
+        "Answer the following multiple choice question. The last line of your response should be of the following format: "
+        "'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step before answering.\n\n"
+        f"{row['Question']}\n\n{choices}"
+    )
+
+
+def _livecodebench_prompt(row: Mapping[str, Any]) -> str:
+    """As in LiveCodeBench's own runner (generic chat models)."""
+    starter = row.get("starter_code") or ""
+    how = (
+        "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+        if starter
+        else "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample "
+        "inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the "
+        "inputs, runs the algorithm and writes output to STDOUT."
+    )
+    return (
+        "You will be given a question (problem specification) and will generate a correct Python program that matches the "
+        f"specification and passes all tests.\n\n### Question:\n{row['question_content']}\n\n### Format: {how}\n"
+        f"```python\n{starter or '# YOUR CODE HERE'}\n```\n\n### Answer: (use the provided format with backticks)\n\n"
+    )
 
 
 DATASETS = {
@@ -65,6 +106,15 @@ DATASETS = {
     "mbpp": Dataset("mbpp.jsonl", "text", ("google-research-datasets/mbpp", "full", "test"), test_rows=True),
     "mbpp-train": Dataset(
         "mbpp.jsonl", "text", ("google-research-datasets/mbpp", "full", "train"), evaluation=False, test_rows=False
+    ),
+    "gpqa": Dataset(
+        "gpqa_diamond.jsonl", "Question", ("Idavidrein/gpqa", "gpqa_diamond", "train"), prompt=_gpqa_prompt
+    ),
+    "livecodebench": Dataset(
+        "livecodebench.jsonl",
+        "question_content",
+        ("livecodebench/code_generation_lite", None, "test"),
+        prompt=_livecodebench_prompt,
     ),
     "mt-bench": Dataset("mt_bench.jsonl", "turns", ("philschmid/mt-bench", None, "train")),
     "alpaca": Dataset("alpaca_80.jsonl", "turns", ("tatsu-lab/alpaca", None, "train")),
@@ -168,10 +218,10 @@ def _dataset_rows(name: str, data_dir: Path | None) -> Iterator[Conversation]:
             column = "prompt"
         if column not in row:
             raise InputError(f"row {index} of {name} has no {dataset.column!r}; is {dataset.file} another dataset?")
-        value = row[column]
+        value = row[column] if dataset.prompt is None else dataset.prompt(row)
         turns: Sequence[str] = [value] if isinstance(value, str) else list(value)
         messages = ({"role": "user", "content": turns[0]},)
-        yield Conversation(f"{name}/{index}", messages, tuple(turns[1:]))
+        yield Conversation(f"{name}/{index}", messages, tuple(turns[1:]), row)
 
 
 def _folder_rows(folder: Path, dataset: Dataset) -> Iterator[Mapping[str, Any]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from volley.bench.measure import BenchEngine, TimedResults, engine_runner, identical_share, measure
+from volley.bench.measure import BenchEngine, Runner, TimedResults, engine_runner, identical_share, measure
+from volley.bench.report import summarise, to_markdown
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.config import DecodingConfig
 from volley.errors import ConfigError, InputError
@@ -248,3 +249,21 @@ def test_cases_in_reports() -> None:
         ["volley", 4, 1, 8, ""],
     ]
     assert [case.label for case in config.cases(16)] == ["plain", "goodput", "B=4", "B=4 N=8"]
+
+
+def test_answers_are_judged_alike_for_all_cases() -> None:
+    right = replace(result([1, 2]), text="It is 7.")
+    wrong = replace(result([1, 2]), text="It is 8.")
+
+    def says(answer: GenerationResult) -> Runner:
+        return lambda prompts, params: TimedResults([answer], 2.0)
+
+    runners = {PLAIN: says(right), fixed(4): says(wrong)}
+    asked = replace(conversation("a", "x"), row={"answer": "#### 7"})
+    config = BenchConfig(score=True, repeats=1)
+    records = measure(config, {"gsm8k": [asked]}, encode, runners, never).records
+    assert [(record.scored, record.right) for record in records] == [(1, 1), (1, 0)]
+    assert [summary.accuracy for summary in summarise(records)] == [1.0, 0.0]
+    assert "| 100.0 % |" in to_markdown(summarise(records))
+    unscored = measure(replace(config, score=False), {"gsm8k": [asked]}, encode, runners, never).records
+    assert "accuracy" not in to_markdown(summarise(unscored))

@@ -79,6 +79,13 @@ def slow_mask(matcher: LLMatcher, path: Sequence[int], size: int) -> set[int]:
     return set(np.flatnonzero(bits[:size]).tolist())
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    return schema
+
+
 def tokens_in(bits: Bits) -> list[int]:
     return np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
 
@@ -195,6 +202,10 @@ BAD: list[tuple[Any, str]] = [
     (lambda: Grammar.lark("start: foo"), 'the lark grammar cannot be used: .*unknown name: "foo"'),
     (lambda: Grammar.ebnf("root = 3"), "the ebnf grammar cannot be used: Expected ::= at line 1"),
     (lambda: Grammar.ebnf("root ::= " + "(" * 10**5), "the ebnf grammar cannot be used: .*recursion"),
+    (lambda: Grammar.regex("a{1000000}"), "too complex after a few tokens: .*bound repetitions lower"),
+    (lambda: Grammar.regex("((a{1000}){1000}){1000}"), "too complex"),
+    (lambda: Grammar.regex("(a?){500}a{500}"), "too complex"),
+    (lambda: Grammar.json_schema(nested(400)), "the JSON schema cannot be read .*nest it less deeply"),
     (lambda: Grammar.choice([]), "choices are one or more texts"),
     (lambda: Grammar.choice(["a", ""]), "choices are one or more texts"),
 ]

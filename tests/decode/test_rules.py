@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from volley.decode.rules import TokenRule, apply_rules, make_rules
+from volley.decode.rules import Bits, Constraint, TokenRule, apply_rules, few_tokens, make_rules, only_token
 from volley.decode.sampling import logprobs_of, token_probs
 from volley.errors import ConfigError
 from volley.types import SamplingParams
@@ -126,3 +127,34 @@ def test_top_logprobs_are_the_likeliest_in_order() -> None:
     law = logits.log_softmax(-1)
     assert [[token for token, _ in row] for row in logprobs_of(logits, [0, 0], 2)[1]] == [[1, 2], [0, 2]]
     assert logprobs_of(logits, [0, 0], 9)[1][1][2] == (1, pytest.approx(float(law[1, 1])))
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 200, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_masks_forbid_what_they_lack_and_nothing_else(size: int, share: float) -> None:
+    chance = np.random.default_rng(size)
+    allowed = chance.random((2, size)) < share
+    masks = [np.packbits(row, bitorder="little") for row in allowed]
+
+    class Given(Constraint):
+        def take(self, token_id: int) -> None:
+            pass
+
+        def mask(self, path: Sequence[int]) -> Bits | None:
+            return masks[path[0]] if path else None
+
+        def num_allowed(self, token_ids: Sequence[int]) -> int:
+            return 0
+
+    logits = torch.randn(3, size)
+    before = logits.clone()
+    expected = torch.where(torch.from_numpy(np.stack([*allowed, np.ones(size, dtype=bool)])), logits, -torch.inf)
+    assert torch.equal(apply_rules([Given()], logits, [(0,), (1,), ()]), expected)
+    by_columns = torch.empty_strided((3, size), (1, 3)).copy_(logits)  # not contiguous: the slow way
+    assert torch.equal(Given().apply(by_columns, [(0,), (1,), ()]), expected)
+    assert torch.equal(logits, before), "the rows are the caller's"
+    for row, mask in zip(allowed, masks, strict=True):
+        tokens, all_tokens = few_tokens(mask), np.flatnonzero(row).tolist()
+        assert tokens is None or tokens.tolist() == all_tokens
+        assert tokens is not None or len(all_tokens) > 16
+        assert only_token(mask) == (all_tokens[0] if len(all_tokens) == 1 else None)

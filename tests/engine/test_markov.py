@@ -4,7 +4,10 @@ The reference runs transformers' model over the whole text for the tapped states
 context and block, and then walks the block over all tokens of the vocabulary, one after the other.
 """
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ from tests.engine import test_greedy
 from tests.tiny import VOCAB, Pair, greedy, make_pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError
-from volley.models.checkpoint import HeadConfig
+from volley.files import save_tensors
+from volley.models.checkpoint import Checkpoint, HeadConfig
 from volley.models.drafter import Drafter
+from volley.models.formats import write_checkpoint
 from volley.models.heads import MarkovTables
 
 LENGTH = 32
@@ -24,6 +29,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "markov": {"head": HeadConfig(type="markov", rank=4, candidates=VOCAB)},
     "dspark": {"head": HeadConfig(type="dspark", rank=4, candidates=VOCAB)},
     "anchored": {"head": HeadConfig(type="dspark", rank=4, candidates=VOCAB), "sample_from_anchor": True},
+    "wide": {
+        "head": HeadConfig(type="dspark", rank=4, candidates=VOCAB),
+        "hidden_size": 24,
+        "target_hidden_size": 32,
+        "own_embedding": True,
+        "draft_vocab_size": VOCAB,
+    },
     "reduced": {"head": HeadConfig(type="dspark", rank=4, candidates=VOCAB), "draft_vocab_size": VOCAB // 2},
 }
 
@@ -99,6 +111,45 @@ def test_drafts_and_acceptances_are_the_references(pair: Pair, kind: str) -> Non
         assert accepted == next((i for i, token in enumerate(draft) if token != following[i]), len(draft))
     assert len(found) > 5
     assert max(len(draft) for _, draft, _ in found) == 5
+
+
+def write_deepspec(folder: Path, drafter: Drafter) -> None:
+    """As DeepSpec's trainer leaves a drafter that samples from the anchor, with an estimate of what is accepted."""
+    config = drafter.config
+    assert config.head is not None
+    raw = {key: value for key, value in config.to_json().items() if key not in ("dflash_config", "head")}
+    raw |= {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": config.block_size - 1,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+        "markov_rank": config.head.rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+    }
+    tensors = {name.replace("head.markov", "markov_head.markov"): t for name, t in drafter.state_dict().items()}
+    save_tensors(folder / "model.safetensors", {**tensors, "confidence_head.proj.weight": torch.ones(1, 36)})
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("anchored", "deepspec"), ("dspark", "speculators"), ("reduced", "speculators")]
+)
+@torch.no_grad()
+def test_checkpoints_of_others_draft_what_was_trained(pair: Pair, tmp_path: Path, kind: str, layout: str) -> None:
+    drafter, prompt = drafter_of(kind), [7, 9, 30, 2]
+    if layout == "deepspec":
+        write_deepspec(tmp_path, drafter)
+    else:
+        write_checkpoint(tmp_path, Checkpoint(drafter.config, drafter.state_dict()), "speculators")
+    loaded = Drafter.from_pretrained(tmp_path, torch.float32)
+    head = loaded.config.head
+    assert head is not None
+    loaded.config = replace(loaded.config, head=replace(head, candidates=VOCAB))
+    found, answer = drafts_of(Engine(pair.target, loaded, policy="fixed:6"), prompt)
+    assert answer == greedy(pair.hf, prompt, LENGTH)
+    assert all(draft == slow_draft(pair, drafter, text, len(draft)) for text, draft, _ in found)
+    assert len(found) > 5
 
 
 @torch.no_grad()

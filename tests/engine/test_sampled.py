@@ -217,7 +217,7 @@ def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch) -
 @functools.cache
 def tiny_with_head(kind: str) -> Pair:
     """Four tokens of four: the first comes with the prompt, so two are drafted at once and the second has a transition."""
-    head = HeadConfig(type=kind, rank=4, candidates=3)
+    head = HeadConfig(type=kind, rank=4, candidates=3, state=5 if kind == "domino" else None)
     drafter = {
         "vocab_size": 4,
         "block_size": 4,
@@ -228,7 +228,7 @@ def tiny_with_head(kind: str) -> Pair:
     pair = make_pair(2, drafter, vocab_size=4, initializer_range=0.2)
     assert pair.drafter.head is not None
     for weight in pair.drafter.head.parameters():
-        weight.mul_(4)  # transitions that matter
+        weight.mul_(1 if kind == "domino" else 4)  # transitions that matter
     return pair
 
 
@@ -256,6 +256,9 @@ def law_with_head(params: SamplingParams, kind: str = "residual", **options: Any
         ("markov", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("dspark", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("dspark", {"verification": "match"}, {}),
+        ("selector", {"verification": "speculative"}, {"draft_temperature": 0.6}),
+        ("domino", {"verification": "speculative"}, {"draft_temperature": 0.6}),
+        ("domino", {"verification": "match"}, {}),
     ],
 )
 def test_the_law_with_a_sequential_head_is_the_targets(
@@ -278,7 +281,7 @@ def scored_as_after_the_anchor(after: Transitions, works: Works) -> list[Proposa
     return proposals
 
 
-@pytest.mark.parametrize("kind", ["residual", "dspark"])
+@pytest.mark.parametrize("kind", ["residual", "dspark", "selector", "domino"])
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(block, "walk_sampled", scored_as_after_the_anchor)
     probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative")

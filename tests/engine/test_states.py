@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.made_up import SPECULATIVE, random_path, random_tree, request, with_batch
-from volley.config import CapacityConfig
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.engine.states import (
     DraftContext,
@@ -19,7 +18,6 @@ from volley.engine.states import (
     Sequences,
     SequenceState,
     TargetPages,
-    default_pages,
     ring_pages,
 )
 from volley.engine.step import Step
@@ -282,13 +280,6 @@ def test_a_request_that_one_state_has_no_room_for_holds_nothing() -> None:
 def test_trees_need_every_state_to_fork() -> None:
     assert sequences().can_fork
     assert not sequences(Forgetful()).can_fork
-
-
-@pytest.mark.parametrize(
-    ("per_token", "context", "tokens"), [(2**10, 4096, 2**16), (2**20, 512, 1024), (2**20, 2**20, 4096)]
-)
-def test_the_usual_pool_is_bounded_and_holds_a_context(per_token: int, context: int, tokens: int) -> None:
-    assert default_pages(CapacityConfig(page_size=16), per_token, context) == tokens // 16
 
 
 @given(st.integers(1, 20), st.integers(1, 40), st.integers(1, 16))

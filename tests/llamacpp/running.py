@@ -17,7 +17,7 @@ PEERS = Path(os.environ.get("VOLLEY_PEERS", Path(__file__).parents[2] / ".peers"
 SERVER = PEERS / "build" / "bin" / "llama-server"
 SOURCE = PEERS / "llama-cpp-python" / "vendor" / "llama.cpp"
 EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
-STARTED_WITHIN = 60.0  # seconds
+STARTED_WITHIN, STOPPED_WITHIN = 120.0, 20.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,26 @@ def llama_server(log: Path, *arguments: str) -> Iterator[httpx.Client]:
         process = subprocess.Popen([*command, "--no-webui", *arguments], stdout=output, stderr=output)
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-                started = time.monotonic()
-                while time.monotonic() - started < STARTED_WITHIN:
-                    assert process.poll() is None, log.read_text()[-2000:]
-                    with suppress(httpx.TransportError):
-                        if client.get("/health").status_code == 200:
-                            break
-                    time.sleep(0.1)
+                _wait_until_ready(client, process, log)
                 yield client
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(STOPPED_WITHIN)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_until_ready(client: httpx.Client, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    started = time.monotonic()
+    while True:
+        assert process.poll() is None, log.read_text()[-2000:]
+        with suppress(httpx.TransportError):
+            if client.get("/health").status_code == 200:
+                return
+        assert time.monotonic() - started < STARTED_WITHIN, f"not ready in time: {log.read_text()[-2000:]}"
+        time.sleep(0.1)
 
 
 def ask(client: httpx.Client, prompt: Sequence[int], max_tokens: int) -> LlamaAnswer:

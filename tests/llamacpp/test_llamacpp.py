@@ -14,7 +14,6 @@ from tests.llamacpp.running import EXACT, SERVER, SOURCE, LlamaAnswer, ask, conv
 from tests.models.gguf.files import write_model
 from volley import Engine, SamplingParams
 from volley.files import REFERENCE, load_tensors, save_tensors
-from volley.models.checkpoint import HeadConfig
 from volley.models.drafter import Drafter
 from volley.models.export import export
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
@@ -29,44 +28,37 @@ QUESTIONS = [
     "If I have 3 apples and buy 5 more, how many are there?",
 ]
 MAX_TOKENS = 64
-CANDIDATES = 256  # so many that the walk over the best of each position is the walk over all
+DRAFTED = 1024  # tokens of a reduced vocabulary
+CANDIDATES = 2048  # so many that the walk over the best of each position is the walk over all; 256 are too few
 
 
 class Files(NamedTuple):
     target: Path
-    drafter: Path
-    """Plain DFlash."""
-    markov: Path
-    """The same with a Markov head."""
+    drafters: dict[str, Path]
+    """``dflash``, one with a Markov head as ``dspark``, and both with a reduced vocabulary."""
     prompts: list[list[int]]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """The bundled target and drafter in fp32. The head is random, so some of its corrections are right and some are not."""
+    """The bundled target and two of its drafters in fp32."""
     folder = tmp_path_factory.mktemp("files")
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE / "target")
     model = AutoModelForCausalLM.from_pretrained(REFERENCE / "target", dtype=torch.float32)
     target = write_model(folder / "target.gguf", model, "qwen3", tokenizer=tokenizer)
-    for name in ("drafter", "markov"):
+    for name, source in (("dflash", "drafter-dflash"), ("dspark", "drafter-markov")):
         (folder / name).mkdir()
-    tensors = load_tensors(REFERENCE / "drafter-dflash" / "model.safetensors")
-    save_tensors(folder / "drafter" / "model.safetensors", {name: tensor.float() for name, tensor in tensors.items()})
-    shutil.copy(REFERENCE / "drafter-dflash" / "config.json", folder / "drafter")
-    plain = Drafter.from_pretrained(folder / "drafter", torch.float32)
-    torch.manual_seed(0)
-    headed = Drafter(replace(plain.config, head=HeadConfig(type="markov", rank=8)))
-    assert headed.head is not None
-    torch.nn.init.normal_(headed.head.output.weight, std=0.5)  # type: ignore[union-attr]
-    headed.load_state_dict(plain.state_dict(), strict=False)
-    headed.save_pretrained(folder / "markov")
-    whole = {name: tensor.detach() for name, tensor in headed.state_dict().items()}
-    save_tensors(folder / "markov" / "model.safetensors", whole)
-    for name in ("drafter", "markov"):
-        export(folder / name, folder / f"{name}.gguf", "gguf", target=str(target))
+        tensors = load_tensors(REFERENCE / source / "model.safetensors")
+        save_tensors(folder / name / "model.safetensors", {key: tensor.float() for key, tensor in tensors.items()})
+        shutil.copy(REFERENCE / source / "config.json", folder / name)
+    drafters, counts = {}, range(8192, 0, -1)  # a tokenizer's first tokens are its most frequent
+    for name in ("dflash", "dspark"):
+        for ending, size in (("", None), ("-reduced", DRAFTED)):
+            drafters[name + ending] = file = folder / f"{name}{ending}.gguf"
+            export(folder / name, file, "gguf", target=str(target), draft_vocab_size=size, counts=counts)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     engine = Engine.from_pretrained(target, dtype=torch.float32)
-    return Files(target, folder / "drafter.gguf", folder / "markov.gguf", [engine.encode(chat) for chat in chats])
+    return Files(target, drafters, [engine.encode(chat) for chat in chats])
 
 
 def volley_answers(target: Path, drafter: Path | None, depth: int, prompts: Sequence[list[int]]) -> list[LlamaAnswer]:
@@ -85,19 +77,24 @@ def volley_answers(target: Path, drafter: Path | None, depth: int, prompts: Sequ
     return answers
 
 
-@pytest.mark.parametrize("depth", [3, 7])
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_answers_and_accepted_drafts_are_equal(files: Files, tmp_path: Path, method: str, depth: int) -> None:
-    drafter = files.drafter if method == "dflash" else files.markov
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [("dflash", 3), ("dflash", 7), ("dspark", 3), ("dspark", 7), ("dflash-reduced", 7), ("dspark-reduced", 7)],
+)
+def test_answers_and_accepted_drafts_are_equal(files: Files, tmp_path: Path, name: str, depth: int) -> None:
+    drafter, (method, *reduced) = files.drafters[name], name.split("-")
     options = ["-md", str(drafter), "--spec-type", f"draft-{method}", "--spec-draft-n-max", str(depth)]
     with llama_server(tmp_path / "log", "-m", str(files.target), *options, *EXACT) as client:
         theirs = [ask(client, prompt, MAX_TOKENS) for prompt in files.prompts]
     own = volley_answers(files.target, drafter, depth, files.prompts)
     assert own == theirs
     assert sum(answer.accepted for answer in own) > 20
-    if method == "dspark":
-        plain = volley_answers(files.target, files.drafter, depth, files.prompts)
-        assert [answer.accepted for answer in own] != [answer.accepted for answer in plain], "the head must matter"
+    if name != "dflash":
+        other = files.drafters[method if reduced else "dflash"]
+        without = volley_answers(files.target, other, depth, files.prompts)
+        assert [answer.accepted for answer in own] != [answer.accepted for answer in without], (
+            "another drafter, other drafts"
+        )
 
 
 def test_files_of_llama_cpps_own_tools(files: Files, tmp_path: Path) -> None:
@@ -110,7 +107,7 @@ def test_files_of_llama_cpps_own_tools(files: Files, tmp_path: Path) -> None:
     assert target.stop_token_ids == Engine.from_pretrained().target.stop_token_ids
     for kind in ("Q8_0", "Q4_K_M"):
         quantised = quantise(converted, tmp_path / f"{kind}.gguf", kind)
-        (own,) = volley_answers(quantised, files.drafter, 3, files.prompts[:1])
+        (own,) = volley_answers(quantised, files.drafters["dflash"], 3, files.prompts[:1])
         plain = volley_answers(quantised, None, 0, files.prompts[:1])
         assert own.token_ids == plain[0].token_ids
         assert own.accepted > 5

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from volley.models.accelerate import SharedProjection, accelerate
+from volley.models.products import make_product
 
 SIZES = {
     "vocab_size": 60,
@@ -52,7 +53,7 @@ def test_logits_stay_within_rounding(config: transformers.PretrainedConfig, rows
 def test_siblings_agree_with_their_own_weights_in_any_order() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(16, size, bias=False).bfloat16() for size in (8, 24, 16)]
-    shared = SharedProjection(layers)
+    shared = SharedProjection(layers, make_product(torch.cat([layer.weight for layer in layers])))
     with torch.inference_mode():
         for order in ((0, 1, 2), (2, 0, 1), (1, 1, 0), (2, 2, 2)):
             for index in order:
@@ -62,7 +63,8 @@ def test_siblings_agree_with_their_own_weights_in_any_order() -> None:
 
 
 def test_nothing_outlives_the_last_sibling() -> None:
-    shared = SharedProjection([nn.Linear(8, 8, bias=False).bfloat16() for _ in range(2)])
+    layers = [nn.Linear(8, 8, bias=False).bfloat16() for _ in range(2)]
+    shared = SharedProjection(layers, make_product(torch.cat([layer.weight for layer in layers])))
     x = torch.ones(1, 8).bfloat16()
     shared.project(x, 0)
     assert shared.input is x

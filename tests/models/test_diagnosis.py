@@ -107,12 +107,15 @@ def test_a_wrong_config_is_named_and_the_weights_are_still_looked_at(
     assert "weights" in found.facts
 
 
-def test_an_empty_folder_and_a_target_are_no_drafters(tmp_path: Path) -> None:
+def test_an_empty_folder_is_no_drafter(tmp_path: Path) -> None:
     assert len(diagnose(tmp_path).problems) == 2
+
+
+def test_a_target_is_told_from_a_drafter(tmp_path: Path) -> None:
     eager_model(target_config()).save_pretrained(tmp_path)
     found = diagnose(tmp_path)
-    assert found.title == "no drafter that volley can read"
-    assert "config.json is of ['Qwen3ForCausalLM']" in found.problems[0]
+    assert found.title == "a target of type qwen3"
+    assert found.problems == []
 
 
 def test_a_pair_is_checked(folder: Path) -> None:

@@ -17,6 +17,7 @@ from volley.models.diagnosis import diagnose
 from volley.models.drafter import Drafter
 from volley.models.export import TargetEnds, TargetShape, export
 from volley.models.formats import Format, parse_config, read_checkpoint, write_checkpoint
+from volley.train.shape import drafter_to_adapt
 
 FORMATS: tuple[Format, ...] = ("zlab", "speculators", "sglang", "transformers")
 SLIDING = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
@@ -146,7 +147,7 @@ def foreign() -> dict[str, Any]:
     [
         (
             {"speculators_model_type": "eagle3"},
-            "speculators_model_type is 'eagle3'; volley reads 'dflash' and 'dspark'",
+            "speculators_model_type is 'eagle3'; volley reads 'dflash', 'dflash2' and 'dspark'",
         ),
         ({"dflash_context_residual": True}, "dflash_context_residual are not supported"),
         ({"conv_kernel": 4}, "conv_kernel are not supported"),
@@ -154,7 +155,7 @@ def foreign() -> dict[str, Any]:
         ({"aux_hidden_state_layer_ids": "1,3"}, "must be a list of layer numbers"),
         ({"transformer_layer_config": 3}, "lacks a transformer_layer_config"),
         ({"sample_from_anchor": True}, "only DSpark drafters predict from the anchor's slot"),
-        ({"target_hidden_size": 64}, "target_hidden_size is 64, not the drafter's 32"),
+        ({"target_hidden_size": -1}, "target_hidden_size is -1; it must be an integer of at least 1"),
         ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size is 51; it must be between 1 and the vocabulary of 50"),
         ({"draft_vocab_size": "many"}, "draft_vocab_size is 'many'; it must be an integer"),
     ],
@@ -164,11 +165,118 @@ def test_wrong_speculators_configs_are_named(changes: dict[str, Any], message: s
         parse_config({**foreign(), **changes})
 
 
-def test_causal_sliding_layers_are_refused() -> None:
-    raw = foreign()
-    raw["transformer_layer_config"] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
-    with pytest.raises(ConfigError, match="sliding_window_non_causal is false; drafters with causal blocks"):
+# The configs of published drafters, as their authors have them.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"],
+    "attention_bias": False,
+    "dflash_config": {
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "mask_token_id": 154856,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "target_layer_ids": [5, 14, 24, 33, 42],
+    },
+    "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "is_causal": False,
+    "layer_types": ["sliding_attention"] * 5,
+    "max_position_embeddings": 1048576,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 45,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_window": 2048,
+    "tie_word_embeddings": False,
+    "transformers_version": "5.7.0",
+    "use_sliding_window": True,
+    "vocab_size": 154880,
+}
+
+
+def test_the_shapes_of_a_published_dflash2() -> None:
+    config = parse_config(PUBLISHED)
+    assert config.head == HeadConfig(type="selector", rank=256, candidates=16)
+    assert (config.block_size, config.sliding_window, config.causal_layers) == (8, 2048, ())
+    with torch.device("meta"):
+        state = Drafter(config).state_dict()
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in state.items() if "layers." not in name or "layers.4." in name
+    }
+    assert shapes["layers.4.attention_conv.base_kernel"] == (2, 2, 4096)
+    assert shapes["layers.4.mlp_conv.kernel_projection.weight"] == (2 * 2 * 4096 // 16, 4096)
+    assert shapes["head.predecessor_codebook"] == shapes["head.successor_codebook"] == (154880, 256)
+    assert shapes["head.context.weight"] == (256, 4096)
+    assert parse_config(config.to_json()) == config
+
+
+def test_dspark_in_the_layout_of_its_other_trainer() -> None:
+    raw = drafter_config().to_json()
+    raw["dflash_config"] |= {"projector_type": "dspark", "markov_rank": 4, "enable_confidence_head": True}
+    config = parse_config(raw)
+    assert (config.head, config.sample_from_anchor) == (HeadConfig(type="dspark", rank=4), False)
+    raw["dflash_config"]["markov_head_type"] = "gated"
+    with pytest.raises(ConfigError, match="markov_head_type is 'gated'; only 'vanilla' is supported"):
         parse_config(raw)
+
+
+def test_the_shapes_of_a_published_domino() -> None:
+    sizes = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1, "projector_type": "domino"}
+    shape = {"hidden_size": 4096, "vocab_size": 151936, "num_target_layers": 36, "block_size": 16, "emb_dim": 256}
+    raw = {**PUBLISHED, **shape, "architectures": ["DominoDraftModel"], "layer_types": ["full_attention"] * 5}
+    raw["dflash_config"] = {
+        "mask_token_id": 151669,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        **sizes,
+        "shift_label": True,
+    }
+    config = parse_config(raw)
+    assert config.head == HeadConfig(type="domino", rank=256, state=1024, uncorrected=1)
+    assert (config.sample_from_anchor, config.block_size) == (True, 17)  # sixteen slots, each drafts a token
+    with torch.device("meta"):
+        state = Drafter(config).state_dict()
+    assert state["head.prefix_gru.weight_ih_l0"].shape == (3 * 1024, 4096)
+    assert state["head.embed_proj.0.weight"].shape == (256, 4096 + 1024)
+    assert state["head.embed_proj.2.weight"].shape == (151936, 256)
+    assert parse_config(config.to_json()) == config
+    del raw["dflash_config"]["gru_hidden_dim"]
+    with pytest.raises(ConfigError, match=r"head\.state is None; Domino's head has a state, of a positive size"):
+        parse_config(raw)
+
+
+UNTRAINED = [
+    {"head": HeadConfig(type="domino", rank=4, state=5)},
+    {"head": HeadConfig(type="selector", rank=4), "conv_kernel_size": 2, "conv_group_size": 8},
+    {"causal_layers": (True, False)},
+    {"hidden_size": 24, "target_hidden_size": 32, "own_embedding": True, "draft_vocab_size": VOCAB},
+]
+
+
+def test_a_drafter_of_another_width_needs_ends_of_its_own(tmp_path: Path) -> None:
+    assert parse_config({**foreign(), "target_hidden_size": 64}).target_hidden_size == 64
+    saved(tmp_path, hidden_size=24, target_hidden_size=32)
+    with pytest.raises(CheckpointError, match="needs an embedding and a head of its own, and the weights lack them"):
+        read_checkpoint(tmp_path)
+    assert any("needs an embedding and a head of its own" in problem for problem in diagnose(tmp_path).problems)
+
+
+@pytest.mark.parametrize("changes", UNTRAINED)
+def test_what_is_only_read_is_neither_written_nor_trained(tmp_path: Path, target: str, changes: dict[str, Any]) -> None:
+    source = saved(tmp_path / "own", **changes)
+    assert read_checkpoint(source).config == drafter_config(**changes)
+    for form in (*FORMATS, "gguf"):
+        with pytest.raises(ConfigError, match="which volley reads and does not write; serve the checkpoint it came in"):
+            export(source, tmp_path / "out", form, target=target)
+    with pytest.raises(ConfigError, match="which volley does not train; name another"):
+        drafter_to_adapt(str(source), eager_model(target_config()))
 
 
 @given(st.data())

@@ -22,7 +22,12 @@ def make(candidates: int = VOCAB) -> tuple[ResidualHead, torch.Tensor, torch.Ten
     drafter = random_drafter(head=HeadConfig(type="residual", rank=5, candidates=candidates))
     assert drafter.head is not None
     embedding, output = torch.randn(VOCAB, H), torch.randn(VOCAB, H)
-    return drafter.head, embedding, output, BoundHead(drafter.head, candidates, embedding, output)
+    return (
+        drafter.head,
+        embedding,
+        output,
+        BoundHead(drafter.head, candidates, lambda ids: embedding[ids], lambda x: x @ output.T, VOCAB),
+    )
 
 
 def trained_logits(
@@ -40,7 +45,7 @@ def test_the_walks_scores_are_the_logits_of_training() -> None:
     lattices = bound.lattices(hidden, logits, anchors, sizes)
     row = 0
     for lattice, anchor in zip(lattices, anchors, strict=True):
-        after = bound.transitions(hidden[row:], logits[row:])
+        after = bound.transitions(hidden[row:], logits[row:], sizes)
         for slot, tokens in enumerate(lattice.tokens):
             assert sorted(tokens) == list(range(VOCAB))
             before = np.full(VOCAB, anchor) if slot == 0 else lattice.tokens[slot - 1]
@@ -67,7 +72,8 @@ def test_an_untrained_head_changes_nothing() -> None:
     drafter = Drafter(drafter_config(head=HeadConfig(type="residual", rank=5))).requires_grad_(False)
     assert drafter.head is not None
     output, hidden = torch.randn(VOCAB, H), torch.randn(4, H)
-    bound = BoundHead(drafter.head, 8, torch.randn(VOCAB, H), output)
+    embedding = torch.randn(VOCAB, H)
+    bound = BoundHead(drafter.head, 8, lambda ids: embedding[ids], lambda x: x @ output.T, VOCAB)
     (lattice,) = bound.lattices(hidden, hidden @ output.t(), [3], [4])
     base = torch.from_numpy(lattice.scores)
     torch.testing.assert_close(base, (hidden @ output.t()).topk(8).values[:, None].expand_as(base))

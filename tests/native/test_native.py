@@ -1,6 +1,7 @@
 """Kernels in C against plain PyTorch with the same roundings, and a row alone against the same row among others."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -32,6 +33,13 @@ def strided(rows: int, size: int, gap: int) -> Tensor:
 
 def assert_close(found: Tensor, expected: Tensor, floor: float = 2**-12) -> None:
     torch.testing.assert_close(found.float(), expected.float(), rtol=ULP, atol=floor)
+
+
+def test_a_library_that_lacks_a_function_is_left_out(tmp_path: Path) -> None:
+    assert native.load(Path(native.__file__).parent) is not None
+    assert native.load(tmp_path) is None
+    (tmp_path / "_kernels.so").symlink_to(torch._C.__file__)
+    assert native.load(tmp_path) is None
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------------

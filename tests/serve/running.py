@@ -1,5 +1,6 @@
 """A server in a thread of this process, on a tiny pair whose drafter is often right."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from volley.models.drafter import Drafter
 from volley.models.target import Target
 from volley.serve.config import ServeConfig
 from volley.serve.server import Server
+from volley.serve.service import Service
 
 MODEL = "tiny"
 
@@ -55,10 +57,13 @@ class Tiny:
 class Running:
     """A server under test."""
 
-    def __init__(self, engine: Engine, **config: Any) -> None:
+    def __init__(self, engine: Engine, others: Mapping[str, Engine] | None = None, **config: Any) -> None:
         self.engine = engine
-        self.server = Server(engine, ServeConfig(**{"port": 0, "receive_timeout": 5.0, **config}), MODEL)
-        self.service = self.server.service
+        own = ServeConfig(**{"port": 0, "receive_timeout": 5.0, **config})
+        self.service = Service(engine, own, MODEL)
+        self.server = Server(
+            [self.service, *(Service(other, own, name) for name, other in (others or {}).items())], own
+        )
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         wait_until(lambda: self.server.started or not self.thread.is_alive())
@@ -75,7 +80,9 @@ class Running:
         return self.post("completions", {"prompt": prompt, **body})
 
     def metrics(self) -> Mapping[str, float]:
-        lines = [line for line in self.client.get("/metrics").text.splitlines() if not line.startswith("#")]
+        """Without the model's name among the labels, if it is the only one."""
+        text = re.sub(rf'(,?)model_name="{MODEL}"(,?)', lambda m: m[1] and m[2], self.client.get("/metrics").text)
+        lines = [line.replace("{}", "") for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     def is_idle(self) -> bool:
@@ -102,8 +109,8 @@ def wait_until(condition: Any, seconds: float = 20) -> None:
 
 
 @contextmanager
-def running(engine: Engine, **config: Any) -> Iterator[Running]:
-    server = Running(engine, **config)
+def running(engine: Engine, others: Mapping[str, Engine] | None = None, **config: Any) -> Iterator[Running]:
+    server = Running(engine, others, **config)
     try:
         yield server
     finally:

@@ -37,7 +37,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     ("path", "body", "param", "message"),
     [
         ("chat", {**CHAT, "temprature": 1}, "temprature", "unknown field 'temprature'; did you mean 'temperature'?"),
-        ("chat", {**CHAT, "qqq": 1}, "qqq", "unknown field 'qqq'; known: add_generation_prompt, audio, "),
+        ("chat", {**CHAT, "qqq": 1}, "qqq", "unknown field 'qqq'; known: add_generation_prompt, "),
         ("chat", {**CHAT, "temperature": 2.5}, "temperature", "less than or equal to 2"),
         ("chat", {**CHAT, "temperature": "1"}, "temperature", "valid number"),
         ("chat", {**CHAT, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -149,3 +150,20 @@ def test_other_forms_over_http(drafting: Running) -> None:
         answer = drafting.complete("Hello", temperature=0, **fields).json()["choices"][0]
         assert answer["text"] in texts
         assert answer["finish_reason"] == "stop"
+
+
+def test_grammars_that_explode_are_refused_while_others_are_answered(drafting: Running) -> None:
+    answered = 0
+    with ThreadPoolExecutor(4) as pool:
+        patterns = ("a{1000000}", "((a{1000}){1000}){1000}") * 4
+        refused = [pool.submit(drafting.complete, "Hello", regex=pattern) for pattern in patterns]
+        while not all(future.done() for future in refused):
+            answer = drafting.complete("Hello", temperature=0, regex="(ab){3}").json()["choices"][0]
+            assert answer["text"] == "ababab"
+            answered += not all(future.done() for future in refused)
+    assert answered
+    for future in refused:
+        error = future.result().json()["error"]
+        assert (future.result().status_code, error["param"]) == (400, "regex")
+        assert "too complex" in error["message"]
+        assert "bound repetitions lower" in error["message"]

@@ -8,8 +8,8 @@ from volley.serve.service import memory
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    lines = [line.split() for line in metrics.render().decode().splitlines() if line.startswith("volley:recurrent")]
-    return {name: float(value) for name, value in lines}
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    return {sample.name: sample.value for sample in samples if sample.name.startswith("volley:recurrent")}
 
 
 def test_the_memory_of_states_is_shown() -> None:

@@ -38,6 +38,33 @@ def test_models(client: OpenAI) -> None:
         client.models.retrieve("gpt-9")
 
 
+OF_OTHERS = {
+    "bad_words": [],
+    "best_of": 1,
+    "include_reasoning": True,
+    "length_penalty": 1.0,
+    "min_tokens": 0,
+    "prompt_logprobs": None,
+    "return_token_ids": False,
+    "skip_special_tokens": True,
+    "use_beam_search": False,
+}
+
+
+def test_defaults_of_other_servers_are_taken(client: OpenAI) -> None:
+    """Their clients send all fields."""
+    assert client.chat.completions.create(
+        model=MODEL, messages=CHAT, max_tokens=2, extra_body=OF_OTHERS | {"add_special_tokens": False}
+    ).choices
+    completed = client.completions.create(
+        model=MODEL, prompt="Hello", max_tokens=2, extra_body=OF_OTHERS | {"add_special_tokens": True}
+    )
+    assert completed.choices
+    with pytest.raises(openai.BadRequestError, match="not supported") as error:
+        client.chat.completions.create(model=MODEL, messages=CHAT, extra_body={"min_tokens": 3})
+    assert error.value.param == "min_tokens"
+
+
 def test_chat(client: OpenAI, tiny: Tiny) -> None:
     want = tiny.answer(CHAT, max_tokens=24)
     answer = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, max_tokens=24)

@@ -106,6 +106,23 @@ def test_the_whole_loop_with_tools(client: OpenAI, server: Running) -> None:
     assert last.usage.output_tokens_details.reasoning_tokens > 8
 
 
+def test_some_of_the_tools_may_be_allowed(client: OpenAI) -> None:
+    other = {"type": "function", "name": "time"}
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    body: Any = {"tools": [WEATHER, other], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = client.responses.create(model=MODEL, input="Weather?", max_output_tokens=200, **body)
+    (call,) = answer.output
+    assert call.type == "function_call"
+    assert call.name == "weather"
+    assert answer.tool_choice.model_dump() == choice
+
+
+def test_what_asks_for_nothing_is_taken(client: OpenAI) -> None:
+    body: Any = {"text": {"verbosity": "medium"}, "reasoning": {"effort": "low", "summary": "auto"}, "store": False}
+    body |= {"truncation": "disabled", "include": ["reasoning.encrypted_content"], "top_logprobs": 0}
+    assert client.responses.create(model=MODEL, input="Hello", max_output_tokens=4, **body).output_text
+
+
 def test_a_schema_for_the_text(client: OpenAI) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "w", "schema": SCHEMA, "strict": True}}
     answer = client.responses.create(model=MODEL, input="Hello", text=form, max_output_tokens=200)
@@ -122,6 +139,7 @@ def test_a_schema_for_the_text(client: OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"mood": 1}, "mood", "unknown field"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "medium"),
         ({"input": []}, "input", "at least 1"),
         ({"input": "x" * 3000}, "input", "maximum context length"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "'message'"),

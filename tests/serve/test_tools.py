@@ -94,6 +94,27 @@ def test_a_forced_call_is_valid_and_streams_as_it_is_written(client: OpenAI, cho
     assert deltas > 2 or name == "time", "arguments come before the call is complete"
 
 
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_of_the_tools_may_be_allowed(client: OpenAI, server: Running) -> None:
+    answer = ask(client, tool_choice=allowed("required", "weather"), n=2, parallel_tool_calls=False, temperature=1)
+    for choice in answer.choices:
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather"
+        validate(json.loads(call.function.arguments), SCHEMA)
+        assert choice.finish_reason == "tool_calls"
+    (choice,) = ask(client, tool_choice=allowed("auto", "time"), max_tokens=4).choices
+    assert choice.message.content, "nothing forces a call"
+    body = {"messages": CHAT, "tools": [WEATHER, TIME], "tool_choice": allowed("auto", "time")}
+    tokens = server.client.post("/tokenize", json=body).json()["tokens"]
+    text = server.engine.tokenizer.decode(tokens)
+    assert '"name": "time"' in text
+    assert '"name": "weather"' not in text, "what may not be called is not shown"
+
+
 def test_several_answers_and_several_calls(client: OpenAI) -> None:
     answer = ask(client, tool_choice="required", n=2, tools=[WEATHER], max_tokens=260, extra_body={"ignore_eos": True})
     most = 0
@@ -121,6 +142,7 @@ def test_the_whole_loop(client: OpenAI, server: Running) -> None:
     (last,) = ask(client, messages=messages, tool_choice="none", max_tokens=5).choices
     assert last.message.tool_calls is None
     sent = [m if isinstance(m, dict) else m.to_dict() for m in messages]
+    sent[1] |= {"provider_specific_fields": {"refusal": None}, "annotations": []}  # as litellm sends an answer back
     tokens = server.client.post("/tokenize", json={"messages": sent, "tools": [WEATHER]}).json()["tokens"]
     text = server.engine.tokenizer.decode(tokens)
     assert '"name": "weather"' in text, "the template is shown the tools"
@@ -230,6 +252,8 @@ CALL = {"id": "a", "type": "function", "function": {"name": "weather", "argument
         ),
         ({"messages": CHAT, "tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({**ASKED, "tool_choice": "never"}, "tool_choice", "none, auto, required"),
+        ({**ASKED, "tool_choice": allowed("auto", "weather", "x")}, "tool_choice", "no tool is named 'x'"),
+        ({**ASKED, "tool_choice": allowed("auto")}, "tool_choice", "allowed_tools"),
         ({**ASKED, "tools": [WEATHER, WEATHER]}, "tools", "same name"),
         ({**ASKED, "tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "required"),
         ({**ASKED, "tools": [{**WEATHER, "type": "web"}]}, "tools.0.type", "function"),

@@ -13,7 +13,6 @@ from volley import Engine, SamplingParams
 from volley.errors import ConfigError, MismatchError
 from volley.models.adapter import adapted
 from volley.models.drafter import Drafter
-from volley.models.export import export
 from volley.train.loop import Trainer, train
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
@@ -89,10 +88,6 @@ def test_what_cannot_be_adapted_is_refused(tiny_pair: TinyPair, tmp_path: Path) 
     (other / "config.json").write_text(json.dumps({**config, "num_target_layers": 9}))
     with pytest.raises(MismatchError, match="number of target layers is 9, this target's is 4"):
         train(TrainConfig(**{**options, "init": str(other)}))
-    counts = [0] * 260
-    export(tiny_pair.drafter, tmp_path / "own", "zlab", target=str(tiny_pair.target), draft_vocab_size=9, counts=counts)
-    with pytest.raises(ConfigError, match="name the drafter that it was exported from as init"):
-        train(TrainConfig(**{**options, "init": str(tmp_path / "own")}))
     for changes, message in (
         ({"init": None}, "give its folder as init"),
         ({"optimizer": "muon"}, "with AdamW"),

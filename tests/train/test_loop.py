@@ -67,6 +67,18 @@ def test_a_run_starts_from_another_drafter_and_adds_a_head(tiny_pair: TinyPair, 
         train(TrainConfig(**{**options, "out": str(tmp_path / "third"), "num_layers": 2}))
 
 
+def test_a_markov_head_starts_from_a_residual_one(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, head="residual", head_rank=4, max_steps=3, learning_rate=0.01)
+    first = train(TrainConfig(**options))
+    options |= {"max_steps": 1, "learning_rate": 1e-9, "init": str(first), "head": "markov"}
+    second = train(TrainConfig(**{**options, "out": str(tmp_path / "second")}))
+    before, after = (Drafter.from_pretrained(path).state_dict() for path in (first, second))
+    assert before.keys() - after.keys() == {"head.context.weight"}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    with pytest.raises(ConfigError, match=r"'rank': 4, .*, not .*'rank': 5"):
+        train(TrainConfig(**{**options, "out": str(tmp_path / "third"), "head_rank": 5}))
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"head": "residual", "head_rank": 8, "optimizer": "muon", "soft_targets": 0.5}]
 )

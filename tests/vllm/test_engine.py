@@ -101,8 +101,12 @@ class Run:
         return sum(metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
 
     @property
+    def runner(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    @property
     def proposer(self) -> Any:
-        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+        return self.runner.drafter
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from volley.bench.score import judge
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.config import DecodingConfig
 from volley.policies.base import Policy
@@ -51,6 +52,9 @@ class Record:
     """Share of tokens equal to plain decoding's of the same prompt, at temperature 0."""
     differing: int = 0
     """Answers that differ from plain decoding's at temperature 0; those of peers too."""
+    scored: int = 0
+    """Answers that were judged, and how many of them were right."""
+    right: int = 0
     ties: int = 0
     """How many of them part where the two tokens' logits tie to within rounding."""
 
@@ -200,6 +204,13 @@ def _dataset_runs(
             records = [
                 _record(dataset, name, repeat, temperature, case, prompts, outcomes[case], plain) for case in cases
             ]
+            if config.score and turn == 0:
+                for record in records:
+                    verdicts = [
+                        judge(dataset, c.row, r.text) for c, r in zip(group, outcomes[record.case].results, strict=True)
+                    ]
+                    record.scored = sum(verdict is not None for verdict in verdicts)
+                    record.right = sum(verdict is True for verdict in verdicts)
             if temperature == 0:
                 for record in records:
                     if record.identical != 1:

@@ -68,6 +68,8 @@ class Summary:
     """Runs whose answer differs from plain decoding's."""
     ties: int = 0
     """How many of them part where the two tokens' logits tie to within rounding."""
+    accuracy: float | None = None
+    """Share of judged answers that are right."""
     acceptance_by_position: list[float] = field(default_factory=list)
     """Share of cycles with a full block or tree that accepted at least k draft tokens, k = 1 … B − 1."""
     histogram: dict[int, int] = field(default_factory=dict)
@@ -120,6 +122,7 @@ def _summarise(
     ]
     lengths = [n for record in runs for n in record.accepted_lengths]
     cycles = sum(record.cycles for record in runs)
+    scored = sum(record.scored for record in runs)
     identical = [record.identical for record in runs if record.identical is not None]
     per_cycle: Callable[[float], float] = lambda seconds: 1000 * seconds / cycles if cycles else 0.0  # noqa: E731
     return Summary(
@@ -142,6 +145,7 @@ def _summarise(
         identical=sum(identical) / len(identical) if identical else None,
         differing=sum(record.differing for record in runs),
         ties=sum(record.ties for record in runs),
+        accuracy=sum(r.right for r in runs) / scored if scored else None,
         acceptance_by_position=_acceptance_by_position(runs),
         histogram={n: lengths.count(n) for n in sorted(set(lengths))},
     )
@@ -178,6 +182,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "T_verify ms": lambda s: f"{s.verify_ms:.2f}" if s.case.name == "volley" else "",
     "cycle ms": lambda s: f"{s.cycle_ms:.2f}" if s.cycle_ms else "",
     "TTFT ms": lambda s: f"{s.first_token_ms.median:.1f}",
+    "accuracy": lambda s: "" if s.accuracy is None else f"{100 * s.accuracy:.1f} %",
     "identical": lambda s: "" if s.identical is None or s.case == PLAIN else _identical(s),
 }
 PLACE = ("dataset", "T", "decoding")
@@ -185,14 +190,23 @@ TIMES = ("T_draft ms", "T_verify ms", "cycle ms", "TTFT ms")
 
 
 def to_markdown(summaries: list[Summary]) -> str:
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(cell(summary) for cell in COLUMNS.values()) + " |" for summary in summaries]
+    shown = _shown(summaries)
+    lines = ["| " + " | ".join(shown) + " |", "|" + "---|" * len(shown)]
+    lines += ["| " + " | ".join(COLUMNS[name](summary) for name in shown) + " |" for summary in summaries]
     return "\n".join(lines) + "\n"
 
 
 def to_tables(summaries: list[Summary]) -> "list[Table]":
     """For a terminal: speeds, then times, so that neither is too wide."""
-    return [_table(summaries, [name for name in COLUMNS if name not in TIMES]), _table(summaries, [*PLACE, *TIMES])]
+    return [
+        _table(summaries, [name for name in _shown(summaries) if name not in TIMES]),
+        _table(summaries, [*PLACE, *TIMES]),
+    ]
+
+
+def _shown(summaries: list[Summary]) -> list[str]:
+    """The columns, without that of accuracy where no answer was judged."""
+    return [name for name in COLUMNS if name != "accuracy" or any(s.accuracy is not None for s in summaries)]
 
 
 def _table(summaries: list[Summary], columns: list[str]) -> "Table":

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from volley.bench.measure import Record, Runner, engine_runner, measure
 from volley.bench.report import Report, machine, to_markdown
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.bench.ties import is_tie
-from volley.config import DecodingConfig
+from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.engine import Engine
 from volley.files import write_atomically
 from volley.prompts import Message
@@ -25,7 +25,9 @@ def without_drafter(engine: Engine) -> Engine:
     """
     if engine.drafter is None:
         return engine
-    capacity = replace(engine.capacity, num_pages=engine.snapshot().num_pages)
+    capacity: CapacityConfig = engine.capacity
+    if engine.target.device.type != "cpu":  # where the first pool left a tenth of the memory
+        capacity = CapacityConfig(**{**asdict(capacity), "num_pages": None})
     return Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), capacity=capacity)
 
 
@@ -56,7 +58,7 @@ def run_bench(
         runners |= peers
 
     def encode(messages: list[Message]) -> list[int]:
-        return engine.encode(messages[-1]["content"] if config.raw else messages)
+        return engine.encode(messages[-1]["content"] if config.raw else messages, thinking=config.thinking)
 
     def at_a_tie(prompt: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> bool:
         return is_tie(plain, prompt, mine, theirs, target.dtype)

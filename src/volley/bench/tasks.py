@@ -86,6 +86,10 @@ class BenchConfig:
     """Peers: ``transformers`` is its own generate, plain and with each speculation it offers."""
     raw: bool = False
     """Send prompts without the chat template."""
+    thinking: bool | None = None
+    """Passed to the chat template as ``enable_thinking``; left out, the template decides."""
+    score: bool = False
+    """Judge the answers: exact match for mathematics and GPQA; code is run, in a subprocess with limits, on its tests."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "concurrency", "max_tokens", "repeats"):
@@ -111,6 +115,10 @@ class BenchConfig:
                 raise unknown_key("peer", peer, ("transformers",))
         if self.against and self.concurrency > 1:
             raise ConfigError("transformers speculates for one prompt at a time; measure against it with concurrency 1")
+        if self.raw and self.thinking is not None:
+            raise ConfigError(
+                "raw prompts go without the chat template, which thinking is a setting of; give one of them"
+            )
         if any(temperature < 0 for temperature in self.temperatures):
             raise ConfigError(f"temperatures are {self.temperatures}; each must be 0 or more")
 

@@ -203,6 +203,7 @@ def _said(check: Check, say: Say) -> Check:
 
 def _pair_facts(engine: Engine) -> dict[str, Any]:
     facts: dict[str, Any] = {"target": fingerprint(engine.target.model), "dtype": str(engine.target.dtype)}
+    facts["exact"] = "yes" if engine.inexact is None else f"no: {engine.inexact}"
     if engine.drafter is not None:
         facts["drafter"] = drafter_fingerprint(engine.drafter)
     return facts

@@ -6,6 +6,7 @@ drafts, so draft and target share one support.
 """
 
 import json
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -20,7 +21,9 @@ from volley.grammar import Grammar
 
 _KEPT = 256  # compiled grammars
 _LONGEST_MESSAGE = 300
-_MOST_TRIALS = 128  # parts of a schema that are compiled to find the one at fault
+_MASK_WORK = 50_000  # expressions that a lexer may derive for one mask: about 50 ms
+_TRIAL_TOKENS = 8
+_MOST_TRIALS = 32  # parts of a schema that are compiled to find the one at fault
 
 
 class Grammars:
@@ -50,14 +53,29 @@ class Grammars:
             matcher = self._compiled.get(grammar)
         if matcher is None:
             matcher = self._compile(grammar)
-            if GrammarRule(matcher.deep_copy(), self._kept, []).mask([]) is None:
-                raise ConfigError(f"the {grammar.kind} grammar allows no text; say what the text may be")
+            self._try_out(matcher, grammar)
         with self._lock:
             self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         return matcher
+
+    def _try_out(self, matcher: Any, grammar: Grammar) -> None:
+        """Write the beginning of a random text, so that a grammar that explodes is refused before anybody decodes with it."""
+        chance, rule = random.Random(0), GrammarRule(matcher.deep_copy(), self._kept, [])
+        try:
+            if (mask := rule.mask([])) is None:
+                raise ConfigError(f"the {grammar.kind} grammar allows no text; say what the text may be")
+            for _ in range(_TRIAL_TOKENS):
+                byte = int(chance.choice(mask.nonzero()[0]))
+                rule.take(byte * 8 + chance.choice([bit for bit in range(8) if mask[byte] >> bit & 1]))
+                if (mask := rule.mask([])) is None:
+                    break
+        except InputError as error:
+            raise ConfigError(
+                f"the {grammar.kind} grammar is too complex after a few tokens: {error}; bound repetitions lower, or split it"
+            ) from None
 
     def _compile(self, grammar: Grammar) -> Any:
         matcher = self._matcher(_text_for_library(grammar))
@@ -92,7 +110,8 @@ class Grammars:
     def _matcher(self, text: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits
 
-        return LLMatcher(self._vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=4 * _MASK_WORK, step_lexer_fuel=_MASK_WORK)
+        return LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
 
     def _locate(self, schema: dict[str, Any], whitespace: str, problem: str) -> tuple[str, str]:
         """The JSON pointer of the innermost part of a schema that cannot be compiled by itself, and why."""
@@ -136,7 +155,12 @@ def _schema_text(schema: dict[str, Any], whitespace: str) -> str:
 
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     options: Any = {"lenient": False, **spaces}  # above what the schema itself may ask for in x-guidance
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    try:
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the JSON schema cannot be read ({error}); nest it less deeply, with $defs and $ref"
+        ) from None
 
 
 def _parts_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -201,7 +225,9 @@ class GrammarRule(Constraint):
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
             raise InputError(f"the grammar is too complex here ({_first_line(self._matcher.get_error())}); simplify it")
-        mask: Bits = self._words.view(np.uint8)[: len(self._kept)] & self._kept
+        size = len(self._kept)
+        mask: Bits = np.zeros(-(-size // 8) * 8, dtype=np.uint8)  # whole words are searched faster
+        np.bitwise_and(self._words.view(np.uint8)[:size], self._kept, out=mask[:size])
         if not mask.any():
             return None
         if self._ends and self._matcher.is_accepting():

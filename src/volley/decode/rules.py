@@ -13,7 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from volley import native
+from volley.decode.sampling import best_tokens
 from volley.types import Proposal, SamplingParams
+
+_FEW_PLACES = 16  # words of 64 tokens
 
 
 class TokenRule(ABC):
@@ -24,7 +28,7 @@ class TokenRule(ABC):
 
     @abstractmethod
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Processed ``logits [R, V]`` (fp32): row r follows the tokens taken so far and then ``paths[r]``."""
+        """Processed ``logits [R, V]`` (fp32), perhaps in place: row r follows the tokens taken so far and then ``paths[r]``."""
 
     @abstractmethod
     def take(self, token_id: int) -> None:
@@ -50,13 +54,20 @@ class Constraint(TokenRule):
         """How many of the first of ``token_ids`` may follow, one after the other."""
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Rows whose path has no mask stay as they are: no token of theirs is ever taken."""
-        masks = [self.mask(path) for path in paths]
-        size = logits.shape[-1]
-        whole = np.full(-(-size // 8), 255, dtype=np.uint8)
-        packed = np.stack([whole if mask is None else mask for mask in masks])
-        allowed = torch.from_numpy(np.unpackbits(packed, axis=1, count=size, bitorder="little").view(np.bool_))
-        return torch.where(allowed.to(logits.device), logits, -torch.inf)
+        """In place. Rows whose path has no mask stay as they are: no token of theirs is ever taken."""
+        for row, path in zip(logits, paths, strict=True):
+            if (mask := self.mask(path)) is not None:
+                _forbid(row, mask)
+        return logits
+
+
+def _forbid(row: Tensor, mask: Bits) -> None:
+    """Only what ``mask`` has keeps its logit in ``row [V]``."""
+    if native.available and row.device.type == "cpu" and row.is_contiguous():
+        native.forbid(row, mask)
+        return
+    forbidden = np.unpackbits(~mask, count=len(row), bitorder="little").view(np.bool_)
+    row.masked_fill_(torch.from_numpy(forbidden).to(row.device), -torch.inf)
 
 
 def constraints(rules: Sequence[TokenRule]) -> list[Constraint]:
@@ -69,11 +80,21 @@ def is_in(token_id: int, bits: Bits) -> bool:
     return bool(bits[token_id >> 3] >> (token_id & 7) & 1)
 
 
+def few_tokens(bits: Bits) -> NDArray[np.int64] | None:
+    """The tokens of a set in order; ``None`` if they are in so many places that it is better used as it is."""
+    words = (bits if len(bits) % 8 == 0 else np.pad(bits, (0, -len(bits) % 8))).view(np.uint64)
+    (places,) = words.nonzero()
+    if len(places) > max(_FEW_PLACES, len(words) // 8):
+        return None
+    row, bit = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 64).nonzero()
+    tokens: NDArray[np.int64] = places[row] * 64 + bit
+    return tokens
+
+
 def only_token(bits: Bits) -> int | None:
     """The token of a set that has one alone."""
-    (places,) = bits.nonzero()
-    byte = int(bits[places[0]]) if len(places) == 1 else 0
-    return None if byte.bit_count() != 1 else int(places[0]) * 8 + byte.bit_length() - 1
+    tokens = few_tokens(bits)
+    return int(tokens[0]) if tokens is not None and len(tokens) == 1 else None
 
 
 def forced_tokens(rules: Sequence[TokenRule], most: int) -> list[int]:
@@ -93,13 +114,18 @@ def allowed_choices(
 ) -> list[int]:
     """The likeliest token of each row that ``bound`` allows, of equal ones the first; ``best`` are the likeliest of all.
 
-    The same as the largest logit after :func:`apply_rules`. Most rows allow their best token, and need no look at the others.
+    The same as the largest logit after :func:`apply_rules`. Most rows allow their best token, and need no look at the others;
+    where few tokens are allowed, only these are looked at.
     """
     choices = []
     for row, (token, path) in enumerate(zip(best, paths, strict=True)):
         masks = [mask for rule in bound if (mask := rule.mask(path)) is not None]
         if not all(is_in(token, mask) for mask in masks):
-            token = int(apply_rules(bound, logits[row : row + 1], [path]).argmax())
+            tokens = few_tokens(masks[0]) if len(masks) == 1 else None
+            if tokens is None:
+                token = int(apply_rules(bound, logits[row : row + 1], [path]).argmax())
+            else:
+                token = int(tokens[best_tokens(logits[row : row + 1, torch.from_numpy(tokens)])[0]])
         choices.append(token)
     return choices
 
@@ -161,8 +187,8 @@ def make_rules(
 
 
 def apply_rules(rules: Sequence[TokenRule], logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """``logits [R, V]`` after all ``rules``, in fp32."""
-    logits = logits.float()
+    """``logits [R, V]`` after all ``rules``, in fp32; the argument stays as it is."""
+    logits = logits.to(torch.float32, copy=True)
     for rule in rules:
         logits = rule.apply(logits, paths)
     return logits

@@ -18,6 +18,8 @@ from volley.decode.grammars import Grammars
 from volley.decode.rules import TokenRule, make_rules
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
+from volley.engine.capacity import fit_engine
+from volley.engine.exactness import check_exact
 from volley.engine.pacing import Pacing
 from volley.engine.recurrent import make_recurrent
 from volley.engine.runner import Runner
@@ -29,7 +31,6 @@ from volley.engine.states import (
     SequenceState,
     Snapshot,
     TargetPages,
-    default_pages,
     ring_pages,
 )
 from volley.engine.step import Step, Timings, accept, propose
@@ -37,15 +38,13 @@ from volley.errors import CapacityError, ConfigError, InputError
 from volley.files import REFERENCE
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
-from volley.memory.kv_store import bytes_per_token, make_store
-from volley.models.accelerate import accelerate
+from volley.memory.kv_store import make_store
 from volley.models.adapter import Adapter
 from volley.models.diffusion import load_target
-from volley.models.draft_model import DraftModel, check_pair
+from volley.models.draft_model import DraftModel, check_pair, load_drafter
 from volley.models.drafter import Drafter
-from volley.models.products import check_weights
 from volley.models.target import Target
-from volley.native import Weights
+from volley.native import TargetWeights, Weights
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
 from volley.policies.make import DEFAULT_POLICY, make_policy
@@ -92,8 +91,9 @@ class Engine:
         ``policy`` may also be a :class:`Policy` of one's own. A ``proposer`` drafts in the drafter's place.
         """
         decoding, sizes = split_options(options)
-        self.config, self.capacity = config or decoding, capacity or sizes
-        self.target, self.drafter = target, drafter
+        self.config, self.target = config or decoding, target
+        self.capacity = fit_engine(capacity or sizes, self.config, target, drafter)
+        """Sizes as they were given, and as they fit the device where they were not."""
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
         """Compiles the grammars of requests; a server compiles with it ahead, in other threads."""
         self.on_verified: list[OnVerified] = []
@@ -101,8 +101,16 @@ class Engine:
         self.procedure = Speculative(self.config)
         self.procedures = make_procedures(target, self.procedure)
         self._next_id = 0
-        self._adapters: dict[str, Adapter] = {}
+        self.drafter_source: tuple[str | Path, Weights] | None = None
+        """Where the drafter was loaded from, and how its weights are kept."""
+        self.use_drafter(drafter, proposer)
+
+    def use_drafter(self, drafter: Drafter | None, proposer: Proposer | None = None) -> None:
+        """Empty states for a drafter, and a policy that knows nothing of it; ``engine/reload.py`` does it while requests run."""
+        self.drafter, self._adapters = drafter, dict[str, Adapter]()
         self.draft_model = self._make_states()
+        self.inexact = check_exact(self.target, self.runner.store, self.config)
+        """Why a token's logits may depend on what else is in the pass; ``None``: they do not, to the bit."""
         if proposer is None and self.draft_model is not None:
             proposer = BlockProposer(self.draft_model, self.config)
         self.proposer = proposer
@@ -114,11 +122,7 @@ class Engine:
     def _make_states(self) -> DraftModel | None:
         """Pages and K/V for everybody; the drafter's part of them, if there is one."""
         config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
-        per_token, size = bytes_per_token(config.kv_dtype, target.kv_shapes, target.dtype), capacity.page_size
-        if drafter is not None:
-            per_token += bytes_per_token(config.draft_kv_dtype, drafter.kv_shapes, target.dtype)
-        fitting = default_pages(capacity, per_token, target.context_length)
-        num_pages = fitting if capacity.num_pages is None else capacity.num_pages
+        num_pages, size = capacity.num_pages, capacity.page_size
         self.pool = PagePool(num_pages, size)
         slots = num_pages * size
         store = make_store(config.kv_dtype, target.kv_shapes, slots, target.dtype, target.device)
@@ -130,9 +134,7 @@ class Engine:
             if window is not None:
                 slots = ring_pages(drafter.config.block_size, window, size) * capacity.max_running * size
             kv = make_store(config.draft_kv_dtype, drafter.kv_shapes, slots, target.dtype, target.device)
-            model = DraftModel(
-                drafter, kv, target.attention, target.embed, target.head, lambda: target.head_weight, window
-            )
+            model = DraftModel(drafter, kv, target.attention, target.embed, target.head, window)
             ring = window and DraftRing(model, window, size, capacity.max_running)
             others.append(ring or DraftContext(model))
         self.recurrent = make_recurrent(target, capacity, window)
@@ -150,16 +152,17 @@ class Engine:
         drafter: Any = _BUNDLED,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        device: str | torch.device = "cpu",
-        weights: Weights = "bf16",
+        device: str | torch.device = "auto",
+        weights: TargetWeights = "auto",
         draft_weights: Weights = "bf16",
         **options: Any,
     ) -> Self:
         """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
 
-        ``target`` and ``drafter`` are folders, GGUF files, hub names (target) or loaded models; other ``options`` as above.
+        ``target`` and ``drafter`` are folders, GGUF files, hub names or loaded models; other ``options`` as above.
+        ``device`` auto is the GPU if there is one.
         ``weights`` of the target and ``draft_weights`` of the drafter that are loaded are bf16, or int8 and int4 codes on a CPU;
-        drafts then come from a copy of the head in such codes too.
+        drafts then come from a copy of the head in such codes too. "auto" is bf16, but codes for a GGUF file of codes.
         """
         split_options({name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}})
         if drafter is _BUNDLED:
@@ -168,12 +171,10 @@ class Engine:
             target = load_target(target or REFERENCE / "target", dtype, device, weights)
         if isinstance(drafter, Drafter):
             drafter.to(device=target.device, dtype=target.dtype).eval()
-        elif drafter is not None:
-            drafter = Drafter.from_pretrained(drafter, dtype=target.dtype).to(target.device)
-            check_weights(draft_weights, target.device, target.dtype)
-            accelerate(drafter, draft_weights)
-            drafter.fuse(draft_weights, target.head_weight)
-        return cls(target, drafter, **options)
+            return cls(target, drafter, **options)
+        engine = cls(target, None if drafter is None else load_drafter(drafter, target, draft_weights), **options)
+        engine.drafter_source = None if drafter is None else (drafter, draft_weights)
+        return engine
 
     # -- the loop ------------------------------------------------------------------------------------------------------
     @torch.inference_mode()
@@ -264,9 +265,7 @@ class Engine:
         max_length = min(len(token_ids) + params.max_tokens, most)
         self.pool.check_fits(procedure.reach(len(token_ids), max_length, params))
         table = BlockTable(self.capacity.page_size)
-        adapter = self._find_adapter(params.draft_adapter)
-        in_ring = self.config.draft_window is not None  # then pages hold the target's K/V only, whatever drafts
-        root = procedure.prefix_root(params, self.capacity.page_size)
+        self._check_adapter(params.draft_adapter)
         own = frozenset() if params.ignore_eos else target.stop_token_ids
         request = Request(
             request_id=self._next_id,
@@ -280,9 +279,8 @@ class Engine:
             draft_table=table,
             procedure=procedure,
             rules=self._make_rules(params, token_ids),
-            adapter=adapter,
-            prefix_root=None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest),
         )
+        self.adapt(request)
         procedure.check(request)
         self._next_id += 1
         return request
@@ -373,7 +371,7 @@ class Engine:
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that run with it keep it until they end."""
-        self._find_adapter(name)
+        self._check_adapter(name)
         del self._adapters[name]
 
     @property
@@ -381,11 +379,17 @@ class Engine:
         """Names that requests may choose."""
         return sorted(self._adapters)
 
-    def _find_adapter(self, name: str | None) -> Adapter | None:
+    def _check_adapter(self, name: str | None) -> None:
         if name is not None and name not in self._adapters:
             known = ", ".join(self.adapters) or "none is"
             raise InputError(f"no adapter {name!r} is loaded (of those, {known}); load it with Engine.load_adapter")
-        return None if name is None else self._adapters[name]
+
+    def adapt(self, request: Request) -> None:
+        """Let a request of which nothing is computed draft by the adapter it names, with prefixes of its own."""
+        request.adapter = adapter = self._adapters.get(request.params.draft_adapter or "")
+        in_ring = self.config.draft_window is not None  # then pages hold the target's K/V only, whatever drafts
+        root = request.procedure.prefix_root(request.params, self.capacity.page_size)
+        request.prefix_root = None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest)
 
     # -- settings ------------------------------------------------------------------------------------------------------
     def reconfigure(self, config: DecodingConfig) -> None:
@@ -396,6 +400,7 @@ class Engine:
         for name in ("draft_window", "kv_dtype", "draft_kv_dtype"):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(f"{name} says where K/V live and cannot change; make another engine for {name}")
+        check_exact(self.target, self.runner.store, config)
         if self._policy_spec(config) != self._policy_spec(self.config) or config.policy is not self.config.policy:
             self.pacing.policy = self._make_policy(config, self.pacing.costs)
         self._check_trees(config)
@@ -419,7 +424,7 @@ class Engine:
     def _check_trees(self, config: DecodingConfig) -> None:
         if config.tree_nodes is not None and not self._can_grow_trees:
             raise ConfigError(
-                f"tree_nodes is {config.tree_nodes} and there is no drafter to grow a tree; name one or use None"
+                f"tree_nodes is {config.tree_nodes} and there is no drafter to grow a tree, or its head (Domino) cannot; use None"
             )
 
     @property
@@ -475,9 +480,12 @@ class Engine:
             raise InputError("this target was loaded without a tokenizer; pass prompts as lists of token ids")
         return self.target.tokenizer
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; chat messages go through the chat template with the generation prompt."""
-        token_ids = encode_prompt(self.target.tokenizer, prompt)
+    def encode(self, prompt: Prompt, *, thinking: bool | None = None) -> list[int]:
+        """Token ids of a prompt; chat messages go through the chat template with the generation prompt.
+
+        ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides.
+        """
+        token_ids = encode_prompt(self.target.tokenizer, prompt, thinking=thinking)
         self._check_tokens("", token_ids)
         return token_ids
 

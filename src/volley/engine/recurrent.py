@@ -9,8 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from volley.config import CapacityConfig
 from volley.decode.work import Kind, Work
+from volley.engine.capacity import Capacity
 from volley.engine.states import SequenceState
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch
@@ -176,7 +176,7 @@ def _kept(work: Work[Request]) -> list[int]:
     return list(range(work.num_kept))
 
 
-def make_recurrent(target: Target, capacity: CapacityConfig, window: int | None) -> RecurrentStates | None:
+def make_recurrent(target: Target, capacity: Capacity, window: int | None) -> RecurrentStates | None:
     """The states of a target's recurrent layers, if it has any: by default those of 256 prefixes too, as far as 1 GiB goes."""
     layout = target.recurrent
     if not layout:

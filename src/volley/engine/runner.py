@@ -30,6 +30,11 @@ class Runner:
             self._taps = Taps(target.model, model.drafter.config.target_layer_ids)
             weakref.finalize(self, self._taps.close)  # a target outlives the engines made on it
 
+    def close(self) -> None:
+        """Keep no more states of layers; it runs no more steps."""
+        if self._taps is not None:
+            self._taps.close()
+
     def forward(self, step: Step) -> None:
         """The pass of a step: fills in its batch, its logits, each work's rows and the tapped features."""
         segments, tokens, rows = list[Segment](), list[int](), list[int]()
@@ -42,11 +47,9 @@ class Runner:
                 first, wanted = len(rows), procedure.num_rows(work)
                 rows += range(len(tokens) - wanted, len(tokens))
                 work.rows = slice(first, len(rows))
-            device = self.target.device
-            step.batch = RaggedBatch(segments, torch.tensor(tokens, device=device))
+            step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device)
             if self.recurrent is not None:
                 step.recurrent = self.recurrent.start(step.batch, step.works)
-            choosing = torch.tensor(rows or [0], device=device)
             logits = self.target.forward(step.batch, self.store, choosing, self._taps, step.recurrent)
             step.logits = logits[: len(rows)]
             if self._taps is not None:

@@ -1,5 +1,8 @@
 """Who takes part in the next step: decoding requests first, then prompts in chunks, by priority and age.
 
+Drafts make passes longer, and a prompt that comes during one waits for its end. Prompts get that time back: while any can be
+read, requests that draft sit out, until this has taken as long as the last pass with drafts. Those that decode plainly do not.
+
 When pages run out the youngest running request of the last priority gives its pages back and waits. It resumes by recomputing its
 tokens, and since randomness belongs to positions, it goes on with the very tokens it would have had.
 """
@@ -7,10 +10,11 @@ tokens, and since randomness belongs to positions, it goes on with the very toke
 import time
 from bisect import insort_left, insort_right
 from collections import deque
+from collections.abc import Callable
 from operator import attrgetter
 
-from volley.config import CapacityConfig
 from volley.decode.work import Kind, Shape, Work
+from volley.engine.capacity import Capacity
 from volley.engine.pacing import Pacing
 from volley.engine.states import Sequences
 from volley.engine.step import Step
@@ -18,13 +22,20 @@ from volley.procedures.request import Request
 
 
 class Scheduler:
-    def __init__(self, capacity: CapacityConfig, sequences: Sequences) -> None:
+    def __init__(
+        self, capacity: Capacity, sequences: Sequences, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.capacity = capacity
+        self._clock = clock
         self.sequences = sequences
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Both from the first to be served to the last."""
         self.step = 0
+        self._started = 0.0  # the last step
+        self._prompts_due = 0.0
+        """Seconds that passes without drafts may still take while there are prompts to read."""
+        self._drafts_sat_out = False
 
     def add(self, request: Request) -> None:
         insort_right(self.waiting, request, key=_priority)
@@ -42,10 +53,33 @@ class Scheduler:
         reading = [_read(request, most) for request in self.running if not request.is_decoding]
         commits = [work for work in reading if work.kind is Kind.COMMIT]
         decided = pacing.decide([request for request in self.running if request.is_decoding], under_way)
-        for work in self._in_turn([*decided, *commits]):
+        is_due = self._is_due(self._clock())
+        drafting = [work for work in decided if is_due and _drafts(work)]
+        others = [work for work in decided if not (is_due and _drafts(work))]
+        for work in self._in_turn([*others, *commits]):
             self._schedule(work, works)
         self._share_out(works)
         committing = {work.request for work in commits}
+        self._drafts_sat_out = self._read_prompts(pacing, works, committing, under_way) and bool(drafting)
+        if drafting and not self._drafts_sat_out:
+            for work in drafting:
+                self._schedule(work, works)
+            self._share_out(works)
+        self._grow_others(works)
+        assert works or not self.has_work, "a pool that fits every single request always schedules one"
+        return Step(works, pacing.policy.uses_confidence, started)
+
+    def _is_due(self, now: float) -> bool:
+        """Whether prompts come before drafts."""
+        seconds, self._started = now - self._started, now
+        self._prompts_due = self._prompts_due - seconds if self._drafts_sat_out else seconds
+        return self._prompts_due > 0
+
+    def _read_prompts(
+        self, pacing: Pacing, works: list[Work[Request]], committing: set[Request], under_way: int
+    ) -> bool:
+        """Chunks of prompts in what is left of the pass; whether there were any."""
+        most, before = self.capacity.max_batch_tokens, len(works)
         budget = max(most - sum(work.num_tokens for work in works), -(-most // 8))  # or chains might starve prompts
         for request in list(self.running):
             if budget > 0 and not request.is_decoding and request not in committing:
@@ -63,9 +97,7 @@ class Scheduler:
             if work.ask.shape is not Shape.CHAIN:
                 work.ask = work.ask.cut(max(work.ask.positions, budget - 1))
             budget -= self._schedule(work, works)
-        self._grow_others(works)
-        assert works or not self.has_work, "a pool that fits every single request always schedules one"
-        return Step(works, pacing.policy.uses_confidence, started)
+        return len(works) > before
 
     def _is_held(self, request: Request) -> bool:
         """Whether another request is about to read the same prompt."""
@@ -145,3 +177,7 @@ def _read(request: Request, budget: int) -> Work[Request]:
 
 
 _priority = attrgetter("params.priority")
+
+
+def _drafts(work: Work[Request]) -> bool:
+    return work.kind is Kind.DECODE and work.ask.size > 0

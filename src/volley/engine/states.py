@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.config import CapacityConfig
 from volley.decode.verify import kept_rows
 from volley.decode.work import Work
 from volley.engine.step import Step
+from volley.memory.attention import IntArray
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVStore
+from volley.memory.upload import upload, upload_together
 from volley.models.adapter import Adapter
 from volley.models.draft_model import DraftModel
 from volley.procedures.request import Request
@@ -100,7 +101,7 @@ class TargetPages(SequenceState):
 
     def _compact(self, step: Step) -> None:
         """Move the K/V of accepted tree nodes to the positions their tokens now have."""
-        sources, targets = list[Tensor](), list[Tensor]()
+        sources, targets = list[IntArray](), list[IntArray]()
         for work in step.works:
             if not work.verdict.path:
                 continue
@@ -110,12 +111,12 @@ class TargetPages(SequenceState):
             if away.any():
                 start, table = work.request.computed, work.request.table
                 kv_slots = table.slot_array(start, start + int(nodes[-1]) + 1)
-                sources.append(torch.from_numpy(kv_slots[nodes[away]]))
-                targets.append(torch.from_numpy(kv_slots[places[away]]))
+                sources.append(kv_slots[nodes[away]])
+                targets.append(kv_slots[places[away]])
         if sources:
             assert step.batch is not None
             device = step.batch.positions.device
-            self.store.move(*(torch.cat(kv_slots).to(device) for kv_slots in (sources, targets)))
+            self.store.move(*upload_together([np.concatenate(sources), np.concatenate(targets)], device))
 
     def _publish(self, work: Work[Request]) -> None:
         """Offer the request's full pages to later prompts."""
@@ -162,15 +163,16 @@ class DraftContext(SequenceState):
             skip = max(0, work.num_kept - table.capacity) if table.is_ring else 0
             kept.append(kept_rows(work.num_known, work.verdict, start, skip))
             kv_slots.append(table.slots(first + skip, first + work.num_kept))
-        rows, where = kept[0], kv_slots[0]
-        if len(kept) > 1:
-            device = step.features.device
-            rows, where = (torch.cat([_as_indices(s) for s in parts]).to(device) for parts in (kept, kv_slots))
+        rows, where = (_on_device(parts, step.features.device) for parts in (kept, kv_slots))
         self.model.keep(step.features[rows], step.batch.positions[rows], where, adapter)
 
 
-def _as_indices(rows: slice | Tensor) -> Tensor:
-    return torch.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+def _on_device(parts: list[slice | Tensor], device: torch.device) -> slice | Tensor:
+    """Several runs of rows as one: a slice if there is no other, else indices on ``device``."""
+    if len(parts) == 1 and isinstance(parts[0], slice):
+        return parts[0]
+    each = [np.arange(part.start, part.stop) if isinstance(part, slice) else part.numpy() for part in parts]
+    return upload(np.concatenate(each), device)
 
 
 class DraftRing(DraftContext):
@@ -247,9 +249,3 @@ class Sequences:
     def check_integrity(self, requests: Sequence[Request]) -> None:
         for state in self.states:
             state.check_integrity(requests)
-
-
-def default_pages(capacity: CapacityConfig, bytes_per_token: int, context_length: int) -> int:
-    """A pool of at most 64k tokens and 1 GiB, and at least one full context of up to 4k tokens."""
-    tokens = min(2**16, 2**30 // bytes_per_token)
-    return -(-max(tokens, min(context_length, 4096)) // capacity.page_size)

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
+from volley.memory.upload import upload, upload_together
 
 Attention = Callable[[RaggedBatch, KVStore, int, Tensor, Tensor, Tensor, "AttentionOptions"], Tensor]
 
@@ -222,7 +223,7 @@ def write_slots(batch: RaggedBatch) -> slice | Tensor:
         else:
             slots = torch.from_numpy(np.concatenate([s.table.slot_array(s.start, s.end) for s in segments]))
         if isinstance(slots, Tensor):
-            slots = slots.to(batch.token_ids.device)
+            slots = upload(slots.numpy(), batch.token_ids.device)
         batch.plans["write"] = slots
     return slots  # type: ignore[return-value]
 
@@ -269,7 +270,7 @@ def _group_batch(
     real = np.concatenate([inside.ravel() for _, inside in padded])
     places = np.empty(len(batch), dtype=np.int64)
     places[taken[real]] = np.flatnonzero(real)
-    return _GroupedBatch(built, torch.from_numpy(taken).to(device), torch.from_numpy(places).to(device))
+    return _GroupedBatch(built, *upload_together([taken, places], device))
 
 
 def _split(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
@@ -313,8 +314,9 @@ def _build_group(
         visible = torch.from_numpy(_visible(segments, np.array(firsts), longest, options))
     bias = None
     if not bool(visible.all()):
-        bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None].to(device)
-    slots = slots.to(device) if isinstance(slots, Tensor) else slots
+        hidden = upload(~visible.numpy(), device)
+        bias = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None]
+    slots = upload(slots.numpy(), device) if isinstance(slots, Tensor) else slots
     return _Group(rows, len(segments), slots, bias)
 
 

@@ -1,11 +1,15 @@
 """The ragged batch: runs of tokens of many requests laid end to end, the input of every forward pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from volley.memory.kv_cache import BlockTable
+from volley.memory.upload import upload_together
 
 
 @dataclass(slots=True)
@@ -55,17 +59,29 @@ class RaggedBatch:
     ``token_ids`` and ``positions`` are ``[T]``; segment i owns rows ``offsets[i] : offsets[i + 1]``.
     """
 
-    def __init__(self, segments: list[Segment], token_ids: Tensor) -> None:
+    def __init__(self, segments: list[Segment], token_ids: Tensor, positions: Tensor | None = None) -> None:
+        """``positions`` are known from the segments; :meth:`on_device` has them already."""
         self.segments = segments
         self.token_ids = token_ids
         self.offsets = [0]
         for segment in segments:
             self.offsets.append(self.offsets[-1] + segment.length)
         assert self.offsets[-1] == len(token_ids), "token_ids must hold exactly the segments' tokens"
-        device = token_ids.device
-        self.positions = torch.cat([segment.positions() for segment in segments]).to(device)
+        if positions is None:
+            positions = torch.cat([segment.positions() for segment in segments]).to(token_ids.device)
+        self.positions = positions
         self.plans: dict[object, object] = {}
         """What the attention backend worked out once for this batch and uses again in every layer."""
+
+    @classmethod
+    def on_device(
+        cls, segments: list[Segment], token_ids: Sequence[int], rows: Sequence[int], device: torch.device
+    ) -> tuple[Self, Tensor]:
+        """A batch of ``token_ids [T]``, and indices of some of its ``rows``: all of it goes to ``device`` in one copy."""
+        positions = torch.cat([segment.positions() for segment in segments]).numpy()
+        arrays = [np.array(token_ids, dtype=np.int64), positions, np.array(rows, dtype=np.int64)]
+        tokens, places, chosen = upload_together(arrays, device)
+        return cls(segments, tokens, places), chosen
 
     def __len__(self) -> int:
         return len(self.token_ids)

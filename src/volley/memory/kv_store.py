@@ -4,9 +4,11 @@ What attention reads has always been written first, a token's own K/V included. 
 no difference whether a token was computed alone, in a block or in a chunk of a prompt.
 """
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import get_args
+from math import prod
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from volley.errors import unknown_key
 from volley.memory.kv_cache import BlockTable
 from volley.memory.quantise import SCALE_DTYPE, Codec, Int8Codec, RotatedInt4Codec
 
+_PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _CODECS: dict[str, type[Codec]] = {"int8": Int8Codec, "int4": RotatedInt4Codec}
 
 
@@ -61,7 +64,9 @@ class KVStore(ABC):
 
     def extract(self, layer: int, table: BlockTable, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Contiguous K and V ``[end − start, kv_heads, head_dim]`` of positions ``[start, end)``, in the model's basis."""
-        keys, values = (self.unrotate(layer, x) for x in self.read(layer, table.slots(start, end)))
+        slots = table.slots(start, end)
+        slots = slots.to(self._tensors()[0][0].device) if isinstance(slots, Tensor) else slots
+        keys, values = (self.unrotate(layer, x) for x in self.read(layer, slots))
         return keys.contiguous(), values.contiguous()
 
 
@@ -151,9 +156,16 @@ def _allocate(
 ) -> tuple[list[Tensor], Tensor | None]:
     """A tensor for every layer. If all have one size, they are views of one tensor, the second result."""
     if len(set(sizes)) > 1:
-        return [torch.zeros(size, dtype=dtype, device=device) for size in sizes], None
-    stacked = torch.zeros(len(sizes), *sizes[0], dtype=dtype, device=device)
+        return [_zeros(size, dtype, device) for size in sizes], None
+    stacked = _zeros((len(sizes), *sizes[0]), dtype, device)
     return list(stacked.unbind()), stacked
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take memory only where they are written, on a CPU: torch writes its own, numpy asks for huge pages."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, prod(size) * dtype.itemsize, **_PRIVATE), dtype=dtype).view(size)
 
 
 def _whole(layers: list[Tensor], stacked: Tensor | None) -> list[tuple[Tensor, int]]:

@@ -1,24 +1,34 @@
-"""Fewer and cheaper operations for bf16 models on a CPU. Only the instances' ``forward`` is replaced.
+"""Fewer and cheaper operations, for bf16 models on a CPU and any on a GPU. Only the instances' ``forward`` is replaced.
 
+On a GPU decoder layers of the Llama and Qwen kind are joined (:mod:`volley.models.joined`). The rest is for a CPU.
 Decoder layers of the Llama and Qwen kind run on volley's own kernels (:mod:`volley.models.fused`). In others, projections
 that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight laid out for
 the machine, and RMS norms written out in Python become one operation. What is replaced holds copies of the weights, which go
 stale if these are trained further.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
+from transformers import PreTrainedModel
 
 from volley import native
+from volley.memory import kernels
 from volley.models.fused import LINEAR, FusedLayer
-from volley.models.products import make_product
+from volley.models.joined import join_layers
+from volley.models.products import Product, is_linear, make_product
+from volley.models.residency import MappedFiles, trim
 from volley.native import Weights
 
+Fill = Callable[[nn.Module], None]
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def filled(_: nn.Module) -> None:
+    """Nothing is read, as all weights are there."""
 
 
 def packing_pays(*weights: Tensor) -> bool:
@@ -30,8 +40,9 @@ def packing_pays(*weights: Tensor) -> bool:
 class SharedProjection:
     """Several bias-free linear layers over one input, computed together when the first of them is asked."""
 
-    def __init__(self, layers: Sequence[nn.Linear], weights: Weights = "bf16") -> None:
-        self.together = make_product(torch.cat([layer.weight.detach() for layer in layers]), weights=weights)
+    def __init__(self, layers: Sequence[nn.Linear], together: Product) -> None:
+        """``together`` is the product with all their weights, one below the other."""
+        self.together = together
         self.sizes = [layer.out_features for layer in layers]
         self.input: Tensor | None = None
         self.outputs: tuple[Tensor, ...] = ()
@@ -46,34 +57,53 @@ class SharedProjection:
         return output
 
 
-def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = False) -> bool:
+def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = False, fill: Fill = filled) -> bool:
     """Replace forwards in place where that pays; True if anything was replaced.
 
     Linear layers compute with ``weights`` of that kind. With ``release`` the weights that only they read are given up, layer
-    by layer, so that memory holds each once; the model cannot be saved or trained any more.
+    by layer, so that memory holds each once; the model cannot be saved or trained any more. Modules whose forward was replaced
+    before are left alone. ``fill`` reads the weights of a module that are on the meta device.
     """
-    if not packing_pays(*model.parameters()):
+    if kernels.usable(next(model.parameters()).device):
+        return join_layers(model) > 0
+    if not packing_pays(*(weight for weight in model.parameters() if weight.device.type != "meta" or fill is filled)):
+        fill(model)
         return False
-    done = _fuse_layers(model, weights, release)
+    files = MappedFiles() if release else None
+    done = _replace_head(model, weights, files, fill)  # the largest weight first: while it is copied it is there twice
+    done |= _fuse_layers(model, weights, files, fill) | {
+        module for module in model.modules() if "forward" in vars(module)
+    }
+    fill(model)
     for module in model.modules():
         if module in done:
             continue
         for names in SIBLINGS:
             layers = [getattr(module, name, None) for name in names]
             if all(_is_plain(layer) for layer in layers):
-                _share([layer for layer in layers if isinstance(layer, nn.Linear)], weights, release)
+                _share([layer for layer in layers if isinstance(layer, nn.Linear)], weights, files)
                 done.update(layer for layer in layers if layer is not None)
-    embeddings = [module for module in model.modules() if type(module) is nn.Embedding]
     for module in list(model.modules()):
         if module not in done and isinstance(module, nn.Linear) and _is_plain(module):
-            _replace(module, [e for e in embeddings if e.weight is module.weight], weights, release)
-        elif type(module).__name__.endswith("RMSNorm"):
+            _replace(model, module, weights, files)
+        elif module not in done and type(module).__name__.endswith("RMSNorm"):
             _fuse_norm(module)
+    if release:
+        trim()
     return True
 
 
+def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if not isinstance(head, nn.Linear) or not _is_plain(head):
+        return set()
+    fill(head)
+    _replace(model, head, weights, files)
+    return {head}
+
+
 def _is_plain(layer: object) -> bool:
-    return type(layer) is nn.Linear and layer.bias is None
+    return is_linear(layer) and layer.bias is None
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -92,21 +122,23 @@ def weight_bytes(model: nn.Module) -> int:
     return held + sum(product.nbytes for product in products)
 
 
-def _fuse_layers(model: nn.Module, weights: Weights, release: bool) -> set[nn.Module]:
+def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
     """Fuse the decoder layers that can be; returns these and all modules in them."""
     done: set[nn.Module] = set()
     layers, rotary = getattr(_decoder(model), "layers", None), getattr(_decoder(model), "rotary_emb", None)
     if not (native.available and isinstance(layers, nn.ModuleList) and isinstance(rotary, nn.Module)):
         return done
     for layer in layers:
+        fill(layer)
         fused = FusedLayer.of(layer, rotary, weights)
         if fused is None:
             continue
         layer.forward = fused
         done.update(layer.modules())
-        if release:
+        if files is not None:
             for name in LINEAR:
-                _release(layer.get_submodule(name))
+                _release(layer.get_submodule(name), files)
+            trim()
     return done
 
 
@@ -114,35 +146,43 @@ def _decoder(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-def _release(layer: nn.Module) -> None:
+def _release(layer: nn.Module, files: MappedFiles) -> None:
     """Give up a layer's weight; its shape stays known."""
     weight = layer.get_parameter("weight")
+    files.forget(weight)
     layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
 
 
-def _share(layers: Sequence[nn.Linear], weights: Weights, release: bool) -> None:
-    shared = SharedProjection(layers, weights)
+def _share(layers: Sequence[nn.Linear], weights: Weights, files: MappedFiles | None) -> None:
+    share(layers, make_product(torch.cat([layer.weight.detach() for layer in layers]), weights=weights))
+    if files is not None:
+        for layer in layers:
+            _release(layer, files)
+
+
+def share(layers: Sequence[nn.Linear], together: Product) -> None:
+    """Let linear layers that read the same input take their outputs from one product."""
+    shared = SharedProjection(layers, together)
     for index, layer in enumerate(layers):
 
         def forward(x: Tensor, index: int = index) -> Tensor:
             return shared.project(x, index)
 
         layer.forward = forward  # type: ignore[method-assign, assignment]
-        if release:
-            _release(layer)
 
 
-def _replace(layer: nn.Linear, tied: Sequence[nn.Embedding], weights: Weights, release: bool) -> None:
-    """One linear layer, whose weight may be that of an embedding as well."""
+def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: MappedFiles | None) -> None:
+    """One linear layer of ``model``, whose weight may be that of an embedding as well."""
     product = make_product(layer.weight, weights=weights)
     layer.forward = product  # type: ignore[method-assign, assignment]
-    if not release or (tied and not isinstance(product, native.Product)):
+    tied = [module for module in model.modules() if type(module) is nn.Embedding and module.weight is layer.weight]
+    if files is None or (tied and not isinstance(product, native.Product)):
         return
     for embedding in tied:
         assert isinstance(product, native.Product)
         embedding.forward = product.rows  # type: ignore[method-assign, assignment]
     for module in (layer, *tied):
-        _release(module)
+        _release(module, files)
 
 
 def _fuse_norm(norm: nn.Module) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from volley.errors import ConfigError, MismatchError, check_keys, unknown_key
+from volley.models.variants import CONVOLUTION_KEYS, plain
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -17,8 +18,8 @@ _IGNORED_KEYS = {
     "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-_DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size"}
-HEADS = ("residual", "markov", "dspark")
+_DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_window_size"}
+HEADS = ("residual", "markov", "dspark", "selector", "domino")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +27,15 @@ class HeadConfig:
     """A sequential head on the slots (``heads.py``); in ``config.json`` the object ``head``."""
 
     type: str
-    """``residual``; ``markov``, the same without the context; ``dspark``, a Markov head as two tables."""
+    """``residual``; ``markov``, the same without the context; ``dspark``, a Markov head as two tables; ``selector``: DFlash 2;
+    ``domino`` (``domino.py``)."""
     rank: int
     candidates: int = 32
     """Tokens of each slot that the walk over a block chooses from."""
+    state: int | None = None
+    """Size of Domino's state."""
+    uncorrected: int = 0
+    """Positions at the beginning of a block whose logits Domino leaves as they are."""
 
     def __post_init__(self) -> None:
         if self.type not in HEADS:
@@ -38,6 +44,17 @@ class HeadConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"drafter config: head.{name} is {value!r}; it must be a positive integer")
+        if (self.type == "domino") != (isinstance(self.state, int) and self.state > 0):
+            raise ConfigError(
+                f"drafter config: head.state is {self.state!r}; Domino's head has a state, of a positive size"
+            )
+        if not isinstance(self.uncorrected, int) or self.uncorrected < 0:
+            raise ConfigError(f"drafter config: head.uncorrected is {self.uncorrected!r}; it must be 0 or more")
+
+    def to_json(self) -> dict[str, Any]:
+        """The object ``head``; what only Domino has is left out of others."""
+        domino = () if self.type == "domino" else ("state", "uncorrected")
+        return {key: value for key, value in asdict(self).items() if key not in domino}
 
     @classmethod
     def from_json(cls, raw: object) -> "HeadConfig":
@@ -85,12 +102,24 @@ class DrafterConfig:
     """Rows of an LM head of the drafter's own; fewer than ``vocab_size`` are a reduced vocabulary. ``None``: the target's."""
     sample_from_anchor: bool = False
     """Whether the anchor's own slot predicts the first draft token, as in DSpark drafters: then a mask fewer is drafted from."""
+    causal_layers: tuple[bool, ...] = ()
+    """Of each layer, whether a slot sees only the slots before it; empty where all see the whole block."""
+    conv_kernel_size: int | None = None
+    """Slots that DFlash 2's convolutions mix, the slot itself included; ``None``: there are no convolutions."""
+    conv_group_size: int | None = None
+    """Channels that share what a convolution makes of its input."""
+    target_hidden_size: int | None = None
+    """Width of the target's states where the drafter has another; then embedding and head are the drafter's own."""
     own_embedding: bool = False
     """Whether the checkpoint brings input embeddings. Known by its tensors, so not part of ``config.json``."""
 
     def __post_init__(self) -> None:
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
+        if self.target_hidden_size == self.hidden_size:
+            object.__setattr__(self, "target_hidden_size", None)
+        if not any(self.causal_layers):
+            object.__setattr__(self, "causal_layers", ())
         problems = [
             (self.block_size < 2, f"block_size is {self.block_size}; a block needs an anchor and at least one slot"),
             (not self.target_layer_ids, "target_layer_ids is empty; name the target layers the drafter was trained on"),
@@ -122,6 +151,14 @@ class DrafterConfig:
                 f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers",
             ),
             (
+                len(self.causal_layers) not in (0, self.num_hidden_layers),
+                f"causal_layers has {len(self.causal_layers)} entries for {self.num_hidden_layers} layers",
+            ),
+            (
+                (self.conv_kernel_size is None) != (self.conv_group_size is None),
+                "conv_kernel_size and conv_group_size belong together; give both, or neither",
+            ),
+            (
                 "sliding_attention" in self.layer_types and not self.sliding_window,
                 "layer_types has 'sliding_attention' but sliding_window is not set; give the window in tokens",
             ),
@@ -141,7 +178,7 @@ class DrafterConfig:
     def mismatches(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> list[str]:
         """What keeps the drafter from drafting for a target of this shape."""
         pairs = [
-            ("hidden size", self.hidden_size, hidden_size),
+            ("hidden size", self.target_hidden_size or self.hidden_size, hidden_size),
             ("vocabulary", self.vocab_size, vocab_size),
             ("number of target layers", self.num_target_layers or num_layers, num_layers),
         ]
@@ -153,6 +190,18 @@ class DrafterConfig:
         if max(self.target_layer_ids) >= num_layers:
             found.append(f"the drafter taps layer {max(self.target_layer_ids)}, this target has {num_layers} layers")
         return found
+
+    @property
+    def untrained(self) -> str | None:
+        """What the drafter has that volley reads and draws drafts with, but neither trains nor writes for others."""
+        parts = [
+            (self.head is not None and self.head.type == "selector", "DFlash 2's selector"),
+            (self.head is not None and self.head.type == "domino", "Domino's head"),
+            (self.conv_kernel_size is not None, "DFlash 2's convolutions"),
+            (bool(self.causal_layers), "causal blocks"),
+            (self.target_hidden_size is not None, "a width of its own"),
+        ]
+        return " and ".join(name for there, name in parts if there) or None
 
     def to_json(self) -> dict[str, Any]:
         """The config as z-lab writes it; what newer and older readers expect in different places is in both."""
@@ -187,13 +236,17 @@ class DrafterConfig:
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
             **({"draft_vocab_size": self.draft_vocab_size} if self.draft_vocab_size else {}),
-            **({"head": asdict(self.head)} if self.head else {}),
+            **({"head": self.head.to_json()} if self.head else {}),
             **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
+            **({"target_hidden_size": self.target_hidden_size} if self.target_hidden_size else {}),
+            **({"causal_layers": list(self.causal_layers)} if self.causal_layers else {}),
+            **{key: getattr(self, key) for key in CONVOLUTION_KEYS if getattr(self, key) is not None},
         }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
-        """Parse a z-lab config; unknown and missing keys are errors that name them."""
+        """Parse a z-lab config of any kind; unknown and missing keys are errors that name them."""
+        raw = plain(raw)
         own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids", "own_embedding"}
         read = own | {"dflash_config", "rope_parameters", "use_sliding_window"}
         check_keys("drafter config key", [key for key in raw if key not in _IGNORED_KEYS], read)
@@ -204,7 +257,7 @@ class DrafterConfig:
             raise ConfigError("drafter config has no 'dflash_config'; is this a DFlash drafter in z-lab's format?")
         check_keys("dflash_config key", dflash, _DFLASH_KEYS)
         values = {key: raw[key] for key in own if key in raw}
-        for key in ("rope_parameters", "rope_scaling", "layer_types"):
+        for key in ("rope_parameters", "rope_scaling", "layer_types", "causal_layers"):
             if not isinstance(raw.get(key), dict if key.startswith("rope") else list) and raw.get(key) is not None:
                 raise ConfigError(f"drafter config: {key} is {raw[key]!r}, which is not of the type it must have")
         rope = raw.get("rope_parameters") or {}
@@ -221,14 +274,13 @@ class DrafterConfig:
             values["sliding_window"] = dflash.get("swa_window_size", raw.get("sliding_window"))
         _check_types(values)
         values["layer_types"] = tuple(raw.get("layer_types") or ())
+        values["causal_layers"] = tuple(map(bool, raw.get("causal_layers") or ()))
         if dflash.get("use_swa"):
             values["layer_types"] = ("sliding_attention",) * int(raw.get("num_hidden_layers", 0))
         if "sliding_attention" not in values["layer_types"]:
             values["sliding_window"] = None
         if raw.get("head") is not None:
             values["head"] = HeadConfig.from_json(raw["head"])
-        if dflash.get("causal"):
-            raise ConfigError("dflash_config.causal is true; drafters with causal blocks are not supported")
         required = {name for name, f in cls.__dataclass_fields__.items() if f.default is f.default_factory}
         missing = sorted(required - set(values))
         if missing:
@@ -242,9 +294,9 @@ class DrafterConfig:
 _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "num_target_layers", "block_size", "mask_token_id", "max_position_embeddings", "sliding_window",
-    "draft_vocab_size",
+    "draft_vocab_size", "target_hidden_size", *CONVOLUTION_KEYS,
 )  # fmt: skip
-_MAY_BE_NULL = ("num_target_layers", "sliding_window", "draft_vocab_size")
+_MAY_BE_NULL = ("num_target_layers", "sliding_window", "draft_vocab_size", "target_hidden_size", *CONVOLUTION_KEYS)
 
 
 def _check_types(values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a folder with a drafter is, and everything that is wrong with it, from its config and the headers of its weight files."""
+"""What a folder with a drafter or a target is, and what is wrong with it, from its config and the headers of its weight files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,9 +25,15 @@ from volley.models.formats import (
     read_checkpoint,
     vocabulary_problem,
     weight_files,
+    width_problem,
     with_stored,
 )
-from volley.models.gguf.file import is_gguf
+from volley.models.gguf.codes import codes_for, describe
+from volley.models.gguf.file import GGUFFile, is_gguf
+from volley.models.gguf.target import CLASSES
+from volley.models.loading import load_config
+from volley.models.quantised import Quantisation, check_packages, quantisation_of
+from volley.models.target import check_config
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Diagnosis:
     title: str = "no drafter that volley can read"
     facts: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    of_target: bool = False
 
 
 def diagnose(path: Path, target: str | None = None) -> Diagnosis:
@@ -51,9 +58,11 @@ def diagnose(path: Path, target: str | None = None) -> Diagnosis:
     found, path = Diagnosis(), drafter_folder(path)
     config: DrafterConfig | None = None
     if is_gguf(path):
-        return _diagnose_gguf(path, target)
+        return _diagnose_target(path) if _is_gguf_target(path) else _diagnose_gguf(path, target)
     try:
         raw = read_json(path / "config.json")
+        if is_target(raw):
+            return _diagnose_target(path)
         form = detect(raw)
         found.title = f"a DFlash drafter in {TITLES[form]}"
         config = parse_config(raw)
@@ -68,10 +77,70 @@ def diagnose(path: Path, target: str | None = None) -> Diagnosis:
         config = with_stored(config, {name: tensor.shape for name, tensor in tensors.items()})
         found.facts = {**_describe(config), **found.facts, "loads in": _engines(config)}
         if tensors:
+            found.problems += [problem for problem in (width_problem(config),) if problem]
             found.problems += _weight_problems(config, tensors) + _vocabulary_problems(config, path, tensors)
         if target is not None:
             found.problems += _pair_problems(config, target)
     return found
+
+
+def is_target(raw: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is that of a language model, and of no drafter."""
+    named = raw.get("architectures")
+    kinds = [str(kind) for kind in named] if isinstance(named, list) else []
+    ends = ("ForCausalLM", "ForConditionalGeneration", "ForBlockDiffusion")
+    return (
+        bool(kinds)
+        and kinds[0].endswith(ends)
+        and not {"dflash_config", "markov_rank", "speculators_config"} & set(raw)
+    )
+
+
+def _is_gguf_target(path: Path) -> bool:
+    try:
+        return GGUFFile(path).architecture in CLASSES
+    except VolleyError:
+        return False  # what is wrong with the file is said of a drafter, too
+
+
+def _diagnose_target(path: Path) -> Diagnosis:
+    found = Diagnosis("a target", of_target=True)
+    try:
+        config = load_config(path)
+        text = config.get_text_config()
+        found.title = f"a target of type {config.model_type}"
+        found.facts["shape"] = (
+            f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, {text.vocab_size} tokens"
+        )
+        check_config(config)
+        if is_gguf(path):
+            found.facts["weights"] = _gguf_weights(GGUFFile(path))
+        quantisation = quantisation_of(config)
+        if quantisation is not None:
+            found.facts |= _describe_quantisation(quantisation)
+            check_packages(quantisation)
+    except VolleyError as error:
+        found.problems.append(str(error))
+    except (ValueError, OSError) as error:  # of transformers
+        found.problems.append(f"{path}: the config cannot be read ({error}); fetch the checkpoint again")
+    return found
+
+
+def _gguf_weights(file: GGUFFile) -> str:
+    codes = codes_for(file)
+    if codes != "bf16":
+        return f"{describe(file, codes)} where volley's kernels run, else decoded"
+    types = ", ".join(file.quantised_types())
+    return f"{types}; decoded when loaded" if types else "not quantised"
+
+
+def _describe_quantisation(quantisation: Quantisation) -> dict[str, str]:
+    return {
+        "quantised by": quantisation.method,
+        "its weights": f"{quantisation.weights}; decoded when loaded",
+        "its inputs": f"{quantisation.inputs}; rounded so in every pass" if quantisation.inputs else "not rounded",
+        "not quantised": ", ".join(quantisation.left_out) or "not said",
+    }
 
 
 def _diagnose_gguf(path: Path, target: str | None) -> Diagnosis:

@@ -9,9 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
+from volley.memory.device import usable_device
 from volley.models.accelerate import accelerate
-from volley.models.target import BlockDiffusion, Target, usable_device
-from volley.native import Weights
+from volley.models.loading import straight_to
+from volley.models.quantised import load_model
+from volley.models.target import BlockDiffusion, Target
+from volley.native import TargetWeights
 from volley.types import DiffusionParams
 
 SDAR = BlockDiffusion(
@@ -48,14 +51,16 @@ _REFUSED = {
 }
 
 
-def load_target(path: str | Path, dtype: torch.dtype, device: str | torch.device, weights: Weights = "bf16") -> Target:
+def load_target(
+    path: str | Path, dtype: torch.dtype, device: str | torch.device, weights: TargetWeights = "auto"
+) -> Target:
     """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config."""
     try:
         values, _ = PretrainedConfig.get_config_dict(path)
     except Exception:  # what is wrong with it is for the loader of causal LMs to say
         return Target.from_pretrained(path, dtype, device, weights)
     kind = str(values.get("model_type", "")).lower()
-    if weights != "bf16" and (kind in _NATIVE or kind == "diffusion_gemma"):
+    if weights not in ("auto", "bf16") and (kind in _NATIVE or kind == "diffusion_gemma"):
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
     if kind in _REFUSED:
         raise UnsupportedModelError(
@@ -94,7 +99,8 @@ def _load_native(
 ) -> Target:
     plain = {name: value for name, value in values.items() if name not in ("auto_map", "model_type", "architectures")}
     config = AutoConfig.for_model(model_type, **plain)
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype).to(usable_device(device)).eval()
+    where = usable_device(device)
+    model = load_model(AutoModelForCausalLM, path, config, dtype, **straight_to(where)).to(where).eval()
     accelerate(model)
     tokenizer = AutoTokenizer.from_pretrained(path, config=config)
     return Target(model, tokenizer, _as_saved(family, values, tokenizer))

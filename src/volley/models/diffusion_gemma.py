@@ -11,15 +11,18 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
 
 from volley.errors import InputError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
+from volley.memory.device import usable_device
 from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
+from volley.models.loading import straight_to
+from volley.models.quantised import load_model
 from volley.models.taps import Taps
-from volley.models.target import AttentionCall, BlockDiffusion, Target, usable_device
+from volley.models.target import AttentionCall, BlockDiffusion, Target
 from volley.types import DiffusionParams
 
 _DEFAULTS = DiffusionParams(
@@ -109,8 +112,11 @@ class DiffusionGemma(Target):
     @classmethod
     def from_folder(cls, path: str | Path, dtype: torch.dtype, device: str | torch.device) -> Self:
         """Load model and tokenizer from a folder or the hub."""
-        model = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype=dtype)
-        return cls(model.to(usable_device(device)).eval(), AutoTokenizer.from_pretrained(path))
+        where, config = usable_device(device), AutoConfig.from_pretrained(path)
+        model: DiffusionGemmaForBlockDiffusion = load_model(
+            DiffusionGemmaForBlockDiffusion, path, config, dtype, **straight_to(where)
+        )
+        return cls(model.to(where).eval(), AutoTokenizer.from_pretrained(path))
 
 
 def _defaults(model: DiffusionGemmaForBlockDiffusion) -> DiffusionParams:

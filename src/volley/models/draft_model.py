@@ -1,9 +1,10 @@
 """A drafter at work: its K/V, its adapters, and what it borrows from its target. One class serves volley's engine and others'."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,13 +12,15 @@ from volley.errors import MismatchError
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
-from volley.models.accelerate import accelerate
 from volley.models.adapter import Adapter, adapted, drafter_fingerprint
-from volley.models.drafter import Drafter, Projection
+from volley.models.domino import BoundDomino, DominoHead
+from volley.models.drafter import Drafter
 from volley.models.fused import FusedDecoder
-from volley.models.heads import BoundHead
+from volley.models.heads import BoundHead, Projection
 from volley.models.inject import Injection
+from volley.models.products import check_weights as check_product_weights
 from volley.models.target import Target
+from volley.native import Weights
 
 
 class DraftModel:
@@ -28,11 +31,10 @@ class DraftModel:
         attention: Attention,
         embed: Projection,
         head: Projection,
-        output: Callable[[], Tensor],
         window: int | None = None,
     ) -> None:
-        """``embed`` gives the target's embeddings, ``head`` its logits, ``output()`` the head's matrix ``[V, H]``; with a
-        ``window`` a block sees only so many tokens before it.
+        """``embed`` gives the target's embeddings, ``head`` its logits; with a ``window`` a block sees only so many tokens before
+        it.
         """
         config = drafter.config
         self.drafter, self.store, self.embed, self.head = drafter, store, embed, head
@@ -40,11 +42,13 @@ class DraftModel:
         self._attention = attention
         self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
         self._injection = Injection(drafter, store)
-        self.bound_head: BoundHead | None = None
-        if drafter.head is not None and config.head is not None:
-            vocabulary = torch.arange(config.vocab_size, device=self.device)
-            embeddings = embed(vocabulary).detach()
-            self.bound_head = BoundHead(drafter.head, config.head.candidates, embeddings, output(), drafter.drafted)
+        self.bound_head: BoundHead | BoundDomino | None = None
+        if isinstance(drafter.head, DominoHead):
+            self.bound_head = BoundDomino(drafter.head, lambda ids: drafter.embed(ids, embed), drafter.drafted)
+        elif drafter.head is not None and config.head is not None:
+            self.bound_head = BoundHead(
+                drafter.head, config.head.candidates, embed, head, config.vocab_size, drafter.drafted
+            )
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +62,6 @@ class DraftModel:
         """The drafter with the adapter in folder ``path``; both keep their K/V in the same store."""
         drafter = adapted(self.drafter, path)
         digest = bytes.fromhex(drafter_fingerprint(drafter))
-        accelerate(drafter)
         drafter.fuse()
         return Adapter(drafter, Injection(drafter, self.store), digest)
 
@@ -73,30 +76,37 @@ class DraftModel:
         A drafter that samples from the anchor has a mask fewer in each block, and the anchor's state is the first position's.
         A block's own K/V are scratch behind those of its context.
         """
-        batch = RaggedBatch(segments, token_ids.to(self.device))
+        ends = np.cumsum([segment.length for segment in segments])
+        kept = np.delete(np.arange(ends[-1]), np.concatenate(([0], ends[:-1])))
+        batch, drafting = RaggedBatch.on_device(segments, token_ids.tolist(), kept.tolist(), self.device)
         states = self.block_states(batch, self.store, adapter)
         if self.drafter.config.sample_from_anchor:
             return states
         if len(segments) == 1:
             return states[1:]
-        keep = torch.ones(len(batch), dtype=torch.bool)
-        keep[batch.offsets[:-1]] = False
-        return states[keep.to(states.device)]
+        return states.index_select(0, drafting)
 
     def block_states(self, batch: RaggedBatch, store: KVStore, adapter: Adapter | None = None) -> Tensor:
         """Final states ``[T, H]`` of every token of ``batch``, whose contexts' K/V are in ``store``."""
         drafter = self.drafter if adapter is None else adapter.drafter
-        scale = drafter.config.head_dim**-0.5
+        scale, causal = drafter.config.head_dim**-0.5, drafter.config.causal_layers
+        if causal:
+            segments = [replace(segment, causal=True) for segment in batch.segments]
+            in_order = RaggedBatch(segments, batch.token_ids, batch.positions)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attention(batch, store, layer, q, k, v, AttentionOptions(scale, self.windows[layer]))
+            seen = in_order if causal and causal[layer] else batch
+            return self._attention(seen, store, layer, q, k, v, AttentionOptions(scale, self.windows[layer]))
 
         embeddings, decoder = drafter.embed(batch.token_ids, self.embed), self._decoder(drafter)
-        if decoder is not None and decoder.serves(store):
+        if decoder is not None and decoder.serves(store) and not causal:
             cos, sin = drafter.rotary(batch.positions, embeddings.dtype)
             normed: Tensor = drafter.norm(decoder(embeddings, (cos[:, 0], sin[:, 0]), batch, store))
             return normed
-        states: Tensor = drafter(embeddings, batch.positions, attend)
+        places = None
+        if drafter.config.conv_kernel_size is not None:
+            places = torch.cat([torch.arange(segment.length) for segment in batch.segments]).to(self.device)
+        states: Tensor = drafter(embeddings, batch.positions, attend, places)
         return states
 
     def _decoder(self, drafter: Drafter) -> FusedDecoder | None:
@@ -109,6 +119,14 @@ class DraftModel:
     def logits(self, states: Tensor) -> Tensor:
         """Logits ``[R, V]`` of final states ``[R, H]``."""
         return self.drafter.logits(states, self.head)
+
+
+def load_drafter(path: str | Path, target: Target, weights: Weights) -> Drafter:
+    """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them."""
+    drafter = Drafter.from_pretrained(path, dtype=target.dtype).to(target.device)
+    check_product_weights(weights, target.device, target.dtype)
+    drafter.fuse(weights, None if weights == "bf16" else target.head_weight)
+    return drafter
 
 
 def check_pair(drafter: Drafter, target: Target) -> None:

@@ -18,16 +18,22 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from volley.errors import ConfigError
 from volley.files import check_weights, save_tensors, write_atomically
+from volley.memory import kernels
+from volley.models.accelerate import accelerate, share
 from volley.models.checkpoint import DrafterConfig
+from volley.models.convolution import BlockConvolution
+from volley.models.domino import DominoHead
 from volley.models.formats import drafter_folder, read_checkpoint, weight_files
 from volley.models.fused import fits, layer_shape, layer_weights
-from volley.models.heads import MarkovTables, ResidualHead
+from volley.models.heads import MarkovTables, Projection, ResidualHead, Selector, SequentialHead
+from volley.models.joined import JoinedWeights
+from volley.models.loading import drafter_path
 from volley.models.products import make_product
+from volley.models.residency import MappedFiles
 from volley.native import LayerShape, LayerWeights, Weights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
-Projection = Callable[[Tensor], Tensor]
 
 
 class Rotary:
@@ -130,12 +136,46 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DraftMLP(config)
+        convolves = config.conv_kernel_size is not None
+        self.attention_conv = _make_convolution(config) if convolves else None
+        self.mlp_conv = _make_convolution(config) if convolves else None
+
+    def take(self, products: LayerWeights) -> None:
+        """Compute with these products, so that there is one copy of the weights for all ways to run the layer."""
+        attention, mlp = self.self_attn, self.mlp
+        share([attention.q_proj, attention.k_proj, attention.v_proj], products.project)
+        share([mlp.gate_proj, mlp.up_proj], products.gate_up)
+        attention.o_proj.forward = products.output  # type: ignore[method-assign, assignment]
+        mlp.down_proj.forward = products.down  # type: ignore[method-assign, assignment]
 
 
-def _make_head(config: DrafterConfig) -> ResidualHead | MarkovTables | None:
+def _make_convolution(config: DrafterConfig) -> BlockConvolution:
+    assert config.conv_kernel_size is not None
+    assert config.conv_group_size is not None
+    return BlockConvolution(config.hidden_size, config.conv_kernel_size, config.conv_group_size)
+
+
+def _around(
+    convolution: BlockConvolution | None, x: Tensor, places: Tensor | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """What a sublayer reads instead of ``x [T, H]``, and what to do with its output."""
+    if convolution is None:
+        return x, lambda output: output
+    assert places is not None, "convolutions must know where a block begins"
+    found: tuple[Tensor, Callable[[Tensor], Tensor]] = convolution(x, places)
+    return found
+
+
+def _make_head(config: DrafterConfig) -> SequentialHead | DominoHead | None:
     head = config.head
     if head is None:
         return None
+    if head.type == "domino":
+        assert head.state is not None
+        rows = config.draft_vocab_size or config.vocab_size
+        return DominoHead(config.hidden_size, head.state, head.rank, rows, head.uncorrected)
+    if head.type == "selector":
+        return Selector(config.hidden_size, config.vocab_size, head.rank)
     if head.type == "dspark":
         return MarkovTables(config.vocab_size, config.draft_vocab_size or config.vocab_size, head.rank)
     return ResidualHead(config.hidden_size, head.rank, with_context=head.type == "residual")
@@ -153,7 +193,8 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.folder: Path | None = None  # where it was loaded from
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        width = config.target_hidden_size or config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -169,20 +210,38 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(rows or 0, dtype=torch.long) if reduced else None)
         self.fused: tuple[list[LayerWeights], LayerShape] | None = None
         """Copies of the layers' weights for :class:`FusedDecoder`, once :meth:`fuse` was called."""
+        self.joined: list[JoinedWeights] = []
+        """The layers in few operations, on a GPU once :meth:`fuse` was called."""
         self.own_head: Projection | None = None
         """The target's head in codes, if drafts come from these."""
 
     def fuse(self, weights: Weights = "bf16", head: Tensor | None = None) -> None:
-        """Let the layers run in one call where the machine has kernels for them; they must not be trained afterwards.
+        """Let the drafter run on kernels where the machine has them; it must not be trained afterwards.
 
-        With codes as ``weights``, drafts come from codes of the target's ``head [V, H]`` as well.
+        With codes as ``weights``, drafts come from codes of the target's ``head [V, H]`` as well. Weights that were loaded from a
+        file leave memory, and are read from the file again when an adapter or a fingerprint needs them.
         """
         if weights != "bf16" and head is not None and self.lm_head is None:
             self.own_head = make_product(head, weights=weights)
-        layers = list(self._layers())
-        if layers[0].mlp.down_proj.weight.device.type == "cpu" and all(fits(layer, weights) for layer in layers):
+        layers, files = list(self._layers()), MappedFiles()
+        convolves = self.config.conv_kernel_size is not None
+        if kernels.usable(self.fc.weight.device) and not convolves:
+            self.join()
+        elif layers[0].mlp.down_proj.weight.device.type == "cpu" and all(fits(layer, weights) for layer in layers):
             shape = layer_shape(layers[0], self.config.head_dim**-0.5)
-            self.fused = ([layer_weights(layer, weights) for layer in layers], shape)
+            self.fused = ([], shape)
+            for layer in layers:
+                products = layer_weights(layer, weights)
+                layer.take(products)
+                files.forget_all(layer)
+                self.fused[0].append(products)
+        accelerate(self, weights)
+        files.forget_all(self)
+
+    def join(self) -> None:
+        """Compute each layer in few operations, with matrices of which its own weights become views."""
+        scale = self.config.head_dim**-0.5
+        self.joined = [JoinedWeights(layer, layer_shape(layer, scale)) for layer in self._layers()]
 
     @property
     def drafted(self) -> Tensor | None:
@@ -210,16 +269,26 @@ class Drafter(nn.Module):
         cos, sin = self.rotary(positions, context.dtype)
         return [layer.self_attn.keys_values(context, cos, sin) for layer in self._layers()]
 
-    def forward(self, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states ``[T, H]`` for block embeddings ``[T, H]`` at absolute ``positions [T]``."""
+    def forward(self, embeddings: Tensor, positions: Tensor, attend: Attend, places: Tensor | None = None) -> Tensor:
+        """Final hidden states ``[T, H]`` for block embeddings ``[T, H]`` at absolute ``positions [T]``.
+
+        ``places [T]`` count within each block, from 0; convolutions need them.
+        """
         hidden = embeddings
         cos, sin = self.rotary(positions, hidden.dtype)
+        if self.joined:
+            for index, joined in enumerate(self.joined):
+                rows = joined.before(hidden, cos[:, 0], sin[:, 0])
+                hidden = joined.after(hidden, attend(index, *joined.split(rows)).flatten(-2))
+            final: Tensor = self.norm(hidden)
+            return final
         for index, layer in enumerate(self._layers()):
-            normed = layer.input_layernorm(hidden)
+            normed, finish = _around(layer.attention_conv, layer.input_layernorm(hidden), places)
             queries = layer.self_attn.queries(normed, cos, sin)
             mixed = attend(index, queries, *layer.self_attn.keys_values(normed, cos, sin))
-            hidden = hidden + layer.self_attn.o_proj(mixed.flatten(-2))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = hidden + finish(layer.self_attn.o_proj(mixed.flatten(-2)))
+            normed, finish = _around(layer.mlp_conv, layer.post_attention_layernorm(hidden), places)
+            hidden = hidden + finish(layer.mlp(normed))
         output: Tensor = self.norm(hidden)
         return output
 
@@ -239,12 +308,16 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> Self:
-        """Load a folder in any format of ``formats.py``; every missing, unknown or misshapen weight is an error that names it."""
-        path = drafter_folder(Path(path))
+        """Load a folder or hub name in any format of ``formats.py``; every missing, unknown or misshapen weight is an error that
+        names it.
+        """
+        path = drafter_folder(drafter_path(path))
         checkpoint = read_checkpoint(path)
-        drafter = cls(checkpoint.config)
+        with torch.device("meta"):
+            drafter = cls(checkpoint.config)
+        drafter.rotary = Rotary(checkpoint.config)  # the only tensors that are in no file
         check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)
-        drafter.load_state_dict(checkpoint.tensors)
+        drafter.load_state_dict(checkpoint.tensors, assign=True)
         drafter.folder = path
         return drafter.to(dtype).eval()
 

@@ -46,15 +46,13 @@ def export(
             else "the file names the target's tokens"
         )
         raise ConfigError(f"{what}; name it as target")
-    certificates = [folder / "certificate.json" for folder in (drafter, drafter_folder(drafter))]
-    certificate = next((path.read_bytes() for path in certificates if path.exists()), None)
-    if certificate is not None and to != "gguf" and not drop_head and draft_vocab_size is None:
-        write_atomically(out / "certificate.json", certificate)
+    drafted = checkpoint.config.draft_vocab_size
     check_weights(drafter, Drafter(checkpoint.config).state_dict(), checkpoint.tensors)
     if drop_head:
         checkpoint = without_head(checkpoint)
     if target is None:
         write_checkpoint(out, checkpoint, to)
+        _copy_certificate(drafter, out, to, is_same=not drop_head)
         return checkpoint
     shape = TargetShape.from_pretrained(target)
     shape.check(checkpoint.config)
@@ -70,7 +68,18 @@ def export(
         elif to in ("sglang", "transformers"):
             checkpoint = without_ends(checkpoint, ends)
     write_checkpoint(out, checkpoint, to, target, shape.architectures)
+    drafts_the_same = with_embeddings or checkpoint.config.draft_vocab_size == drafted
+    is_same = drafts_the_same and draft_vocab_size is None and not drop_head
+    _copy_certificate(drafter, out, to, is_same=is_same)
     return checkpoint
+
+
+def _copy_certificate(drafter: Path, out: Path, to: Format, *, is_same: bool) -> None:
+    """What was certified of the drafter holds for the written one if it drafts the same."""
+    certificates = [folder / "certificate.json" for folder in (drafter, drafter_folder(drafter))]
+    certificate = next((path.read_bytes() for path in certificates if path.exists()), None)
+    if certificate is not None and is_same and to != "gguf":
+        write_atomically(out / "certificate.json", certificate)
 
 
 @dataclass(frozen=True)
@@ -146,8 +155,9 @@ def with_tables(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
     output = target.head.float()
     if "d2t" in tensors:
         output = output[tensors["d2t"] + torch.arange(len(tensors["d2t"]))]
+    embedding = target.embedding
     with torch.no_grad():
-        before, after = head.tables(target.embedding.float(), output)
+        before, after = head.tables(lambda ids: embedding[ids].float(), lambda x: x @ output.T, len(embedding))
     dtype = tensors["fc.weight"].dtype
     tensors |= {"head.markov_w1.weight": before.to(dtype), "head.markov_w2.weight": after.to(dtype)}
     return Checkpoint(replace(config, head=replace(config.head, type="dspark")), tensors)

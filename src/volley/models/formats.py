@@ -1,7 +1,8 @@
 """Drafter checkpoints of other programs: which format a folder is in, reading it, writing it.
 
-z-lab's layout is volley's own (``DrafterConfig.from_json``, ``to_json``) and SGLang's. The others are read by turning their
-config into z-lab's and their tensor names into volley's, and written the other way round; no weight is ever changed.
+z-lab's layout is volley's own (``DrafterConfig.from_json``, ``to_json``) and SGLang's; ``variants.py`` reads DFlash 2 and other
+kinds in it. The others are read by turning their config into z-lab's and their tensor names into volley's, and written the other
+way round; no weight is ever changed.
 
 speculators   ``transformer_layer_config`` holds the layers' shape, ``aux_hidden_state_layer_ids`` are the taps + 1, and with a
               reduced vocabulary ``d2t [N]`` (target id − draft id) and ``t2d [V]`` (whether a token is in it) are stored
@@ -20,10 +21,12 @@ import torch
 from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import load_tensors, read_json, save_tensors, write_atomically
+from volley.files import BUNDLED_DRAFTERS, load_tensors, read_json, save_tensors, write_atomically
 from volley.models.checkpoint import Checkpoint, DrafterConfig, HeadConfig
 from volley.models.gguf.drafter import obstacles_in_gguf, read_gguf, write_gguf
 from volley.models.gguf.file import is_gguf
+from volley.models.variants import CONVOLUTION_KEYS, SELECTOR_KEYS, vanilla_head
+from volley.models.variants import own_name as variant_name
 
 Format = Literal["zlab", "speculators", "sglang", "transformers", "dspark", "gguf"]
 
@@ -47,6 +50,7 @@ _SHAPE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "rope_theta", "rope_parameters", "max_position_embeddings", "hidden_act", "sliding_window", "layer_types",
 )  # fmt: skip
+_DFLASH2_KEYS = (*CONVOLUTION_KEYS, *SELECTOR_KEYS)
 _SPECULATORS_KEYS = {
     "architectures", "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
     "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
@@ -86,11 +90,16 @@ def parse_config(raw: Mapping[str, Any]) -> DrafterConfig:
 
 def own_name(name: str) -> str:
     """volley's name of a tensor."""
-    return {theirs: own for own, theirs in (_TRANSFORMERS_NAMES | _MARKOV_NAMES).items()}.get(name, name)
+    return {theirs: own for own, theirs in _TRANSFORMERS_NAMES.items()}.get(name, variant_name(name))
 
 
 def drafter_folder(path: Path) -> Path:
-    """The folder of the drafter itself: ``path``, or ``path/drafter`` where ``path`` is the folder of a run that trained one."""
+    """The folder of the drafter itself: ``path``, or ``path/drafter`` where ``path`` is the folder of a run that trained one.
+
+    The names of the bundled drafters stand for theirs where no such folder is.
+    """
+    if not path.exists() and str(path) in BUNDLED_DRAFTERS:
+        return BUNDLED_DRAFTERS[str(path)]
     inside = path / "drafter"
     return inside if not (path / "config.json").exists() and (inside / "config.json").exists() else path
 
@@ -113,6 +122,16 @@ def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) ->
     return replace(config, own_embedding="embed_tokens.weight" in shapes, draft_vocab_size=reduced or rows)
 
 
+def width_problem(config: DrafterConfig) -> str | None:
+    """What is wrong with the ends of a drafter of another width than its target's, if anything."""
+    if config.target_hidden_size is None or (config.own_embedding and config.draft_vocab_size):
+        return None
+    return (
+        f"the drafter's hidden size is {config.hidden_size} and its target's {config.target_hidden_size}, so it needs an "
+        "embedding and a head of its own, and the weights lack them; fetch the checkpoint again"
+    )
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a folder in any format, a run's, or a GGUF file. ``check_weights`` decides whether the tensors fit the config."""
     if is_gguf(path):
@@ -122,7 +141,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     stored = (pair for file in weight_files(path) for pair in load_tensors(file).items())
     tensors = {own_name(name): tensor for name, tensor in stored if not name.startswith(CONFIDENCE)}
     config = with_stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    in_vocabulary = tensors.pop("t2d", None)
+    in_vocabulary, problem = tensors.pop("t2d", None), width_problem(config)
+    if problem:
+        raise CheckpointError(f"{path}: {problem}")
     if "d2t" in tensors:
         problem = vocabulary_problem(config, tensors["d2t"], in_vocabulary)
         if problem:
@@ -151,7 +172,11 @@ def vocabulary_problem(config: DrafterConfig, d2t: Tensor, t2d: Tensor | None) -
 def obstacles(config: DrafterConfig, form: Format) -> list[str]:
     """What a drafter has that ``form`` cannot hold, each with the remedy."""
     found = []
-    if config.head is not None and not (form in ("speculators", "gguf") and config.head.type in ("markov", "dspark")):
+    if config.untrained is not None:
+        found.append(
+            f"it has {config.untrained}, which volley reads and does not write; serve the checkpoint it came in"
+        )
+    elif config.head is not None and not (form in ("speculators", "gguf") and config.head.type in ("markov", "dspark")):
         others = "" if config.head.type == "residual" else "; speculators and gguf can hold it"
         found.append(
             f"its sequential head ({config.head.type}) has no place there{others}; --drop-head exports the plain drafter, "
@@ -241,14 +266,15 @@ def _markov(head: HeadConfig) -> dict[str, Any]:
 
 def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = raw.get("speculators_model_type")
-    if kind not in ("dflash", "dspark"):
-        raise ConfigError(f"speculators_model_type is {kind!r}; volley reads 'dflash' and 'dspark'")
+    if kind not in ("dflash", "dflash2", "dspark"):
+        raise ConfigError(f"speculators_model_type is {kind!r}; volley reads 'dflash', 'dflash2' and 'dspark'")
     if (kind == "dspark") != (raw.get("markov_rank") is not None):
         raise ConfigError(
             f"speculators_model_type is {kind!r} with markov_rank {raw.get('markov_rank')!r}; only dspark has one"
         )
     # Fields that are empty or switched off are accepted: these files list every field of the program that wrote them.
-    unread = sorted(key for key, value in raw.items() if key not in _SPECULATORS_KEYS and _switches_on(key, value))
+    known = {*_SPECULATORS_KEYS, *(_DFLASH2_KEYS if kind == "dflash2" else ())}
+    unread = sorted(key for key, value in raw.items() if key not in known and _switches_on(key, value))
     if unread:
         raise ConfigError(f"speculators config: {', '.join(unread)} are not supported; only plain DFlash drafters are")
     layers = raw.get("transformer_layer_config")
@@ -259,20 +285,17 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     taps = raw["aux_hidden_state_layer_ids"]
     if not isinstance(taps, list) or not all(isinstance(layer, int) for layer in taps):
         raise ConfigError(f"aux_hidden_state_layer_ids is {taps!r}; it must be a list of layer numbers")
-    width = raw.get("target_hidden_size") or layers.get("hidden_size")
-    if width != layers.get("hidden_size"):
-        raise ConfigError(
-            f"target_hidden_size is {width}, not the drafter's {layers.get('hidden_size')}; not supported"
-        )
-    slides = "sliding_attention" in (layers.get("layer_types") or ())
-    if slides and not raw.get("sliding_window_non_causal"):
-        raise ConfigError("sliding_window_non_causal is false; drafters with causal blocks are not supported")
+    in_order = not raw.get("sliding_window_non_causal", kind == "dflash2")
+    types = layers.get("layer_types") if in_order else None
     return {
         **{key: value for key, value in layers.items() if key not in ("use_qk_norm", "head")},
         **_head_and_block(raw, anchored=False),
         "draft_vocab_size": raw.get("draft_vocab_size"),
+        "target_hidden_size": raw.get("target_hidden_size"),
         "num_target_layers": raw.get("num_target_layers"),
+        "causal_layers": [one == "sliding_attention" for one in types] if isinstance(types, list) else None,
         "dflash_config": {
+            **({key: raw.get(key) for key in _DFLASH2_KEYS} if kind == "dflash2" else {}),
             "mask_token_id": raw["mask_token_id"],
             "target_layer_ids": [layer - 1 for layer in taps],
         },
@@ -286,9 +309,7 @@ def _head_and_block(raw: Mapping[str, Any], *, anchored: bool) -> dict[str, Any]
     """
     head = None
     if raw.get("markov_rank") is not None:
-        if raw.get("markov_head_type", "vanilla") != "vanilla":
-            raise ConfigError(f"markov_head_type is {raw['markov_head_type']!r}; only 'vanilla' is supported")
-        head = {"type": "dspark", "rank": raw["markov_rank"]}
+        head = vanilla_head(raw)
     from_anchor, size = raw.get("sample_from_anchor", anchored and head is not None), raw.get("block_size")
     if not isinstance(from_anchor, bool) or (from_anchor and head is None):
         raise ConfigError(f"sample_from_anchor is {from_anchor!r}; only DSpark drafters predict from the anchor's slot")
@@ -303,7 +324,7 @@ def _from_dspark(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"dflash_config is {own!r}; it must be an object")
     block = {"block_size": own.get("block_size", raw.get("block_size"))}
     nested = {key: value for key, value in {**taps, **own}.items() if key != "block_size"}
-    rest = {key: value for key, value in raw.items() if key not in (*taps, *_MARKOV_KEYS, "target_hidden_size")}
+    rest = {key: value for key, value in raw.items() if key not in (*taps, *_MARKOV_KEYS)}
     return {
         "num_target_layers": None, **rest, **_head_and_block({**raw, **block}, anchored=True), "dflash_config": nested
     }  # fmt: skip

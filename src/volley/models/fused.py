@@ -1,4 +1,4 @@
-"""Decoder layers of the Llama and Qwen kind in volley's own kernels, of targets and drafters alike.
+"""Decoder layers of the Llama and Qwen kind: recognised, and in volley's own kernels for a CPU, of targets and drafters alike.
 
 A :class:`FusedLayer` replaces the ``forward`` of one of transformers' layers once it was seen to compute the same; hooks fire
 as before, and the attention function stays whatever the model is set to. A :class:`FusedDecoder` runs all such layers in one
@@ -6,9 +6,10 @@ call where K and V lie in bf16 pages.
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
+from volley.models.products import is_linear
 from volley.native import Weights
 
 _TOLERANCE = 2**-6
@@ -60,12 +62,21 @@ def layer_shape(layer: Any, scale: float) -> native.LayerShape:
 
 
 def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
-    """Whether a layer is built like Llama's or Qwen's, of sizes that the kernels take."""
+    """Whether a layer is built like Llama's or Qwen's, of sizes that the kernels for a CPU take."""
+    return (
+        is_gated_layer(layer)
+        and not getattr(layer.self_attn, "head_dim", 1) % 16
+        and all(native.fits(layer.get_submodule(name).get_parameter("weight"), weights) for name in LINEAR)
+    )
+
+
+def is_gated_layer(layer: nn.Module) -> bool:
+    """Whether a layer is built like Llama's or Qwen's."""
     modules = dict(layer.named_modules())
     if set(dict(layer.named_children())) != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
         return False
     linear = [modules.get(name) for name in LINEAR]
-    if not all(type(module) is nn.Linear and native.fits(module.weight, weights) for module in linear):
+    if not all(is_linear(module) for module in linear):
         return False
     attention: Any = layer.self_attn
     norms = {name for name, _ in attention.named_children()} - {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -76,49 +87,63 @@ def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
         and all((modules[a].bias is None) == (modules[_PROJECTIONS[0]].bias is None) for a in _PROJECTIONS[:3])
         and all((modules[a].bias is None) == (modules[_GATED[0]].bias is None) for a in _GATED[:2])
         and all(hasattr(getattr(layer, name), "weight") for name in ("input_layernorm", "post_attention_layernorm"))
-        and dim % 16 == 0
     )
 
 
-class FusedLayer:
-    """The forward of one of transformers' decoder layers."""
+class Recognised(NamedTuple):
+    """What a layer of transformers' makes of some states, and how."""
 
-    def __init__(self, layer: nn.Module, options: AttentionOptions, weights: Weights) -> None:
+    states: Tensor
+    turns: tuple[Tensor, Tensor]
+    options: AttentionOptions
+    output: Tensor
+
+    def can_be_fused(self, shape: native.LayerShape) -> bool:
+        """Whether whole heads are turned, and attention is plain."""
+        plain = self.options.softcap is None and self.options.sinks is None
+        return plain and self.turns[0].shape[-1] == shape.dim
+
+
+def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
+    """Try a layer that is built like Llama's or Qwen's; ``None`` if it is not, or is called otherwise."""
+    attention: Any = getattr(layer, "self_attn", None)
+    if not (is_gated_layer(layer) and hasattr(attention, "config") and hasattr(attention, "layer_idx")):
+        return None
+    if not _is_silu(layer.mlp):
+        return None
+    weight = attention.q_proj.weight
+    states = torch.randn(1, 6, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    tried = _try(layer, rotary, states)
+    return None if tried is None else Recognised(states, *tried)
+
+
+class LayerForward(ABC):
+    """The forward of one of transformers' decoder layers; hooks fire as before."""
+
+    def __init__(self, layer: nn.Module, options: AttentionOptions) -> None:
         self.attention: Any = layer.self_attn
         self.options = options
         self.shape = layer_shape(layer, options.scale)
-        self.weights = layer_weights(layer, weights)
 
-    @classmethod
-    def of(cls, layer: nn.Module, rotary: nn.Module, weights: Weights) -> Self | None:
-        """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
-        attention: Any = getattr(layer, "self_attn", None)
-        if not (fits(layer, weights) and hasattr(attention, "config") and hasattr(attention, "layer_idx")):
-            return None
-        if not _is_silu(layer.mlp):
-            return None
-        states = torch.randn(1, 6, attention.q_proj.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
-        tried = _try(layer, rotary, states)
-        if tried is None:
-            return None
-        turns, options, expected = tried
-        exact = cls(layer, options, "bf16")
-        if not exact._computes(states, turns, expected):
-            return None
-        return exact if weights == "bf16" else cls(layer, options, weights)
+    @abstractmethod
+    def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
+
+    @abstractmethod
+    def after(self, states: Tensor, mixed: Tensor) -> Tensor:
+        """States ``[T, H]`` after the layer, of those before it and attention's output ``[T, heads · d]``."""
 
     @torch.no_grad()
-    def _computes(self, states: Tensor, turns: tuple[Tensor, Tensor], expected: Tensor) -> bool:
-        if turns[0].shape[-1] != self.shape.dim or self.options.softcap is not None or self.options.sinks is not None:
-            return False
+    def computes(self, seen: Recognised) -> bool:
+        """Whether it makes of the states what the layer itself makes."""
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             return _causal(q, k, v, options.scale)[0]
 
-        found = self(states, position_embeddings=turns, volley_call=attend)
-        change = (expected - states).float().norm()
-        return bool((found - expected).float().norm() <= _TOLERANCE * change)
+        found = self(seen.states, position_embeddings=seen.turns, volley_call=attend)
+        change = (seen.output - seen.states).float().norm()
+        return bool((found - seen.output).float().norm() <= _TOLERANCE * change)
 
     def __call__(
         self,
@@ -130,20 +155,16 @@ class FusedLayer:
     ) -> Tensor:
         """States ``[B, T, H]`` after the layer."""
         assert position_embeddings is not None, "a decoder layer is given its rotary embedding"
-        of, size, shape = self.weights, self.shape, hidden_states.shape
+        size, shape = self.shape, hidden_states.shape
         states = hidden_states.reshape(-1, size.hidden)
         cos, sin = (x.expand(*shape[:2], -1).reshape(-1, size.dim) for x in position_embeddings)
-        rows = of.project(native.rms_norm(states, of.first_norm, size.eps))
-        norms = None if of.query_norm is None or of.key_norm is None else (of.query_norm, of.key_norm)
-        native.norm_and_turn(rows, norms, cos, sin, size.heads, size.shared, size.eps)
-        split = torch.split(rows.view(len(rows), -1, size.dim), [size.heads, size.shared, size.shared], dim=1)
+        rows = self.before(states, cos, sin)
+        split = torch.split(rows, [size.heads, size.shared, size.shared], dim=1)
         if "volley_call" in options:
             mixed = options["volley_call"](self.attention.layer_idx, *split, self.options)
         else:
             mixed = self._dense(split, shape[0], attention_mask, past_key_values, options)
-        states = states + of.output(mixed.reshape(len(rows), -1))
-        gated = native.gated_silu(of.gate_up(native.rms_norm(states, of.second_norm, size.eps)))
-        return (states + of.down(gated)).view(shape)
+        return self.after(states, mixed.reshape(len(rows), -1)).view(shape)
 
     def _dense(
         self, split: Sequence[Tensor], batch: int, mask: Tensor | None, past_key_values: Any, options: dict[str, Any]
@@ -157,6 +178,40 @@ class FusedLayer:
         settings = {"scaling": self.options.scale, "sliding_window": self.options.window}
         mixed: Tensor = attend(self.attention, queries, keys, values, mask, **settings, **options)[0]
         return mixed
+
+
+class FusedLayer(LayerForward):
+    """A layer in volley's kernels for a CPU."""
+
+    def __init__(self, layer: nn.Module, options: AttentionOptions, weights: Weights) -> None:
+        super().__init__(layer, options)
+        self.weights = layer_weights(layer, weights)
+
+    @classmethod
+    def of(cls, layer: nn.Module, rotary: nn.Module, weights: Weights) -> Self | None:
+        """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
+        if not hasattr(layer, "self_attn") or not fits(layer, weights):
+            return None
+        seen = recognise(layer, rotary)
+        if seen is None or not seen.can_be_fused(layer_shape(layer, seen.options.scale)):
+            return None
+        exact = cls(layer, seen.options, "bf16")
+        if not exact.computes(seen):
+            return None
+        return exact if weights == "bf16" else cls(layer, seen.options, weights)
+
+    def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        of, size = self.weights, self.shape
+        rows = of.project(native.rms_norm(states, of.first_norm, size.eps))
+        norms = None if of.query_norm is None or of.key_norm is None else (of.query_norm, of.key_norm)
+        native.norm_and_turn(rows, norms, cos, sin, size.heads, size.shared, size.eps)
+        return rows.view(len(rows), -1, size.dim)
+
+    def after(self, states: Tensor, mixed: Tensor) -> Tensor:
+        of = self.weights
+        states = states + of.output(mixed)
+        gated = native.gated_silu(of.gate_up(native.rms_norm(states, of.second_norm, self.shape.eps)))
+        return states + of.down(gated)
 
 
 class FusedDecoder:
@@ -253,7 +308,7 @@ def _try(
         return _causal(query, key, value, scaling), None
 
     config: Any = layer.self_attn.config  # type: ignore[union-attr]
-    before, positions = config._attn_implementation, torch.arange(states.shape[1])[None]
+    before, positions = config._attn_implementation, torch.arange(states.shape[1], device=states.device)[None]
     ALL_ATTENTION_FUNCTIONS["volley_asking"] = attend
     config._attn_implementation = "volley_asking"
     try:

@@ -6,7 +6,8 @@ token c with embedding e: ``h + Q·silu(P·e + A·h)``, of rank r. With the targ
 product of two short rows. The head has no tensor of the vocabulary's size.
 
 Without A it knows the token before and nothing else: a logit bias ``W1_c · W2_j`` with ``W1 = silu(P·e)`` and ``W2 = E·Q``. That
-is DSpark's Markov head. Other programs keep these two tables (:class:`MarkovTables`) instead of P and Q.
+is DSpark's Markov head. Other programs keep these two tables (:class:`MarkovTables`) instead of P and Q. DFlash 2 keeps two
+tables as well, and multiplies their product with the state (:class:`Selector`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,9 @@ from torch.nn.functional import embedding, rms_norm, silu
 from volley.errors import ConfigError
 from volley.models.accelerate import accelerate
 from volley.types import Lattice
+
+Projection = Callable[[Tensor], Tensor]
+_TOKENS_AT_ONCE = 8192
 
 
 class ResidualHead(nn.Module):
@@ -42,10 +46,21 @@ class ResidualHead(nn.Module):
         rows: Tensor = self.previous(rms_norm(embeddings, embeddings.shape[-1:]))
         return rows
 
-    def tables(self, embedding: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-        """``P·e`` (without a context ``W1``) and ``W2``, ``[V, r]`` each, for a target's ``embedding`` and ``output [V, H]``."""
-        rows = self.rows(embedding)
-        return rows if self.context is not None else silu(rows), output @ self.output.weight
+    def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """``P·e`` (without a context ``W1``) and ``W2``, ``[V, r]`` each, for a target's embedding and head.
+
+        Neither matrix of the target is needed whole: W2 is what the head makes of Q's columns.
+        """
+        rows = torch.cat([self.rows(embed(tokens)) for tokens in self._vocabulary(vocab_size)])
+        outputs = output(self.output.weight.T.contiguous())
+        return rows if self.context is not None else silu(rows), outputs.T.contiguous()
+
+    def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        """What is multiplied with the outputs' table: ``rows`` of the tokens before, the states' share ``own``."""
+        return rows if own is None else silu(rows + own)
+
+    def _vocabulary(self, size: int) -> tuple[Tensor, ...]:
+        return torch.split(torch.arange(size, device=self.output.weight.device), _TOKENS_AT_ONCE)
 
 
 class MarkovTables(nn.Module):
@@ -62,37 +77,71 @@ class MarkovTables(nn.Module):
             "the drafter's Markov head is two tables, which volley does not train; train with --head markov"
         )
 
-    def tables(self, embedding: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
         """``W1 [V, r]`` and ``W2 [N, r]``."""
         return self.markov_w1.weight, self.markov_w2.weight
+
+    def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        return rows
+
+
+class Selector(nn.Module):
+    """DFlash 2's candidate selector: the logit of token j after token c grows by ``(A_c ∘ P·h) · B_j``."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.context = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        raise ConfigError(
+            "the drafter has DFlash 2's selector, which volley does not train; train with --head residual"
+        )
+
+    def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """A and B, ``[V, r]`` each."""
+        return self.predecessor_codebook, self.successor_codebook
+
+    def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        assert own is not None, "a selector has a context"
+        return rows * own
+
+
+SequentialHead = ResidualHead | MarkovTables | Selector
 
 
 class BoundHead:
     """A head with the tables it makes of its target's embeddings and head."""
 
+    pairwise = True
+    """A position depends on the token before it alone: a block's candidates are a lattice."""
+
     def __init__(
         self,
-        head: ResidualHead | MarkovTables,
+        head: SequentialHead,
         candidates: int,
-        embedding: Tensor,
-        output: Tensor,
+        embed: Projection,
+        output: Projection,
+        vocab_size: int,
         drafted: Tensor | None = None,
     ) -> None:
-        """``embedding`` and ``output`` are the target's input embeddings and head, ``[V, H]`` each.
+        """``embed`` gives the target's input embeddings ``[T, H]`` of tokens ``[T]``, ``output`` its logits ``[T, V]`` of states.
 
         ``drafted [N]`` are the tokens of a reduced vocabulary; a head's table may have rows for these alone.
         """
         self.head = head
-        self.candidates = min(candidates, len(embedding))
+        self.drafted = drafted
+        self.candidates = min(candidates, vocab_size if drafted is None else len(drafted))
         with torch.no_grad():
-            self.rows, self.outputs = head.tables(embedding, output)
+            self.rows, self.outputs = head.tables(embed, output, vocab_size)
             if drafted is not None and len(self.outputs) < len(self.rows):
                 self.outputs = self.outputs.new_zeros(self.rows.shape).index_copy(0, drafted, self.outputs)
         self.product = nn.Linear(self.outputs.shape[1], len(self.outputs), bias=False, device="meta")
         self.product.weight = nn.Parameter(self.outputs, requires_grad=False)
         accelerate(self.product)
 
-    def transitions(self, hidden: Tensor, logits: Tensor) -> Callable[[list[int], list[int]], Tensor]:
+    def transitions(self, hidden: Tensor, logits: Tensor, _: Sequence[int]) -> Callable[[list[int], list[int]], Tensor]:
         """A function (slots, tokens) → logits ``[n, V]`` of these slots after these tokens.
 
         ``hidden [k, H]`` and ``logits [k, V]`` are those of all slots.
@@ -101,7 +150,7 @@ class BoundHead:
 
         def after(rows: list[int], token_ids: list[int]) -> Tensor:
             where, before = (torch.tensor(indices, device=logits.device) for indices in (rows, token_ids))
-            mixed = self._mixed(before, None if own is None else own[where])
+            mixed = self.head.mix(embedding(before, self.rows), None if own is None else own[where])
             corrected: Tensor = logits[where] + self.product(mixed)
             return corrected
 
@@ -110,22 +159,25 @@ class BoundHead:
     def _context(self, hidden: Tensor) -> Tensor | None:
         return None if self.head.context is None else self.head.context(hidden)
 
-    def _mixed(self, before: Tensor, own: Tensor | None) -> Tensor:
-        """What is multiplied with ``outputs``, given the tokens ``before`` and the states' share."""
-        rows = embedding(before, self.rows)
-        return rows if own is None else silu(rows + own)
+    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and tokens of the candidates ``[k, c]`` of each position, the best first."""
+        if self.drafted is None:
+            best, tokens = logits.topk(self.candidates, dim=-1)
+            return best, tokens
+        best, places = logits.index_select(1, self.drafted).topk(self.candidates, dim=-1)
+        return best, self.drafted[places]
 
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
 
         ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them. All transitions are one product.
         """
-        base, tokens = logits.topk(self.candidates, dim=-1)
+        base, tokens = self._best(logits)
         firsts = torch.tensor([0, *sizes[:-1]], device=tokens.device).cumsum(0)
         before = tokens.roll(1, dims=0)
         before[firsts] = torch.tensor(anchors, device=tokens.device)[:, None]
         own = self._context(hidden)
-        mixed = self._mixed(before, None if own is None else own[:, None])
+        mixed = self.head.mix(embedding(before, self.rows), None if own is None else own[:, None])
         outputs = embedding(tokens, self.outputs)
         scores = torch.baddbmm(base[:, None], mixed.to(base.dtype), outputs.mT.to(base.dtype))  # noise makes base fp32
         every_token, every_score = tokens.cpu().numpy(), scores.float().cpu().numpy()

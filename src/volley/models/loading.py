@@ -1,8 +1,13 @@
 """Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, or a GGUF file."""
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -12,9 +17,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from volley import native
+from volley.errors import CheckpointError
+from volley.models.accelerate import Fill, filled
+from volley.models.gguf.codes import codes_for, open_model
 from volley.models.gguf.file import GGUFFile, is_gguf
-from volley.models.gguf.target import load_model, read_config
+from volley.models.gguf.target import load_model as load_gguf
+from volley.models.gguf.target import read_config
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
+from volley.models.products import check_weights
+from volley.models.quantised import load_model
+from volley.native import TargetWeights, Weights
+
+_CPU = torch.device("cpu")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_config(path: str | Path) -> PretrainedConfig:
@@ -23,13 +39,61 @@ def load_config(path: str | Path) -> PretrainedConfig:
     return config
 
 
-def load_causal_lm(path: str | Path, dtype: torch.dtype | str, attention: str | None = None) -> PreTrainedModel:
-    """A causal LM in ``dtype``, with transformers' ``attention`` or the one it takes by itself."""
+def load_causal_lm(
+    path: str | Path,
+    dtype: torch.dtype | str,
+    attention: str | None = None,
+    device: torch.device = _CPU,
+) -> PreTrainedModel:
+    """A causal LM in ``dtype`` on ``device``, quantised weights decoded, with ``attention`` or what transformers takes."""
     if is_gguf(path):
         kind = torch.float32 if isinstance(dtype, str) else dtype
-        return load_model(path, kind, attention or "sdpa")
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
-    return model
+        return load_gguf(path, kind, attention or "sdpa").to(device)
+    config = AutoConfig.from_pretrained(path)
+    model = load_model(AutoModelForCausalLM, path, config, dtype, attn_implementation=attention, **straight_to(device))
+    return model.to(device)
+
+
+def choose_weights(path: str | Path, weights: TargetWeights, device: torch.device, dtype: torch.dtype) -> Weights:
+    """How the weights of a target are kept: for "auto" as codes if most of a GGUF file are and the kernels run here."""
+    if weights == "auto":
+        usable = native.available and device.type == "cpu" and dtype == torch.bfloat16
+        return codes_for(GGUFFile(path)) if usable and is_gguf(path) else "bf16"
+    check_weights(weights, device, dtype)
+    return weights
+
+
+def load_for_codes(
+    path: str | Path, dtype: torch.dtype, weights: Weights, device: torch.device
+) -> tuple[PreTrainedModel, Fill]:
+    """A causal LM whose ``weights`` will be codes or bf16, and what reads those that were not read yet."""
+    if weights != "bf16" and is_gguf(path) and "moe" not in GGUFFile(path).architecture:
+        model, unread = open_model(path, dtype, weights)
+        return model, unread.fill
+    return load_causal_lm(path, dtype, device=device), filled
+
+
+def straight_to(device: torch.device) -> dict[str, Any]:
+    """Options of ``from_pretrained`` that read weights onto ``device``, not into the CPU's memory first.
+
+    transformers needs accelerate for it; without that they take the way through the CPU.
+    """
+    return {"device_map": device} if device.type != "cpu" and find_spec("accelerate") else {}
+
+
+def drafter_path(name: str | Path) -> Path:
+    """The folder or file of a drafter: a path as it is, and a hub name's snapshot, fetched unless it is here already."""
+    path = Path(name)
+    if path.exists() or is_gguf(path) or not _HUB_NAME.fullmatch(str(name)):
+        return path
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the hub's client raises its own kinds, and those of the network
+        reason = shorten(str(error), 120, placeholder=" …")
+        raise CheckpointError(
+            f"drafter {str(name)!r} is no folder here and the hub does not give it ({reason}); check the name and the network, "
+            "or fetch it where there is one and give its folder"
+        ) from error
 
 
 def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

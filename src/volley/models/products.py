@@ -1,10 +1,10 @@
 """Products with fixed weights on a CPU: bf16, or int8 and int4 codes of it, laid out once as the machine reads them fastest."""
 
 from collections.abc import Callable
-from typing import get_args
+from typing import TypeGuard, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from volley import native
 from volley.errors import ConfigError, unknown_key
@@ -13,6 +13,11 @@ from volley.native import Weights
 Product = Callable[[Tensor], Tensor]
 """``x [..., in] -> [..., out]``, both bf16."""
 _ROWS = 16  # the number of rows oneDNN lays weights out for; others work as well
+
+
+def is_linear(module: object) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer and nothing else: one that rounds its inputs has a ``forward`` of its own."""
+    return type(module) is nn.Linear and "forward" not in vars(module)
 
 
 def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) -> None:

@@ -23,14 +23,17 @@ def made_up(
     *,
     causal: bool,
     context: int,
+    page_size: int = 16,
 ) -> tuple[RaggedBatch, KVStore]:
-    """A batch of requests of so many tokens, each after ``context`` others, and a store for layers of ``shapes``."""
-    most = max(lengths)
-    segments = [
-        Segment(BlockTable(context + most, [index]), context, length, causal) for index, length in enumerate(lengths)
-    ]
+    """A batch of requests of so many tokens, each after ``context`` others, and a store for layers of ``shapes``.
+
+    Kernels are compiled for each ``page_size``, which is therefore not the tables' length.
+    """
+    pages = -(-(context + max(lengths)) // page_size)
+    tables = [BlockTable(page_size, range(i * pages, (i + 1) * pages)) for i in range(len(lengths))]
+    segments = [Segment(table, context, length, causal) for table, length in zip(tables, lengths, strict=True)]
     batch = RaggedBatch(segments, torch.zeros(sum(lengths), dtype=torch.long, device=device))
-    return batch, make_store("auto", shapes, len(lengths) * (context + most), dtype, device)
+    return batch, make_store("auto", shapes, len(lengths) * pages * page_size, dtype, device)
 
 
 def spread(tokens: int, requests: int) -> list[int]:

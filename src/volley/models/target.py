@@ -7,7 +7,6 @@ arguments, so nothing is global and one process can hold many targets.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Self
 
 import torch
@@ -19,23 +18,22 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.masking_utils import AttentionMaskInterface
 
-from volley.errors import CheckpointError, ConfigError, UnsupportedModelError, VolleyError
+from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
+from volley.memory.device import usable_device
 from volley.memory.kernels import attention_for
 from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.accelerate import accelerate
 from volley.models.fused import FusedDecoder
-from volley.models.loading import auto_tokenizer, load_causal_lm, load_config
-from volley.models.products import check_weights
+from volley.models.loading import auto_tokenizer, choose_weights, load_config, load_for_codes
 from volley.models.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
 from volley.models.rehearsal import made_up
 from volley.models.taps import Taps, decoder_layers
-from volley.native import Product, Weights
+from volley.native import Product, TargetWeights
 from volley.types import DiffusionParams
 
 
@@ -87,12 +85,7 @@ def _volley_attention(
     return volley_call(layer, *rows, options)[None, ..., :width], None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The batch's segments say who sees what; transformers need not build masks."""
-
-
-AttentionInterface.register("volley", _volley_attention)
-AttentionMaskInterface.register("volley", _no_mask)
+AttentionInterface.register("volley", _volley_attention)  # and no mask function: transformers then build no masks
 
 
 class _ShapeProbe:
@@ -197,6 +190,12 @@ class Target:
         return embeddings
 
     @property
+    def ends_are_fused(self) -> bool:
+        """Whether the last norm and the head are kernels, too."""
+        norm: Any = self.model.get_decoder().norm
+        return isinstance(vars(self._head).get("forward"), Product) and "forward" in vars(norm)
+
+    @property
     def head_weight(self) -> Tensor:
         """The head's matrix ``[V, H]``."""
         forward = vars(self._head).get("forward")
@@ -266,18 +265,18 @@ class Target:
         cls,
         path: str | Path,
         dtype: torch.dtype = torch.bfloat16,
-        device: str | torch.device = "cpu",
-        weights: Weights = "bf16",
+        device: str | torch.device = "auto",
+        weights: TargetWeights = "auto",
     ) -> Self:
         """Load model and tokenizer from a folder, the hub or a GGUF file.
 
-        On a CPU its products can compute with codes as ``weights``.
+        On a CPU its products can compute with codes as ``weights``; "auto" takes them for a GGUF file of codes.
         """
         device = usable_device(device)
-        check_weights(weights, device, dtype)
         try:
+            kind = choose_weights(path, weights, device, dtype)
             check_config(load_config(path))
-            model = load_causal_lm(path, dtype)
+            model, fill = load_for_codes(path, dtype, kind, device)
             tokenizer = load_tokenizer(path)
         except VolleyError:
             raise
@@ -290,8 +289,8 @@ class Target:
                 f"{path}: the target cannot be read ({error}); give a hub name or a folder with config.json, "
                 "model.safetensors and tokenizer files"
             ) from error
-        model = model.to(device).eval()
-        accelerate(model, weights, release=True)
+        model.eval()
+        accelerate(model, kind, release=True, fill=fill)
         return cls(model, tokenizer)
 
 
@@ -300,18 +299,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
         raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
     return tokenizer
-
-
-def usable_device(name: str | torch.device) -> torch.device:
-    """A device that this machine has; an error that says why otherwise."""
-    try:
-        torch.zeros(1, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:  # torch raises either, and lists every device it was ever built for
-        reason = shorten(str(error), 80, placeholder=" …")
-        raise ConfigError(
-            f"device {str(name)!r} cannot be used here ({reason}); use cpu, or one that torch sees"
-        ) from None
 
 
 def check_config(config: Any) -> None:

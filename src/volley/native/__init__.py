@@ -12,12 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Weights = Literal["bf16", "int8", "int4"]
+TargetWeights = Literal["auto", Weights]
+"""``auto``: codes for a GGUF file of codes where the kernels run, and bf16 otherwise."""
 BLOCK, GROUP = 16, 64
 """Outputs whose weights lie together, and inputs that share a scale."""
+_LAID_OUT_AT_ONCE = 2**19  # numbers of a weight
 _AT_ONCE = 512  # rows of a weight that are looked up together: each brings its block of 16
 
 
@@ -72,6 +77,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
     "gated_silu": [c_void_p, c_void_p, c_int64, c_int64],
     "linear": [POINTER(_Product), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
+    "forbid": [c_void_p, c_void_p, c_int64],
     "paged_attention": [POINTER(_AttentionCall), POINTER(_Plan)],
     "decode": [
         *(POINTER(_Layer), c_int64, POINTER(_Shape), POINTER(_Plan)),
@@ -80,11 +86,14 @@ _SIGNATURES: dict[str, list[object]] = {
 }
 
 
-def _load() -> ctypes.CDLL | None:
-    for path in sorted(Path(__file__).parent.glob("_kernels*.so")):
+def load(folder: Path) -> ctypes.CDLL | None:
+    """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine."""
+    for path in sorted(folder.glob("_kernels*.so")):
         try:
             library = ctypes.CDLL(str(path))  # PyTorch's OpenMP runtime is loaded already, and serves this library too
         except OSError:
+            continue
+        if not all(hasattr(library, name) for name in ("usable", *_SIGNATURES)):
             continue
         library.usable.argtypes, library.usable.restype = [c_int64], c_int64
         if not library.usable(1):
@@ -96,9 +105,9 @@ def _load() -> ctypes.CDLL | None:
     return None
 
 
-_library = _load()
+_library = load(Path(__file__).parent)
 available = _library is not None
-"""Whether the library was built, and for a machine like this one."""
+"""Whether the library was built, from these sources and for a machine like this one."""
 
 
 def _functions() -> ctypes.CDLL:
@@ -142,6 +151,13 @@ def gated_silu(x: Tensor) -> Tensor:
     return out
 
 
+def forbid(row: Tensor, allowed: NDArray[np.uint8]) -> None:
+    """Replace logits in ``row [V]`` (fp32, contiguous) by −∞ where the token has no bit in ``allowed [≥ V / 8]``."""
+    assert row.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
+    assert 8 * allowed.nbytes >= len(row), "every token has a bit"
+    _functions().forbid(row.data_ptr(), allowed.ctypes.data, len(row))
+
+
 # -- products -----------------------------------------------------------------------------------------------------------
 
 
@@ -160,10 +176,7 @@ class Product:
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: Weights) -> None:
         self.kind = kind
         self.outputs, self.inputs = weight.shape
-        missing = -self.outputs % BLOCK
-        if missing:
-            weight = torch.cat((weight, weight.new_zeros(missing, self.inputs)))
-        self._codes, self._scales = _LAYOUTS[kind](weight)
+        self._codes, self._scales = _lay_out(weight, kind)
         self._bias = None if bias is None else bias.bfloat16().contiguous()
         number = ("bf16", "int8", "int4").index(kind)
         self.struct = _Product(
@@ -266,6 +279,26 @@ def _lay_out_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _LAYOUTS = {"bf16": _lay_out_bf16, "int8": _lay_out_int8, "int4": _lay_out_int4}
+
+
+def _lay_out(weight: Tensor, kind: Weights) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales of ``weight [out, in]``, made of some rows after others: quantising takes many times their memory."""
+    whole: tuple[Tensor | None, ...] = ()
+    blocks, step = -(-len(weight) // BLOCK), max(_LAID_OUT_AT_ONCE // weight.shape[1] // BLOCK, 1) * BLOCK
+    for first in range(0, len(weight), step):
+        rows = weight[first : first + step]
+        rows = torch.cat((rows, rows.new_zeros(-len(rows) % BLOCK, rows.shape[1])))
+        parts = _LAYOUTS[kind](rows)
+        own = len(rows) // BLOCK
+        if not whole:
+            whole = tuple(x if x is None else x.new_empty(blocks * len(x) // own, *x.shape[1:]) for x in parts)
+        for x, part in zip(whole, parts, strict=True):
+            if x is not None and part is not None:
+                begin = first // BLOCK * len(part) // own
+                x[begin : begin + len(part)] = part
+    codes, scales = whole
+    assert codes is not None
+    return codes, scales
 
 
 def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ typedef struct {
     bf16 gathered[VECTORS * LARGEST];
     bf16 weights[VECTORS][PART];
     bf16 paired[PART * LARGEST]; /* values of two keys side by side */
-    bf16 keys[PART * LARGEST];
+    bf16 keys[PART * LARGEST]; /* of one part: in rows with tiles, in columns without */
     bf16 turned[VECTORS * LARGEST]; /* queries: [vectors / 16][dim / 32][16 pairs of numbers][16 vectors][2] */
 } Work;
 
@@ -41,18 +41,70 @@ FOR_EACH_CPU static void mix_plain(Work *work, const bf16 *const *values, int co
 }
 
 #if X86
-DOT static void score_dot(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
-    for (int key = 0; key < count; key++) {
-        __m512i own[LARGEST / 32];
-        for (int i = 0; i < dim / 32; i++) own[i] = _mm512_loadu_si512(keys[key] + 32 * i);
-        for (int v = 0; v < vectors; v++) {
-            const bf16 *query = work->gathered + v * dim;
-            __m512 sum = _mm512_setzero_ps();
-            for (int i = 0; i < dim / 32; i++)
-                sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(query + 32 * i), (__m512bh)own[i]);
-            work->scores[v][key] = _mm512_reduce_add_ps(sum) * scale;
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 4") for
+/* ``call(v, count)`` for groups of up to four vectors; ``count`` is a constant, so that sums stay in registers. */
+#define BY_FOUR(vectors, call)                                                                      \
+    for (int v = 0; v < (vectors); v += 4) switch ((vectors) - v) {                                 \
+            case 1: call(v, 1); break;                                                              \
+            case 2: call(v, 2); break;                                                              \
+            case 3: call(v, 3); break;                                                              \
+            default: call(v, 4);                                                                    \
+        }
+
+/* 16 rows of 16 elements as columns: element i of row j goes to to[i][j]. */
+DOT INLINE void transpose(__m512 *a, float *to) {
+    __m512 b[16];
+    for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
+            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+    for (int i = 0; i < 4; i++) { /* a[4 * q + i]: rows 4 q to 4 q + 3 of elements i, i + 4, i + 8, i + 12 */
+        __m512 one = _mm512_shuffle_f32x4(a[i], a[4 + i], 0x88), two = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0x88);
+        __m512 three = _mm512_shuffle_f32x4(a[i], a[4 + i], 0xdd), four = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0xdd);
+        _mm512_storeu_ps(to + i * PART, _mm512_shuffle_f32x4(one, two, 0x88));
+        _mm512_storeu_ps(to + (i + 8) * PART, _mm512_shuffle_f32x4(one, two, 0xdd));
+        _mm512_storeu_ps(to + (i + 4) * PART, _mm512_shuffle_f32x4(three, four, 0x88));
+        _mm512_storeu_ps(to + (i + 12) * PART, _mm512_shuffle_f32x4(three, four, 0xdd));
+    }
+}
+
+/* Keys as columns: work->keys is [dim / 2][PART][2]. */
+DOT static void turn_keys(Work *work, const bf16 *const *keys, int count, int dim) {
+    for (int from = 0; from < count; from += 16)
+        for (int i = 0; i < dim; i += 32) {
+            __m512 rows[16];
+            for (int key = 0; key < 16; key++)
+                rows[key] = from + key < count ? _mm512_loadu_ps(keys[from + key] + i) : _mm512_setzero_ps();
+            transpose(rows, (float *)work->keys + i / 2 * PART + from);
+        }
+}
+
+/* Scores of a few queries with 64 keys, of which those beyond the last mean nothing. */
+DOT INLINE void score_few(Work *work, int first, int vectors, int dim, float scale) {
+    __m512 own[4][4], times = _mm512_set1_ps(scale);
+    UNROLLED(int v = 0; v < vectors; v++) UNROLLED(int k = 0; k < 4; k++) own[v][k] = _mm512_setzero_ps();
+    for (int i = 0; i < dim; i += 2) {
+        __m512bh keys[4];
+        UNROLLED(int k = 0; k < 4; k++) keys[k] = (__m512bh)_mm512_loadu_si512(work->keys + i * PART + 32 * k);
+        UNROLLED(int v = 0; v < vectors; v++) {
+            int32_t pair;
+            memcpy(&pair, work->gathered + (first + v) * dim + i, 4);
+            __m512bh query = (__m512bh)_mm512_set1_epi32(pair);
+            UNROLLED(int k = 0; k < 4; k++) own[v][k] = _mm512_dpbf16_ps(own[v][k], query, keys[k]);
         }
     }
+    UNROLLED(int v = 0; v < vectors; v++)
+        UNROLLED(int k = 0; k < 4; k++) _mm512_storeu_ps(&work->scores[first + v][16 * k], _mm512_mul_ps(own[v][k], times));
+}
+
+DOT static void score_dot(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
+    turn_keys(work, keys, count, dim);
+#define FEW_SCORES(v, count) score_few(work, v, count, dim, scale)
+    BY_FOUR(vectors, FEW_SCORES)
 }
 
 DOT static void pair_values(Work *work, const bf16 *const *values, int count, int pairs, int dim) {
@@ -75,24 +127,33 @@ DOT static void pair_values(Work *work, const bf16 *const *values, int count, in
     }
 }
 
+/* 32 numbers of a few vectors */
+DOT INLINE void mix_few(Work *work, int first, int vectors, int from, int pairs, int dim) {
+    __m512 sums[4][2];
+    UNROLLED(int v = 0; v < vectors; v++)
+        UNROLLED(int i = 0; i < 2; i++) sums[v][i] = _mm512_loadu_ps(work->mixed[first + v] + from + 16 * i);
+    for (int pair = 0; pair < pairs; pair++) {
+        const bf16 *own = work->paired + (pair * dim + from) * 2;
+        __m512bh low = (__m512bh)_mm512_loadu_si512(own), high = (__m512bh)_mm512_loadu_si512(own + 32);
+        UNROLLED(int v = 0; v < vectors; v++) {
+            int32_t both;
+            memcpy(&both, &work->weights[first + v][2 * pair], 4);
+            __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
+            sums[v][0] = _mm512_dpbf16_ps(sums[v][0], weight, low);
+            sums[v][1] = _mm512_dpbf16_ps(sums[v][1], weight, high);
+        }
+    }
+    UNROLLED(int v = 0; v < vectors; v++)
+        UNROLLED(int i = 0; i < 2; i++) _mm512_storeu_ps(work->mixed[first + v] + from + 16 * i, sums[v][i]);
+}
+
 DOT static void mix_dot(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
     int pairs = (count + 1) / 2;
     pair_values(work, values, count, pairs, dim);
-    for (int v = 0; v < vectors; v++)
-        for (int from = 0; from < dim; from += 128) {
-            int parts = (dim - from < 128 ? dim - from : 128) / 16;
-            __m512 sums[8];
-            for (int i = 0; i < parts; i++) sums[i] = _mm512_loadu_ps(work->mixed[v] + from + 16 * i);
-            for (int pair = 0; pair < pairs; pair++) {
-                int32_t both;
-                memcpy(&both, &work->weights[v][2 * pair], 4);
-                __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
-                const bf16 *own = work->paired + (pair * dim + from) * 2;
-                for (int i = 0; i < parts; i++)
-                    sums[i] = _mm512_dpbf16_ps(sums[i], weight, (__m512bh)_mm512_loadu_si512(own + 32 * i));
-            }
-            for (int i = 0; i < parts; i++) _mm512_storeu_ps(work->mixed[v] + from + 16 * i, sums[i]);
-        }
+    for (int from = 0; from < dim; from += 32) {
+#define FEW_SUMS(v, count) mix_few(work, v, count, from, pairs, dim)
+        BY_FOUR(vectors, FEW_SUMS)
+    }
 }
 
 /* ---- with tiles: 16 keys by 16 queries, then 16 queries by 16 numbers ---- */
@@ -105,27 +166,6 @@ static void turn_queries(Work *work, int vectors, int dim) {
                 int vector = tile * 16 + v;
                 for (int i = 0; i < 2; i++) place[i] = vector < vectors ? work->gathered[vector * dim + 2 * pair + i] : 0;
             }
-}
-
-/* Scores [16 keys][16 queries] as rows of queries, scaled. */
-DOT static void transpose(float (*from)[16], float *to, float scale) {
-    __m512 a[16], b[16], times = _mm512_set1_ps(scale);
-    for (int i = 0; i < 16; i++) a[i] = _mm512_mul_ps(_mm512_load_ps(from[i]), times);
-    for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
-            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-            a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-        }
-    for (int i = 0; i < 4; i++) { /* a[4 * q + i]: keys 4 q to 4 q + 3 of queries i, i + 4, i + 8, i + 12 */
-        __m512 one = _mm512_shuffle_f32x4(a[i], a[4 + i], 0x88), two = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0x88);
-        __m512 three = _mm512_shuffle_f32x4(a[i], a[4 + i], 0xdd), four = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0xdd);
-        _mm512_storeu_ps(to + i * PART, _mm512_shuffle_f32x4(one, two, 0x88));
-        _mm512_storeu_ps(to + (i + 8) * PART, _mm512_shuffle_f32x4(one, two, 0xdd));
-        _mm512_storeu_ps(to + (i + 4) * PART, _mm512_shuffle_f32x4(three, four, 0x88));
-        _mm512_storeu_ps(to + (i + 12) * PART, _mm512_shuffle_f32x4(three, four, 0xdd));
-    }
 }
 
 AMX static void score_amx(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
@@ -143,7 +183,9 @@ AMX static void score_amx(Work *work, const bf16 *const *keys, int count, int ve
                 _tile_dpbf16ps(0, 1, 2);
             }
             _tile_stored(0, found, 64);
-            transpose(found, &work->scores[tile * 16][key * 16], scale);
+            __m512 rows[16], times = _mm512_set1_ps(scale);
+            for (int i = 0; i < 16; i++) rows[i] = _mm512_mul_ps(_mm512_load_ps(found[i]), times);
+            transpose(rows, &work->scores[tile * 16][key * 16]); /* to rows of queries */
         }
 }
 

@@ -82,7 +82,8 @@ class Speculative(Procedure):
                 choices[place] = allowed_choices(bound, rows[place], choices[place], paths)
             else:
                 rows[place] = apply_rules(rules, rows[place], paths)
-                choices[place] = best_tokens(rows[place])
+                if work.request.params.temperature == 0:
+                    choices[place] = best_tokens(rows[place])
         sampled: dict[tuple[bool, Rule, tuple[float | None, ...]], list[int]] = {}
         for place, work in enumerate(choosing):
             request, proposal = work.request, work.proposal

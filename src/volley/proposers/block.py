@@ -15,7 +15,7 @@ from torch import Tensor
 from volley.config import DraftingConfig
 from volley.decode.constrained import Following, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
-from volley.decode.propose import propose_coupled, propose_sampled, walk_coupled, walk_greedy, walk_sampled
+from volley.decode.propose import propose_coupled, propose_sampled, walk_best, walk_coupled, walk_greedy, walk_sampled
 from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens, confidences, draft_temperature
 from volley.decode.tree import coupled_logits, expand, position_lattice
@@ -23,6 +23,7 @@ from volley.decode.work import Drafted, Rule, Shape, Work
 from volley.errors import ConfigError
 from volley.memory.batch import Segment
 from volley.models.adapter import Adapter
+from volley.models.domino import BoundDomino
 from volley.models.draft_model import DraftModel
 from volley.models.heads import BoundHead
 from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
@@ -31,10 +32,9 @@ from volley.types import Proposal
 
 
 class BlockProposer(Proposer):
-    can_grow_trees = True
-
     def __init__(self, model: DraftModel, config: DraftingConfig) -> None:
         self.model = model
+        self.can_grow_trees = model.bound_head is None or model.bound_head.pairwise
         self.configure(config)
         self.block_size = model.drafter.config.block_size
 
@@ -152,19 +152,24 @@ class BlockProposer(Proposer):
 
         def choose() -> None:
             logits = model.logits(states)
-            if model.bound_head is None:
-                best_tokens(logits)
+            head = model.bound_head
+            if isinstance(head, BoundHead):
+                head.lattices(states, logits, [0] * requests, sizes)
+            elif head is not None:
+                after = head.transitions(states, logits, sizes)
+                for place in range(sizes[0]):
+                    best_tokens(after(list(range(place, sum(sizes), sizes[0])), [0] * requests))
             else:
-                model.bound_head.lattices(states, logits, [0] * requests, sizes)
+                best_tokens(logits)
 
         return fastest(lambda: model.block_states(batch, store)), fastest(choose)
 
 
-def _following(head: BoundHead | None, hidden: Tensor, logits: Tensor) -> Following:
+def _following(head: BoundHead | BoundDomino | None, hidden: Tensor, logits: Tensor) -> Following:
     """The logits of each of a block's positions, ``hidden [k, H]`` and ``logits [k, V]``, after the token before it."""
     if head is None:
         return lambda position, _: logits[position : position + 1]
-    after = head.transitions(hidden, logits)
+    after = head.transitions(hidden, logits, [len(hidden)])
     return lambda position, token: after([position], [token])
 
 
@@ -219,12 +224,12 @@ def _choose(works: Works, logits: Tensor) -> None:
         row += len(rows)
 
 
-def _walk(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> float:
+def _walk(works: Works, head: BoundHead | BoundDomino, hidden: Tensor, logits: Tensor) -> float:
     """Proposals of a drafter with a sequential head; returns the seconds it took."""
     started, sizes = time.perf_counter(), _sizes(works)
     alike: dict[tuple[Any, ...] | None, list[int]] = {}  # requests that are walked side by side
     for index, work in enumerate(works):
-        on_lattice = work.ask.shape is Shape.TREE or work.ask.rule is Rule.GREEDY
+        on_lattice = head.pairwise and (work.ask.shape is Shape.TREE or work.ask.rule is Rule.GREEDY)
         key = None if on_lattice else (work.ask.rule, work.request.params.distribution)
         alike.setdefault(key, []).append(index)
     for distribution, members in alike.items():
@@ -232,8 +237,11 @@ def _walk(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> floa
         if len(alike) > 1:
             split = [torch.split(rows, sizes) for rows in own]
             own = [torch.cat([rows[i] for i in members]) for rows in split]
-        walk = _walk_lattices if distribution is None else _walk_distributions
-        walk([works[i] for i in members], head, *own)
+        group = [works[i] for i in members]
+        if distribution is None and isinstance(head, BoundHead):
+            _walk_lattices(group, head, *own)
+        else:
+            _walk_distributions(group, head, *own)
     return time.perf_counter() - started
 
 
@@ -247,10 +255,11 @@ def _walk_lattices(works: list[Work[Any]], head: BoundHead, hidden: Tensor, logi
             work.proposal = walk_greedy(lattice)
 
 
-def _walk_distributions(works: list[Work[Any]], head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
-    """Sampled chains of requests that sample alike, all matched or none."""
-    walk = walk_coupled if works[0].ask.rule is Rule.MATCH else walk_sampled
-    proposals = walk(head.transitions(hidden, logits), works)
+def _walk_distributions(works: list[Work[Any]], head: BoundHead | BoundDomino, hidden: Tensor, logits: Tensor) -> None:
+    """Chains of requests that sample alike, all judged by one rule, token by token."""
+    walks = {Rule.MATCH: walk_coupled, Rule.GREEDY: walk_best}
+    walk = walks.get(works[0].ask.rule, walk_sampled)
+    proposals = walk(head.transitions(hidden, logits, _sizes(works)), works)
     for work, proposal in zip(works, proposals, strict=True):
         work.proposal = proposal
 

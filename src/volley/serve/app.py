@@ -17,14 +17,13 @@ from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import volley
-from volley.engine.engine import Engine
 from volley.serve.answer import AnswerResponse
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error
 from volley.serve.gate import Gate, Refused
+from volley.serve.models import Models
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, first_problem
 from volley.serve.responses import ResponsesRequest
-from volley.serve.service import Service
 
 log = logging.getLogger("volley.serve")
 
@@ -54,19 +53,20 @@ _ERROR: dict[str, Any] = {
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 429, 500, 503, 504), _ERROR)
 
 
-def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
-    """The application; ``app.state.service`` is its :class:`Service`. The worker starts and stops with its lifespan."""
-    service = Service(engine, config, model)
+def create_app(models: Models, config: ServeConfig) -> FastAPI:
+    """The application. The models' workers start and stop with its lifespan."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.worker.start(asyncio.get_running_loop())
+        for service in models:
+            service.worker.start(asyncio.get_running_loop())
         try:
             yield
         finally:
-            await asyncio.to_thread(service.worker.stop)
+            for service in models:
+                await asyncio.to_thread(service.worker.stop)
 
-    middleware = [Middleware(Gate, config, ApiKeys.load(config.api_key_file), service.metrics)]
+    middleware = [Middleware(Gate, config, ApiKeys.load(config.api_key_file), models.http)]
     if config.cors_origins:
         cors = Middleware(CORSMiddleware, config.cors_origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
@@ -79,11 +79,10 @@ def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
         middleware=middleware,
         responses=_ERRORS,
     )
-    app.state.service = service
     _handle_errors(app)
-    _add_routes(app, service)
-    _add_token_routes(app, service)
-    _add_status_routes(app, service)
+    _add_routes(app, models, config)
+    _add_token_routes(app, models)
+    _add_status_routes(app, models)
     static = StaticFiles(directory=Path(__file__).parent / "static", html=True)
     app.mount("/dashboard", static)
     for operations in app.openapi()["paths"].values():
@@ -92,48 +91,47 @@ def create_app(engine: Engine, config: ServeConfig, model: str) -> FastAPI:
     return app
 
 
-def _add_routes(app: FastAPI, service: Service) -> None:
+def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
     started = int(time.time())
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, whole or as a stream of server-sent events."""
-        _log_prompt(service, request, body)
-        timeout = _timeout(service, request)
+        service, timeout = models.find(body.model), _timeout(config, request)
+        _log_prompt(config, request, body)
         job, dialect = await service.chat(body)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts, whole or as a stream of server-sent events."""
-        _log_prompt(service, request, body)
-        timeout = _timeout(service, request)
+        service, timeout = models.find(body.model), _timeout(config, request)
+        _log_prompt(config, request, body)
         job, dialect = await service.complete(body)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.post("/v1/responses", response_class=Response)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream. Nothing is kept."""
-        _log_prompt(service, request, body)
-        timeout = _timeout(service, request)
+        service, timeout = models.find(body.model), _timeout(config, request)
+        _log_prompt(config, request, body)
         job, dialect = await service.respond(body)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The model that is served, and the names that choose an adapter for it."""
-        return {"object": "list", "data": [service.card(name, started) for name in service.names]}
+    async def list_models() -> dict[str, Any]:
+        """The models that are served, and the names that choose an adapter for one of them."""
+        return {"object": "list", "data": [models.find(name).card(name, started) for name in models.names]}
 
     @app.get("/v1/models/{model:path}", response_class=Response)
     async def one_model(model: str) -> Response:
         """The model of this name."""
-        service.adapter_of(model)
-        return JSON(service.card(model, started))
+        return JSON(models.find(model).card(model, started))
 
 
-def _timeout(service: Service, request: Request) -> float:
+def _timeout(config: ServeConfig, request: Request) -> float:
     """Seconds for one request: the server's, or fewer where the client's header says so."""
-    given, most = request.headers.get("x-request-timeout"), service.config.request_timeout
+    given, most = request.headers.get("x-request-timeout"), config.request_timeout
     if given is None:
         return most
     try:
@@ -146,39 +144,41 @@ def _timeout(service: Service, request: Request) -> float:
     return min(seconds, most)
 
 
-def _add_token_routes(app: FastAPI, service: Service) -> None:
+def _add_token_routes(app: FastAPI, models: Models) -> None:
     @app.post("/tokenize", response_class=Response)
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
-        return JSON(await service.tokenize(body))
+        return JSON(await models.find(body.model).tokenize(body))
 
     @app.post("/detokenize", response_class=Response)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        return JSON(await service.detokenize(body))
+        return JSON(await models.find(body.model).detokenize(body))
 
     @app.get("/tokenizer_info", response_class=Response)
-    async def tokenizer_info() -> Response:
+    async def tokenizer_info(model: str | None = None) -> Response:
         """The tokenizer's special tokens and chat template."""
-        return JSON(service.tokenizer_info())
+        return JSON(models.find(model).tokenizer_info())
 
 
-def _add_status_routes(app: FastAPI, service: Service) -> None:
+def _add_status_routes(app: FastAPI, models: Models) -> None:
     @app.get("/health", response_class=Response)
     async def health() -> Response:
-        """Liveness: 200 while the engine's thread lives; anything else means that only a restart helps."""
-        alive = service.worker.is_alive
-        return JSON({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
+        """Liveness: 200 while any engine's thread lives; anything else means that only a restart helps."""
+        stopped = ", ".join(models.stopped)
+        status = f"the engine of {stopped} has stopped" if stopped else "ok"
+        return JSON({"status": status}, 200 if models.is_alive else 503)
 
     @app.get("/ready", response_class=Response)
     async def ready() -> Response:
         """Readiness: 200 while new requests are taken."""
-        return JSON({"ready": service.is_ready}, 200 if service.is_ready else 503)
+        is_ready = models.is_alive and not models.draining
+        return JSON({"ready": is_ready}, 200 if is_ready else 503)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus' text format."""
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(models.metrics(), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -209,6 +209,8 @@ def _handle_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, other)
 
 
-def _log_prompt(service: Service, request: Request, body: ChatRequest | CompletionRequest | ResponsesRequest) -> None:
-    if service.config.log_prompts:
+def _log_prompt(
+    config: ServeConfig, request: Request, body: ChatRequest | CompletionRequest | ResponsesRequest
+) -> None:
+    if config.log_prompts:
         request.state.fields["body"] = body.model_dump(exclude_unset=True)

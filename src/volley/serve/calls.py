@@ -8,7 +8,7 @@ from typing import Any
 from volley.errors import ConfigError
 from volley.grammar import Grammar
 from volley.serve.formats import AnswerFormat, CallText
-from volley.serve.messages import Tool, Tools
+from volley.serve.messages import NamedTool, Tool, Tools
 
 _COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
@@ -28,7 +28,7 @@ def grammar_of_answer(
         assert call is not None, "a format with calls is chosen where one is forced"
         if own is not None:
             raise ConfigError("a call is forced, so nothing else can be asked of the answer; leave one of both out")
-        is_single = tools.tool_choice != "required" or not tools.parallel_tool_calls
+        is_single = isinstance(tools.tool_choice, NamedTool) or not tools.parallel_tool_calls
         rules += ["start: BEFORE calls", *_calls(call, offered, tokenizer, is_single=is_single)]
     elif own is not None and call is not None:
         calls = _calls(call, offered, tokenizer, is_single=not tools.parallel_tool_calls)

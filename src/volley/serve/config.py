@@ -19,6 +19,8 @@ class ServeConfig:
     """Address to listen on; 0.0.0.0 is every one of this machine's."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose."""
+    models: Path | None = None
+    """TOML file of several models: a table [models.NAME] each, with its own options; all others are as given here."""
     served_model_name: str | None = None
     """Name clients give as model; by default the target folder's."""
     answer_format: str = "auto"
@@ -57,6 +59,8 @@ class ServeConfig:
             raise ConfigError(f"max_waiting is {self.max_waiting}; it must be 0 or more")
         if self.rate_limit is not None and not self.rate_limit > 0:
             raise ConfigError(f"rate_limit is {self.rate_limit}; it must be more than 0, or left out for none")
+        if self.models is not None and self.served_model_name is not None:
+            raise ConfigError("served_model_name names one model; with --models, the file names each")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ConfigError("TLS needs both tls_cert_file and tls_key_file; give both or neither")
         for file in (self.tls_cert_file, self.tls_key_file):

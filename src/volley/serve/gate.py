@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import ApiError
 from volley.serve.limits import RateLimit
-from volley.serve.metrics import Metrics
+from volley.serve.metrics import HttpMetrics
 
 log = logging.getLogger("volley.serve")
 
@@ -26,7 +26,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Gate:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, keys: ApiKeys, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, config: ServeConfig, keys: ApiKeys, metrics: HttpMetrics) -> None:
         self.app = app
         self.config = config
         self.keys = keys
@@ -59,7 +59,7 @@ class Gate:
         finally:
             route = scope.get("route")
             path = getattr(route, "path", None) or ("/dashboard" if scope["path"].startswith("/dashboard") else "other")
-            self.metrics.http_requests.labels(path, status).inc()
+            self.metrics.requests.labels(path, status).inc()
             fields = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
             fields["seconds"] = round(time.monotonic() - started, 4)
             if path not in ("/health", "/ready", "/metrics"):

@@ -22,6 +22,8 @@ def _encodable(text: str) -> str:
     return text
 
 
+_UNREAD = ("annotations", "provider_specific_fields", "refusal")
+"""Fields of an answer's message, litellm's among them, that clients send back and no template reads."""
 Text = Annotated[str, AfterValidator(_encodable)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -87,7 +89,7 @@ class Message(Strict):
     def _without_nulls(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        return {name: value for name, value in without_nulls(data).items() if name not in ("annotations", "refusal")}
+        return {name: value for name, value in without_nulls(data).items() if name not in _UNREAD}
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
@@ -160,7 +162,19 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=128)
+
+
+class SomeTools(Strict):
+    """All tools are given, and only some of them may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | SomeTools
 
 
 class Tools(Strict):
@@ -175,26 +189,42 @@ class Tools(Strict):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise refusal("tools", "two tools have the same name")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+        if missing := [name for name in self._chosen or () if name not in names]:
             known = ", ".join(names) or "there are none"
-            raise refusal("tool_choice", f"no tool is named {self.tool_choice.function.name!r} (tools: {known})")
+            raise refusal("tool_choice", f"no tool is named {missing[0]!r} (tools: {known})")
         if self.tool_choice == "required" and not names:
             raise refusal("tool_choice", "tool_choice is required and there are no tools; give tools")
         return self
+
+    @property
+    def _chosen(self) -> list[str] | None:
+        """The names that ``tool_choice`` has; ``None``: it has none."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return [function.name]
+            case SomeTools(allowed_tools=allowed):
+                return [tool.function.name for tool in allowed.tools]
+        return None
 
     @property
     def offered(self) -> list[Tool]:
         """The tools that the answer may call."""
         if self.tool_choice == "none":
             return []
-        if isinstance(self.tool_choice, NamedTool):
-            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
-        return self.tools
+        chosen = self._chosen
+        return self.tools if chosen is None else [tool for tool in self.tools if tool.function.name in chosen]
+
+    @property
+    def shown(self) -> list[Tool]:
+        """The tools that the chat template gets. A model that chooses must not see those it may not call."""
+        return self.offered if isinstance(self.tool_choice, SomeTools) or not self.offered else self.tools
 
     @property
     def is_forced(self) -> bool:
         """Whether the answer has to be a call."""
-        return bool(self.offered) and self.tool_choice != "auto"
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, SomeTools) else choice
+        return bool(self.offered) and mode != "auto"
 
 
 class Reasoning(Strict):

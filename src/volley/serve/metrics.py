@@ -1,9 +1,10 @@
 """What the server counts, in Prometheus' terms. Names follow vLLM's, with ``volley:`` in front."""
 
 from collections import Counter as Counts
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import Metric
 
 from volley.engine.engine import Engine
 from volley.models.accelerate import weight_bytes
@@ -18,14 +19,8 @@ _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
-def _show(memory: Mapping[str, int], registry: CollectorRegistry) -> None:
-    held = Gauge("volley:memory_bytes", "Bytes of weights and of K/V pools.", ["part"], registry=registry)
-    for part, size in memory.items():
-        held.labels(part).set(size)
-
-
 class Metrics:
-    """One registry. The worker's thread writes engine figures; the HTTP side writes ``http_requests``."""
+    """The figures of one engine, which its worker's thread writes."""
 
     def __init__(self, num_pages: int, memory: Mapping[str, int]) -> None:
         """``memory`` is the bytes of each part of the engine."""
@@ -44,7 +39,9 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.pages_used = gauge("kv_pages_used", "Pages of K/V held by requests.")
         gauge("kv_pages", "Pages of K/V in the pool.").set(num_pages)
-        _show(memory, registry)
+        self.memory = Gauge("volley:memory_bytes", "Bytes of weights and of K/V pools.", ["part"], registry=registry)
+        self.holds(memory)
+        self.reloads = counter("drafter_reloads", "Drafters that were to be replaced, by what came of it.", "result")
         self.usage = gauge("kv_cache_usage_perc", "Share of the pages held by requests; 1 is all.")
         self.states = gauge("recurrent_states", "Slots for the recurrent states of a hybrid target.")
         self.states_used = gauge("recurrent_states_used", "Slots of recurrent states held by requests.")
@@ -52,9 +49,7 @@ class Metrics:
         self.state_bytes = gauge("recurrent_state_bytes", "Memory of all slots of recurrent states.")
         self.preemptions = counter("num_preemptions", "Requests that lost their pages to others.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
-        self.cached_tokens = counter(
-            "prefix_cache_hits", "Prompt tokens of finished requests found in the prefix cache."
-        )
+        self.cached_tokens = counter("prefix_cache_hits", "Prompt tokens of finished requests that were cached.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.success = counter("request_success", "Requests that are over, by how they ended.", "finished_reason")
         self.errors = counter("request_errors", "Requests that raised inside the engine.")
@@ -86,10 +81,11 @@ class Metrics:
         self._first_tokens = 0
         self._cycles: Counts[tuple[int, int, int, int]] = Counts()
         """Cycles of this step by tokens drafted, depth of the draft, tokens accepted and gained."""
-        self.http_requests = counter("http_requests", "HTTP requests answered.", "path", "status")
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def holds(self, memory: Mapping[str, int]) -> None:
+        """Bytes of each part of the engine."""
+        for part, size in memory.items():
+            self.memory.labels(part).set(size)
 
     # -- called by the worker ------------------------------------------------------------------------------------------
     def verified(self, request: Request, proposal: Proposal, verdict: Verdict) -> None:
@@ -182,3 +178,34 @@ def memory_of(engine: Engine) -> dict[str, int]:
     if model is not None:
         held |= {"drafter": weight_bytes(model.drafter), "draft_kv": model.store.nbytes}
     return held
+
+
+class HttpMetrics:
+    """What the HTTP side counts, whatever the model."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "volley:http_requests", "HTTP requests answered.", ["path", "status"], registry=self.registry
+        )
+
+
+def render(http: HttpMetrics, models: Mapping[str, Metrics]) -> bytes:
+    """Prometheus' text format; the figures of each engine have its model's name as the label ``model_name``."""
+    families: dict[str, Metric] = {}
+    for name, metrics in models.items():
+        for family in metrics.registry.collect():
+            kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            kept.samples += [own._replace(labels={"model_name": name, **own.labels}) for own in family.samples]
+    return generate_latest(_Collected([*families.values(), *http.registry.collect()]))
+
+
+class _Collected(CollectorRegistry):
+    """Metrics that were collected already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)

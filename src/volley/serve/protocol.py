@@ -29,6 +29,24 @@ _WITHOUT_EFFECT = (
 )
 
 
+_OF_OTHERS: dict[str, tuple[Any, ...]] = {
+    "bad_words": ([],),
+    "best_of": (1,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "min_tokens": (0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream_reasoning": (True,),
+    "use_beam_search": (False,),
+}
+"""Unsupported fields of vLLM's and SGLang's, which their clients send with values that request nothing."""
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: Annotated[bool, Field(description="Every chunk has the usage so far.")] = False
@@ -75,7 +93,7 @@ class _Request(Strict, GrammarFields):
     """What both endpoints take."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Unsupported fields of OpenAI's, each with the values that request nothing and are accepted."""
+    """Unsupported fields, each with the values that request nothing and are accepted."""
 
     model: str | None = None
     stream: bool = False
@@ -153,6 +171,8 @@ class _Request(Strict, GrammarFields):
 
 class ChatRequest(_Request, Tools, Reasoning):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_OF_OTHERS,
+        "add_special_tokens": (False,),
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
@@ -161,7 +181,7 @@ class ChatRequest(_Request, Tools, Reasoning):
         "prediction": (),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "verbosity": (),
+        "verbosity": ("medium",),
         "web_search_options": (),
     }
 
@@ -182,7 +202,7 @@ class ChatRequest(_Request, Tools, Reasoning):
 
 
 class CompletionRequest(_Request):
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"best_of": (1,), "suffix": ("",)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**_OF_OTHERS, "add_special_tokens": (True,), "suffix": ("",)}
 
     prompt: (
         Text
@@ -248,7 +268,7 @@ _FORMS = {
     "stop": "a string or up to 16 strings, none of them empty or longer than 1000 characters",
     "content": "a string or a list of text parts",
     "output": "a string or a list of text parts",
-    "tool_choice": "none, auto, required, or {type: function, function: {name}}",
+    "tool_choice": "none, auto, required, {type: function, function: {name}}, or {type: allowed_tools, allowed_tools: {…}}",
 }
 """Fields with several accepted types; pydantic would report an error for each type."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from volley.serve.parsing import AnswerParser, Part
 from volley.serve.replies import Choice, Dialect, Object, Usage
-from volley.serve.responses import ChosenFunction, ResponsesRequest
+from volley.serve.responses import ResponsesRequest
 from volley.serve.worker import End, Piece
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -143,9 +143,7 @@ class ResponsesDialect(Dialect):
     def _response(self, usage: Usage | None) -> Object:
         body, is_cut = self._body, self._finish_reason == "length"
         status = "in_progress" if usage is None else "incomplete" if is_cut else "completed"
-        choice: Any = body.tool_choice
-        if isinstance(choice, ChosenFunction):
-            choice = choice.model_dump()
+        choice = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
         form = body.text.format
         return {
             "id": self._frame["id"],

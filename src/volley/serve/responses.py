@@ -102,6 +102,12 @@ class ChosenFunction(Strict):
     name: FunctionName
 
 
+class AllowedFunctions(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction] = Field(min_length=1, max_length=128)
+
+
 class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -114,10 +120,12 @@ class TextFormat(Strict):
 
 class TextOptions(Strict):
     format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(Strict):
     effort: str | None = None
+    summary: str | None = None  # without effect: reasoning is in the answer as it is
 
 
 class ResponsesStreamOptions(Strict):
@@ -165,7 +173,7 @@ class ResponsesRequest(Strict):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     tools: list[FunctionTool] = Field(default_factory=list, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
@@ -210,14 +218,12 @@ class ResponsesRequest(Strict):
                 {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
                 for tool in self.tools
             ],
-            "tool_choice": self.tool_choice,
+            "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
             "thinking_token_budget": self.thinking_token_budget,
         }
-        if isinstance(self.tool_choice, ChosenFunction):
-            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
         if form is not None:
             inner = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
             body["response_format"] = {"type": form.type} | ({"json_schema": inner} if form.schema_ is not None else {})
@@ -226,6 +232,17 @@ class ResponsesRequest(Strict):
         except ValidationError as error:
             message, param = first_problem(error.errors())
             raise here(ApiError(400, message, param=param)) from None
+
+
+def _choice(given: Any) -> Any:
+    """``tool_choice`` in a chat's words."""
+    match given:
+        case ChosenFunction():
+            return {"type": "function", "function": {"name": given.name}}
+        case AllowedFunctions():
+            allowed = {"mode": given.mode, "tools": [_choice(tool) for tool in given.tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+    return given
 
 
 def here(error: ApiError) -> ApiError:

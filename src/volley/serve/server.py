@@ -1,19 +1,22 @@
-"""Runs the application under uvicorn: slow clients are cut off, SIGTERM lets running requests finish."""
+"""Runs the application under uvicorn: slow clients are cut off, SIGTERM lets running ones finish, SIGUSR1 reloads drafters."""
 
 import asyncio
 import logging
+import signal
 import socket
+import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from volley.engine.engine import Engine
 from volley.serve import logs
 from volley.serve.app import create_app
 from volley.serve.config import ApiKeys, ServeConfig
+from volley.serve.models import Models
 from volley.serve.service import Service
 
 log = logging.getLogger("volley.serve")
@@ -58,12 +61,14 @@ class PatientProtocol(H11Protocol):
 class Server(uvicorn.Server):
     """On the first signal new requests are refused and running ones finish; on the second everything stops."""
 
-    def __init__(self, engine: Engine, config: ServeConfig, model: str) -> None:
-        app = create_app(engine, config, model)
-        self.service: Service = app.state.service
+    def __init__(self, services: Sequence[Service], config: ServeConfig) -> None:
+        self.models = Models(services)
+        app = create_app(self.models, config)
+        self._shutdown_timeout = config.shutdown_timeout
         self.address = (config.host, config.port)
         """Where it listens, once it has started."""
         self._drain_until = 0.0
+        self._reloading: list[asyncio.Task[bool]] = []
         protocol = type("Protocol", (PatientProtocol,), {"receive_timeout": config.receive_timeout})
         super().__init__(
             uvicorn.Config(
@@ -86,33 +91,43 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            if threading.current_thread() is threading.main_thread():
+                asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.reload)
             self.address = self.servers[0].sockets[0].getsockname()[:2]
             url = "{}://{}:{}".format("https" if self.config.is_ssl else "http", *self.address)
-            log.info("listening", extra={"fields": {"url": url, "model": self.service.model, **self.service.memory}})
+            for service in self.models:
+                log.info("listening", extra={"fields": {"url": url, "model": service.model, **service.memory}})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.service.draining:
+        if self.models.draining:
             self.should_exit = self.force_exit = True
         self.drain()
 
+    def reload(self) -> None:
+        """Read the drafters of all models again."""
+        for service in self.models:
+            self._reloading.append(asyncio.create_task(service.reload_drafter()))
+        self._reloading = [task for task in self._reloading if not task.done()]
+
     def drain(self) -> None:
         """Take nothing new; stop when what runs is done, or the time for that is over."""
-        self.service.draining = True
-        self._drain_until = self._drain_until or time.monotonic() + self.service.config.shutdown_timeout
+        self.models.drain()
+        self._drain_until = self._drain_until or time.monotonic() + self._shutdown_timeout
 
     async def on_tick(self, counter: int) -> bool:
-        if self.service.draining:
+        if self.models.draining:
             late = time.monotonic() > self._drain_until
             if late:
-                self.service.worker.stop_soon()
-            if late or self.service.worker.held == 0:
+                for service in self.models:
+                    service.worker.stop_soon()
+            if late or self.models.held == 0:
                 self.should_exit = True
         return await super().on_tick(counter)
 
 
-def serve(engine: Engine, config: ServeConfig, model: str) -> None:
+def serve(services: Sequence[Service], config: ServeConfig) -> None:
     """Serve until a signal ends it."""
     logs.configure()
     if config.host not in ("127.0.0.1", "::1", "localhost") and not ApiKeys.load(config.api_key_file):
         log.warning("anybody who reaches this address can use the server: no API keys are set")
-    Server(engine, config, model).run()
+    Server(services, config).run()

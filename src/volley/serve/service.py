@@ -1,6 +1,7 @@
 """Between HTTP and the worker: prompts become tokens, bodies become jobs, limits are kept."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,8 @@ from volley.chat import Prompt, render_chat
 from volley.decode.thinking import ThinkingBudget
 from volley.engine.engine import Engine
 from volley.errors import ConfigError
+from volley.models.draft_model import load_drafter
+from volley.models.drafter import Drafter
 from volley.serve.calls import grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, shutting_down
@@ -24,6 +27,8 @@ from volley.serve.response_events import ResponsesDialect
 from volley.serve.responses import ResponsesRequest, here
 from volley.serve.worker import Job, Worker
 from volley.types import SamplingParams
+
+log = logging.getLogger("volley.serve")
 
 
 def memory(engine: Engine) -> dict[str, float]:
@@ -41,8 +46,8 @@ class Service:
     def __init__(self, engine: Engine, config: ServeConfig, model: str) -> None:
         self.config = config
         self.model = model
-        for adapter in config.adapters:
-            name, _, folder = adapter.partition("=")
+        self._adapters = dict(adapter.split("=", 1) for adapter in config.adapters)
+        for name, folder in self._adapters.items():
             engine.load_adapter(name, folder)
         holds = engine.snapshot()
         self.metrics = Metrics(holds.num_pages, memory_of(engine))
@@ -57,9 +62,26 @@ class Service:
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
 
-    @property
-    def is_ready(self) -> bool:
-        return self.worker.is_alive and not self.draining
+    async def reload_drafter(self) -> bool:
+        """Read the drafter and its adapters again from where they were loaded, while requests go on; whether it was accepted."""
+        fields = {"model": self.model}
+        try:
+            drafter = await asyncio.to_thread(self._load_drafter)
+            await asyncio.wrap_future(self.worker.swap(drafter, self._adapters))
+        except Exception as error:  # whatever may be wrong with files: the old drafter is still there
+            self.metrics.reloads.labels("refused").inc()
+            log.error("a drafter was refused; the old one stays", extra={"fields": fields | {"reason": str(error)}})
+            return False
+        self.metrics.holds(memory_of(self._engine))
+        self.metrics.reloads.labels("done").inc()
+        log.info("a drafter was reloaded", extra={"fields": fields})
+        return True
+
+    def _load_drafter(self) -> Drafter:
+        if self._engine.drafter_source is None:
+            raise ConfigError("this model has no drafter that was loaded from a folder; start the server with one")
+        path, weights = self._engine.drafter_source
+        return load_drafter(path, self._engine.target, weights)
 
     # -- from bodies to jobs -------------------------------------------------------------------------------------------
     async def chat(self, body: ChatRequest) -> tuple[Job, Dialect]:
@@ -127,7 +149,7 @@ class Service:
             for_template(body.messages),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            tools=[tool.for_template() for tool in body.tools] if body.offered else (),
+            tools=[tool.for_template() for tool in body.shown],
             variables=body.variables(),
             template=self._template or None,
         )
@@ -192,18 +214,12 @@ class Service:
 
     @property
     def names(self) -> list[str]:
-        """What clients may give as model."""
-        return [self.model, *(f"{self.model}:{adapter}" for adapter in self._engine.adapters)]
+        """What clients may give as model. The engine's adapters are missing for a moment while its drafter is replaced."""
+        return [self.model, *(f"{self.model}:{adapter}" for adapter in sorted(self._adapters))]
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that a model's name chooses."""
-        if model is None or model == self.model:
-            return None
-        if model not in self.names:
-            known = ", ".join(map(repr, self.names))
-            message = f"the model {model!r} does not exist; this server has {known}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return model.removeprefix(f"{self.model}:")
+        """The adapter that one of :attr:`names` chooses."""
+        return None if model is None or model == self.model else model.removeprefix(f"{self.model}:")
 
     def _check_length(self, prompt: Sequence[int], asked: int | None, field: str) -> int:
         """Tokens to generate at most."""

@@ -11,12 +11,15 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from volley.engine.engine import Engine
 from volley.engine.recovery import recover
+from volley.engine.reload import replace_drafter
 from volley.errors import VolleyError
+from volley.models.drafter import Drafter
 from volley.procedures.request import Request
 from volley.serve.metrics import Metrics
 from volley.types import FinishReason, GenerationStats, SamplingParams, TextChunk
@@ -85,7 +88,16 @@ class Job:
         """Owned by the worker."""
 
 
-_Command = tuple[str, Job | None]
+@dataclass(frozen=True)
+class Swap:
+    """A drafter, and its adapters' folders by name, to take the place of the engine's."""
+
+    drafter: Drafter
+    adapters: Mapping[str, str]
+    done: "Future[None]" = field(default_factory=Future)
+
+
+_Command = tuple[str, Job | Swap | None]
 
 
 class Worker:
@@ -139,6 +151,12 @@ class Worker:
         """Give up what is left of a job; harmless when nothing is."""
         self._inbox.put(("abort", job))
 
+    def swap(self, drafter: Drafter, adapters: Mapping[str, str]) -> "Future[None]":
+        """Replace the drafter between two steps; the future is done when it is, or has the error that kept the old one."""
+        swap = Swap(drafter, adapters)
+        self._inbox.put(("swap", swap))
+        return swap.done
+
     def _deliver(self, events: list[tuple[Job, Event]], left: int) -> None:
         self.held -= left
         for job, event in events:
@@ -168,7 +186,9 @@ class Worker:
         self._owner.clear()
         while not self._inbox.empty():
             command, job = self._inbox.get()
-            if command == "submit" and job is not None:
+            if isinstance(job, Swap):
+                job.done.set_exception(Stopped())
+            elif command == "submit" and job is not None:
                 jobs[id(job)] = job
                 self._left += len(job.prompts)
         self._outbox += [(job, Failure(Stopped())) for job in jobs.values()]
@@ -182,11 +202,20 @@ class Worker:
             idle = False
             if job is None:
                 return False
-            if command == "submit":
+            if isinstance(job, Swap):
+                self._swap(job)
+            elif command == "submit":
                 self._open(job)
             else:
                 self._close(job)
         return True
+
+    def _swap(self, swap: Swap) -> None:
+        try:
+            replace_drafter(self.engine, swap.drafter, swap.adapters)
+            swap.done.set_result(None)
+        except Exception as error:
+            swap.done.set_exception(error)
 
     def _open(self, job: Job) -> None:
         try:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from volley.errors import CheckpointError, VolleyError
 from volley.models.accelerate import accelerate
+from volley.models.export import TargetEnds
 from volley.models.loading import load_causal_lm
 from volley.models.taps import Taps, decoder_layers
 from volley.models.target import load_tokenizer
@@ -46,6 +47,7 @@ class FrozenTarget:
                 f"cannot load the target {path!r} ({error}); give a causal LM with its tokenizer"
             ) from None
         self.fingerprint = fingerprint(model)
+        self.pass_weights = _pass_weights(model)
         if not with_layers:
             layers = decoder_layers(model)
             for index in range(len(layers)):  # the number of layers is still read
@@ -72,6 +74,12 @@ class FrozenTarget:
         return head if scale == 1.0 else head * scale
 
     @property
+    def plain_ends(self) -> TargetEnds | None:
+        """Embedding and head as matrices; ``None`` where logits take more than the head's (a bias, a scale or a cap)."""
+        ends = target_ends(self.model)
+        return ends if self.softcap is None and self.head.data_ptr() == ends.head.data_ptr() else None
+
+    @property
     def stop_token_ids(self) -> set[int]:
         stops = self.model.generation_config.eos_token_id if self.model.generation_config else None
         found = set(stops) if isinstance(stops, list) else {stops}
@@ -90,6 +98,17 @@ def fingerprint(model: nn.Module) -> str:
         sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
         digest.update(f"{name}{list(weight.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def target_ends(model: PreTrainedModel) -> TargetEnds:
+    """The matrices of its embedding and of its head."""
+    return TargetEnds(model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach())
+
+
+def _pass_weights(model: PreTrainedModel) -> int:
+    """How many weights a pass reads: all but an embedding that is not the head as well."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return sum(map(torch.numel, model.parameters())) - (0 if embedding is head else torch.numel(embedding))
 
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,13 +1,16 @@
 """What learns in a run: a drafter, new or started from another one, or an adapter of a drafter that stays."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from volley.errors import ConfigError
 from volley.models.adapter import AdapterConfig, attach, drafter_fingerprint, merge, save_adapter
 from volley.models.drafter import Drafter
 from volley.train.data import TrainingData
+from volley.train.documents import Document
 from volley.train.features import FrozenTarget
 from volley.train.fused import fuse
 from volley.train.options import TrainConfig
@@ -15,6 +18,7 @@ from volley.train.parallel import Ranks
 from volley.train.shape import choose_mask_token, drafter_config, drafter_to_adapt, start_from
 from volley.train.state import whole_weights
 from volley.train.step import BlockForward
+from volley.train.vocabulary import Vocabulary, choose_vocabulary, response_counts
 
 
 class Learner:
@@ -33,6 +37,7 @@ class Learner:
             self.adapter = AdapterConfig(r=config.lora_rank, lora_alpha=2.0 * config.lora_rank, drafter=fingerprint)
             attach(drafter, self.adapter)
         self.shape = drafter.config
+        self.vocabulary = _vocabulary(config, target, data.documents)
         if not config.compile:
             fuse(drafter)
         self.model = BlockForward(drafter, _choose_attention(config, ranks.device))
@@ -57,10 +62,11 @@ class Learner:
     def describe(self) -> str:
         """One line for the terminal."""
         shape = self.shape
+        drafted = "" if self.vocabulary is None else f", drafts {self.vocabulary.size} of {shape.vocab_size} tokens"
         return (
             f"{self.name}: {shape.num_hidden_layers} layers, {self.size / 1e6:.2f} M parameters to learn, "
             f"block size {shape.block_size}, taps {list(shape.target_layer_ids)} of {shape.num_target_layers}, "
-            f"mask token {shape.mask_token_id}"
+            f"mask token {shape.mask_token_id}{drafted}"
         )
 
     def drafter(self) -> Drafter | None:
@@ -73,7 +79,7 @@ class Learner:
             attach(copy, self.adapter)
         copy.load_state_dict({name.removeprefix("drafter."): tensor for name, tensor in weights.items()})
         merge(copy)
-        return copy
+        return copy if self.vocabulary is None else self.vocabulary.reduce(copy)
 
     def save(self, drafter: Drafter, folder: Path) -> None:
         """Save what the run makes: the adapter, or ``drafter``, the copy that :meth:`drafter` gave."""
@@ -89,8 +95,26 @@ def _new_drafter(config: TrainConfig, target: FrozenTarget, data: TrainingData) 
     mask = choose_mask_token(target.tokenizer, embedding, texts, config.mask_token_id)
     drafter = Drafter(drafter_config(config, target.model, mask))
     if config.init is not None:
-        start_from(drafter, config.init)
+        start_from(drafter, config.init, target.model)
     return drafter
+
+
+def _vocabulary(config: TrainConfig, target: FrozenTarget, documents: Sequence[Document]) -> Vocabulary | None:
+    """What the drafter drafts, ``None`` for all tokens. An adapter leaves that to its drafter."""
+    if config.lora_rank is not None or config.draft_vocab_size == 0:
+        return None
+    ends, size = target.plain_ends, config.draft_vocab_size
+    if ends is None:
+        if size is not None:
+            raise ConfigError(
+                "draft_vocab_size copies rows of the target's head, and this target's logits take a bias, a scale or a cap "
+                "as well; leave it out"
+            )
+        return None
+    if size is None:
+        vocab_size, width = ends.head.shape
+        size = choose_vocabulary(documents, vocab_size, width, target.pass_weights)
+    return None if size is None else Vocabulary(size, response_counts(documents, len(ends.head)), ends)
 
 
 def _choose_attention(config: TrainConfig, device: torch.device) -> str:

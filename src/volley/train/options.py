@@ -37,6 +37,7 @@ SHAPE_OPTIONS = (
     "window",
     "head",
     "mask_token_id",
+    "draft_vocab_size",
 )
 """Options that make a drafter what it is; an adapter has them from its drafter."""
 
@@ -109,6 +110,8 @@ class TrainConfig:
     """Rank of the sequential head."""
     mask_token_id: int | None = None
     """Token that marks an empty slot; by default one of the target's that no text uses, or that the data has least of."""
+    draft_vocab_size: int | None = None
+    """Draft only so many tokens, the most frequent in the responses; 0 drafts all. By default as many as promise most speed."""
 
     max_length: int | None = None
     """Longer rows are cut to so many tokens; by default to ``tokens_per_batch``, and always to the target's context."""
@@ -158,8 +161,8 @@ class TrainConfig:
     """The folder that ``feature_server`` records in."""
     cache_dir: str | None = None
     """Folder of the feature cache; by default ``features`` inside ``out``."""
-    device: str = "cpu"
-    """Torch device, such as ``cpu`` or ``cuda``."""
+    device: str = "auto"
+    """Torch device, such as ``cpu`` or ``cuda``; auto is the GPU if there is one."""
     dtype: str = "bfloat16"
     """Compute type; master weights are always fp32."""
     attention: str = "auto"
@@ -222,6 +225,7 @@ class TrainConfig:
         yield "warmup", 0 <= self.warmup < 1, "in [0, 1)"
         for name in ("eval_prompts", "weight_decay"):
             yield name, getattr(self, name) >= 0, "0 or more"
+        yield "draft_vocab_size", (self.draft_vocab_size or 0) >= 0, "0 or more"
         yield "max_length", self.max_length is None or self.max_length >= 2, "2 or more"
         for name in (
             "tokens_per_batch",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from volley.errors import ConfigError
-from volley.models.target import usable_device
+from volley.memory.device import usable_device
 
 T = TypeVar("T")
 
@@ -21,9 +21,9 @@ class Ranks:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         self.sharded = sharded
-        if device.partition(":")[0] == "cuda" and self.world > 1:
-            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         self.device = usable_device(device)
+        if self.device.type == "cuda" and self.world > 1:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if sharded and "WORLD_SIZE" not in os.environ:
             raise ConfigError("fsdp shards over the processes of torchrun; start with `torchrun -m volley.cli train …`")
         if self.device.type == "cuda" and self.world > 1:

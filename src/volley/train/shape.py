@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from volley.errors import ConfigError
 from volley.models.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafter import Drafter
+from volley.models.export import without_ends
+from volley.models.formats import read_checkpoint
 from volley.models.tap_layers import choose_taps, parse_taps
 from volley.models.taps import decoder_layers
 from volley.train.documents import Document
+from volley.train.features import target_ends
 from volley.train.options import TrainConfig
 
 _MASK_NAME = re.compile(r"^\W*mask\W*$", re.IGNORECASE)
@@ -97,24 +101,41 @@ def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
     vocab_size = target.get_input_embeddings().weight.shape[0]
     num_layers = len(decoder_layers(target))
     drafter.config.check_target(hidden_size=text.hidden_size, vocab_size=vocab_size, num_layers=num_layers)
+    if drafter.config.untrained is not None:
+        raise ConfigError(
+            f"the drafter in {path} has {drafter.config.untrained}, which volley does not train; name another"
+        )
     if drafter.config.head is not None and drafter.config.head.type == "dspark":
         raise ConfigError(
             f"the drafter in {path} has a Markov head in tables, which volley does not train; name another"
         )
-    if drafter.config.own_embedding or drafter.config.draft_vocab_size:
+    _check_ends(path, target)
+    return drafter
+
+
+def _check_ends(path: str, target: PreTrainedModel) -> None:
+    """Refuse a drafter whose embedding or head is not the target's, or rows of it: training uses the target's."""
+    left = without_ends(read_checkpoint(Path(path)), target_ends(target)).config
+    if left.own_embedding or left.draft_vocab_size:
         raise ConfigError(
             f"the drafter in {path} has an embedding or a head of its own, and training uses the target's; name the "
             "drafter that it was exported from as init"
         )
-    return drafter
 
 
-def start_from(drafter: Drafter, path: str) -> None:
-    """Give ``drafter`` the weights of the one in ``path``; a sequential head that only ``drafter`` has stays as it is."""
+def start_from(drafter: Drafter, path: str, target: PreTrainedModel) -> None:
+    """Give ``drafter`` the weights of the one in ``path``; a sequential head that only ``drafter`` has stays as it is.
+
+    A Markov head begins with the weights of a residual one but its context, which it has no use for.
+    """
     found = Drafter.from_pretrained(path, torch.float32)
-    wanted, have = asdict(drafter.config), asdict(found.config)
+    _check_ends(path, target)
+    ends = {"own_embedding": False, "draft_vocab_size": None}
+    wanted, have = asdict(drafter.config), {**asdict(found.config), **ends}
     if have["head"] is None:
         wanted["head"] = None
+    elif wanted["head"] is not None and (wanted["head"]["type"], have["head"]["type"]) == ("markov", "residual"):
+        have["head"]["type"] = "markov"
     different = [f"{name} {have[name]!r}, not {wanted[name]!r}" for name in wanted if wanted[name] != have[name]]
     if different:
         raise ConfigError(

@@ -40,8 +40,8 @@ class TuneConfig:
     """With --endpoint: environment variable that holds the key."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of both models; auto: float32 for targets up to 512 wide on a CPU, bfloat16 for others."""
-    device: str = "cpu"
-    """Torch device, such as cpu or cuda."""
+    device: str = "auto"
+    """Torch device, such as cpu or cuda; auto is the GPU if there is one."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
     seed: int = 0

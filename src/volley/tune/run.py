@@ -15,8 +15,8 @@ from volley.certify.options import CertifyConfig
 from volley.engine.engine import Engine
 from volley.errors import ConfigError
 from volley.files import make_folder, read_json, write_atomically
+from volley.memory.device import usable_device
 from volley.models.export import export
-from volley.models.formats import obstacles, read_checkpoint
 from volley.models.target import Target
 from volley.prompts import read_jsonl
 from volley.train.features import FrozenTarget
@@ -83,7 +83,7 @@ class Tuning:
     @cached_property
     def dtype(self) -> torch.dtype:
         text = AutoConfig.from_pretrained(self.config.target).get_text_config()
-        return training_dtype(self.config.dtype, text.hidden_size, self.config.device)
+        return training_dtype(self.config.dtype, text.hidden_size, usable_device(self.config.device))
 
     @cached_property
     def serving(self) -> Target:
@@ -223,14 +223,14 @@ class Tuning:
         return engine_ids
 
     def export(self) -> dict[str, Any]:
-        checkpoint, written = read_checkpoint(self.out), {}
+        written = {}
         for form in EXPORTS:
-            problems = obstacles(checkpoint.config, form)  # type: ignore[arg-type]
-            if problems:
-                written[form] = problems[0]
-                continue
-            export(self.out, self.out / "exports" / form, form, target=self.config.target)  # type: ignore[arg-type]
-            written[form] = str(self.out / "exports" / form)
+            folder = self.out / "exports" / form
+            try:
+                export(self.out, folder, form, target=self.config.target)  # type: ignore[arg-type]
+                written[form] = str(folder)
+            except ConfigError as error:
+                written[form] = str(error)
         made = [form for form in EXPORTS if written[form].startswith(str(self.out))]
         self.say(
             f"written for {', '.join(made) or 'no other program'}; drafter/ is z-lab's format, which volley and vLLM read"

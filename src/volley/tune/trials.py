@@ -202,9 +202,9 @@ def from_json(raw: dict[str, Any]) -> Trial:
     return Trial(**{key: value for key, value in raw.items() if key != "score"})
 
 
-def training_dtype(choice: str, width: int, device: str) -> torch.dtype:
+def training_dtype(choice: str, width: int, device: torch.device) -> torch.dtype:
     """fp32 where matrices are so small that converting costs more than it saves."""
     if choice == "auto":
-        choice = "float32" if width <= 512 and device == "cpu" else "bfloat16"
+        choice = "float32" if width <= 512 and device.type == "cpu" else "bfloat16"
     dtype: torch.dtype = getattr(torch, choice)
     return dtype

@@ -19,7 +19,8 @@ from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.models.adapter import Adapter
 from volley.models.draft_model import DraftModel
-from volley.models.drafter import Drafter, Projection
+from volley.models.drafter import Drafter
+from volley.models.heads import Projection
 from volley.proposers.block import BlockProposer
 from volley.types import SamplingParams
 from volley.vllm.passes import IntArray, Tokens
@@ -80,14 +81,8 @@ class SlotDrafter:
         store = make_store("auto", drafter.kv_shapes, num_slots + self._num_scratch, weight.dtype, weight.device)
         attention, window = attention_for(weight.device), self.config.draft_window
         self.token_ids = np.full(num_slots, -1, dtype=np.int32)
-        self.model = DraftModel(drafter, store, attention, self.embed, self.head, self._head_weight, window)
+        self.model = DraftModel(drafter, store, attention, self.embed, self.head, window)
         self.proposer = BlockProposer(self.model, self.config)
-
-    def _head_weight(self) -> Tensor:
-        """The head's matrix ``[V, H]``, whatever way the engine keeps it."""
-        weight = self.drafter.fc.weight
-        identity = torch.eye(self.drafter.config.hidden_size, dtype=weight.dtype, device=weight.device)
-        return self.head(identity).T.contiguous()
 
     def inject(self, features: Tensor, positions: IntArray, slots: IntArray, token_ids: Tokens) -> None:
         """Features ``[T, taps · H]`` of tokens ``[T]`` become the drafter's K/V in ``slots [T]``."""

@@ -29,6 +29,7 @@ NOT_IN_VLLM = {
     "verification": "vLLM verifies by a rule of its own; leave it out",
     "kv_dtype": "vLLM keeps the target's K/V; give vLLM --kv-cache-dtype",
     "draft_kv_dtype": "the drafter's K/V are kept in its own data type; leave it out",
+    "exact": "vLLM computes with kernels of its own; leave it out",
 }
 """Settings of volley's engine that its plugin does not take, and what to do instead."""
 

@@ -1,19 +1,23 @@
 """The Triton attention kernel against the reference: on a GPU compiled, elsewhere in Triton's interpreter."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.memory.kernels import DEVICE
 from volley import native
 from volley.memory.attention import AttentionOptions, paged_attention, reference_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kernels import attention as kernel
-from volley.memory.kernels import attention_for
+from volley.memory.kernels import attention_for, launching
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore, make_store
 from volley.memory.native_attention import native_attention
@@ -38,7 +42,7 @@ def check(
     options: AttentionOptions,
     heads: tuple[int, int],
     dim: int,
-    splits: int,
+    parted: bool,
     dtype: torch.dtype = torch.float32,
     tolerance: float = 1e-4,
 ) -> None:
@@ -54,7 +58,7 @@ def check(
     queries = torch.randn(kv_heads * groups, len(batch), dim).to(DEVICE, dtype).transpose(0, 1)
     keys, values = torch.randn(2, len(batch), kv_heads, dim).to(DEVICE, dtype)
     expected = reference_attention(batch, stores[0], 1, queries, keys, values, options)
-    found = kernel.ragged_attention(batch, stores[1], 1, queries, keys, values, options, splits, block_keys=16)
+    found = kernel.ragged_attention(batch, stores[1], 1, queries, keys, values, options, parted)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(stores[0].keys[1], stores[1].keys[1])
 
@@ -74,42 +78,42 @@ SEGMENTS = st.lists(
     dim=st.sampled_from([8, 16, 24]),
     softcap=st.none() | st.just(2.0),
     sinks=st.booleans(),
-    splits=st.sampled_from([1, 1, 2, 8]),
+    parted=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=30)
 def test_random_ragged_batches(  # type: ignore[no-untyped-def]
-    shapes, page_size, window, symmetric, ring, heads, dim, softcap, sinks, splits, seed
+    shapes, page_size, window, symmetric, ring, heads, dim, softcap, sinks, parted, seed
 ) -> None:
     torch.manual_seed(seed)
     segments = make_segments(shapes, page_size, window, ring)
     sink_logits = torch.randn(heads[0] * heads[1], device=DEVICE) if sinks else None
-    check(segments, AttentionOptions(0.3, window, softcap, sink_logits, symmetric), heads, dim, splits)
+    check(segments, AttentionOptions(0.3, window, softcap, sink_logits, symmetric), heads, dim, parted)
 
 
 def test_a_prompt_of_many_tiles_beside_a_single_token() -> None:
     torch.manual_seed(0)
     segments = make_segments([(3, 70, True), (40, 1, True), (10, 40, False)], 16, None, False)
-    check(segments, AttentionOptions(0.3), (1, 3), 16, 1)
-    check(segments, AttentionOptions(0.3, 20), (1, 3), 16, 2)
+    check(segments, AttentionOptions(0.3), (1, 3), 16, False)
+    check(segments, AttentionOptions(0.3, 20), (1, 3), 16, True)
 
 
 def test_half_precision() -> None:
     torch.manual_seed(0)
     segments = make_segments([(30, 4, True), (20, 8, False)], 4, None, False)
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies bf16 wrongly
-    check(segments, AttentionOptions(0.3), (2, 2), 16, 1, dtype, 2e-2)
-    check(segments, AttentionOptions(0.3), (2, 2), 16, 4, dtype, 2e-2)
+    check(segments, AttentionOptions(0.3), (2, 2), 16, False, dtype, 2e-2)
+    check(segments, AttentionOptions(0.3), (2, 2), 16, True, dtype, 2e-2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 13])
-@pytest.mark.parametrize("splits", [1, 4])
-def test_trees_beside_chains(window: int | None, splits: int) -> None:
+@pytest.mark.parametrize("parted", [False, True])
+def test_trees_beside_chains(window: int | None, parted: bool) -> None:
     torch.manual_seed(0)
     segments = make_segments([(11, 7, True), (5, 7, True), (8, 9, True), (3, 2, False)], 4, None, False)
     segments[0].parents = (0, 0, 1, 1, 4, 2)
     segments[2].parents = (0, 1, 1, 3, 3, 2, 6, 0)
-    check(segments, AttentionOptions(0.3, window), (2, 2), 8, splits)
+    check(segments, AttentionOptions(0.3, window), (2, 2), 8, parted)
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -117,7 +121,7 @@ def test_groups_beside_chains(window: int | None) -> None:
     torch.manual_seed(0)
     segments = make_segments([(8, 8, True), (5, 7, True), (3, 2, False)], 4, None, False)
     segments[0].groups, segments[1].groups = (4, 4), (1, 1, 1, 4)
-    check(segments, AttentionOptions(0.3, window), (2, 2), 8, 1)
+    check(segments, AttentionOptions(0.3, window), (2, 2), 8, False)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -137,19 +141,64 @@ def test_the_kernel_is_chosen_where_it_can_run() -> None:
     assert attention_for(torch.device("cuda")) is kernel.ragged_attention
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="says how programs are divided on a GPU")
-def test_splits_fill_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        multi_processor_count = 132
+@pytest.mark.parametrize(("window", "sinks"), [(None, False), (200, True)])
+def test_a_token_alone_is_the_same_to_the_bit_as_in_a_block_of_any_batch(
+    window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NumPy's product, which the interpreter uses, rounds a row by its place among others; a GPU does not."""
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(axis=1, dtype=dtype))
+    torch.manual_seed(0)
+    length, start, page_size, dim = 16, 270, 16, 8
+    table, other = BlockTable(page_size, torch.randperm(20).tolist()), BlockTable(page_size, range(20, 60))
+    store = DenseKVStore([(1, dim)], 60 * page_size, torch.float32, DEVICE)
+    store.keys[0].normal_()
+    store.values[0].normal_()
+    queries, keys, values = torch.randn(3, length + 1, 2, dim, device=DEVICE)
+    keys, values = keys[:, :1], values[:, :1]
+    options = AttentionOptions(0.3, window, None, torch.randn(2, device=DEVICE) if sinks else None)
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    def attend(segments: list[Segment], rows: slice, parted: bool) -> Tensor:
+        batch = RaggedBatch(segments, torch.zeros(rows.stop - rows.start, dtype=torch.long, device=DEVICE))
+        return kernel.ragged_attention(batch, store, 0, queries[rows], keys[rows], values[rows], options, parted)
 
-    def splits(start: int, segments: int) -> int:
+    block = attend([Segment(table, start, length)], slice(0, length), False)
+    beside = attend([Segment(table, start, length), Segment(other, 600, 1)], slice(0, length + 1), True)
+    assert torch.equal(beside[:length], block)
+    for row, parted in ((0, True), (7, False), (15, True)):
+        assert torch.equal(attend([Segment(table, start + row, 1)], slice(row, row + 1), parted)[0], block[row])
+
+
+def test_parts_have_programs_of_their_own_where_tiles_leave_processors_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "num_processors", lambda _: 132)
+
+    def is_parted(start: int, segments: int, part_bytes: int = 2**20) -> bool:
         shapes = [(start, 1, True)] * segments
         batch = RaggedBatch(make_segments(shapes, 16, None, False), torch.zeros(segments, dtype=torch.long))
-        plan = kernel.tiled_batch(batch, AttentionOptions(1.0), 4)
-        return int(kernel.choose_splits(plan, 8, torch.device("cuda")))
+        tiled = kernel.tiled_batch(batch, AttentionOptions(1.0), 4)
+        assert tiled.num_parts == -(-(start + 1) // kernel.PART)
+        return kernel.worth_parting(tiled, 8, part_bytes, torch.device("cuda"))
 
-    assert splits(8000, 1) == 16  # 31 parts at least of 256 keys; 33 programs would fill the GPU
-    assert splits(300, 1) == 1
-    assert splits(8000, 64) == 1
+    assert is_parted(8000, 1)
+    assert not is_parted(200, 1)
+    assert not is_parted(8000, 64)
+    assert not is_parted(8000, 1, 2**24)
+
+
+def test_a_kernel_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+
+    @contextmanager
+    def selected(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda: seen.append((grid, list(current)))
+
+    seen: list[tuple[tuple[int, ...], list[torch.device]]] = []
+    monkeypatch.setattr(torch.cuda, "device", selected)
+    launching.launch(Kernel(), (3,), torch.device("cuda:1"))
+    launching.launch(Kernel(), (4,), torch.device("cpu"))
+    assert seen == [((3,), [torch.device("cuda:1")]), ((4,), [])]

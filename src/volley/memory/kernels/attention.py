@@ -1,28 +1,64 @@
 """Ragged paged attention in Triton: every segment through its own pages, be it causal, bidirectional or a tree.
 
 Reference: ``memory.attention.reference_attention``. One program attends a tile of tokens of one segment, for all heads
-that share keys, to a part of the keys they see; where the parts of a tile are several, a second kernel joins them.
+that share keys. Keys are divided into parts at fixed positions, and the results of the parts are joined in their order:
+by the program itself, or by a second kernel if each part has a program of its own. A token's result is therefore the
+same to the bit in whatever batch it is, alone or in a block.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.memory.attention import AttentionOptions, first_visible, paged_attention, visible_mask, write_slots
 from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kernels import launching
 from volley.memory.kv_store import DenseKVStore, KVStore
+from volley.memory.upload import upload_together
 
 _BIDIRECTIONAL, _CAUSAL, _TREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-BLOCK_KEYS = 64  # keys a program reads at once
-_MOST_SPLITS = 32
+PART = 256
+"""Keys of a part."""
+_MOST_PARTIAL_BYTES = 2**28  # of the results of all parts, where each has a program of its own
+
+
+class TileShape(NamedTuple):
+    """What a program holds at once."""
+
+    rows: int
+    """Tokens times the heads that share keys."""
+    keys: int
+    warps: int
+
+
+def tile_shape(groups: int, dim: int, dtype: torch.dtype) -> TileShape:
+    """For ``groups`` heads of size ``dim`` that share keys: no register is spilled, and sm_86's 99 KiB of shared memory suffice.
+
+    ``benchmarks/kernel_resources.py`` tells. Nothing else has a say, because tiles of another shape may round differently.
+    """
+    if dtype.itemsize > 2 or dim > 256:
+        rows, keys = 16, 16
+    else:
+        rows, keys = (64, 16) if dim <= 128 else (32, 32)
+    return TileShape(max(rows, 1 << (groups - 1).bit_length()), keys, 8)
 
 
 @triton.jit
+def _join(best, total, mixed, part_best, part_total, part_mixed):
+    """The softmax over what was seen so far and one part more. A part without a visible key changes no bit."""
+    higher = tl.maximum(best, part_best)
+    anchor = tl.where(higher == -float("inf"), 0.0, higher)
+    old, new = tl.exp(best - anchor), tl.exp(part_best - anchor)
+    return higher, total * old + part_total * new, mixed * old[:, None] + part_mixed * new[:, None]
+
+
+@triton.jit(do_not_specialize=["window", "num_tokens"])
 def _attention_kernel(
     queries,
     keys,
@@ -34,7 +70,8 @@ def _attention_kernel(
     pages,
     masks,
     output,
-    log_sums,
+    bests,
+    totals,
     scale,
     softcap,
     window,
@@ -48,25 +85,24 @@ def _attention_kernel(
     BLOCK_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PART: tl.constexpr,
+    PARTED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SYMMETRIC: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Row r of a tile is token ``first + r // GROUPS`` of the segment, head ``r % GROUPS`` of those that share keys."""
+    """Row r of a tile is token ``first + r // GROUPS`` of the segment, head ``r % GROUPS`` of those that share keys.
+
+    PARTED: this program attends to one part of the keys, and ``_join_kernel`` finishes; else to all.
+    """
     tile = tiles + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     segment = segments + tl.load(tile) * 7
     first, low, high = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     offset, start, length = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
     kind, page_start, num_pages = tl.load(segment + 3), tl.load(segment + 4), tl.load(segment + 5)
     mask_start = tl.load(segment + 6)
-
-    part = tl.cdiv(tl.cdiv(high - low, KEYS), SPLITS) * KEYS
-    low = low + split * part
-    high = tl.minimum(high, low + part)
 
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_DIM)
@@ -82,83 +118,114 @@ def _attention_kernel(
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    if SINKS:  # noqa: SIM102 - one condition is known at compile time, the other is not
-        if split == 0:
-            best = tl.load(sinks + head).to(tl.float32)
-            total += 1.0
+    if SINKS and not PARTED:
+        best = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
+        total += 1.0
 
-    for begin in range(low, high, KEYS):
-        index = begin + tl.arange(0, KEYS)
-        exists = index < high
-        own = index >= start  # K/V of the segment itself
-        page = tl.load(pages + page_start + (index // PAGE_SIZE) % num_pages, mask=exists, other=0)
-        slot = page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE
-        place = slot * slot_stride + kv_head * DIM
-        there = exists[:, None] & in_dim[None, :]
-        k = tl.load(keys + place[:, None] + column[None, :], mask=there, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAPPED:
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+    part_from = low // PART
+    part_to = tl.cdiv(high, PART)
+    if PARTED:
+        part_from += tl.program_id(2)
+        part_to = tl.minimum(part_to, part_from + 1)
+    for part in range(part_from, part_to):
+        part_best = tl.full([ROWS], -float("inf"), tl.float32)
+        part_total = tl.zeros([ROWS], tl.float32)
+        part_mixed = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        part_low = tl.maximum(low // KEYS * KEYS, part * PART)
+        part_high = tl.minimum(high, part * PART + PART)
+        for begin in range(part_low, part_high, KEYS):
+            index = begin + tl.arange(0, KEYS)
+            exists = (index >= low) & (index < high)
+            own = index >= start  # K/V of the segment itself
+            page = tl.load(pages + page_start + (index // PAGE_SIZE) % num_pages, mask=exists, other=0)
+            slot = page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE
+            place = slot * slot_stride + kv_head * DIM
+            there = exists[:, None] & in_dim[None, :]
+            k = tl.load(keys + place[:, None] + column[None, :], mask=there, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if CAPPED:
+                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
 
-        visible = real[:, None] & exists[None, :]
-        if kind == _CAUSAL:
-            visible &= index[None, :] <= start + token[:, None]
-        if kind == _TREE:
-            cell = mask_start + token[:, None] * length + (index - start)[None, :]
-            visible &= tl.load(masks + cell, mask=visible & own[None, :], other=1) != 0
-        if WINDOWED:
-            key_position = tl.load(positions + offset + index - start, mask=exists & own, other=0)
-            key_position = tl.where(own, key_position, index)
-            lowest = query_position - window + 1
-            if kind == _BIDIRECTIONAL:
-                lowest = tl.zeros_like(query_position) + start - window
-                if SYMMETRIC:
-                    lowest = query_position - window
-                    visible &= key_position[None, :] <= query_position[:, None] + window
-            visible &= key_position[None, :] >= lowest[:, None]
+            visible = real[:, None] & exists[None, :]
+            if kind == _CAUSAL:
+                visible &= index[None, :] <= start + token[:, None]
+            if kind == _TREE:
+                cell = mask_start + token[:, None] * length + (index - start)[None, :]
+                visible &= tl.load(masks + cell, mask=visible & own[None, :], other=1) != 0
+            if WINDOWED:
+                key_position = tl.load(positions + offset + index - start, mask=exists & own, other=0)
+                key_position = tl.where(own, key_position, index)
+                lowest = query_position - window + 1
+                if kind == _BIDIRECTIONAL:
+                    lowest = tl.zeros_like(query_position) + start - window
+                    if SYMMETRIC:
+                        lowest = query_position - window
+                        visible &= key_position[None, :] <= query_position[:, None] + window
+                visible &= key_position[None, :] >= lowest[:, None]
 
-        scores = tl.where(visible, scores, -float("inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        anchor = tl.where(higher == -float("inf"), 0.0, higher)  # rows that have seen no key yet
-        weights = tl.exp(scores - anchor[:, None])
-        shrink = tl.exp(best - anchor)
-        v = tl.load(values + place[:, None] + column[None, :], mask=there, other=0.0)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink + tl.sum(weights, axis=1)
-        best = higher
+            scores = tl.where(visible, scores, -float("inf"))
+            higher = tl.maximum(part_best, tl.max(scores, axis=1))
+            anchor = tl.where(higher == -float("inf"), 0.0, higher)  # rows that have seen no key yet
+            weights = tl.exp(scores - anchor[:, None])
+            shrink = tl.exp(part_best - anchor)
+            v = tl.load(values + place[:, None] + column[None, :], mask=there, other=0.0)
+            part_mixed = part_mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            part_total = part_total * shrink + tl.sum(weights, axis=1)
+            part_best = higher
+        if PARTED:
+            best, total, mixed = part_best, part_total, part_mixed
+        else:
+            best, total, mixed = _join(best, total, mixed, part_best, part_total, part_mixed)
 
-    total = tl.where(total == 0, 1.0, total)  # a part without keys
-    mixed = mixed / total[:, None]
-    place = (split * num_tokens + query_row) * (tl.num_programs(1) * GROUPS) + head
-    tl.store(
-        output + place[:, None] * DIM + column[None, :],
-        mixed.to(output.dtype.element_ty),
-        mask=real[:, None] & in_dim[None, :],
-    )
-    if SPLITS > 1:
-        tl.store(log_sums + place, best + tl.log(total), mask=real)
+    place = query_row * (tl.num_programs(1) * GROUPS) + head
+    if PARTED:
+        place += tl.program_id(2) * num_tokens.to(tl.int64) * tl.num_programs(1) * GROUPS
+        tl.store(bests + place, best, mask=real)
+        tl.store(totals + place, total, mask=real)
+    else:
+        mixed = mixed / tl.where(real, total, 1.0)[:, None]
+    place_in_dim = place[:, None] * DIM + column[None, :]
+    tl.store(output + place_in_dim, mixed.to(output.dtype.element_ty), mask=real[:, None] & in_dim[None, :])
 
 
-@triton.jit
-def _join_kernel(parts, log_sums, output, num_rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """Joins the parts of one token and head, each weighted by the sum of its exponentials."""
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def _join_kernel(
+    parts,
+    bests,
+    totals,
+    sinks,
+    output,
+    num_rows,
+    num_parts,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Joins the parts of one token and head."""
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    column = tl.arange(0, BLOCK_DIM)
-    in_dim = column < DIM
-    log_sum = tl.load(log_sums + split * num_rows + row)
-    weights = tl.exp(log_sum - tl.max(log_sum, axis=0))
-    place = (split[:, None] * num_rows + row) * DIM + column[None, :]
-    part = tl.load(parts + place, mask=in_dim[None, :], other=0.0)
-    joined = tl.sum(part * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    tl.store(output + row * DIM + column, joined.to(output.dtype.element_ty), mask=in_dim)
+    only = tl.arange(0, 1)
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    best = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([1, BLOCK_DIM], tl.float32)
+    if SINKS:
+        best = tl.load(sinks + row % HEADS + only).to(tl.float32)
+        total += 1.0
+    for part in range(num_parts):
+        place = part * num_rows.to(tl.int64) + row
+        part_best = tl.load(bests + place + only)
+        part_total = tl.load(totals + place + only)
+        part_mixed = tl.load(parts + place * DIM + column, mask=column < DIM, other=0.0)
+        best, total, mixed = _join(best, total, mixed, part_best, part_total, part_mixed)
+    mixed = mixed / total[:, None]
+    tl.store(output + row * DIM + column, mixed.to(output.dtype.element_ty), mask=column < DIM)
 
 
 @dataclass(slots=True)
 class TiledBatch:
     """What the kernel reads about a batch, the same for all layers of one window."""
 
-    rows: int
     tiles: Tensor
     """``[n, 4]`` int32: segment, its first token, and the keys ``[low, high)`` that any of the tile's tokens sees."""
     segments: Tensor
@@ -168,8 +235,8 @@ class TiledBatch:
     masks: Tensor
     """What tokens see of each other ``[length, length]``, of all trees and groups end to end; int32."""
     positions: Tensor
-    longest: int
-    """Keys that the tile with most of them sees."""
+    num_parts: int
+    """Parts that hold the keys of the tile with most of them."""
 
 
 def ragged_attention(
@@ -180,114 +247,98 @@ def ragged_attention(
     keys: Tensor,
     values: Tensor,
     options: AttentionOptions,
-    splits: int | None = None,
-    block_keys: int = BLOCK_KEYS,
+    parted: bool | None = None,
 ) -> Tensor:
     """Same contract as ``reference_attention``; a quantised store and windows over groups are left to ``paged_attention``.
 
-    ``splits`` programs share the keys of a tile and read ``block_keys`` of them at once, both powers of 2: they change the
-    speed alone. ``None`` fills the processors.
+    ``parted`` gives each part of the keys a program of its own, which changes the speed alone; ``None``: where the tiles do not
+    fill the processors.
     """
     windowed_groups = options.window is not None and any(segment.groups is not None for segment in batch.segments)
     if windowed_groups or not isinstance(store, DenseKVStore):
         return paged_attention(batch, store, layer, queries, keys, values, options)
     store.write(layer, write_slots(batch), keys, values)
-    groups = queries.shape[1] // keys.shape[1]
-    tiled = tiled_batch(batch, options, groups)
-    if splits is None:
-        splits = choose_splits(tiled, keys.shape[1], queries.device)
-    return launch(tiled, batch.segments[0].table.page_size, store, layer, queries, options, splits, block_keys)
+    kv_heads = keys.shape[1]
+    groups = queries.shape[1] // kv_heads
+    rows = tile_shape(groups, queries.shape[2], queries.dtype).rows
+    tiled = tiled_batch(batch, options, rows // groups)
+    if parted is None:
+        parted = worth_parting(tiled, kv_heads, 4 * queries.numel(), queries.device)
+    return attend(tiled, batch.segments[0].table.page_size, store, layer, queries, options, parted=parted)
 
 
-def _seen_inside(segment: Segment) -> Tensor | None:
-    """What the tokens of a tree or of groups see of each other ``[length, length]``; ``None`` for a chain."""
-    is_chain = segment.parents is None and segment.groups is None
-    return None if is_chain else visible_mask(segment, None, segment.start)
-
-
-def launch(
+def attend(
     tiled: TiledBatch,
     page_size: int,
     store: DenseKVStore,
     layer: int,
     queries: Tensor,
     options: AttentionOptions,
-    splits: int,
-    block_keys: int,
+    *,
+    parted: bool,
 ) -> Tensor:
-    """Attend ``queries [T, heads, d]``, the keys of every tile divided among ``splits`` programs."""
+    """Attend ``queries [T, heads, d]``."""
     pool = store.keys[layer]
     count, heads, dim = queries.shape
-    kv_heads = pool.shape[1]
+    kv_heads, device = pool.shape[1], queries.device
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
-    output = torch.empty(count, heads, dim, dtype=queries.dtype, device=queries.device)
-    parts, log_sums = output, output
-    if splits > 1:
-        parts = torch.empty(splits, count, heads, dim, dtype=torch.float32, device=queries.device)
-        log_sums = torch.empty(splits, count, heads, dtype=torch.float32, device=queries.device)
+    output = torch.empty(count, heads, dim, dtype=queries.dtype, device=device)
+    mixed, bests, totals = output, output, output
+    if parted:
+        mixed = torch.empty(tiled.num_parts, count, heads, dim, dtype=torch.float32, device=device)
+        bests, totals = torch.empty(2, tiled.num_parts, count, heads, dtype=torch.float32, device=device)
+    sinks = queries if options.sinks is None else options.sinks
+    shape = tile_shape(heads // kv_heads, dim, queries.dtype)
     block_dim = max(16, triton.next_power_of_2(dim))
-    _attention_kernel[(len(tiled.tiles), kv_heads, splits)](
-        queries,
-        pool,
-        store.values[layer],
-        queries if options.sinks is None else options.sinks,
-        tiled.positions,
-        tiled.tiles,
-        tiled.segments,
-        tiled.pages,
-        tiled.masks,
-        parts,
-        log_sums,
-        options.scale,
-        options.softcap or 0.0,
-        options.window or 0,
-        count,
-        queries.stride(0),
-        queries.stride(1),
-        pool.stride(0),
+    read = (tiled.positions, tiled.tiles, tiled.segments, tiled.pages, tiled.masks)
+    strides = (queries.stride(0), queries.stride(1), pool.stride(0))
+    same = {"DIM": dim, "BLOCK_DIM": block_dim, "SINKS": options.sinks is not None}
+    same["enable_fp_fusion"] = False  # both kernels must round alike
+    launching.launch(
+        _attention_kernel,
+        (len(tiled.tiles), kv_heads, tiled.num_parts if parted else 1),
+        device,
+        *(queries, pool, store.values[layer], sinks, *read, mixed, bests, totals),
+        *(options.scale, options.softcap or 0.0, options.window or 0, count, *strides),
         PAGE_SIZE=page_size,
         GROUPS=heads // kv_heads,
-        DIM=dim,
-        BLOCK_DIM=block_dim,
-        ROWS=tiled.rows,
-        KEYS=block_keys,
-        SPLITS=splits,
+        ROWS=shape.rows,
+        KEYS=shape.keys,
+        PART=PART,
+        PARTED=parted,
         WINDOWED=options.window is not None,
         SYMMETRIC=options.symmetric,
         CAPPED=options.softcap is not None,
-        SINKS=options.sinks is not None,
+        num_warps=shape.warps,
+        **same,
     )
-    if splits > 1:
-        _join_kernel[(count * heads,)](parts, log_sums, output, count * heads, dim, block_dim, splits)
+    if parted:
+        arguments = (mixed, bests, totals, sinks, output, count * heads, tiled.num_parts)
+        launching.launch(_join_kernel, (count * heads,), device, *arguments, HEADS=heads, **same)
     return output
 
 
-def choose_splits(tiled: TiledBatch, kv_heads: int, device: torch.device) -> int:
-    """Enough programs for all processors, none with fewer than four blocks of keys."""
-    if device.type != "cuda":
-        return 1
-    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // (len(tiled.tiles) * kv_heads)
-    most = min(wanted, tiled.longest // (4 * BLOCK_KEYS), _MOST_SPLITS)
-    return 1 << max(0, most.bit_length() - 1)
+def worth_parting(tiled: TiledBatch, kv_heads: int, part_bytes: int, device: torch.device) -> bool:
+    """Whether the tiles alone leave processors idle, and the results of the parts, ``part_bytes`` each, fit in memory."""
+    leaves_idle = len(tiled.tiles) * kv_heads < 2 * launching.num_processors(device)
+    return tiled.num_parts > 1 and leaves_idle and tiled.num_parts * part_bytes <= _MOST_PARTIAL_BYTES
 
 
-def tiled_batch(batch: RaggedBatch, options: AttentionOptions, groups: int) -> TiledBatch:
-    key = ("triton", options.window, options.symmetric, groups)
+def tiled_batch(batch: RaggedBatch, options: AttentionOptions, tokens: int) -> TiledBatch:
+    """``batch`` in tiles of at most so many tokens."""
+    key = ("triton", options.window, options.symmetric, tokens)
     tiled = batch.plans.get(key)
     if tiled is None:
-        tiled = batch.plans[key] = _tile_batch(batch, options, groups)
+        tiled = batch.plans[key] = _tile_batch(batch, options, tokens)
     return tiled  # type: ignore[return-value]
 
 
-def _tile_batch(batch: RaggedBatch, options: AttentionOptions, groups: int) -> TiledBatch:
-    tokens_wanted = min(max(segment.length for segment in batch.segments), 64)
-    rows = max(16, triton.next_power_of_2(groups), min(64, triton.next_power_of_2(tokens_wanted * groups)))
-    step = rows // groups
+def _tile_batch(batch: RaggedBatch, options: AttentionOptions, step: int) -> TiledBatch:
     segments: list[tuple[int, ...]] = []
     tiles: list[tuple[int, int, int, int]] = []
     pages: list[int] = []
-    masks: list[Tensor] = []
-    mask_size = 0
+    masks = [np.zeros(1, dtype=np.bool_)]
+    mask_size = 1
     for number, (segment, offset) in enumerate(zip(batch.segments, batch.offsets, strict=False)):
         mask, table = _seen_inside(segment), segment.table.pages
         kind = _TREE if mask is not None else _CAUSAL if segment.causal else _BIDIRECTIONAL
@@ -295,23 +346,22 @@ def _tile_batch(batch: RaggedBatch, options: AttentionOptions, groups: int) -> T
         segments.append(row)
         pages += table
         if mask is not None:
-            masks.append(mask.flatten())
-            mask_size += mask.numel()
+            masks.append(mask.ravel())
+            mask_size += mask.size
         for first in range(0, segment.length, step):
             tiles.append((number, first, *_seen(segment, first, step, options)))
+    arrays: list[NDArray[np.int32]] = [
+        np.array(rows, dtype=np.int32) for rows in (tiles, segments, pages, np.concatenate(masks))
+    ]
+    num_parts = max(-(-high // PART) - low // PART for *_, low, high in tiles)
+    on_device = upload_together(arrays, batch.token_ids.device)
+    return TiledBatch(on_device[0], on_device[1], on_device[2], on_device[3], batch.positions, num_parts)
 
-    def tensor(rows_of: Sequence[object]) -> Tensor:
-        return torch.from_numpy(np.array(rows_of, dtype=np.int32)).to(batch.token_ids.device)
 
-    return TiledBatch(
-        rows=rows,
-        tiles=tensor(tiles),
-        segments=tensor(segments),
-        pages=tensor(pages),
-        masks=tensor(torch.cat(masks).tolist() if masks else [0]),
-        positions=batch.positions,
-        longest=max(high - low for *_, low, high in tiles),
-    )
+def _seen_inside(segment: Segment) -> NDArray[np.bool_] | None:
+    """What the tokens of a tree or of groups see of each other ``[length, length]``; ``None`` for a chain."""
+    is_chain = segment.parents is None and segment.groups is None
+    return None if is_chain else visible_mask(segment, None, segment.start).numpy()
 
 
 def _seen(segment: Segment, first: int, count: int, options: AttentionOptions) -> tuple[int, int]:

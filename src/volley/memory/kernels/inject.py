@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from volley.memory.kernels import launching
 from volley.memory.kv_store import DenseKVStore
 
 
@@ -76,7 +77,10 @@ def inject(
     assert store.all_keys is not None and store.all_values is not None  # noqa: PT018
     if isinstance(slots, slice):
         slots = torch.arange(slots.start, slots.stop, device=projected.device)
-    _inject_kernel[(count, layers)](
+    launching.launch(
+        _inject_kernel,
+        (count, layers),
+        projected.device,
         projected.contiguous(),
         norm_weights,
         eps,

@@ -20,6 +20,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 _TOKENIZER_LISTS = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _INTEGERS = {"I8", "I16", "I32", "I64"}
 _PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
+_DECODED_AT_ONCE = 2**20  # numbers of a tensor
 
 Rows = Callable[[NDArray[Any]], NDArray[Any]]
 """Puts the rows of a matrix in another order; columns may be numbers or the bytes of blocks."""
@@ -105,10 +106,28 @@ class GGUFFile:
 
     def dense(self, name: str, rows: Rows | None = None) -> Tensor:
         """A tensor decoded: BF16 as it is stored, all others in fp32; ``rows`` reorders its rows."""
+        return self._decode(name, self._data(name, rows))
+
+    def dense_in(self, dtype: torch.dtype, name: str, rows: Rows | None = None) -> Tensor:
+        """A tensor decoded to ``dtype``, some rows after others: all of a large matrix in fp32 would be the peak of memory."""
+        data, shape = self._data(name, rows), self.shape(name)
+        whole = torch.empty(shape, dtype=dtype)
+        step = max(_DECODED_AT_ONCE * shape[0] // whole.numel(), 1)
+        for first in range(0, shape[0], step):
+            whole[first : first + step] = self._decode(name, data[first : first + step])
+        return whole
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Address and bytes of a tensor in the mapped file."""
+        data = np.asarray(self._tensors[name].data)
+        return int(data.ctypes.data), data.nbytes
+
+    def _data(self, name: str, rows: Rows | None) -> NDArray[Any]:
+        data = np.asarray(self._tensors[name].data)
+        return data if rows is None else rows(data)
+
+    def _decode(self, name: str, data: NDArray[Any]) -> Tensor:
         stored = self._tensors[name]
-        data = np.asarray(stored.data)
-        if rows is not None:
-            data = rows(data)
         if stored.tensor_type.name == "BF16":
             return torch.from_numpy(np.array(data)).view(torch.bfloat16)
         if stored.tensor_type.name in _INTEGERS:
@@ -124,8 +143,7 @@ class GGUFFile:
 
     def quantised(self, name: str, rows: Rows | None = None) -> QuantisedWeight | None:
         """A matrix block by block, or ``None`` if its type is plain or has no even steps (see ``blocks.UNPACK``)."""
-        data = np.asarray(self._tensors[name].data)
-        return unpack(self.type(name), data if rows is None else rows(data))
+        return unpack(self.type(name), self._data(name, rows))
 
     @property
     def _version(self) -> str:

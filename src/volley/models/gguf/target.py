@@ -53,7 +53,7 @@ _OF_LAYER = {
 }
 _DOWN_EXPERTS = "ffn_down_exps"
 _GATE_EXPERTS, _UP_EXPERTS = "ffn_gate_exps", "ffn_up_exps"  # one tensor in transformers
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -67,18 +67,22 @@ def load_model(path: str | Path, dtype: torch.dtype, attention: str = "sdpa") ->
         None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    missing = sorted(set(report["missing_keys"]) - tied)
-    unknown = sorted(report["unexpected_keys"])
-    if missing or unknown:
-        parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(unknown)
-        raise CheckpointError(f"{path} {' and '.join(parts)}; fetch or convert it again")
-    _scale_frequencies(file, model)
+    check_names(file, set(report["missing_keys"]) - tied, set(report["unexpected_keys"]))
+    scale_frequencies(file, model)
     model.generation_config.eos_token_id = stop_tokens(file) or None
     if file.quantised_types():
         name = str(dtype).removeprefix("torch.")
         log.warning("%s: weights of type %s are decoded to %s", path, ", ".join(file.quantised_types()), name)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def check_names(file: GGUFFile, missing: set[str], unknown: set[str]) -> None:
+    """Refuse a file that lacks weights of the model, or has others."""
+    parts = [f"lacks {', '.join(sorted(missing))}"] * bool(missing)
+    parts += [f"has unknown {', '.join(sorted(unknown))}"] * bool(unknown)
+    if parts:
+        raise CheckpointError(f"{file.path} {' and '.join(parts)}; fetch or convert it again")
 
 
 def read_config(file: GGUFFile) -> PretrainedConfig:
@@ -132,7 +136,7 @@ _LLAMA_BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 
 
 def _rope(file: GGUFFile) -> dict[str, Any]:
-    """transformers' rotary parameters; Llama 3's factors are a tensor (:func:`_scale_frequencies`)."""
+    """transformers' rotary parameters; Llama 3's factors are a tensor (:func:`scale_frequencies`)."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10_000.0))}
     kind = file.get("rope.scaling.type", "none")
     factor = float(file.get("rope.scaling.factor", file.get("rope.scale_linear", 1.0)))
@@ -155,14 +159,14 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _scale_frequencies(file: GGUFFile, model: PreTrainedModel) -> None:
+def scale_frequencies(file: GGUFFile, model: PreTrainedModel) -> None:
     """Divide the rotary frequencies by the file's factors, as Llama 3.1 and later have them."""
-    if _ROPE_FACTORS not in file.names:
+    if ROPE_FACTORS not in file.names:
         return
     rotary = model.get_submodule("model.rotary_emb")
     for name in ("inv_freq", "original_inv_freq"):
         buffer = rotary.get_buffer(name)
-        buffer /= file.dense(_ROPE_FACTORS).to(buffer)
+        buffer /= file.dense(ROPE_FACTORS).to(buffer)
 
 
 def own_name(file: GGUFFile, name: str) -> str:
@@ -183,25 +187,25 @@ def own_name(file: GGUFFile, name: str) -> str:
 def dense_weights(file: GGUFFile, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight by transformers' name, decoded."""
     for name in file:
-        if name == _ROPE_FACTORS or f".{_UP_EXPERTS}." in name:
+        if name == ROPE_FACTORS or f".{_UP_EXPERTS}." in name:
             continue
         if f".{_GATE_EXPERTS}." in name:
             parts = [file.dense(name), file.dense(name.replace(_GATE_EXPERTS, _UP_EXPERTS))]
             yield f"model.layers.{name.split('.')[1]}.mlp.experts.gate_up_proj", torch.cat(parts, dim=1)
             continue
-        yield own_name(file, name), file.dense(name, _row_order(file.architecture, name, config))
+        yield own_name(file, name), file.dense(name, row_order(file.architecture, name, config))
 
 
 def quantised_weights(file: GGUFFile, config: Any) -> Iterator[tuple[str, QuantisedWeight]]:
     """The quantised matrices of a file by transformers' name, as they are stored; those left out are dense ones."""
     for name in file:
-        if name != _ROPE_FACTORS and "_exps." not in name:
-            found = file.quantised(name, _row_order(file.architecture, name, config))
+        if name != ROPE_FACTORS and "_exps." not in name:
+            found = file.quantised(name, row_order(file.architecture, name, config))
             if found is not None:
                 yield own_name(file, name), found
 
 
-def _row_order(architecture: str, name: str, config: Any) -> Rows | None:
+def row_order(architecture: str, name: str, config: Any) -> Rows | None:
     """How to bring back the rows of queries and keys, which files of Llama store with the two halves of a head interleaved."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
     if architecture != "llama" or heads is None:

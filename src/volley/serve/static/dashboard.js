@@ -7,12 +7,13 @@ const $ = (id) => document.getElementById(id);
 
 // -- metrics ----------------------------------------------------------------------------------------------------------
 
-function parse(text) {
+function parse(text) { // the models of a server are added up
   const values = new Map();
   for (const line of text.split("\n")) {
     if (line.startsWith("volley:")) {
       const end = line.lastIndexOf(" ");
-      values.set(line.slice(7, end), Number(line.slice(end + 1)));
+      const name = line.slice(7, end).replace(/(,?)model_name="[^"]*"(,?)/, (_, before, after) => before && after).replace("{}", "");
+      values.set(name, (values.get(name) ?? 0) + Number(line.slice(end + 1)));
     }
   }
   return values;
@@ -61,7 +62,7 @@ function showTiles() {
   const share = ratio(before, now, ...names) ?? ratio(ZERO, now, ...names);
   show("accepted", share === null ? "–" : percent(share));
   show("drafted", `${count(total(now, names[1]))} drafted`);
-  show("pages", percent(total(now, "kv_cache_usage_perc")));
+  show("pages", percent(total(now, "kv_pages_used") / (total(now, "kv_pages") || 1)));
   const preempted = total(now, "num_preemptions_total");
   show("preempted", `${count(total(now, "kv_pages_used"))} of ${count(total(now, "kv_pages"))}${preempted ? ` · ${count(preempted)} preempted` : ""}`);
 }

@@ -1,0 +1,174 @@
+"""Times to first tokens over HTTP, with speculation and with plain decoding, by turns: a closed loop, and Poisson arrivals.
+
+    python benchmarks/first_tokens.py --data-dir DIR --skip-prompts 40 --out first-tokens
+
+Two servers run on one machine and take turns, so that a machine that is faster at one minute than at the next is so for both.
+Answers have 32 to 96 tokens, math, code and chats in turn. The first requests of a level, as many as are in flight at once, are
+left out: they arrive together, which no later ones do. Writes samples.json and table.md into --out. Ctrl-C keeps whole rounds.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from volley.bench.load import Level, LoadConfig, Sample, percentiles, run_level
+from volley.files import make_folder, write_atomically
+from volley.prompts import load_prompts
+
+CASES = {"plain": ["--drafter", "none"], "volley": []}
+LENGTHS = (32, 48, 64, 80, 96)
+
+
+@contextmanager
+def serving(options: list[str], threads: int) -> Iterator[str]:
+    """A server in a process of its own; yields its URL."""
+    command = [sys.executable, "-m", "volley.cli", "serve", "--port", "0", "--threads", str(threads), *options]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    ) as server:
+        assert server.stderr is not None
+        try:
+            for line in server.stderr:
+                if found := re.search(r'"url": ?"([^"]+)"', line):
+                    break
+            else:
+                raise SystemExit(f"the server did not start: {' '.join(command)}")
+            threading.Thread(target=server.stderr.read, daemon=True).start()  # or its log would fill the pipe
+            yield found[1]
+        finally:
+            server.terminate()
+
+
+def make_bodies(options: argparse.Namespace, model: str, count: int) -> list[dict[str, Any]]:
+    limit = options.skip_prompts + options.num_prompts
+    sets = [load_prompts(name, options.data_dir, limit)[options.skip_prompts :] for name in options.datasets.split(",")]
+    chance = random.Random(options.seed)
+    return [
+        {
+            "model": model,
+            "messages": list(chance.choice(sets[index % len(sets)]).messages),
+            "max_tokens": chance.choice(LENGTHS),
+            "temperature": index // len(sets) % 2,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for index in range(count)
+    ]
+
+
+async def one_level(url: str, kind: str, load: float, options: argparse.Namespace) -> tuple[float, list[Sample]]:
+    """Seconds and samples of one level on one server."""
+    first = int(load) if kind == "closed" else 0
+    requests = first + max(options.requests, 4 * first)
+    config = LoadConfig(url=url, requests=requests, seed=options.seed)
+    levels: list[Level] = []
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+        model = (await client.get(f"{config.base_url}/models")).json()["data"][0]["id"]
+        bodies = make_bodies(options, model, requests)
+        await run_level(config, client, bodies, kind, load, lambda label, done: None, levels)
+    samples = sorted(levels[0].samples, key=lambda sample: sample.started)[first:]
+    if failed := [sample.error for sample in samples if sample.error]:
+        raise SystemExit(f"a request failed: {failed[0]}")
+    return levels[0].seconds, samples
+
+
+Runs = dict[tuple[str, float, str], list[tuple[float, list[Sample]]]]
+
+
+def measure(urls: dict[str, str], options: argparse.Namespace, runs: Runs) -> None:
+    closed, rates = (
+        [float(part) for part in given.split(",") if part] for given in (options.concurrency, options.rates)
+    )
+    levels = [("closed", load) for load in closed] + [("open", rate) for rate in rates]
+    for number in range(-1, options.rounds):
+        for kind, load in levels if number >= 0 else levels[:1]:  # once to warm up
+            for case in sorted(urls, reverse=number % 2 == 0):
+                found = asyncio.run(one_level(urls[case], kind, load, options))
+                if number >= 0:
+                    runs[kind, load, case].append(found)
+                    print(number, kind, load, case, f"{found[0]:.1f} s", file=sys.stderr)
+
+
+def summary(found: list[tuple[float, list[Sample]]]) -> dict[str, Any]:
+    samples = [sample for _, own in found for sample in own]
+    spans = [max(s.started + s.total for s in own) - min(s.started for s in own) for _, own in found]
+    return {
+        "first": percentiles([sample.first for sample in samples]),
+        "gap": percentiles([gap for sample in samples for gap in sample.gaps]),
+        "latency": percentiles([sample.total for sample in samples]),
+        "rate": sum(sample.tokens for sample in samples) / sum(spans),
+        "requests": len(samples),
+    }
+
+
+def table(runs: Runs) -> str:
+    lines = [
+        "| load | case | requests | TTFT ms p50 / p90 / p99 | p99 to plain's | gap ms p50 / p99 | tokens/s | to plain's |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for (kind, load, case), found in runs.items():
+        own = summary(found)
+        plain = summary(runs[kind, load, "plain"]) if (kind, load, "plain") in runs else own
+        first = " / ".join(f"{1000 * own['first'][name]:.0f}" for name in ("p50", "p90", "p99"))
+        gap = " / ".join(f"{1000 * own['gap'][name]:.0f}" for name in ("p50", "p99"))
+        ratio = own["first"]["p99"] / plain["first"]["p99"]
+        label = f"{load:g} at once" if kind == "closed" else f"{load:g} a second"
+        lines.append(
+            f"| {label} | {case} | {own['requests']} | {first} | {ratio:.2f} | {gap} | {own['rate']:.0f} "
+            f"| {own['rate'] / plain['rate']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder with gsm8k_test.jsonl and so on")
+    parser.add_argument("--out", type=Path, default=Path("first-tokens"))
+    parser.add_argument("--concurrency", default="1,8,32,64")
+    parser.add_argument("--rates", default="", help="requests a second, arriving at random")
+    parser.add_argument(
+        "--requests", type=int, default=100, help="of a level and round, at least four for each in flight"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--datasets", default="gsm8k,humaneval,mt-bench", help="taken by turns")
+    parser.add_argument("--num-prompts", type=int, default=40, help="of each dataset")
+    parser.add_argument("--skip-prompts", type=int, default=0, help="of each; 40 to report, 0 to choose a setting")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of each server")
+    parser.add_argument("--options", default="", help="more options of the server that speculates")
+    options = parser.parse_args()
+    make_folder(options.out)
+    runs: Runs = defaultdict(list)
+    with ExitStack() as stack:
+        urls = {}
+        for case, own in CASES.items():
+            more = options.options.split() if case == "volley" else []
+            urls[case] = stack.enter_context(serving([*own, *more], options.threads))
+        try:
+            measure(urls, options, runs)
+        except KeyboardInterrupt:
+            print("interrupted; this is what was measured", file=sys.stderr)
+    report = [
+        {"load": load, "kind": kind, "case": case, **summary(found)} for (kind, load, case), found in runs.items()
+    ]
+    write_atomically(options.out / "report.json", json.dumps(report, indent=1) + "\n")
+    write_atomically(options.out / "table.md", table(runs))
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()

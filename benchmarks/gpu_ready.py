@@ -1,0 +1,267 @@
+"""What volley would ask of a GPU, found without one: operations, waits, kernels' resources, pools, and the floor by bytes.
+
+    python -m benchmarks.gpu_ready                     tables, and the bars that are missed
+    python -m benchmarks.gpu_ready --json OUT          the figures as JSON too
+    python -m benchmarks.gpu_ready --no-kernels        without compiling kernels (about a minute)
+
+Operations and waits are counted on a pretended device (``pretended_gpu.py``), with as many layers as Qwen3-8B and a drafter of
+five, at a tiny width: neither depends on it. Kernels are compiled ahead of time. The floor counts bytes and FLOPs of Qwen3-8B and
+a drafter in DFlash's published shape (16 positions) on a device that copies 4.3 TB/s and multiplies 790 TFLOP/s in bf16: no
+kernel and no launch is in it. Ends with status 1 and names the bars that are missed, if any is.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.pretended_gpu import Counts, move, pretended_cuda
+from volley import Engine, SamplingParams
+from volley.config import CapacityConfig
+from volley.engine.capacity import fit
+from volley.files import write_atomically
+from volley.memory.attention import AttentionOptions
+from volley.memory.device import Device
+from volley.models.checkpoint import DrafterConfig
+from volley.models.drafter import Drafter
+from volley.models.joined import JoinedLayer
+from volley.models.target import Target
+
+LAYERS, DRAFT_LAYERS, TAPS, BLOCK = 36, 5, 5, 16
+HIDDEN, INNER, VOCAB, KV, DIM = 4096, 12288, 151936, 1024, 128
+BANDWIDTH, FLOPS = 4.3e12, 790e12
+GIB = 2**30
+BARS = {
+    "waits a step": 1,
+    "launches a layer": 12,
+    "spilled bytes": 0,
+    "pool on 139 GiB": 500_000,
+    "floor of the ratio": 1.09,
+}
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+LENGTH = 600  # of a prompt: attention joins parts of its keys
+
+
+@dataclass(frozen=True)
+class StepCount:
+    policy: str
+    requests: int
+    operations: float
+    """On the device, of one step."""
+    layer_operations: int
+    """Of them, one decoder layer of the target."""
+    waits: float
+    copies: float
+    places: dict[str, float]
+    """Waits by kind and place."""
+
+
+def models() -> tuple[Any, Drafter]:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **TINY, vocab_size=64, num_hidden_layers=LAYERS, max_position_embeddings=1024, eos_token_id=None
+    )
+    shape = DrafterConfig(
+        **TINY,
+        vocab_size=64,
+        num_hidden_layers=DRAFT_LAYERS,
+        num_target_layers=LAYERS,
+        block_size=BLOCK,
+        mask_token_id=3,
+        target_layer_ids=tuple(range(1, LAYERS, 8))[:TAPS],
+    )
+    return AutoModelForCausalLM.from_config(config).eval(), Drafter(shape).eval().requires_grad_(False)
+
+
+def on_device(model: Any, drafter: Drafter) -> tuple[Target, Drafter]:
+    """Both as they are loaded on a GPU. Kernels compute nothing here, so layers are joined without trying them."""
+    model, drafter = move(copy.deepcopy(model)), move(copy.deepcopy(drafter))
+    for layer in model.model.layers:
+        layer.forward = JoinedLayer(layer, AttentionOptions(TINY["head_dim"] ** -0.5))
+    drafter.join()
+    return Target(model), drafter
+
+
+def count_steps(model: Any, drafter: Drafter, policy: str, requests: int, steps: int = 4) -> StepCount:
+    """Means over some steps in which all requests decode."""
+    with pretended_cuda() as counts:
+        target, own = on_device(model, drafter)
+        entered = note_entries(target.model.model.layers[6:8], counts)  # between them no state is tapped
+        options = {"num_pages": 8192, "policy": policy}
+        engine = Engine(target, None if policy == "fixed:1" else own, **options)
+        for number in range(requests):
+            engine.add_request(
+                [(number + i) % 64 for i in range(LENGTH)], SamplingParams(max_tokens=900, ignore_eos=True)
+            )
+        while engine.scheduler.waiting or not all(own.is_decoding for own in engine.scheduler.running):
+            engine.step()
+        engine.step()
+        counts.clear()
+        for _ in range(steps):
+            entered.clear()
+            engine.step()
+        places = {f"{kind}, {where}": times / steps for (kind, where), times in counts.waits.most_common()}
+        return StepCount(
+            policy,
+            requests,
+            counts.operations.total() / steps,
+            entered[1] - entered[0],
+            counts.waits.total() / steps,
+            counts.copies.total() / steps,
+            places,
+        )
+
+
+def note_entries(layers: Any, counts: Counts) -> list[int]:
+    """Operations so far whenever one of ``layers`` is entered."""
+    entered: list[int] = []
+
+    def note(_: nn.Module, __: Any) -> None:
+        entered.append(counts.operations.total())
+
+    for layer in layers:
+        layer.register_forward_pre_hook(note)
+    return entered
+
+
+def pool_tokens(gib: int) -> int:
+    """Tokens of the default pool beside Qwen3-8B and its drafter, if a pass of 4,096 tokens takes its logits thrice."""
+    weights = 2 * (LAYERS * layer_size() + 2 * HIDDEN * VOCAB) + 2 * drafter_size()
+    device = Device("cuda", "pretended", gib * GIB - weights)
+    capacity = fit(
+        CapacityConfig(),
+        device,
+        per_token=2 * 2 * KV * (LAYERS + DRAFT_LAYERS),
+        per_request=0,
+        context_length=40960,
+        pass_bytes=lambda tokens: tokens * VOCAB * (2 + 4 + 4),
+    )
+    return capacity.num_pages * capacity.page_size
+
+
+def layer_size() -> int:
+    """Weights of a decoder layer."""
+    return 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * INNER
+
+
+def drafter_size(layers: int = DRAFT_LAYERS) -> int:
+    return layers * layer_size() + TAPS * HIDDEN * HIDDEN
+
+
+def seconds(weights: float, rows: int, bytes_each: float = 2) -> float:
+    return max(weights * bytes_each / BANDWIDTH, 2 * weights * rows / FLOPS)
+
+
+def target_seconds(rows: int, context: int) -> float:
+    kv = context * LAYERS * 2 * KV * 2 / BANDWIDTH
+    return seconds(LAYERS * layer_size() + HIDDEN * VOCAB, rows) + kv
+
+
+def draft_seconds(layers: int, size: float, context: int, head_rows: int) -> float:
+    """One draft pass and one injection, of a block; weights of ``size`` bytes, or bf16 where the target's head is used."""
+    body = seconds(drafter_size(layers), BLOCK, size) + seconds(layers * 2 * HIDDEN * KV, BLOCK, size)
+    head = seconds(HIDDEN * head_rows, BLOCK, 2 if head_rows == VOCAB else size)
+    return body + head + context * layers * 2 * KV * 2 / BANDWIDTH
+
+
+DRAFTERS = {
+    "published: 5 layers, bf16, the target's head": (5, 2, VOCAB, True),
+    "5 layers, bf16, own head of 32k tokens": (5, 2, 32768, True),
+    "2 layers, bf16, own head of 32k tokens": (2, 2, 32768, True),
+    "5 layers, fp8, own head of 32k tokens": (5, 1, 32768, False),
+}
+"""Layers, bytes of a weight, rows of the head, and whether volley can run it."""
+
+
+def roofline(context: int = 1024) -> list[dict[str, Any]]:
+    """Floors in milliseconds, one request."""
+    plain, verify = target_seconds(1, context), target_seconds(BLOCK, context)
+    rows = []
+    for name, (layers, size, head_rows, available) in DRAFTERS.items():
+        draft = draft_seconds(layers, size, context, head_rows)
+        times = {"T_plain": 1e3 * plain, "T_verify": 1e3 * verify, "T_draft": 1e3 * draft}
+        rows.append({"drafter": name, "available": available, **times, "ratio": (draft + verify) / plain})
+    return rows
+
+
+def kernel_resources() -> list[Any]:
+    """Of every kernel and architecture."""
+    from benchmarks.kernel_resources import SHARED, cases, compiled
+
+    return [compiled(case, arch) for arch in SHARED for case in cases()]
+
+
+def missed(report: dict[str, Any]) -> list[str]:
+    """The bars that the figures do not reach."""
+    found = []
+    for step in report["steps"]:
+        name = f"{step['policy']}, {step['requests']} requests"
+        for figure, bar in (("waits", "waits a step"), ("layer_operations", "launches a layer")):
+            if step[figure] > BARS[bar]:
+                found.append(f"{name}: {step[figure]:g} {bar}, at most {BARS[bar]}")
+    for own in report["kernels"]:
+        if not own["fits"]:
+            found.append(f"{own['kernel']} on sm_{own['arch']}: {own['spilled']} bytes spilled, {own['shared']} shared")
+    if report["pool_tokens"]["139"] < BARS["pool on 139 GiB"]:
+        found.append(
+            f"{report['pool_tokens']['139']} tokens in the pool on 139 GiB, at least {BARS['pool on 139 GiB']}"
+        )
+    best = min(row["ratio"] for row in report["roofline"] if row["available"])
+    if best > BARS["floor of the ratio"]:
+        found.append(f"floor of the ratio {best:.3f}, at most {BARS['floor of the ratio']}")
+    return found
+
+
+def show(report: dict[str, Any]) -> None:
+    print(
+        "| policy | requests | operations | of them a layer | waits | asynchronous copies |\n|---|---|---|---|---|---|"
+    )
+    for step in report["steps"]:
+        figures = "{operations:.0f} | {layer_operations} | {waits:.1f} | {copies:.1f}".format(**step)
+        print(f"| {step['policy']} | {step['requests']} | {figures} |")
+    for step in report["steps"][-1:]:
+        for where, times in step["places"].items():
+            print(f"    {times:5.1f}  {where}")
+    for own in report["kernels"]:
+        print("sm_{arch} {kernel}: {registers} registers, {spilled} spilled, {shared} bytes shared".format(**own))
+    for gib, tokens in report["pool_tokens"].items():
+        print(f"pool on {gib} GiB: {tokens:,} tokens")
+    for row in report["roofline"]:
+        times = "plain {T_plain:.2f}, verify {T_verify:.2f}, draft {T_draft:.2f} ms".format(**row)
+        print(
+            f"{row['drafter']}: {times}; ratio {row['ratio']:.3f}{'' if row['available'] else ' (cannot be run yet)'}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where the figures go as JSON")
+    parser.add_argument("--no-kernels", action="store_true", help="do not compile kernels")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
+    options = parser.parse_args()
+    pair = models()
+    policies = ("fixed:1", f"fixed:{BLOCK}", "goodput")
+    report: dict[str, Any] = {
+        "steps": [asdict(count_steps(*pair, policy, n)) for policy in policies for n in options.requests],
+        "kernels": [] if options.no_kernels else [{**asdict(own), "fits": own.fits} for own in kernel_resources()],
+        "pool_tokens": {str(gib): pool_tokens(gib) for gib in (80, 139)},
+        "roofline": roofline(),
+    }
+    report["missed"] = missed(report)
+    show(report)
+    if options.json is not None:
+        write_atomically(options.json, json.dumps(report, indent=1) + "\n")
+    for line in report["missed"]:
+        print(f"missed: {line}")
+    return 1 if report["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""A CUDA device that is not there: tensors that say they are on it, compute on the CPU, and count what a real one would do.
+
+Inside :func:`pretended_cuda` every operation on such tensors is counted, and so is every time the host would wait for the device:
+a value that is read, a copy that is not asynchronous, an index whose size depends on data. Operations on tensors of both devices
+are errors, as on a real one. Triton kernels are counted and compute nothing: what they would write is zero.
+"""
+
+import importlib
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from volley.memory import kernels
+from volley.memory.kernels import launching
+
+CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+_COPIES = {"to", "_to_copy"}
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"}
+_SIZED_BY_DATA = {"nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim"}
+_FREE = {"detach", "detach_", "lift_fresh", "_unsafe_view", "view", "_reshape_alias"}
+_UNSET = {"empty", "empty_like", "empty_strided", "new_empty"}
+"""Here these make zeros: a kernel that is only counted leaves them as they are."""
+
+
+@dataclass
+class Counts:
+    operations: Counter[str] = field(default_factory=Counter)
+    """Launches on the device, by operation or kernel."""
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Waits of the host, by kind and place in volley."""
+    copies: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Asynchronous copies to the device."""
+
+    def clear(self) -> None:
+        for counter in (self.operations, self.waits, self.copies):
+            counter.clear()
+
+
+class OnDevice(Tensor):
+    """A tensor that says it is on the device; ``inner`` holds its values on the CPU."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "OnDevice":
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=CUDA,
+        )
+        made.inner = inner
+        return made
+
+    def __init__(self, _: Tensor) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _current().run(operation, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"OnDevice({self.inner!r})"
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def detach(self) -> "OnDevice":
+        return OnDevice(self.inner.detach())
+
+    def tolist(self) -> Any:
+        _current().wait("a list is read")
+        return self.inner.tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def __getitem__(self, key: Any) -> "OnDevice":
+        return OnDevice(self.inner[_current().index(key)])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        device = _current()
+        if isinstance(value, Tensor) and not isinstance(value, OnDevice) and value.dim():
+            raise RuntimeError(f"values on the CPU are put into a tensor on the device at {place()}")
+        place_of = device.index(key)
+        device.counts.operations["copy_"] += not _is_advanced(key)
+        self.inner[place_of] = value.inner if isinstance(value, OnDevice) else value
+
+
+class PretendedCuda(TorchDispatchMode):
+    """Runs operations; made by :func:`pretended_cuda`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(operation, args, kwargs or {})
+
+    def wait(self, kind: str) -> None:
+        self.counts.waits[kind, place()] += 1
+
+    def index(self, key: Any) -> Any:
+        """The key of an index as the CPU takes it."""
+        self.counts.operations["index"] += _is_advanced(key)
+        parts = []
+        for part in key if isinstance(key, tuple) else (key,):
+            if isinstance(part, OnDevice):
+                if part.dtype == torch.bool:
+                    self.wait("a boolean index")
+                part = part.inner
+            elif isinstance(part, list | range) or (isinstance(part, Tensor) and part.dim()):
+                self.wait("an index from the CPU")
+            parts.append(part)
+        return tuple(parts) if isinstance(key, tuple) else parts[0]
+
+    def run(self, operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        flat, spec = tree_flatten((args, kwargs))
+        ours = [x for x in flat if isinstance(x, OnDevice)]
+        others = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, OnDevice) and x.dim()]
+        name = operation._schema.name.partition("::")[2]
+        wanted = _device_asked(name, flat, kwargs)
+        to_device = wanted is not None and wanted.type == "cuda"
+        if name in ("pin_memory", "_pin_memory"):  # needs a real device
+            return args[0]
+        if not ours and not to_device:
+            return operation(*args, **kwargs)
+        self._check(name, args, kwargs, ours, others, wanted)
+        if not operation.is_view and name not in _FREE:
+            self.counts.operations[name] += name not in _UNSET
+        plain = [x.inner if isinstance(x, OnDevice) else CPU if isinstance(x, torch.device) else x for x in flat]
+        plain_args, plain_kwargs = tree_unflatten(plain, spec)
+        plain_kwargs.pop("pin_memory", None)
+        result = operation(*plain_args, **plain_kwargs)
+        if name in _UNSET:
+            result.zero_()
+        if name in _COPIES and wanted is not None and wanted.type == "cpu":
+            return result.clone() if any(result is x.inner for x in ours) else result
+        return _returned(result, ours, others)
+
+    def _check(self, name: str, args: Any, kwargs: Any, ours: Any, others: Any, wanted: torch.device | None) -> None:
+        """Count what a real device would wait for; refuse what it would refuse."""
+        if name in _COPIES and wanted is not None:
+            if wanted.type == "cpu":
+                self.wait("a copy to the CPU")
+            elif others:
+                self._copied(bool(kwargs.get("non_blocking")))
+        elif name == "copy_" and others:
+            if isinstance(args[0], OnDevice):
+                self._copied(bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
+            elif not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+                self.wait("a copy to the CPU")
+        elif name in _READS:
+            self.wait("a value is read")
+        elif name in _SIZED_BY_DATA:
+            self.wait(name)
+        elif name in _INDEXING:
+            if not isinstance(args[0], OnDevice):
+                raise RuntimeError(f"{name}: a tensor on the CPU is indexed by one on the device at {place()}")
+            self.index(tuple(part for part in args[1] if part is not None))
+            self.counts.operations["index"] -= 1
+            if any(other is not part for other in others for part in args[2:3]) and args[2:] and args[2] in others:
+                raise RuntimeError(f"{name}: values are on the CPU at {place()}")
+        elif ours and others:
+            raise RuntimeError(f"expected all tensors on one device: aten::{name} at {place()}")
+
+    def _copied(self, asynchronous: bool) -> None:
+        if asynchronous:
+            self.counts.copies["a copy to the device", place()] += 1
+        else:
+            self.wait("a copy to the device")
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **constants: Any) -> None:
+        """In place of ``volley.memory.kernels.launching.launch``."""
+        assert device.type == "cuda", f"a kernel is launched for {device} at {place()}"
+        if any(isinstance(x, Tensor) and not isinstance(x, OnDevice) for x in given):
+            raise ValueError(f"a kernel is given a tensor on the CPU at {place()}")
+        self.counts.operations[kernel.__name__] += 1
+
+
+def _returned(result: Any, ours: list[OnDevice], others: list[Tensor]) -> Any:
+    """What an operation returns, on the device; an operation in place returns the tensor it was given."""
+    known: dict[int, Tensor] = {id(x.inner): x for x in ours}
+    copied = {id(x) for x in others}
+
+    def wrap(x: Any) -> Any:
+        if not isinstance(x, Tensor) or isinstance(x, OnDevice):
+            return x
+        return known.get(id(x)) if id(x) in known else OnDevice(x.clone() if id(x) in copied else x)
+
+    return tree_map(wrap, result)
+
+
+def _device_asked(name: str, flat: list[Any], kwargs: dict[str, Any]) -> torch.device | None:
+    asked = kwargs.get("device")
+    if asked is None and name == "to":
+        asked = next((x for x in flat if isinstance(x, torch.device)), None)
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        asked = tensors[1].device if asked is None and len(tensors) > 1 else asked
+    return None if asked is None else torch.device(asked)
+
+
+def _is_advanced(key: Any) -> bool:
+    return any(isinstance(part, Tensor | list | range) for part in (key if isinstance(key, tuple) else (key,)))
+
+
+def place() -> str:
+    """Where in volley the host is, or in what it called."""
+    frames = [frame for frame in traceback.extract_stack() if "pretended_gpu" not in frame.filename]
+    for part in ("/volley/", "/transformers/"):
+        for frame in reversed(frames):
+            if part in frame.filename:
+                return f"{frame.filename.rpartition(part)[2]}:{frame.lineno}"
+    return "elsewhere"
+
+
+_running: list[PretendedCuda] = []
+
+
+def _current() -> PretendedCuda:
+    assert _running, "tensors of a pretended device are used inside pretended_cuda() only"
+    return _running[-1]
+
+
+def move(module: nn.Module) -> nn.Module:
+    """All tensors of a module to the device."""
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                part._parameters[name] = nn.Parameter(OnDevice(weight.data), requires_grad=False)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = OnDevice(buffer)
+        for name, value in list(vars(part).items()):
+            if isinstance(value, Tensor) and not isinstance(value, OnDevice):
+                setattr(part, name, OnDevice(value))
+    return module
+
+
+@contextmanager
+def pretended_cuda(free_bytes: int = 2**28) -> Iterator[Counts]:
+    """The device is there inside."""
+    device = PretendedCuda()
+    facts = SimpleNamespace(name="pretended", multi_processor_count=132)
+    answers: dict[str, Callable[..., Any]] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "empty_cache": lambda: None,
+        "get_device_properties": lambda *_: facts,
+        "mem_get_info": lambda *_: (free_bytes, 2 * free_bytes),
+        "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0,
+        "reset_peak_memory_stats": lambda *_: None,
+    }
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with ExitStack() as stack:
+            for name, answer in answers.items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+            for name in ("attention", "inject", "rows"):
+                importlib.import_module(f"{kernels.__name__}.{name}")
+            real = launching.launch
+            for name, module in list(sys.modules.items()):
+                if name.startswith(kernels.__name__ + ".") and getattr(module, "launch", None) is real:
+                    stack.enter_context(mock.patch.object(module, "launch", device.launch))
+            _running.append(device)
+            stack.callback(_running.pop)
+            stack.enter_context(device)
+            yield device.counts
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)

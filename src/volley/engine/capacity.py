@@ -1,0 +1,93 @@
+"""How much an engine holds and does at once: the defaults that fit a device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from volley.config import CapacityConfig, DecodingConfig
+from volley.engine.states import ring_pages
+from volley.memory.device import Device, find_device, peak_bytes
+from volley.memory.kv_store import bytes_per_token
+from volley.models.drafter import Drafter
+from volley.models.rehearsal import made_up, spread
+from volley.models.target import Target
+
+_CPU = (64, 512)  # requests at once, tokens of a pass
+_GPU = (256, 4096)
+_SHARE = 0.9  # of a GPU's memory, beyond weights and a pass, that K/V take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity(CapacityConfig):
+    """Sizes of an engine that are all decided."""
+
+    max_running: int
+    max_batch_tokens: int
+    num_pages: int
+
+
+def fit(
+    config: CapacityConfig,
+    device: Device,
+    *,
+    per_token: int,
+    per_request: int,
+    context_length: int,
+    pass_bytes: Callable[[int], int],
+) -> Capacity:
+    """``config`` with what it leaves open as ``device`` can take it.
+
+    A token of the pool holds ``per_token`` bytes and a running request ``per_request`` more. ``pass_bytes(tokens)`` measures a
+    pass; it is asked only on a GPU.
+    """
+    given = {field.name: getattr(config, field.name) for field in fields(CapacityConfig)}
+    most_running, most_tokens = _CPU if device.free_bytes is None else _GPU
+    given["max_running"] = running = config.max_running or most_running
+    given["max_batch_tokens"] = batch = config.max_batch_tokens or most_tokens
+    if config.kv_mib is not None:
+        left = config.kv_mib * 2**20 - running * per_request
+        given["num_pages"] = max(1, int(left // (per_token * config.page_size)))
+        given["kv_mib"] = None
+    elif config.num_pages is None:
+        if device.free_bytes is None:
+            tokens = _tokens_on_cpu(per_token)
+        else:
+            left = device.free_bytes - pass_bytes(batch) - running * per_request
+            tokens = max(0, int(_SHARE * left)) // per_token
+        given["num_pages"] = -(-max(tokens, min(context_length, 4096)) // config.page_size)
+    return Capacity(**given)
+
+
+def _tokens_on_cpu(per_token: int) -> int:
+    """64k tokens or 1 GiB, whichever is less."""
+    return min(2**16, 2**30 // per_token)
+
+
+def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target, drafter: Drafter | None) -> Capacity:
+    """``config`` for an engine of these models, on the device where the target is."""
+    per_token, per_request = bytes_per_token(decoding.kv_dtype, target.kv_shapes, target.dtype), 0
+    if drafter is not None:
+        drafted, window, size = drafter.kv_shapes, decoding.draft_window, config.page_size
+        own = bytes_per_token(decoding.draft_kv_dtype, drafted, target.dtype)
+        if window is None:
+            per_token += own
+        else:
+            per_request = own * size * ring_pages(drafter.config.block_size, window, size)
+    return fit(
+        config,
+        find_device(target.device),
+        per_token=per_token,
+        per_request=per_request,
+        context_length=target.context_length,
+        pass_bytes=lambda tokens: pass_bytes(target, tokens),
+    )
+
+
+@torch.inference_mode()
+def pass_bytes(target: Target, tokens: int) -> int:
+    """Bytes that a pass of the target over ``tokens`` takes at its peak on a GPU, distributions of every token included."""
+    lengths = spread(tokens, -(-tokens // min(tokens, target.context_length)))
+    batch, store = made_up(lengths, target.kv_shapes, target.dtype, target.device, causal=True, context=0)
+    rows = torch.arange(len(batch), device=target.device)
+    return peak_bytes(target.device, lambda: target.forward(batch, store, rows).float().softmax(dim=-1))

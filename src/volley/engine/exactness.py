@@ -1,0 +1,88 @@
+"""Whether answers are exact: whether a token's logits are the same bits whatever else is in the pass."""
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from volley import native
+from volley.config import DecodingConfig
+from volley.errors import ConfigError
+from volley.memory.kv_store import KVStore, make_store
+from volley.models.accelerate import accelerate
+from volley.models.loading import choose_weights, load_config
+from volley.models.quantised import quantisation_of
+from volley.models.target import Target
+from volley.native import Weights
+
+log = logging.getLogger("volley")
+_LAYERS = 2  # of a model that is tried
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+_AS_IT_IS = "leave exact out: answers may then part from plain decoding's where two logits are nearly equal"
+
+
+def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple[str, str] | None:
+    """Why the bits of a row may depend on the pass, and the remedy; ``None`` if all of the target runs on the kernels."""
+    if not native.available or target.device.type != "cpu":
+        return (
+            f"volley's kernels do not run here ({target.device}; they need a CPU with AVX512-BF16 and VNNI)",
+            _AS_IT_IS,
+        )
+    if str(target.dtype) != "torch.bfloat16":
+        name = str(target.dtype).removeprefix("torch.")
+        return f"in {name} PyTorch chooses the order of a sum by the shape of the pass", "load the target in bf16"
+    if config.kv_dtype != "auto":
+        return f"PyTorch's operations read {config.kv_dtype} K/V", "use kv_dtype='auto'"
+    if target.fused is None or not target.fused.serves(store) or not target.ends_are_fused:
+        return (
+            f"not all of {type(target.model).__name__} runs on volley's kernels; that of Llama, Qwen2, Qwen3 and Mistral does",
+            _AS_IT_IS,
+        )
+    return None
+
+
+def check_exact(target: Target, store: KVStore, config: DecodingConfig) -> str | None:
+    """The reason of :func:`why_inexact`; an error if the promise is asked for and cannot be kept."""
+    found = why_inexact(target, store, config)
+    if found is None:
+        log.info("answers are exact: a token's logits do not depend on what else is in the pass")
+        return None
+    reason, remedy = found
+    if config.exact:
+        raise ConfigError(f"exact=True cannot be kept: {reason}; {remedy}")
+    log.info("answers are not exact: %s", reason)
+    return reason
+
+
+def foresee_exactness(path: str | Path) -> str:
+    """Whether a target on the CPU, in bf16, would be exact, from its config: tried on a few layers with made-up weights."""
+    config = copy.deepcopy(load_config(path))
+    weights = choose_weights(path, "auto", torch.device("cpu"), torch.bfloat16)
+    quantisation = quantisation_of(config)
+    if quantisation is not None and quantisation.inputs:
+        return "no: PyTorch's operations round the inputs of its layers"
+    if quantisation is not None:
+        del config.quantization_config
+    if any(getattr(config.get_text_config(), name, None) for name in _EXPERTS):
+        return "no: PyTorch's operations run its experts"
+    try:
+        return _try_layers(config, weights)
+    except Exception as error:  # some families refuse to be cut short, each in its way
+        return f"not known before it is loaded ({error})"
+
+
+def _try_layers(config: Any, weights: Weights) -> str:
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = min(text.num_hidden_layers, _LAYERS), 64, None
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:_LAYERS]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    accelerate(model, weights, release=True)
+    target = Target(model)
+    store = make_store("auto", target.kv_shapes, 16, target.dtype, target.device)
+    found = why_inexact(target, store, DecodingConfig())
+    return f"yes, with {weights} weights" if found is None else f"no: {found[0]}"

@@ -1,0 +1,33 @@
+"""A drafter that takes another's place while requests run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from volley.engine.engine import Engine
+from volley.models.drafter import Drafter
+
+
+def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str | Path] | None = None) -> None:
+    """Draft with ``drafter``, and its ``adapters`` by name, from the next step on; where either is refused, all stays as it was.
+
+    Between two steps. Requests go on with the tokens they would have had: they are read again, as after a preemption, for K/V of
+    the new drafter. Its K/V and those of the old one exist side by side for a moment.
+    """
+    before = dict(vars(engine))
+    scheduler, runner = engine.scheduler, engine.runner
+    requests = [*scheduler.running, *scheduler.waiting]
+    try:
+        engine.use_drafter(drafter)
+        for name, folder in (adapters or {}).items():
+            engine.load_adapter(name, folder)
+    except BaseException:
+        if engine.runner is not runner:
+            engine.runner.close()
+        vars(engine).update(before)
+        raise
+    runner.close()
+    for request in requests:
+        request.stats.preemptions += request in scheduler.running
+        scheduler.finish(request)
+        engine.adapt(request)
+        engine.scheduler.add(request)

@@ -1,0 +1,50 @@
+"""What is known of the device that everything runs on, and what a pass takes of its memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from textwrap import shorten
+
+import torch
+
+from volley.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The facts that defaults follow."""
+
+    kind: str
+    """As torch names it: cpu, cuda, …"""
+    name: str
+    free_bytes: int | None = None
+    """Memory that could be allocated now; ``None`` where it is everybody's, as on a CPU."""
+
+
+def usable_device(name: str | torch.device) -> torch.device:
+    """A device that this machine has; an error that says why otherwise. ``auto`` is the GPU if there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:  # torch raises either, and lists every device it was ever built for
+        reason = shorten(str(error), 80, placeholder=" …")
+        raise ConfigError(
+            f"device {str(name)!r} cannot be used here ({reason}); use auto, cpu, or one that torch sees"
+        ) from None
+
+
+def find_device(device: torch.device) -> Device:
+    """The facts about ``device`` as they are now."""
+    if device.type != "cuda":
+        return Device(device.type, device.type)
+    torch.cuda.empty_cache()
+    return Device("cuda", torch.cuda.get_device_properties(device).name, torch.cuda.mem_get_info(device)[0])
+
+
+def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """Bytes of a GPU that ``run`` holds at its peak beyond what is held before."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before

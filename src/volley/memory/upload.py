@@ -1,0 +1,24 @@
+"""Arrays of the host on their way to a device. On a GPU the host does not wait for the copy."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """``array`` as a tensor on ``device``: on a CPU the same memory, on a GPU one asynchronous copy from pinned memory."""
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def upload_together(arrays: Sequence[NDArray[np.signedinteger[Any]]], device: torch.device) -> list[Tensor]:
+    """Several arrays of one type in one copy; views of one tensor, each in its array's shape."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    joined = upload(np.concatenate([array.ravel() for array in arrays]), device)
+    parts = torch.split(joined, [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

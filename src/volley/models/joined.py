@@ -1,0 +1,105 @@
+"""Decoder layers of the Llama and Qwen kind in at most twelve operations, attention included, on any device.
+
+Projections that read one input are one matrix, of which the layer's own weights are views: nothing is held twice. What comes
+between the products is ``memory.rows``.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from volley.memory.attention import AttentionOptions
+from volley.memory.rows import row_operations
+from volley.models.fused import LayerForward, layer_shape, recognise
+from volley.native import LayerShape
+
+
+class JoinedWeights:
+    """One layer's weights, and its computation on both sides of attention."""
+
+    def __init__(self, layer: Any, shape: LayerShape) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.shape = shape
+        self.first_norm, self.second_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+        self.project = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = _join([attention.o_proj])
+        self.gate_up = _join([mlp.gate_proj, mlp.up_proj])
+        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self.rows = row_operations(self.down.device)
+
+    def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
+        size = self.shape
+        _, normed = self.rows.add_norm(states, None, self.first_norm, size.eps)
+        rows = linear(normed, *self.project).view(len(states), -1, size.dim)
+        self.rows.norm_and_turn(rows, self.norms, cos, sin, size.heads, size.eps)
+        return rows
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Queries ``[T, heads, d]``, keys and values ``[T, shared, d]``."""
+        size = self.shape
+        return rows.split_with_sizes([size.heads, size.shared, size.shared], dim=1)
+
+    def after(self, states: Tensor, mixed: Tensor) -> Tensor:
+        """States ``[T, H]`` after the layer, of those before it and attention's output ``[T, heads · d]``."""
+        states, normed = self.rows.add_norm(states, linear(mixed, *self.output), self.second_norm, self.shape.eps)
+        gated = self.rows.gated_silu(linear(normed, *self.gate_up))
+        states = states.addmm_(gated, self.down.T)
+        return states if self.down_bias is None else states.add_(self.down_bias)
+
+
+class JoinedLayer(LayerForward):
+    """The forward of one of transformers' decoder layers."""
+
+    def __init__(self, layer: nn.Module, options: AttentionOptions) -> None:
+        super().__init__(layer, options)
+        self.weights = JoinedWeights(layer, self.shape)
+
+    @classmethod
+    def of(cls, layer: nn.Module, rotary: nn.Module) -> Self | None:
+        """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
+        seen = recognise(layer, rotary)
+        if seen is None or not seen.can_be_fused(layer_shape(layer, seen.options.scale)):
+            return None
+        own = cls(layer, seen.options)
+        return own if own.computes(seen) else None
+
+    def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.weights.before(states, cos, sin)
+
+    def after(self, states: Tensor, mixed: Tensor) -> Tensor:
+        return self.weights.after(states, mixed)
+
+
+def join_layers(model: Any) -> int:
+    """Replace the forward of every layer that can be joined; how many were."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+    if not (isinstance(layers, nn.ModuleList) and isinstance(rotary, nn.Module)):
+        return 0
+    found = [(layer, JoinedLayer.of(layer, rotary)) for layer in layers]
+    for layer, joined in found:
+        if joined is not None:
+            layer.forward = joined
+    return sum(joined is not None for _, joined in found)
+
+
+def _join(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of several layers as one; the layers' own become views of them."""
+    together: list[Tensor | None] = []
+    for name in ("weight", "bias"):
+        parts = [getattr(layer, name) for layer in layers]
+        if parts[0] is None:
+            together.append(None)
+            continue
+        whole = torch.cat([part.detach() for part in parts])
+        for layer, view in zip(layers, torch.split(whole, [len(part) for part in parts]), strict=True):
+            setattr(layer, name, nn.Parameter(view, requires_grad=False))
+        together.append(whole)
+    weight, bias = together
+    assert weight is not None
+    return weight, bias

@@ -1,0 +1,57 @@
+"""What loading leaves in memory: pages of checkpoint files that were read once, and what the allocator keeps after it."""
+
+import ctypes
+import mmap
+import sys
+from bisect import bisect_right
+from pathlib import Path
+
+from torch import Tensor, nn
+
+_ON_LINUX = sys.platform == "linux"
+_DONT_NEED = 4  # MADV_DONTNEED: the pages of a file leave this process, and come again if they are read
+
+
+class MappedFiles:
+    """The files that are mapped into this process, as they were when this was made."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        lines = Path("/proc/self/maps").read_text().splitlines() if _ON_LINUX else []
+        for line in lines:
+            addresses, _, _, _, inode, *_ = line.split()
+            if inode != "0":
+                begin, end = (int(address, 16) for address in addresses.split("-"))
+                self._ranges.append((begin, end))
+
+    def covers(self, begin: int, end: int) -> bool:
+        """Whether addresses ``[begin, end)`` lie in one file."""
+        place = bisect_right(self._ranges, (begin, sys.maxsize)) - 1
+        return place >= 0 and self._ranges[place][0] <= begin and end <= self._ranges[place][1]
+
+    def forget(self, weight: Tensor) -> None:
+        """Give back the memory of a weight that lies in a mapped file; the file is read again should anybody ask for it."""
+        if weight.device.type == "cpu" and weight.is_contiguous():
+            self.forget_bytes(weight.data_ptr(), weight.nbytes)
+
+    def forget_bytes(self, address: int, size: int) -> None:
+        """Give back the memory of all whole pages of some bytes, if they lie in a mapped file."""
+        begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end and self.covers(begin, end):
+            _c_library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONT_NEED)
+
+    def forget_all(self, module: nn.Module) -> None:
+        """Give back the memory of every weight of a module that lies in a mapped file."""
+        for weight in module.parameters():
+            self.forget(weight)
+
+
+def trim() -> None:
+    """Return what the allocator keeps for later to the system, where that can be asked for."""
+    if _ON_LINUX and hasattr(_c_library(), "malloc_trim"):
+        _c_library().malloc_trim(0)
+
+
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

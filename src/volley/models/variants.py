@@ -1,0 +1,76 @@
+"""Kinds of drafters in z-lab's layout that are more than DFlash: their keys turned into those of ``DrafterConfig``.
+
+DFlash 2   ``conv_*`` (``convolution.py``) and ``selector_*`` (``heads.Selector``), all in ``dflash_config``
+DSpark     SpecForge's: ``projector_type: dspark`` with ``markov_rank`` in ``dflash_config``
+Domino     ``projector_type: domino`` with the head's sizes (``domino.py``); with ``shift_label`` the anchor's slot drafts too
+causal     ``is_causal``, or ``dflash_config.causal``: every slot sees only the slots before it
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from volley.errors import ConfigError
+
+SELECTOR_KEYS = ("selector_rank", "selector_top_k")
+CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
+_TENSORS = {
+    "candidate_selector.predecessor_codebook": "head.predecessor_codebook",
+    "candidate_selector.successor_codebook": "head.successor_codebook",
+    "candidate_selector.hidden_projection.weight": "head.context.weight",
+    **{f"markov_head.markov_{name}.weight": f"head.markov_{name}.weight" for name in ("w1", "w2")},
+}
+_HEAD_KEYS = {
+    "projector_type", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+    "confidence_head_alpha", "attention_mode", *SELECTOR_KEYS, "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len",
+    "shift_label",
+}  # fmt: skip
+
+
+def own_name(name: str) -> str:
+    """volley's name of a tensor of a head."""
+    return f"head.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else _TENSORS.get(name, name)
+
+
+def vanilla_head(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The head of DSpark's keys in ``raw``."""
+    kind = raw.get("markov_head_type", "vanilla")
+    if kind != "vanilla":
+        raise ConfigError(f"markov_head_type is {kind!r}; only 'vanilla' is supported")
+    return {"type": "dspark", "rank": raw["markov_rank"]}
+
+
+def plain(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in z-lab's layout without other kinds' keys."""
+    dflash = raw.get("dflash_config")
+    if not isinstance(dflash, Mapping):
+        return dict(raw)
+    nested = {key: value for key, value in dflash.items() if key not in {*_HEAD_KEYS, *CONVOLUTION_KEYS, "causal"}}
+    own = {key: value for key, value in raw.items() if key not in ("is_causal", "emb_dim")} | {"dflash_config": nested}
+    own |= {key: dflash[key] for key in CONVOLUTION_KEYS if key in dflash}
+    head = _head(dflash)
+    if head is not None:
+        own["head"] = head
+    if head is not None and head["type"] == "domino" and dflash.get("shift_label"):
+        size = nested.pop("block_size", raw.get("block_size"))  # slots, each of which drafts a token
+        own |= {"sample_from_anchor": True, "block_size": size + 1 if isinstance(size, int) else size}
+    causal, layers = raw.get("is_causal"), raw.get("num_hidden_layers")
+    if dflash.get("causal") if causal is None else causal:
+        own["causal_layers"] = [True] * layers if isinstance(layers, int) else layers
+    return own
+
+
+def _head(dflash: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = dflash.get("projector_type")
+    if kind not in (None, "dflash", "dspark", "domino"):
+        raise ConfigError(f"dflash_config.projector_type is {kind!r}; volley reads 'domino' and 'dspark', or none")
+    if kind == "domino":
+        sizes = {"rank": dflash.get("emb_dim"), "state": dflash.get("gru_hidden_dim")}
+        return {"type": "domino", **sizes, "uncorrected": dflash.get("pure_draft_prefix_len", 0)}
+    if kind == "dspark" and dflash.get("markov_rank"):
+        return vanilla_head(dflash)
+    if any(dflash.get(key) is not None for key in SELECTOR_KEYS):
+        missing = [key for key in SELECTOR_KEYS if dflash.get(key) is None]
+        if missing:
+            raise ConfigError(f"dflash_config lacks {missing[0]!r}; a selector has a rank and a number of candidates")
+        return {"type": "selector", "rank": dflash["selector_rank"], "candidates": dflash["selector_top_k"]}
+    return None

@@ -1,0 +1,78 @@
+"""How many tokens a drafter drafts: all of its target's, or those that are frequent in the responses where a smaller head pays.
+
+A cycle reads the target's weights once to verify and its head once more to draft; most rows of a large head are of tokens that
+hardly ever come. Drafting N of V tokens saves the rest, and loses the draft positions whose token is not among the N.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from volley.models.checkpoint import Checkpoint
+from volley.models.drafter import Drafter
+from volley.models.export import TargetEnds, with_vocabulary
+from volley.train.documents import Document
+
+SMALLEST = 8192
+"""Of the sizes that are tried, which are powers of two: below it a head is small beside everything else."""
+ACCEPTED = 0.8
+"""The chance of a draft position, if the token is in the vocabulary, that the rule reckons with: τ = 1 / (1 − 0.8) = 5."""
+PAYS = 1.03
+"""How many times faster a cycle's tokens must become."""
+
+
+def response_counts(documents: Sequence[Document], vocab_size: int) -> Tensor:
+    """How often each token ``[V]`` stands in the responses."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for document in documents:
+        counts += torch.bincount(document.token_ids[document.response_start :].long(), minlength=vocab_size)
+    return counts
+
+
+def coverage(counts: Tensor, others: Tensor, size: int) -> float:
+    """The share of the tokens counted in ``others [V]`` that are among the ``size`` most frequent of ``counts [V]``."""
+    kept = counts.argsort(descending=True, stable=True)[:size]
+    return float(others[kept].sum() / others.sum().clamp(min=1))
+
+
+def expected_speed(covered: float, weights: int, drafted_rows: int, width: int) -> float:
+    """Tokens for each weight that a cycle reads: ``weights`` of the target and ``drafted_rows`` of a head of that ``width``."""
+    return 1 / (1 - ACCEPTED * covered) / (weights + drafted_rows * width)
+
+
+def choose_vocabulary(documents: Sequence[Document], vocab_size: int, width: int, weights: int) -> int | None:
+    """The number of drafted tokens that promises most speed; ``None`` for all.
+
+    ``weights`` is the number of weights that a pass of the target reads, ``width`` the length of a row of its head. What N tokens
+    cover is judged on responses other than those that chose them: on each half by the other, so that few responses, which
+    say little about rare tokens, keep all.
+    """
+    halves = [response_counts(documents[part::2], vocab_size) for part in (0, 1)]
+    best, most = None, PAYS * expected_speed(1.0, weights, vocab_size, width)
+    size = SMALLEST
+    while size < vocab_size:
+        covered = min(coverage(first, second, size) for first, second in (halves, halves[::-1]))
+        speed = expected_speed(covered, weights, size, width)
+        if speed > most:
+            best, most = size, speed
+        size *= 2
+    return best
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ``size`` tokens that ``counts [V]`` has most of, and the head whose rows draft them."""
+
+    size: int
+    counts: Tensor
+    ends: TargetEnds
+
+    def reduce(self, drafter: Drafter) -> Drafter:
+        """A copy of ``drafter`` that drafts these tokens alone."""
+        checkpoint = Checkpoint(drafter.config, drafter.state_dict())
+        reduced = with_vocabulary(checkpoint, self.ends, self.counts.tolist(), self.size)
+        copy = Drafter(reduced.config)
+        copy.load_state_dict(reduced.tensors)
+        return copy

@@ -1,0 +1,64 @@
+"""What is said of exactness before a target is loaded is what the engine finds once it is."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Gemma2Config
+
+from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
+from tests.tiles import needs_kernels
+from tests.tiny import VOCAB
+from volley import Engine
+from volley.engine.exactness import foresee_exactness
+from volley.files import REFERENCE
+from volley.models.diagnosis import diagnose
+
+
+@needs_kernels
+def test_the_bundled_target_is_exact(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "volley"):
+        engine = Engine.from_pretrained()
+    assert engine.inexact is None
+    assert "answers are exact: " in caplog.text
+    assert foresee_exactness(REFERENCE / "target") == "yes, with bf16 weights"
+
+
+@pytest.mark.parametrize(("shared", "begins"), [(2, "no: "), (3, "not known before it is loaded (")])
+def test_another_family_is_not(tmp_path: Path, shared: int, begins: str) -> None:
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=shared,
+        head_dim=16,
+        architectures=["Gemma2ForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    assert foresee_exactness(tmp_path).startswith(begins)
+
+
+def test_experts_are_not(tmp_path: Path) -> None:
+    random_model("qwen3moe").config.save_pretrained(tmp_path)
+    assert foresee_exactness(tmp_path) == "no: PyTorch's operations run its experts"
+
+
+def test_in_fp32_the_log_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "volley"):
+        engine = Engine.from_pretrained(dtype=torch.float32, device="cpu")
+    assert engine.inexact is not None
+    assert f"answers are not exact: {engine.inexact}" in caplog.text
+
+
+@needs_kernels
+def test_a_quantised_file_and_what_it_becomes(tmp_path: Path) -> None:
+    model = random_model("qwen3", hidden_size=64, intermediate_size=128, head_dim=16)
+    path = write_model(tmp_path / "model.gguf", model, "qwen3", "Q4_0", tokenizer=bpe_tokenizer())
+    found = diagnose(path)
+    assert (found.title, found.problems) == ("a target of type qwen3", [])
+    assert found.facts["weights"].startswith("Q4_0 requantised to int4, groups of 64 where volley's kernels run")
+    assert foresee_exactness(path) == "yes, with int4 weights"
+    assert Engine.from_pretrained(path).inexact is None

@@ -1,0 +1,71 @@
+"""A drafter takes another's place while requests run: no token changes, and what is refused changes nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.test_adapter import make_adapter
+from tests.tiny import greedy, make_pair, random_prompts
+from volley import Engine, SamplingParams
+from volley.engine.reload import replace_drafter
+from volley.errors import MismatchError
+from volley.models.drafter import Drafter
+
+
+def other_drafter(drafter: Drafter) -> Drafter:
+    """A drafter of the same shape with other weights."""
+    torch.manual_seed(1)
+    return Drafter(drafter.config).eval()
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_window": 8}, {"policy": "fixed"}, {"num_pages": 24, "page_size": 4}])
+def test_running_requests_keep_their_tokens(options: dict[str, object]) -> None:
+    pair = make_pair()
+    prompts = random_prompts(4)
+    want = [greedy(pair.hf, prompt, 24) for prompt in prompts]
+    engine = Engine(pair.target, pair.drafter, **options)
+    requests = [engine.add_request(prompt, SamplingParams(max_tokens=24)) for prompt in prompts]
+    for _ in range(3):
+        engine.step()
+    assert any(request.num_output for request in requests)
+    replace_drafter(engine, other_drafter(pair.drafter))
+    assert engine.drafter is not pair.drafter
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert [request.result().token_ids for request in requests] == want
+    assert len(engine.target.model.model.layers[0]._forward_hooks) <= 1, "the old engine's hooks are gone"
+
+
+def test_what_was_refused_changes_nothing(tmp_path: Path) -> None:
+    pair = make_pair()
+    engine = Engine(pair.target, pair.drafter)
+    request = engine.add_request(random_prompts(1)[0], SamplingParams(max_tokens=16))
+    engine.step()
+    make_adapter(tmp_path / "own", pair.drafter)
+    engine.load_adapter("own", tmp_path / "own")
+    before, pool = engine.drafter, engine.pool
+    with pytest.raises(MismatchError):  # the adapter is not the new drafter's
+        replace_drafter(engine, other_drafter(pair.drafter), {"own": tmp_path / "own"})
+    assert (engine.drafter, engine.pool, engine.adapters) == (before, pool, ["own"])
+    while request.finish_reason is None:
+        engine.step()
+    engine.check_integrity()
+
+
+def test_the_new_drafter_brings_its_adapters(tmp_path: Path) -> None:
+    pair = make_pair()
+    new = other_drafter(pair.drafter)
+    prompt = random_prompts(1)[0]
+    for name, drafter in (("old", pair.drafter), ("new", new)):
+        make_adapter(tmp_path / name, drafter)
+    engine = Engine(pair.target, pair.drafter, policy="fixed")
+    engine.load_adapter("own", tmp_path / "old")
+    request = engine.add_request(prompt, SamplingParams(max_tokens=16, draft_adapter="own"))
+    for _ in range(2):
+        engine.step()
+    replace_drafter(engine, new, {"own": tmp_path / "new"})
+    while engine.has_work:
+        engine.step()
+    assert request.result().token_ids == greedy(pair.hf, prompt, 16)

@@ -1,0 +1,124 @@
+"""Loading holds each weight once: the most memory that a process of its own ever has, on made-up weights of 200 MiB."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.conftest import byte_tokenizer
+from tests.tiles import needs_kernels
+from volley.models.checkpoint import DrafterConfig
+from volley.models.drafter import Drafter
+from volley.models.residency import MappedFiles
+
+pytestmark = [needs_kernels, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32_768,
+}
+LAYERS = 4
+MEASURE = """
+import json, sys
+from pathlib import Path
+from volley import Engine, SamplingParams
+from volley.models.target import Target
+
+def most():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+folder, weights, drafter = json.loads(sys.argv[1])
+import transformers.models.qwen3.modeling_qwen3
+before = most()
+engine = Engine.from_pretrained(folder, drafter=drafter, weights=weights, draft_weights=weights)
+list(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8)))
+print(most() - before)
+"""
+
+
+@dataclass(frozen=True)
+class Folders:
+    target: Path
+    drafter: Path
+
+    def most(self, weights: str, *, with_drafter: bool) -> int:
+        """Bytes that loading and decoding took, at most."""
+        arguments = json.dumps([str(self.target), weights, str(self.drafter) if with_drafter else None])
+        found = subprocess.run(
+            [sys.executable, "-c", MEASURE, arguments], capture_output=True, text=True, check=True, timeout=120
+        )
+        return int(found.stdout)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    folder = tmp_path_factory.mktemp("large")
+    config = Qwen3Config(**SHAPE, num_hidden_layers=LAYERS, tie_word_embeddings=True, dtype="bfloat16")
+    with torch.device("meta"):
+        empty = Qwen3ForCausalLM(config)
+    names = {name: tensor.shape for name, tensor in empty.state_dict().items() if name != "lm_head.weight"}
+    config.save_pretrained(folder / "target")
+    weights = {name: torch.empty(shape).uniform_(-0.05, 0.05).bfloat16() for name, shape in names.items()}
+    save_file(weights, folder / "target/model.safetensors", {"format": "pt"})
+    byte_tokenizer().save_pretrained(folder / "target")
+    drafter = DrafterConfig(
+        **SHAPE,
+        num_hidden_layers=2,
+        mask_token_id=5,
+        target_layer_ids=(0, 2),
+        block_size=8,
+        num_target_layers=LAYERS,
+        max_position_embeddings=4096,
+    )
+    Drafter(drafter).save_pretrained(folder / "drafter")
+    return Folders(folder / "target", folder / "drafter")
+
+
+def size(folder: Path) -> int:
+    return (folder / "model.safetensors").stat().st_size
+
+
+SLACK = 112 * 2**20
+"""What modules that are imported late, threads and buffers of a pass take, whatever the size of the model."""
+
+
+def test_a_model_is_in_memory_once(folders: Folders) -> None:
+    assert folders.most("bf16", with_drafter=False) < 1.15 * size(folders.target) + SLACK
+
+
+def test_a_drafter_is_in_memory_once(folders: Folders) -> None:
+    both = size(folders.target) + size(folders.drafter)
+    assert folders.most("bf16", with_drafter=True) < 1.15 * both + SLACK
+
+
+@pytest.mark.parametrize(("weights", "share"), [("int8", 0.5), ("int4", 0.29)])
+def test_codes_are_made_without_the_whole_model(folders: Folders, weights: str, share: float) -> None:
+    largest = SHAPE["vocab_size"] * SHAPE["hidden_size"] * 2  # in memory beside its codes while these are made
+    assert folders.most(weights, with_drafter=False) < 1.15 * share * size(folders.target) + largest + SLACK
+
+
+def test_what_is_forgotten_is_read_again(folders: Folders) -> None:
+    weights = load_file(folders.drafter / "model.safetensors")
+    wanted = {name: weight.clone() for name, weight in weights.items()}
+    files = MappedFiles()
+    resident = Path("/proc/self/statm").read_text().split()[2]
+    for weight in weights.values():
+        files.forget(weight)
+    assert int(resident) - int(Path("/proc/self/statm").read_text().split()[2]) > size(folders.drafter) / 4096 * 0.9
+    for name, weight in weights.items():
+        assert torch.equal(weight, wanted[name])
+
+
+def test_memory_that_is_in_no_file_is_never_forgotten() -> None:
+    weight = torch.ones(2**20)
+    MappedFiles().forget(weight)
+    assert bool((weight == 1).all())

@@ -1,0 +1,145 @@
+"""Tiny quantised checkpoints: by the compressed-tensors library, and, of formats whose files are simple, by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from benchmarks.quantised import quantise
+
+
+def save_compressed(model: PreTrainedModel, scheme: str, folder: Path) -> None:
+    """Quantise the linear layers of ``model`` but its head by one of the library's presets, and save it."""
+    quantise(model, scheme, [torch.arange(12)[None]], folder)
+
+
+def _save(
+    model: PreTrainedModel, folder: Path, settings: dict[str, Any], replaced: dict[str, dict[str, Tensor]]
+) -> None:
+    """Save ``model`` with the parts of some of its weights in their place."""
+    tensors = {name: value for name, value in model.state_dict().items() if name not in replaced}
+    model.save_pretrained(folder)
+    for name, parts in replaced.items():
+        tensors |= {f"{name.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    edit_config(folder, quantization_config=settings)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def linear_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The matrices of the decoder's layers by name."""
+    return {
+        f"{name}.weight": module.weight.detach()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
+    }
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """int32 ``[rows, columns · bits / 32]``, lowest bits first: one number after the other, as the formats are defined."""
+    rows, columns = codes.shape
+    packed = torch.zeros(rows, columns * bits // 32, dtype=torch.int64)
+    for column in range(columns):
+        packed[:, column * bits // 32] |= codes[:, column].long() << (column * bits % 32)
+    return packed.where(packed < 2**31, packed - 2**32).to(torch.int32)
+
+
+def _affine(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[out, in]``, zeros and scales ``[out, groups]``, found from the least and the largest weight of a group."""
+    parts = weight.float().view(len(weight), -1, group)
+    low, high = parts.amin(-1).clamp_max(0), parts.amax(-1).clamp_min(0)
+    scales = ((high - low) / (2**bits - 1)).half()
+    zeros = (-low / scales).round().clamp(1, 2**bits - 1).long()
+    codes = (parts / scales[..., None] + zeros[..., None]).round().clamp(0, 2**bits - 1).long()
+    return codes.view(weight.shape), zeros, scales
+
+
+def save_gptq(
+    model: PreTrainedModel, folder: Path, bits: int = 4, *, act_order: bool = False, version: str = "gptq"
+) -> None:
+    """Quantise the linear layers as GPTQ stores them, without its calibration, groups of 32 inputs in their order or another.
+
+    The weights of ``model`` become what the file says.
+    """
+    replaced = {}
+    for name, weight in linear_weights(model).items():
+        order = torch.randperm(weight.shape[1]) if act_order else torch.arange(weight.shape[1])
+        codes, zeros, scales = _affine(weight[:, order], bits, 32)
+        groups = torch.arange(len(order)) // 32
+        weight[:, order] = ((codes - zeros[:, groups]) * scales.float()[:, groups]).to(weight.dtype)
+        back = order.argsort()
+        replaced[name] = {
+            "qweight": _pack(codes[:, back], bits).T,
+            "qzeros": _pack(zeros.T - int(version == "gptq"), bits),
+            "scales": scales.T,
+            "g_idx": groups[back].to(torch.int32),
+        }
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": act_order, "sym": False}
+    _save(model, folder, {**settings, "checkpoint_format": version}, replaced)
+
+
+def save_awq(model: PreTrainedModel, folder: Path) -> None:
+    """Quantise the linear layers as AutoAWQ stores them, without its calibration; ``model`` becomes what the file says."""
+    replaced = {}
+    for name, weight in linear_weights(model).items():
+        codes, zeros, scales = _affine(weight, 4, 32)
+        weight.copy_(
+            ((codes - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)).to(weight.dtype)
+        )
+        order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+        packed = [_pack(part.T.reshape(-1, 8)[:, order].view(part.shape[1], -1), 4) for part in (codes, zeros)]
+        replaced[name] = {"qweight": packed[0], "qzeros": packed[1], "scales": scales.T}
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    _save(model, folder, settings, replaced)
+
+
+def save_fp8(model: PreTrainedModel, folder: Path) -> None:
+    """Quantise the linear layers as DeepSeek does: a scale for every block of 128 × 128; ``model`` becomes what the file says."""
+    replaced = {}
+    for name, weight in linear_weights(model).items():
+        blocks = weight.unfold(0, 128, 128).unfold(1, 128, 128)
+        scales = (blocks.abs().amax((-1, -2)) / 448).float()
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        codes = (weight / spread).to(torch.float8_e4m3fn)
+        weight.copy_((codes.float() * spread).to(weight.dtype))
+        replaced[name] = {"weight": codes, "weight_scale_inv": scales}
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    _save(model, folder, settings, replaced)
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def save_mxfp4(model: PreTrainedModel, folder: Path) -> None:
+    """Quantise the experts of a GPT-OSS model; ``model`` becomes what the file says."""
+    replaced: dict[str, dict[str, Tensor]] = {}
+    tensors = dict(model.state_dict())
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        weight = tensors.pop(name)
+        groups = weight.transpose(1, 2).float().unflatten(-1, (-1, 32))  # [experts, out, in / 32, 32]
+        exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+        codes = (groups / 2 ** exponents[..., None]).unsqueeze(-1).sub(FP4).abs().argmin(-1)
+        weight.copy_((FP4[codes] * 2 ** exponents[..., None]).flatten(-2).transpose(1, 2).to(weight.dtype))
+        pairs = codes.unflatten(-1, (16, 2)).to(torch.uint8)
+        replaced[name] = {"blocks": pairs[..., 0] | pairs[..., 1] << 4, "scales": (exponents + 127).to(torch.uint8)}
+    model.save_pretrained(folder)
+    for name, parts in replaced.items():
+        tensors |= {f"{name}_{part}": value for part, value in parts.items()}
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    edit_config(
+        folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "lm_head"]}
+    )

@@ -1,0 +1,100 @@
+"""A drafter is replaced while requests run: answers stay, and a bad drafter is refused."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.conftest import TinyPair
+from tests.engine.test_reload import other_drafter
+from tests.serve.running import MODEL, Running, Tiny, running, wait_until
+from volley import Engine
+from volley.models.drafter import Drafter
+
+
+@pytest.fixture
+def from_folder(tiny: Tiny, tiny_pair: TinyPair, tmp_path: Path) -> Iterator[tuple[Running, Path]]:
+    folder = tmp_path / "drafter"
+    shutil.copytree(tiny_pair.drafter, folder)
+    engine = Engine.from_pretrained(tiny.target, folder, policy="fixed")
+    with running(engine) as server:
+        yield server, folder
+        server.settle()
+
+
+def reload(server: Running) -> bool:
+    return asyncio.run_coroutine_threadsafe(server.service.reload_drafter(), server.service.worker.loop).result(30)
+
+
+def test_a_server_reloads_its_drafter_under_load(from_folder: tuple[Running, Path], tiny: Tiny) -> None:
+    server, folder = from_folder
+    want = tiny.answer("Hello", max_tokens=200, ignore_eos=True)
+    found: list[str] = []
+
+    def ask() -> None:
+        body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        found.append(server.complete("Hello", **body).json()["choices"][0]["text"])
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.engine.snapshot().running == 4)
+    other_drafter(Drafter.from_pretrained(folder)).save_pretrained(folder)
+    before = server.engine.drafter
+    assert reload(server)
+    assert server.engine.drafter is not before
+    for thread in threads:
+        thread.join()
+    assert found == [want] * 4
+    now = server.engine.drafter
+    (folder / "model.safetensors").write_bytes(b"torn")
+    assert not reload(server)
+    assert server.engine.drafter is now
+    seen = server.metrics()
+    assert seen['volley:drafter_reloads_total{result="done"}'] == 1
+    assert seen['volley:drafter_reloads_total{result="refused"}'] == 1
+    assert server.complete("Hello", max_tokens=4).status_code == 200
+
+
+def test_without_a_folder_there_is_nothing_to_reload(server: Running) -> None:
+    assert not reload(server)
+
+
+def test_sigusr1_reloads_and_a_terminal_that_closes_ends_the_server(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "volley.cli", "serve", "--target", str(tiny_pair.target), "--port", "0"]
+    command += ["--drafter", str(tiny_pair.drafter), "--served-model-name", MODEL, "--threads", "1"]
+
+    def entries() -> list[dict[str, object]]:
+        return [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+
+    def logged(event: str) -> bool:
+        return any(entry["event"] == event for entry in entries())
+
+    def with_a_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would have it ignored
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stderr=out, env=environment, preexec_fn=with_a_terminal) as process,
+    ):
+        try:
+            wait_until(lambda: logged("listening"), 60)
+            (url,) = [entry["url"] for entry in entries() if entry["event"] == "listening"]
+            process.send_signal(signal.SIGUSR1)
+            wait_until(lambda: logged("a drafter was reloaded"))
+            assert httpx.get(f"{url}/health").status_code == 200
+            process.send_signal(signal.SIGHUP)
+            assert process.wait(20) == -signal.SIGHUP
+        finally:
+            process.kill()

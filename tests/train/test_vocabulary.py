@@ -1,0 +1,136 @@
+"""The vocabulary that a drafter drafts: chosen where that promises speed, copied from the target, and no answer changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from volley import Engine, SamplingParams
+from volley.errors import ConfigError
+from volley.files import load_tensors, save_tensors
+from volley.models.drafter import Drafter
+from volley.models.export import export
+from volley.models.formats import read_checkpoint
+from volley.train.documents import Document
+from volley.train.loop import train
+from volley.train.options import TrainConfig
+from volley.train.vocabulary import choose_vocabulary, coverage, response_counts
+
+from ..conftest import TinyPair, byte_tokenizer
+from .runs import make_rows, tiny_run
+
+WIDTH = 64
+LARGE = 65_536
+
+
+def documents(vocabulary: int, rows: int = 40, length: int = 500) -> list[Document]:
+    """Random responses of so many tokens, after prompts of another one that never comes in them."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (rows, length), generator=generator, dtype=torch.int32)
+    return [Document(torch.cat([torch.full((3,), LARGE - 1, dtype=torch.int32), row]), 3) for row in tokens]
+
+
+def test_only_responses_are_counted() -> None:
+    counts = response_counts(documents(5), LARGE)
+    assert int(counts.sum()) == 40 * 500
+    assert int(counts[5:].sum()) == 0
+    assert coverage(counts, counts, 5) == 1
+    assert coverage(counts, counts.roll(1), 5) == pytest.approx(0.8, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "weights", "expected"),
+    [
+        (4000, 2 * LARGE * WIDTH, 8192),  # a third of a cycle is the draft's head
+        (4000, 40 * LARGE * WIDTH, None),  # a fortieth is
+        (12_000, 2 * LARGE * WIDTH, 16_384),
+        (60_000, 2 * LARGE * WIDTH, None),  # the halves hardly tell anything about each other
+    ],
+)
+def test_the_choice_weighs_bytes_against_what_is_lost(vocabulary: int, weights: int, expected: int | None) -> None:
+    found = choose_vocabulary(documents(vocabulary, length=5000), LARGE, WIDTH, weights)
+    assert found == expected
+
+
+def test_a_small_vocabulary_is_left_alone() -> None:
+    assert choose_vocabulary(documents(5), 8192, WIDTH, 1) is None
+
+
+def large_target(folder: Path) -> Path:
+    """A tiny target most of whose weights are its head's."""
+    config = Qwen3Config(
+        vocab_size=20_000, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_hidden_layers=4, max_position_embeddings=256, initializer_range=0.3, bos_token_id=None, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_training_chooses_by_itself_and_answers_stay(tmp_path: Path) -> None:
+    target = large_target(tmp_path / "target")
+    options = tiny_run(target, tmp_path, eval_prompts=2, eval_max_tokens=6)
+    folder = train(TrainConfig(**options))
+    drafter = Drafter.from_pretrained(folder, torch.float32)
+    assert (drafter.config.draft_vocab_size, drafter.config.vocab_size) == (8192, 20_000)
+    drafted = drafter.drafted
+    assert drafted is not None
+    assert drafter.lm_head is not None
+    letters = {token for row in make_rows(24) for token in byte_tokenizer()(row["messages"][1]["content"])["input_ids"]}
+    assert letters <= set(drafted.tolist())
+    head = Qwen3ForCausalLM.from_pretrained(target).lm_head.weight
+    assert torch.equal(drafter.lm_head.weight, head[drafted].bfloat16().float())
+    engine = Engine.from_pretrained(target, drafter=folder, dtype=torch.float32, policy="fixed")
+    plain = Engine(engine.target)
+    for params in (SamplingParams(max_tokens=12), SamplingParams(temperature=1, seed=3, max_tokens=12)):
+        (mine,), (expected,) = (each.generate(["the cat"], params) for each in (engine, plain))
+        assert mine.token_ids == expected.token_ids
+    whole = train(TrainConfig(**{**options, "out": str(tmp_path / "whole"), "draft_vocab_size": 0}))
+    assert Drafter.from_pretrained(whole).config.draft_vocab_size is None
+
+
+def reduced_run(tiny_pair: TinyPair, folder: Path, **changes: Any) -> dict[str, Any]:
+    return tiny_run(tiny_pair.target, folder, draft_vocab_size=40, **changes)
+
+
+@pytest.mark.parametrize("head", ["residual", "markov"])
+def test_a_reduced_drafter_is_trained_on_adapted_and_exported(tiny_pair: TinyPair, tmp_path: Path, head: str) -> None:
+    options = reduced_run(tiny_pair, tmp_path, head=head, head_rank=4)
+    first = train(TrainConfig(**options))
+    again = {"init": str(first), "max_steps": 1, "learning_rate": 1e-9}
+    second = train(TrainConfig(**{**options, **again, "out": str(tmp_path / "second")}))
+    one, two = (Drafter.from_pretrained(folder).state_dict() for folder in (first, second))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    third = train(
+        TrainConfig(
+            **tiny_run(tiny_pair.target, tmp_path, **again, head=head, head_rank=4, out=str(tmp_path / "third"))
+        )
+    )
+    assert read_checkpoint(third).config.draft_vocab_size is None
+    written = export(first, tmp_path / "sglang", "sglang", target=str(tiny_pair.target), drop_head=True)
+    assert written.config.draft_vocab_size is None
+
+    adapter = {**again, "lora_rank": 2, "block_size": 16, "num_layers": None, "taps": None}
+    folder = train(TrainConfig(**tiny_run(tiny_pair.target, tmp_path, **adapter, out=str(tmp_path / "adapter"))))
+    engine = Engine.from_pretrained(tiny_pair.target, drafter=first, dtype=torch.float32)
+    engine.load_adapter("new", folder)
+    (mine,) = engine.generate(["the"], SamplingParams(max_tokens=8, draft_adapter="new"))
+    (plain,) = Engine(engine.target).generate(["the"], SamplingParams(max_tokens=8))
+    assert mine.token_ids == plain.token_ids
+
+
+def test_another_head_cannot_be_trained_on(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = reduced_run(tiny_pair, tmp_path)
+    first = train(TrainConfig(**options))
+    tensors = load_tensors(first / "model.safetensors")
+    save_tensors(first / "model.safetensors", {**tensors, "lm_head.weight": tensors["lm_head.weight"] * 2})
+    with pytest.raises(ConfigError, match="a head of its own, and training uses the target's"):
+        train(TrainConfig(**{**options, "init": str(first), "out": str(tmp_path / "second")}))
+    with pytest.raises(ConfigError, match="draft_vocab_size is -1; it must be 0 or more"):
+        TrainConfig(**reduced_run(tiny_pair, tmp_path) | {"draft_vocab_size": -1})
+    with pytest.raises(ConfigError, match="draft_vocab_size is 260; it must be between 1 and 259"):
+        train(TrainConfig(**{**options, "draft_vocab_size": 260, "out": str(tmp_path / "third")}))
