@@ -139,6 +139,14 @@ def test_an_end_that_may_begin_a_stop_string_is_held_back() -> None:
     assert chunks[0].text == "" or len(text_of(answer(2)[:1])) > 3
 
 
+def test_two_stop_strings_hold_back_the_longer_beginning() -> None:
+    """The second begins before the first: what the first lets go is still held for the second."""
+    whole = text_of(answer(0))
+    params = SamplingParams(max_tokens=COUNT, stop=(whole[1:3], whole[:3]))
+    chunks, result = stream(taught(), PROMPTS[0], params)
+    assert result.text == "".join(chunk.text for chunk in chunks) == ""
+
+
 # -- streaming ---------------------------------------------------------------------------------------------------------
 
 

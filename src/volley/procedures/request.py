@@ -198,7 +198,7 @@ class Request:
         ready = len(self.text)
         if self.finish_reason is None:
             for stop in self.params.stop:
-                for size in range(min(len(stop) - 1, ready), 0, -1):
+                for size in range(min(len(stop) - 1, len(self.text)), 0, -1):
                     if self.text.endswith(stop[:size]):
                         ready = min(ready, len(self.text) - size)
                         break
