@@ -188,7 +188,7 @@ def run_valid(options: argparse.Namespace) -> int:
 def load(options: argparse.Namespace, **more: Any) -> Engine:
     named = {"target": options.target, "drafter": options.drafter} if options.target else {}
     policy = {"policy": options.policy} if options.policy else {}
-    return Engine.from_pretrained(**named, **policy, **more)
+    return Engine.from_pretrained(**named, **policy, **more, dtype=getattr(torch, options.dtype))
 
 
 # -- what masks cost ---------------------------------------------------------------------------------------------------
@@ -327,6 +327,7 @@ def arguments() -> argparse.Namespace:
             command.add_argument("--target")
             command.add_argument("--drafter")
             command.add_argument("--policy")
+            command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
             command.add_argument("--max-tokens", type=int, default=256)
         if name == "valid":
             command.add_argument("--concurrency", default="1,8,32")
