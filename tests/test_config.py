@@ -17,7 +17,7 @@ from volley.errors import ConfigError
         ({"denoising_steps": 0}, "must be at least 1"),
         ({"denoising_schedule": "cosin"}, "did you mean 'cosine'"),
         ({"verification": "math"}, "use auto, speculative or match"),
-        ({"draft_window": 0}, "or None for the whole context"),
+        ({"draft_window": -1}, "0 for the whole context, or None for the drafter's own"),
         ({"verification": "speculative", "denoising_steps": 2}, "use verification='match' or denoising_steps=1"),
         ({"tree_nodes": 1}, "a tree has 2 or more"),
         ({"tree_nodes": 8, "denoising_steps": 2}, "use denoising_steps=1, or tree_nodes=None"),

@@ -23,16 +23,17 @@ class DraftingConfig:
     denoising_schedule: Schedule = "cosine"
     """How many draft positions each denoising pass reveals: cosine, linear or sqrt."""
     draft_window: int | None = None
-    """Tokens of context that the drafter sees, and keeps; by default all."""
+    """Tokens of context that the drafter sees, and keeps; 0 for all, by default what it was measured to need."""
 
     def __post_init__(self) -> None:
         if self.denoising_steps < 1:
             raise ConfigError(f"denoising_steps is {self.denoising_steps}; it must be at least 1")
         if self.denoising_schedule not in get_args(Schedule):
             raise unknown_key("denoising schedule", str(self.denoising_schedule), get_args(Schedule))
-        if self.draft_window is not None and self.draft_window < 1:
+        if self.draft_window is not None and self.draft_window < 0:
             raise ConfigError(
-                f"draft_window is {self.draft_window}; give at least 1 token, or None for the whole context"
+                f"draft_window is {self.draft_window}; give at least 1 token, 0 for the whole context, or None for the "
+                "drafter's own"
             )
 
 

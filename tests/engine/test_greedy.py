@@ -1,6 +1,7 @@
 """Greedy output is transformers' own, token for token, whatever the engine's settings (fp32)."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,6 +108,16 @@ def test_forced_preemption(pair: Pair, options: dict[str, Any]) -> None:
 )
 def test_draft_window(pair: Pair, options: dict[str, Any]) -> None:
     assert tokens(run(taught(pair, **options))) == expected()
+
+
+@pytest.mark.parametrize(("asked", "window"), [(None, 6), (0, None), (9, 9)])
+def test_a_drafter_brings_its_own_window(pair: Pair, asked: int | None, window: int | None) -> None:
+    drafter = random_drafter(3)
+    drafter.config = replace(drafter.config, draft_window=6)
+    engine = Engine(pair.target, drafter, policy="fixed", page_size=4, num_pages=160, draft_window=asked)
+    assert block_proposer(engine).model.windows == [window] * drafter.config.num_hidden_layers
+    assert isinstance(engine.sequences.states[1], DraftRing) == (window is not None)
+    assert tokens(run(engine)) == expected()
 
 
 def test_plain_decoding_without_a_drafter(pair: Pair) -> None:

@@ -106,7 +106,7 @@ def test_a_request_larger_than_the_pool(pair: Pair) -> None:
         ({"block_size": 0}, "block_size 0 cannot be used"),
         ({"max_batch_tokens": 0}, "max_batch_tokens and max_running must be at least 1"),
         ({"max_running": 0}, "max_batch_tokens and max_running must be at least 1"),
-        ({"draft_window": 0}, "draft_window is 0; give at least 1 token, or None"),
+        ({"draft_window": -1}, "draft_window is -1; give at least 1 token, 0 for"),
         ({"num_pages": 0}, "a pool of 0 pages of 16 tokens is empty; raise num_pages"),
         ({"page_size": 0}, "page_size is 0; a page holds at least 1 token"),
         ({"page_size": 0, "num_pages": 4}, "page_size is 0; a page holds at least 1 token"),

@@ -42,6 +42,10 @@ def test_a_run_learns_reports_and_saves_a_drafter(tiny_pair: TinyPair, tmp_path:
     drafter = Drafter.from_pretrained(folder)
     assert drafter.config.target_layer_ids == (0, 2)
     assert drafter.config.mask_token_id == 3
+    assert (
+        drafter.config.draft_window
+        == json.loads((tmp_path / "run" / "training_report.json").read_text())["data"]["longest"]
+    )
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     steps = [row for row in log if row["kind"] == "train"]
     assert [row["step"] for row in steps] == list(range(2, 41, 2))

@@ -322,7 +322,7 @@ class Doctor:
 
     def _prefix_cache(self, engine: Engine) -> Iterator[Finding]:
         """The drafter's K/V of the same texts, computed and found in the cache."""
-        if engine.draft_model is None or engine.config.draft_window is not None:
+        if engine.draft_model is None or engine.draft_model.window is not None:
             return
         texts = sorted((document.token_ids.tolist() for document in self.documents), key=len)[-CACHED:]
         wrong = 0

@@ -68,7 +68,7 @@ def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target,
     """``config`` for an engine of these models, on the device where the target is."""
     per_token, per_request = bytes_per_token(decoding.kv_dtype, target.kv_shapes, target.dtype), 0
     if drafter is not None:
-        drafted, window, size = drafter.kv_shapes, decoding.draft_window, config.page_size
+        drafted, window, size = drafter.kv_shapes, drafter.config.window_for(decoding.draft_window), config.page_size
         own = bytes_per_token(decoding.draft_kv_dtype, drafted, target.dtype)
         if window is None:
             per_token += own

@@ -127,16 +127,16 @@ class Engine:
         slots = num_pages * size
         store = make_store(config.kv_dtype, target.kv_shapes, slots, target.dtype, target.device)
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
-        model, others, window = None, list[SequenceState](), config.draft_window
+        model, others, window = None, list[SequenceState](), None
         if drafter is not None:
+            window = drafter.config.window_for(config.draft_window)
             check_pair(drafter, target)
             drafter.rotary.cover(min(target.context_length, slots) + drafter.config.block_size)
             if window is not None:
                 slots = ring_pages(drafter.config.block_size, window, size) * capacity.max_running * size
             kv = make_store(config.draft_kv_dtype, drafter.kv_shapes, slots, target.dtype, target.device)
             model = DraftModel(drafter, kv, target.attention, target.embed, target.head, window)
-            ring = window and DraftRing(model, window, size, capacity.max_running)
-            others.append(ring or DraftContext(model))
+            others.append(DraftRing(model, window, size, capacity.max_running) if window else DraftContext(model))
         self.recurrent = make_recurrent(target, capacity, window)
         if self.recurrent is not None:
             others.append(self.recurrent)
@@ -387,7 +387,7 @@ class Engine:
     def adapt(self, request: Request) -> None:
         """Let a request of which nothing is computed draft by the adapter it names, with prefixes of its own."""
         request.adapter = adapter = self._adapters.get(request.params.draft_adapter or "")
-        in_ring = self.config.draft_window is not None  # then pages hold the target's K/V only, whatever drafts
+        in_ring = self.draft_model and self.draft_model.window  # then pages hold the target's K/V only, whatever drafts
         root = request.procedure.prefix_root(request.params, self.capacity.page_size)
         request.prefix_root = None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest)
 

@@ -110,6 +110,8 @@ class DrafterConfig:
     """Channels that share what a convolution makes of its input."""
     target_hidden_size: int | None = None
     """Width of the target's states where the drafter has another; then embedding and head are the drafter's own."""
+    draft_window: int | None = None
+    """Tokens of context that are enough for its drafts, measured when it was trained; ``None``: not measured."""
     own_embedding: bool = False
     """Whether the checkpoint brings input embeddings. Known by its tensors, so not part of ``config.json``."""
 
@@ -166,6 +168,10 @@ class DrafterConfig:
         for wrong, message in problems:
             if wrong:
                 raise ConfigError(f"drafter config: {message}")
+
+    def window_for(self, asked: int | None) -> int | None:
+        """Tokens of context to draft from, ``None`` for all: as ``asked``, where 0 means all and ``None`` the drafter's own."""
+        return (self.draft_window if asked is None else asked) or None
 
     def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
         """Refuse a target that the drafter was not trained for."""
@@ -240,6 +246,7 @@ class DrafterConfig:
             **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
             **({"target_hidden_size": self.target_hidden_size} if self.target_hidden_size else {}),
             **({"causal_layers": list(self.causal_layers)} if self.causal_layers else {}),
+            **({"draft_window": self.draft_window} if self.draft_window else {}),
             **{key: getattr(self, key) for key in CONVOLUTION_KEYS if getattr(self, key) is not None},
         }
 
@@ -294,9 +301,11 @@ class DrafterConfig:
 _COUNTS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "num_target_layers", "block_size", "mask_token_id", "max_position_embeddings", "sliding_window",
-    "draft_vocab_size", "target_hidden_size", *CONVOLUTION_KEYS,
+    "draft_vocab_size", "target_hidden_size", "draft_window", *CONVOLUTION_KEYS,
 )  # fmt: skip
-_MAY_BE_NULL = ("num_target_layers", "sliding_window", "draft_vocab_size", "target_hidden_size", *CONVOLUTION_KEYS)
+_MAY_BE_NULL = (
+    "num_target_layers", "sliding_window", "draft_vocab_size", "target_hidden_size", "draft_window", *CONVOLUTION_KEYS,
+)  # fmt: skip
 
 
 def _check_types(values: Mapping[str, Any]) -> None:

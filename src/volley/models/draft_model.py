@@ -38,7 +38,7 @@ class DraftModel:
         """
         config = drafter.config
         self.drafter, self.store, self.embed, self.head = drafter, store, embed, head
-        self.windows = drafter.windows(window)
+        self.window, self.windows = window, drafter.windows(window)
         self._attention = attention
         self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
         self._injection = Injection(drafter, store)

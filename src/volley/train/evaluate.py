@@ -1,9 +1,10 @@
 """How well the drafter drafts on held-out rows: teacher-forced, and the real τ by decoding with volley's own engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from volley.engine.engine import Engine
 from volley.models.drafter import Drafter
@@ -15,6 +16,12 @@ from volley.train.options import TrainConfig
 from volley.train.step import StepFunction
 from volley.types import SamplingParams
 
+WINDOWS = (128, 256, 512, 1024, 2048, 4096)
+"""Draft windows that are tried."""
+ENOUGH = 0.99
+"""Share of the τ of the whole context that a window must keep."""
+FEWEST_BLOCKS = 32
+
 
 class HeldOut:
     """The held-out rows of a run, and the two measurements on them."""
@@ -24,30 +31,44 @@ class HeldOut:
     ) -> None:
         self.config = config
         self.documents = data.held_out
+        self.longest = max(data.lengths)
         self.prompts = data.prompts
         self.step_function = step_function
         self.features = features
 
     @torch.no_grad()
     def teacher_forced(self) -> dict[str, Any]:
-        """Loss, τ and accuracy per slot given the true tokens; nothing where no row is held out."""
+        """Loss, τ, accuracy per slot and the draft window given the true tokens; nothing where no row is held out."""
         held = self.documents
         if not held:
             return {}
         anchors = {index: self.step_function.draw_anchors(document, index, -1) for index, document in enumerate(held)}
         order = sorted(anchors, key=lambda index: len(held[index]))
         loss = weight = 0.0
-        rights, valids = [], []
+        rights, valids, starts = [], [], []
+        windows = [window for window in WINDOWS if window < self.longest]
+        narrowed: dict[int, list[Tensor]] = {window: [] for window in windows}
         for batch in split_batches(order, [len(document) for document in held], self.config.tokens_per_batch):
             for part in self.step_function.split_passes(batch, anchors):
                 chosen, rows = [held[index] for index in part], [anchors[index] for index in part]
-                result = self.step_function(chosen, rows, self.features(chosen, part))
+                features = self.features(chosen, part)
+                result = self.step_function(chosen, rows, features)
                 loss += result.loss.item()
                 weight += self.step_function.total_weight(chosen, rows)
                 rights.append(result.correct.cpu())
                 valids.append(result.valid.cpu())
-        tau, accuracy = accepted_prefix(torch.cat(rights), torch.cat(valids))
-        return {"loss": loss / weight, "tau": float(tau), "accuracy": [round(x, 4) for x in accuracy.tolist()]}
+                starts.append(result.anchors.cpu())
+                for window, found in narrowed.items():
+                    found.append(self.step_function(chosen, rows, features, window=window).correct.cpu())
+        right, valid, start = torch.cat(rights), torch.cat(valids), torch.cat(starts)
+        tau, accuracy = accepted_prefix(right, valid)
+        within = {window: torch.cat(found) for window, found in narrowed.items()}
+        return {
+            "loss": loss / weight,
+            "tau": float(tau),
+            "accuracy": [round(x, 4) for x in accuracy.tolist()],
+            "draft_window": choose_window(right, within, valid, start, self.longest),
+        }
 
     def decoded(self, drafter: Drafter) -> dict[str, Any]:
         """The real τ; nothing where there is no prompt."""
@@ -63,6 +84,22 @@ class HeldOut:
             device=str(target.device),
         )
         return {"decoded": found}
+
+
+def choose_window(right: Tensor, within: Mapping[int, Tensor], valid: Tensor, anchors: Tensor, longest: int) -> int:
+    """The narrowest draft window that keeps ``ENOUGH`` of τ, at most ``longest``: no longer context was ever trained on.
+
+    ``right`` and ``valid`` ``[N, B − 1]`` are of blocks at ``anchors [N]`` that see their whole context; ``within`` says the same
+    as ``right`` by window. A window is judged by the blocks that have more context than it holds.
+    """
+    for window, narrowed in sorted(within.items()):
+        cut = anchors > window
+        if int((valid.any(-1) & cut).sum()) < FEWEST_BLOCKS:
+            break
+        whole, kept = (accepted_prefix(correct[cut], valid[cut])[0] for correct in (right, narrowed))
+        if kept >= ENOUGH * whole:
+            return window
+    return longest
 
 
 def evaluate_tau(

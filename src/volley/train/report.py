@@ -72,6 +72,7 @@ class Reporter:
     def evaluation(self, position: Position, values: dict[str, Any], facts: dict[str, Any]) -> None:
         """The held-out figures: a line, a line in the log and the report."""
         parts = [f"loss {values['loss']:.4f} τ {values['tau']:.3f} (teacher-forced)"] if "tau" in values else []
+        parts += [f"draft window {values['draft_window']}"] if "draft_window" in values else []
         parts += [f"real τ {values['decoded']['tau']:.3f}"] if "decoded" in values else []
         self.say(f"step {position.step} held out: {', '.join(parts) or 'nothing is held out'}")
         self.record("eval", position, values)

@@ -28,17 +28,25 @@ class BlockForward(nn.Module):
         self.attention = attention
 
     def forward(
-        self, taps: Tensor, anchors: Tensor, embeddings: Tensor, positions: Tensor, before: Tensor | None = None
+        self,
+        taps: Tensor,
+        anchors: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        before: Tensor | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """States ``[D·A·B, H]`` from ``taps [D, S, taps·H]``, ``anchors [D, A]``, block ``embeddings [D·A·B, H]``.
 
         A sequential head corrects them (``heads.py``), given the embeddings ``before [D·A·B, H]`` of the true tokens before.
+        A block sees at most ``window`` tokens of its context.
         """
         config = self.drafter.config
         documents, length = taps.shape[:2]
         context_positions = torch.arange(length, device=taps.device).repeat(documents)
         context = self.drafter.context_kv(taps.flatten(0, 1), context_positions)
-        layout = Layout(anchors, length, len(positions) // anchors.numel(), config.sliding_window)
+        narrowest = min((size for size in (config.sliding_window, window) if size), default=None)
+        layout = Layout(anchors, length, len(positions) // anchors.numel(), narrowest)
         hidden: Tensor = self.drafter(embeddings, positions, ATTENTION[self.attention](layout, context))
         if self.drafter.head is not None and before is not None:
             hidden = self.drafter.head(hidden, before)
@@ -53,6 +61,8 @@ class StepResult:
     losses: Tensor
     correct: Tensor
     valid: Tensor
+    anchors: Tensor
+    """Positions ``[N]`` of the blocks."""
 
 
 class StepFunction:
@@ -102,8 +112,12 @@ class StepFunction:
         features: Features,
         scale: float = 1.0,
         measure: bool = True,
+        window: int | None = None,
     ) -> StepResult:
-        """Loss of ``documents``; ``scale`` 0 makes it count for nothing (a process without a share of its own)."""
+        """Loss of ``documents``; ``scale`` 0 makes it count for nothing (a process without a share of its own).
+
+        With a ``window`` blocks see at most so many tokens before them.
+        """
         lengths = [len(document) for document in documents]
         blocks = build_blocks(pad(documents), lengths, anchors, self.block_size, self.mask_token_id)
         device = self.target.device
@@ -113,7 +127,7 @@ class StepFunction:
         taps = features.taps.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype == torch.bfloat16):
             positions = blocks.positions.flatten().to(device)
-            states = self.model(taps, blocks.anchors.to(device), embeddings, positions, before)
+            states = self.model(taps, blocks.anchors.to(device), embeddings, positions, before, window)
         return self._loss(blocks, states.to(self.target.dtype), features.final, scale, measure)
 
     def _before(self, blocks: Blocks) -> Tensor:
@@ -148,4 +162,4 @@ class StepFunction:
         every = torch.zeros(valid.shape, device=device)
         right = torch.zeros_like(valid)
         every[valid], right[valid] = losses, correct
-        return StepResult(loss, every.flatten(0, 1), right.flatten(0, 1), valid.flatten(0, 1))
+        return StepResult(loss, every.flatten(0, 1), right.flatten(0, 1), valid.flatten(0, 1), blocks.anchors.flatten())

@@ -117,7 +117,9 @@ def _speculation(
 def _built_in(drafter: str, config: "DrafterConfig", drafting: DraftingConfig) -> dict[str, Any] | None:
     """vLLM's arguments for its own ``dflash``, if that does all that is asked."""
     fixed, _, size = (drafting.policy or "fixed").partition(":")
-    is_plain = config.head is None and drafting.denoising_steps == 1 and drafting.draft_window is None
+    is_plain = (
+        config.head is None and drafting.denoising_steps == 1 and config.window_for(drafting.draft_window) is None
+    )
     if fixed != "fixed" or not is_plain:
         return None
     block_size = int(size) if size.isdecimal() else config.block_size

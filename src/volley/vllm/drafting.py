@@ -79,7 +79,7 @@ class SlotDrafter:
             return
         drafter, weight = self.drafter, self.drafter.fc.weight
         store = make_store("auto", drafter.kv_shapes, num_slots + self._num_scratch, weight.dtype, weight.device)
-        attention, window = attention_for(weight.device), self.config.draft_window
+        attention, window = attention_for(weight.device), drafter.config.window_for(self.config.draft_window)
         self.token_ids = np.full(num_slots, -1, dtype=np.int32)
         self.model = DraftModel(drafter, store, attention, self.embed, self.head, window)
         self.proposer = BlockProposer(self.model, self.config)

@@ -1,0 +1,37 @@
+"""Which draft window a training finds to be enough."""
+
+import pytest
+import torch
+
+from volley.train.evaluate import choose_window
+
+BLOCKS, SLOTS, LONGEST = 400, 5, 600
+ANCHORS = torch.linspace(1, LONGEST - 1, BLOCKS).long()
+
+
+def right(shares: float) -> torch.Tensor:
+    """Which slots are right: the first ones of each block, so many that τ is ``1 + SLOTS · shares`` on average."""
+    count = torch.arange(BLOCKS * SLOTS).view(BLOCKS, SLOTS) % SLOTS
+    return count < torch.rand(BLOCKS, 1, generator=torch.Generator().manual_seed(0)) * 2 * shares * SLOTS
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "found"),
+    [(0.5, 0.5, 128), (0.4, 0.5, 256), (0.4, 0.4, LONGEST)],
+    ids=["the narrowest is enough", "a wider one is", "none is"],
+)
+def test_the_narrowest_window_that_keeps_tau(narrow: float, wide: float, found: int) -> None:
+    valid = torch.ones(BLOCKS, SLOTS, dtype=torch.bool)
+    within = {256: right(wide), 128: right(narrow)}
+    assert choose_window(right(0.5), within, valid, ANCHORS, LONGEST) == found
+
+
+def test_a_window_is_judged_by_blocks_that_have_more_context() -> None:
+    """It loses where the context is longer, however many short contexts it keeps whole."""
+    valid = torch.ones(BLOCKS, SLOTS, dtype=torch.bool)
+    whole = torch.ones(BLOCKS, SLOTS, dtype=torch.bool)
+    narrowed = whole & (ANCHORS <= 500)[:, None]
+    assert choose_window(whole, {500: narrowed}, valid, ANCHORS, LONGEST) == LONGEST
+    assert choose_window(whole, {128: whole}, valid & (ANCHORS <= 128)[:, None], ANCHORS, LONGEST) == LONGEST, (
+        "no block shows that it is enough"
+    )
