@@ -1,37 +1,65 @@
-"""τ by the length of the context: the same passages continued from the same point, with more or less text before it.
+"""τ, speed, memory and first tokens by the length of the context: the same passages continued from the same point, with more
+or less text before it.
 
-    python benchmarks/context_length.py DIR/peps.jsonl DIR/rust_book.jsonl --lengths 128,256,512,1024,4096,8192 --num-prompts 32
+    python benchmarks/context_length.py DIR/peps.jsonl --lengths 256,1024,4096 --stretch 4 --draft-windows 0,256
 
 The files are JSONL with a ``text`` in each row, or plain text. Each passage is given as the beginning of the target's answer
 and continued for ``--max-tokens``, so that the context ends at the length named; lengths beyond the target's context are left
-out. Every row is printed, and saved to ``--out``, as soon as it is measured.
+out. ``--stretch 4`` runs a copy of the target whose rotary embedding reaches four times as far (YaRN), untrained. A draft window
+of 0 is the whole context, "own" what the drafter brings. With ``--plain`` every passage is continued without a drafter as well.
+Every row is printed, and saved to ``--out``, as soon as it is measured.
 """
 
 import argparse
 import json
+import shutil
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import torch
 
-from volley import Engine, SamplingParams
-from volley.engine.engine import REFERENCE
+from volley import Engine, GenerationResult, SamplingParams, Target
+from volley.engine.states import DraftRing
+from volley.files import REFERENCE, read_json, write_atomically
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", help="long prose: JSONL with `text`, or plain text")
     parser.add_argument("--out", type=Path, default=Path("bench/context-length.json"))
-    parser.add_argument("--target", default=str(REFERENCE / "target"))
+    parser.add_argument("--target", type=Path, default=REFERENCE / "target")
     parser.add_argument("--drafter", default=str(REFERENCE / "drafter"))
     parser.add_argument("--lengths", default="128,256,512,1024,4096,8192")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--draft-window", type=int, default=None, help="tokens of context the drafter keeps")
+    parser.add_argument("--draft-windows", default="own", help="tokens of context the drafter keeps")
+    parser.add_argument("--stretch", type=float, default=1, help="how many times further the target reaches")
+    parser.add_argument("--plain", action="store_true", help="decode without a drafter as well")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=None)
     return parser.parse_args()
+
+
+def stretched(folder: Path, factor: float, place: Path) -> Path:
+    """A copy of a target, in ``place``, whose rotary embedding is stretched."""
+    if factor == 1:
+        return folder
+    copy = place / "target"
+    shutil.copytree(folder, copy)
+    config = read_json(copy / "config.json")
+    trained = config["max_position_embeddings"]
+    config["max_position_embeddings"] = int(factor * trained)
+    config["rope_parameters"] |= {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": trained,
+    }
+    write_atomically(copy / "config.json", json.dumps(config, indent=2) + "\n")
+    return copy
 
 
 def read_text(path: Path, enough: int) -> str:
@@ -52,7 +80,7 @@ def passages(engine: Engine, files: list[Path], count: int, length: int) -> list
     found: list[list[int]] = []
     for index, path in enumerate(files):
         wanted = count // len(files) + (index < count % len(files))
-        tokens = engine.encode(read_text(path, 8 * wanted * length))
+        tokens = engine.encode(read_text(path, 8 * wanted * length)) if wanted else []
         found += [tokens[start : start + length] for start in range(0, wanted * length, length)]
     short = [passage for passage in found if len(passage) < length]
     if short:
@@ -60,36 +88,95 @@ def passages(engine: Engine, files: list[Path], count: int, length: int) -> list
     return found
 
 
+def draft_kib(engine: Engine, length: int) -> float:
+    """KiB of the drafter's K/V of one text."""
+    assert engine.draft_model is not None
+    state, store = engine.sequences.states[1], engine.draft_model.store
+    if isinstance(state, DraftRing):
+        return store.nbytes / 1024 / engine.capacity.max_running
+    return store.nbytes / 1024 / engine.pool.num_pages * engine.pool.pages_for(length)
+
+
+def decode_seconds(result: GenerationResult) -> float:
+    """Of a token after the first."""
+    stats = result.stats
+    return (stats.total_seconds - stats.time_to_first_token) / (len(result.token_ids) - 1)
+
+
+class Bench:
+    """Engines on one target: one without a drafter if it is asked for, and one for each draft window."""
+
+    def __init__(self, target: Target, arguments: argparse.Namespace, longest: int) -> None:
+        sizes = {"max_running": 1, "num_pages": -(-longest // 16) + 1, "prefix_caching": False}
+        self.engines: dict[str, Engine] = {}
+        if arguments.plain:
+            self.engines["plain"] = Engine(target, **sizes)
+        for window in arguments.draft_windows.split(","):
+            asked = None if window == "own" else int(window)
+            self.engines[window] = Engine.from_pretrained(
+                target, arguments.drafter, policy="fixed", draft_window=asked, **sizes
+            )
+
+    def row(self, prompts: Sequence[list[int]], params: SamplingParams, length: int) -> list[dict[str, object]]:
+        """A row of the table for each engine; engines take turns, passage by passage."""
+        results: dict[str, list[GenerationResult]] = {name: [] for name in self.engines}
+        for prompt in prompts:
+            for name, engine in self.engines.items():
+                results[name] += engine.generate([prompt], params)
+        rows: list[dict[str, object]] = []
+        for name, found in results.items():
+            lengths = [n for result in found for n in result.stats.accepted_lengths]
+            row: dict[str, object] = {"context": length, "temperature": params.temperature, "window": name}
+            row |= {"cycles": len(lengths), "tau": sum(lengths) / len(lengths)}
+            row["speedup"] = (
+                median(decode_seconds(a) / decode_seconds(b) for a, b in zip(results["plain"], found, strict=True))
+                if "plain" in results
+                else None
+            )
+            row["first_token_seconds"] = median(result.stats.time_to_first_token for result in found)
+            row["draft_kib"] = 0 if name == "plain" else draft_kib(self.engines[name], length)
+            rows.append(row)
+        return rows
+
+
+def to_line(row: dict[str, object]) -> str:
+    cells = (
+        f"{value:.2f}" if isinstance(value, float) else "" if value is None else str(value) for value in row.values()
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     arguments = parse_arguments()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    dtype = getattr(torch, arguments.dtype)
-    window = arguments.draft_window
-    engine = Engine.from_pretrained(
-        arguments.target, arguments.drafter, dtype=dtype, device=arguments.device, draft_window=window
-    )
-    assert engine.drafter is not None
-    engine.block_size = engine.drafter.config.block_size
-    before = engine.encode([{"role": "user", "content": "Write a long text."}])
-    room = arguments.max_tokens + len(before)
-    lengths = sorted(length for length in map(int, arguments.lengths.split(",")) if room < length)
-    lengths = [length for length in lengths if length <= engine.target.context_length]
-    if not lengths:
-        raise SystemExit(f"no length lies between {room} and the target's context of {engine.target.context_length}")
-    texts = passages(engine, arguments.files, arguments.num_prompts, lengths[-1] - room)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
-    print("| context | T | prompts | cycles | τ |\n|---|---|---|---|---|")
-    for length in lengths:
-        prompts = [before + text[-(length - room) :] for text in texts]
-        for temperature in map(float, arguments.temperatures.split(",")):
-            params = SamplingParams(temperature=temperature, max_tokens=arguments.max_tokens, ignore_eos=True, seed=0)
-            accepted = [n for result in engine.generate(prompts, params) for n in result.stats.accepted_lengths]
-            tau = sum(accepted) / len(accepted)
-            print(f"| {length} | {temperature:g} | {len(prompts)} | {len(accepted)} | {tau:.3f} |", flush=True)
-            rows.append({"context": length, "temperature": temperature, "cycles": len(accepted), "tau": tau})
-            arguments.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as place:
+        folder = stretched(arguments.target, arguments.stretch, Path(place))
+        target = Target.from_pretrained(folder, getattr(torch, arguments.dtype), arguments.device)
+        lengths = sorted(map(int, arguments.lengths.split(",")))
+        lengths = [length for length in lengths if length <= target.context_length]
+        bench = Bench(target, arguments, max(lengths, default=1))
+        engine = next(iter(bench.engines.values()))
+        before = engine.encode([{"role": "user", "content": "Write a long text."}])
+        room = arguments.max_tokens + len(before)
+        lengths = [length for length in lengths if room < length]
+        if not lengths:
+            raise SystemExit(f"no length lies between {room} and the target's context of {target.context_length}")
+        texts = passages(engine, arguments.files, arguments.num_prompts, lengths[-1] - room)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, object]] = []
+        print("| context | T | draft window | cycles | τ | speedup | first token s | drafter KiB |")
+        print("|---|---|---|---|---|---|---|---|")
+        for length in lengths:
+            prompts = [before + text[-(length - room) :] for text in texts]
+            for temperature in map(float, arguments.temperatures.split(",")):
+                params = SamplingParams(
+                    temperature=temperature, max_tokens=arguments.max_tokens, ignore_eos=True, seed=0
+                )
+                for row in bench.row(prompts, params, length):
+                    print(to_line(row), flush=True)
+                    rows.append(row)
+                write_atomically(arguments.out, json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

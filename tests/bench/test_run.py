@@ -27,3 +27,15 @@ def test_an_engine_decodes_by_its_own_settings_again_afterwards(tiny_pair: TinyP
     with pytest.raises(ConfigError, match="beyond the 6"):
         run_bench(engine, BenchConfig(datasets=(str(file),), block_sizes=(9,)), {})
     assert engine.config is before
+
+
+def test_a_plain_draft_model_is_a_case_of_its_own(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "Hello"}\n')
+    engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.float32)
+    config = BenchConfig(
+        datasets=(str(file),), repeats=1, max_tokens=9, draft_model=str(tiny_pair.target), draft_tokens=3
+    )
+    *_, summary = run_bench(engine, config, {"path": str(tiny_pair.target)}).summaries
+    assert (summary.case.label, summary.identical) == ("draft-model", 1)
+    assert summary.acceptance_length == 4, "the target agrees with itself"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,10 @@ from volley.bench.ties import is_tie
 from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.engine import Engine
 from volley.files import write_atomically
+from volley.models.target import Target
 from volley.prompts import Message
+from volley.proposers.autoregressive import AutoregressiveProposer
+from volley.proposers.base import Proposer
 
 
 def without_drafter(engine: Engine) -> Engine:
@@ -23,12 +26,22 @@ def without_drafter(engine: Engine) -> Engine:
 
     ``engine`` itself with block size 1 would still keep the drafter's cache up to date: too slow a baseline.
     """
-    if engine.drafter is None:
-        return engine
+    return engine if engine.drafter is None else _beside(engine)
+
+
+def with_draft_model(engine: Engine, path: str, tokens: int) -> Engine:
+    """An engine on the same weights for which a plain draft model drafts so many tokens."""
+    target = engine.target
+    model = Target.from_pretrained(path, target.dtype, target.device)
+    return _beside(engine, AutoregressiveProposer(model, target.vocab_size, 1 + tokens))
+
+
+def _beside(engine: Engine, proposer: Proposer | None = None) -> Engine:
     capacity: CapacityConfig = engine.capacity
     if engine.target.device.type != "cpu":  # where the first pool left a tenth of the memory
         capacity = CapacityConfig(**{**asdict(capacity), "num_pages": None})
-    return Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), capacity=capacity)
+    config = DecodingConfig(kv_dtype=engine.config.kv_dtype)
+    return Engine(engine.target, config=config, capacity=capacity, proposer=proposer)
 
 
 def run_bench(
@@ -47,6 +60,9 @@ def run_bench(
     cases = config.cases(drafter.config.block_size if drafter is not None else None, before)
     plain = without_drafter(engine)
     runners: dict[Case, Runner] = {case: engine_runner(plain if case == PLAIN else engine, case) for case in cases}
+    if config.draft_model is not None:
+        case = Case("draft-model", replace(PLAIN.decoding, block_size=1 + config.draft_tokens))
+        runners[case] = engine_runner(with_draft_model(engine, config.draft_model, config.draft_tokens), case)
     notes: list[str] = []
     target = engine.target
     if config.against:

@@ -84,6 +84,10 @@ class BenchConfig:
     """Sampled answers without seeds, as most requests come: chains are then sampled speculatively, and answers differ."""
     against: tuple[str, ...] = ()
     """Peers: ``transformers`` is its own generate, plain and with each speculation it offers."""
+    draft_model: str | None = None
+    """A plain draft model to compare with: folder or hub name of a smaller causal LM with the target's tokenizer."""
+    draft_tokens: int = 4
+    """Tokens that the draft model drafts."""
     raw: bool = False
     """Send prompts without the chat template."""
     thinking: bool | None = None
@@ -92,7 +96,7 @@ class BenchConfig:
     """Judge the answers: exact match for mathematics and GPQA; code is run, in a subprocess with limits, on its tests."""
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "concurrency", "max_tokens", "repeats"):
+        for name in ("num_prompts", "concurrency", "max_tokens", "repeats", "draft_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.skip_prompts < 0:

@@ -1,0 +1,152 @@
+"""A plain draft model: another causal LM with the target's tokenizer, which writes a chain token by token.
+
+It is the baseline that a block drafter is compared with. It keeps K/V of its own for the texts that it drafted for last, and
+finds what of them still holds by comparing tokens. So nothing need tell it what was accepted, or which requests have ended.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volley.decode.constrained import Following, walk_constrained
+from volley.decode.propose import Transitions, walk_best, walk_coupled, walk_sampled
+from volley.decode.rules import apply_rules, constraints
+from volley.decode.sampling import best_tokens, confidences
+from volley.decode.work import Rule, Work
+from volley.errors import MismatchError
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_cache import BlockTable, PagePool
+from volley.memory.kv_store import make_store
+from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
+from volley.models.target import Target
+from volley.proposers.base import Proposer, Works
+
+_WALKS = {Rule.GREEDY: walk_best, Rule.MATCH: walk_coupled, Rule.SPECULATIVE: walk_sampled}
+_PAGE = 16
+
+
+@dataclass
+class _Text:
+    """What the draft model has read of one request."""
+
+    table: BlockTable
+    tokens: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+    """Tokens between these and the anchor."""
+
+
+class AutoregressiveProposer(Proposer):
+    """Needs as many passes of ``model`` as it drafts tokens."""
+
+    def __init__(self, model: Target, vocab_size: int, block_size: int = 8, num_tokens: int = 2**16) -> None:
+        """``vocab_size`` is the target's; K/V of ``num_tokens`` are kept."""
+        if model.recurrent:
+            raise MismatchError("the draft model has recurrent layers; give one whose layers are all attention")
+        if model.vocab_size != vocab_size:
+            raise MismatchError(
+                f"the draft model has a vocabulary of {model.vocab_size} and the target one of {vocab_size}; give a draft model "
+                "with the target's tokenizer"
+            )
+        self.model, self.block_size = model, block_size
+        self.pool = PagePool(-(-num_tokens // _PAGE), _PAGE)
+        self.store = make_store("auto", model.kv_shapes, self.pool.num_pages * _PAGE, model.dtype, model.device)
+        self._texts: OrderedDict[int, _Text] = OrderedDict()  # by request id, least recently drafted for first
+        self._seconds: dict[int, float] = {}
+
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        drafted = [work for work in works if self._open(work, works)]
+        for work in (work for work in drafted if constraints(work.request.rules)):
+            work.proposal = walk_constrained(self._following(work), work, with_confidence=with_confidence)
+        free = [work for work in drafted if not constraints(work.request.rules)]
+        for (rule, _), group in groupby(sorted(free, key=_sort_key), key=_alike):
+            members = list(group)
+            sure: list[float] = [0.0] * sum(work.ask.positions for work in members)
+            proposals = _WALKS[rule](self._transitions(members, sure), members)
+            starts = _starts(members)
+            for work, proposal, start in zip(members, proposals, starts, strict=True):
+                work.proposal = proposal
+                if with_confidence:
+                    proposal.confidence = sure[start : start + work.ask.positions]
+        return 0.0
+
+    def _open(self, work: Work[Any], works: Works) -> bool:
+        """Have a text for the work's request that ends before its anchor; False, and no draft, where there is no room."""
+        request = work.request
+        text = self._texts.setdefault(request.request_id, _Text(BlockTable(_PAGE)))
+        self._texts.move_to_end(request.request_id)
+        before = request.token_ids[: request.length - 1]
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text.tokens, before, strict=False)))
+        text.tokens, text.unread = before[:same], before[same:]
+        self.pool.rollback(text.table, same)
+        needed = request.length + work.ask.positions
+        drafting = {other.request.request_id for other in works}
+        while needed <= self.model.context_length and not self.pool.grow(text.table, needed):
+            idle = next((key for key in self._texts if key not in drafting), None)
+            if idle is None:
+                return False
+            self.pool.release(self._texts.pop(idle).table)
+        return bool(needed <= self.model.context_length)
+
+    def _transitions(self, works: Works, sure: list[float]) -> Transitions:
+        """Logits after tokens, one position of each block at a time and in order; ``sure`` is told how sure they are."""
+        owner = [work for work in works for _ in range(work.ask.positions)]
+
+        def after(rows: list[int], token_ids: list[int]) -> Tensor:
+            requests = [owner[row].request for row in rows]
+            logits = self._read([self._texts[request.request_id] for request in requests], token_ids)
+            if sure:
+                for row, probability in zip(rows, confidences(logits), strict=True):
+                    sure[row] = probability
+            parts = zip(requests, torch.split(logits, 1), strict=True)
+            return torch.cat([apply_rules(own.rules, row, [()]) if own.rules else row for own, row in parts])
+
+        return after
+
+    def _following(self, work: Work[Any]) -> Following:
+        """The same for one block, without the rules of its request."""
+        text = self._texts[work.request.request_id]
+        return lambda _, token: self._read([text], [token])
+
+    @torch.inference_mode()
+    def _read(self, texts: list[_Text], token_ids: list[int]) -> Tensor:
+        """Logits ``[n, V]`` after one more token of each text, and after what was unread of it."""
+        segments, tokens, last = list[Segment](), list[int](), list[int]()
+        for text, token in zip(texts, token_ids, strict=True):
+            new = [*text.unread, token]
+            segments.append(Segment(text.table, len(text.tokens), len(new)))
+            tokens += new
+            last.append(len(tokens) - 1)
+            text.tokens, text.unread = text.tokens + new, []
+        batch, rows = RaggedBatch.on_device(segments, tokens, last, self.model.device)
+        return self.model.forward(batch, self.store, rows)
+
+    def seconds(self, tokens: int, requests: int) -> float:
+        passes = -(-tokens // requests) - 1
+        if requests not in self._seconds:
+            model, lengths = self.model, spread(requests, requests)
+            context = min(CONTEXT, model.context_length - 1)
+            batch, store = made_up(lengths, model.kv_shapes, model.dtype, model.device, causal=True, context=context)
+            rows = torch.arange(requests, device=model.device)
+            self._seconds[requests] = fastest(lambda: best_tokens(model.forward(batch, store, rows)))
+        return passes * self._seconds[requests]
+
+
+def _alike(work: Work[Any]) -> tuple[Rule, Any]:
+    return work.ask.rule, work.request.params.distribution
+
+
+def _sort_key(work: Work[Any]) -> str:
+    return repr(_alike(work))
+
+
+def _starts(works: Works) -> Iterator[int]:
+    """The first row of each work."""
+    row = 0
+    for work in works:
+        yield row
+        row += work.ask.positions

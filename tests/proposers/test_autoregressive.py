@@ -1,0 +1,145 @@
+"""A plain draft model: lossless whatever it drafts, and of one mind with the target where it is the target."""
+
+import copy
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.chi_square import chi_square_p, joint_counts
+from tests.tiny import VOCAB, Pair, greedy, make_pair, random_prompts
+from volley import Engine, SamplingParams
+from volley.errors import MismatchError
+from volley.models.target import Target
+from volley.proposers.autoregressive import AutoregressiveProposer
+from volley.proposers.base import Works
+from volley.types import GenerationResult
+
+PROMPTS = random_prompts(5, longest=30, seed=4)
+COUNT = 24
+PARAMS = SamplingParams(max_tokens=COUNT)
+
+
+def noisy(pair: Pair, scale: float) -> Target:
+    """A model that agrees with the target now and then."""
+    model, generator = copy.deepcopy(pair.hf), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += scale * weight.std() * torch.randn(weight.shape, generator=generator)
+    return Target(model)
+
+
+def drafting(pair: Pair, scale: float, block_size: int = 6, num_tokens: int = 4096, **options: Any) -> Engine:
+    proposer = AutoregressiveProposer(noisy(pair, scale), pair.target.vocab_size, block_size, num_tokens)
+    return Engine(pair.target, proposer=proposer, **{"policy": "fixed", "page_size": 4, **options})
+
+
+def run(engine: Engine, params: SamplingParams = PARAMS) -> list[GenerationResult]:
+    results = list(engine.generate(PROMPTS, params))
+    engine.check_integrity()
+    return results
+
+
+@functools.cache
+def expected() -> list[list[int]]:
+    hf = make_pair().hf
+    return [greedy(hf, prompt, COUNT) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_batch_tokens": 9, "max_running": 2},
+        {"num_pages": 18},
+        {"num_tokens": 96},
+        {"policy": "goodput"},
+        {"policy": None, "block_size": 3},
+    ],
+    ids=["usual", "chunks", "preemption", "few K/V of its own", "goodput", "shorter blocks"],
+)
+def test_greedy_answers_are_the_targets(pair: Pair, options: dict[str, Any]) -> None:
+    engine = drafting(pair, 0.05, **{"num_pages": 200, **options})
+    results = run(engine)
+    assert [result.token_ids for result in results] == expected()
+    again = run(engine)
+    assert [result.token_ids for result in again] == expected(), "with prefixes of both models in their caches"
+
+
+def test_what_is_kept_of_a_text_drafts_as_a_fresh_reading_does(pair: Pair) -> None:
+    """A draft model with the target's weights is always right, or its K/V are not those of the text."""
+    for result in run(drafting(pair, 0.0, num_pages=200)):
+        assert result.stats.accepted_lengths == [6] * (COUNT // 6 - 1) + [5] or set(
+            result.stats.accepted_lengths[:-1]
+        ) == {6}
+    half_right = [n for result in run(drafting(pair, 0.05, num_pages=200)) for n in result.stats.accepted_lengths]
+    assert 1.2 < sum(half_right) / len(half_right) < 5.5, "both outcomes are seen"
+
+
+def test_penalties_and_seeds(pair: Pair) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=COUNT, seed=3, repetition_penalty=1.3, presence_penalty=0.2)
+    plain = run(Engine(pair.target, page_size=4, num_pages=200), params)
+    drafted = run(drafting(pair, 0.05, num_pages=200), params)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+
+
+V, TOKENS, SEEDS = 4, 4, 1500
+
+
+def law(biased: bool) -> tuple[float, float]:
+    """How probable the answers without seeds are under the target's own law, and accepted tokens of each."""
+    pair = make_pair(2, vocab_size=V, initializer_range=0.2, drafter={"vocab_size": V, "mask_token_id": 3})
+    params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
+    engine = drafting(pair, 1.0, 4, 2**16, max_running=256, num_pages=2000, verification="speculative")
+    if biased:
+        assert isinstance(engine.proposer, AutoregressiveProposer)
+        engine.proposer = Overrated(engine.proposer.model, V, 4)
+    prompt = [1, 3, 2, 2]
+    results = list(engine.generate([prompt] * SEEDS, [replace(params, seed=None)] * SEEDS))
+    found = torch.tensor([result.token_ids for result in results])[:, :3]
+    prefixes = torch.cartesian_prod(*[torch.arange(V)] * 2)
+    ids = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], dim=1)
+    with torch.inference_mode():
+        laws = (pair.hf(input_ids=ids).logits[:, 3:].double() / 1.2).softmax(-1)
+    first, second = (laws[:, at].gather(1, prefixes[:, at, None]) for at in range(2))
+    accepted = sum(n - 1 for result in results for n in result.stats.accepted_lengths)
+    return chi_square_p(joint_counts(found, V), (first * second * laws[:, 2]).flatten()), accepted / SEEDS
+
+
+class Overrated(AutoregressiveProposer):
+    """Says that its tokens were drawn from other distributions."""
+
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        seconds = super().propose(works, with_confidence=with_confidence)
+        for work in works:
+            probs = work.proposal.draft_probs
+            if probs is not None:
+                work.proposal.draft_probs = probs.roll(1, dims=-1)
+        return seconds
+
+
+def test_sampled_answers_follow_the_targets_law() -> None:
+    probability, accepted = law(biased=False)
+    assert probability > 1e-3
+    assert accepted > 0.4, "drafts must have been accepted for this to mean anything"
+
+
+def test_a_wrong_distribution_is_seen() -> None:
+    assert law(biased=True)[0] < 1e-6
+
+
+def test_another_vocabulary_is_refused(pair: Pair) -> None:
+    with pytest.raises(MismatchError, match=f"a vocabulary of {VOCAB} and the target one of 60; .* target's tokenizer"):
+        AutoregressiveProposer(pair.target, 60)
+
+
+def test_a_context_longer_than_the_draft_models_is_decoded_plainly() -> None:
+    pair = make_pair(max_position_embeddings=64)
+    engine = drafting(pair, 0.05, num_pages=200)
+    assert isinstance(engine.proposer, AutoregressiveProposer)
+    engine.proposer.model.context_length = 40
+    (result,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=45 - len(PROMPTS[0]) + 10))
+    assert result.token_ids == greedy(pair.hf, PROMPTS[0], 45 - len(PROMPTS[0]) + 10)
+    assert result.stats.accepted_lengths[-1] == 1
