@@ -29,7 +29,7 @@ def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple
     """Why the bits of a row may depend on the pass, and the remedy; ``None`` if all of the target runs on the kernels."""
     if not native.available or target.device.type != "cpu":
         return (
-            f"volley's kernels do not run here ({target.device}; they need a CPU with AVX512-BF16 and VNNI)",
+            f"volley's kernels do not run here ({target.device}; they need an x86-64 CPU with AVX2)",
             _AS_IT_IS,
         )
     if str(target.dtype) != "torch.bfloat16":

@@ -29,7 +29,7 @@ def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) ->
         raise ConfigError(f"weights={weights!r} are codes of bf16 weights; load the model with dtype bf16")
     if weights != "bf16" and not (native.available and device.type == "cpu"):
         raise ConfigError(
-            f"weights={weights!r} needs a CPU with AVX512-BF16 and VNNI, and volley's kernels, which are built when it is "
+            f"weights={weights!r} needs an x86-64 CPU with AVX2, and volley's kernels, which are built when it is "
             "installed where there is a C compiler; use weights='bf16' here"
         )
 

@@ -1,7 +1,7 @@
 """Kernels in C for bf16 models on a CPU: products, what lies between them, attention over pages, whole decoder layers.
 
-The library is built when the package is installed, where there is a C compiler, and its products need a CPU with AVX512-BF16
-(with AMX they are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations.
+The library is built when the package is installed, where there is a C compiler, and its products need a CPU with AVX2
+(AVX512-BF16 and AMX are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations.
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 

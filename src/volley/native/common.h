@@ -10,6 +10,7 @@
 #include <immintrin.h>
 #define X86 1
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define AVX2 __attribute__((target("arch=x86-64-v3")))
 #define DOT __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni")))
 #define AMX __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
 extern int has_tiles; /* AMX is there, and this process may use it */

@@ -48,8 +48,7 @@ FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 
 #if X86
 
 int has_tiles;
-
-#define MOST 64 /* rows that share one look at a block */
+static int has_dot; /* AVX512-BF16 and VNNI are there */
 
 /* Accumulators 0 to 3 for up to 64 rows, 4 and 5 for inputs (5 has the rows of the last accumulator), 6 for weights. */
 AMX static void configure(int64_t rows) {
@@ -243,9 +242,9 @@ AMX static void block_codes_amx(const Product *product, const uint8_t *codes, co
     }
 }
 
-DOT static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const float *scales) {
+FOR_EACH_CPU static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const float *scales) {
     for (int64_t r = 0; r < rows; r++)
-        _mm512_storeu_ps(sums[r], _mm512_mul_ps(_mm512_loadu_ps(sums[r]), _mm512_loadu_ps(scales)));
+        for (int i = 0; i < BLOCK; i++) sums[r][i] *= scales[i];
 }
 
 #define DIRECT 4 /* rows up to which codes are multiplied without tiles */
@@ -263,9 +262,9 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
             int64_t count = rows - from < MOST ? rows - from : MOST;
             if (amx && count != configured) configure(configured = count);
             if (product->kind == BF16)
-                (amx ? block_amx : block_dot)(own, x + from * stride, stride, inputs, count, sums);
+                (amx ? block_amx : has_dot ? block_dot : block_avx2)(own, x + from * stride, stride, inputs, count, sums);
             else
-                (amx ? block_codes_amx : block_codes)(product, own, scales, codes, from, count, sums);
+                (amx ? block_codes_amx : has_dot ? block_codes : block_codes_avx2)(product, own, scales, codes, from, count, sums);
             if (product->kind == INT8) scale_outputs(sums, count, product->scales + block * BLOCK);
             for (int64_t r = 0; r < count; r++) finish(product, sums[r], out + (from + r) * product->outputs, add, block);
         }
@@ -276,7 +275,8 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
 /* Whether products run here. Tiles, where there are any, must be asked for once in a process. */
 int64_t usable(int64_t tiles) {
     has_tiles = tiles && __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    has_dot = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    return has_dot || (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
 }
 
 #else

@@ -21,6 +21,8 @@ typedef struct { /* inputs of an int8 or int4 product */
     int32_t *sums; /* [rows, inputs / 64] of codes */
 } Quantised;
 
+#define MOST 64 /* rows that share one look at a block */
+
 int64_t num_blocks(const Product *product);
 
 /* Codes of x [rows, inputs], rows ``stride`` apart, for rows [begin, end). */
@@ -30,5 +32,12 @@ void quantise(const bf16 *x, int64_t stride, int64_t inputs, Quantised to, int64
  * is of codes. */
 void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised codes, int64_t rows, bf16 *out, int64_t add,
               int64_t begin, int64_t end);
+
+#if X86
+/* Sums [rows][16] of a block, with AVX2: of bf16 weights, and of codes of rows from ``row`` on. */
+void block_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t rows, float (*sums)[BLOCK]);
+void block_codes_avx2(const Product *product, const uint8_t *codes, const float *scales, Quantised x, int64_t row, int64_t rows,
+                      float (*sums)[BLOCK]);
+#endif
 
 #endif
