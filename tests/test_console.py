@@ -1,14 +1,19 @@
 """A difference from plain decoding is a bug unless the target's own logits tie at the very place."""
 
+import io
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.conftest import TinyPair
 from volley import Engine
-from volley.console import Comparison, explain_difference
+from volley.console import Comparison, Paper, explain_difference
 from volley.types import GenerationResult, GenerationStats
 
 
@@ -53,3 +58,73 @@ def test_next_logits_are_the_targets_and_leave_no_page_behind(tiny_pair: TinyPai
         assert int(engine.next_logits([*prompt, *result.token_ids[:size]]).argmax()) == expected
     assert engine.snapshot().pages_used == 0
     engine.check_integrity()
+
+
+# -- a terminal --------------------------------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    """What a terminal of a few columns shows of what is written: letters, line feeds, and the sequences that sketches need."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns, self.row, self.column = columns, 0, 0
+        self.rows: list[list[str]] = [[]]
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        for way, number, letter in re.findall(r"\x1b\[([\d;]*)([ACJm])|([^\x1b])", text):
+            self._sequence(number, int(way or 1) if number != "m" else 0) if number else self._put(letter)
+        return len(text)
+
+    def _sequence(self, kind: str, count: int) -> None:
+        if kind == "A":
+            self.row -= count
+            assert self.row >= 0
+        elif kind == "C":
+            self.column = min(self.columns - 1, self.column + count)
+        elif kind == "J":
+            self.rows[self.row :] = [self.rows[self.row][: self.column]]
+
+    def _put(self, letter: str) -> None:
+        if letter == "\r":
+            self.column = 0
+        elif letter == "\n" or self.column == self.columns:  # a full row is left only for the next letter
+            self.row, self.column = self.row + 1, 0
+            self.rows += [[]] * (self.row == len(self.rows))
+            if letter != "\n":
+                self._put(letter)
+        else:
+            row = self.rows[self.row] = [*self.rows[self.row], *" " * self.columns][
+                : max(len(self.rows[self.row]), self.column)
+            ]
+            row[self.column : self.column + 1] = [letter]
+            self.column += 1
+
+    @property
+    def shown(self) -> str:
+        return "\n".join("".join(row) for row in self.rows)
+
+
+@given(
+    pieces=st.lists(st.tuples(st.text("ab \n", max_size=25), st.text("xyz\n\x07", max_size=60)), max_size=8),
+    columns=st.integers(4, 12),
+)
+def test_sketches_leave_nothing_behind(pieces: list[tuple[str, str]], columns: int) -> None:
+    written, plain = Screen(columns), Screen(columns)
+    out = Console(
+        file=written, force_terminal=True, width=columns, height=6, highlight=False, markup=False, emoji=False
+    )
+    paper = Paper(out)
+    for text, sketch in pieces:
+        paper.write(text)
+        plain.write(text)
+        paper.sketch(sketch)
+        paper.sketch(sketch[::-1])
+        if sketch.strip("\n\x07") and plain.column + 1 < columns:
+            assert written.shown != plain.shown
+    paper.write("")
+    assert written.shown == plain.shown
+    assert (written.row, written.column) == (plain.row, plain.column)

@@ -138,6 +138,9 @@ def generate(
     diffusion: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for a diffusion language model; may be repeated.")
     ] = None,
+    stream_drafts: Annotated[
+        bool, typer.Option("--stream-drafts", help="On a terminal, show what stands on the canvas after each pass.")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     thinking: Annotated[
         bool | None,
@@ -165,7 +168,9 @@ def generate(
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
         draft_adapter=str(adapter) if adapter else None,
-        diffusion=DiffusionParams.from_words(diffusion) if diffusion else None,
+        diffusion=DiffusionParams.from_words([*(diffusion or ()), *["stream_drafts=true"] * stream_drafts])
+        if diffusion or stream_drafts
+        else None,
     )
     engine = load_engine(models, decoding, capacity)
     if adapter is not None:

@@ -22,6 +22,9 @@ class DraftingConfig:
     """Denoising passes of the drafter for each block; 1 is DFlash."""
     denoising_schedule: Schedule = "cosine"
     """How many draft positions each denoising pass reveals: cosine, linear or sqrt."""
+    denoising_threshold: float | None = None
+    """With several denoising passes: each also reveals positions whose token has a higher probability, and a full block ends
+    them. By default the schedule alone decides."""
     draft_window: int | None = None
     """Tokens of context that the drafter sees, and keeps; 0 for all, by default what it was measured to need."""
 
@@ -30,6 +33,10 @@ class DraftingConfig:
             raise ConfigError(f"denoising_steps is {self.denoising_steps}; it must be at least 1")
         if self.denoising_schedule not in get_args(Schedule):
             raise unknown_key("denoising schedule", str(self.denoising_schedule), get_args(Schedule))
+        if self.denoising_threshold is not None and not 0 < self.denoising_threshold <= 1:
+            raise ConfigError(
+                f"denoising_threshold is {self.denoising_threshold}; give a probability in (0, 1], or None for the schedule alone"
+            )
         if self.draft_window is not None and self.draft_window < 0:
             raise ConfigError(
                 f"draft_window is {self.draft_window}; give at least 1 token, 0 for the whole context, or None for the "

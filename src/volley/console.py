@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,11 +28,54 @@ DEMO_TOKENS = 128
 WARM_UP = SamplingParams(max_tokens=16)
 """Lets the first call's one-time costs pass before anything is timed."""
 DRAFTED = "green"
+SKETCHED = "dim"
+
+
+class Paper:
+    """Text on a terminal, behind which something may stand that is taken back."""
+
+    def __init__(self, out: Console) -> None:
+        self._out, self._column, self._rows = out, 0, -1
+
+    def write(self, text: str, style: str = "") -> None:
+        """Text that stays, in place of what was sketched."""
+        self._erase()
+        text = text.expandtabs(8)
+        self._out.print(Text(text, style=style), end="", soft_wrap=True)
+        for letter in text:
+            size = cell_len(letter)
+            begins = letter == "\n" or self._column + size > self._out.width
+            self._column = size if begins else self._column + size
+        self._out.file.flush()
+
+    def sketch(self, text: str) -> None:
+        """Text behind it, as much as the terminal shows, in place of what was sketched before."""
+        self._erase()
+        width, height = self._out.size
+        if self._column >= width:  # whether the terminal has begun the next row is not known
+            return
+        rows, column = [""], self._column
+        for letter in text.expandtabs(8):
+            size = cell_len(letter)
+            if letter == "\n" or column + size >= width:
+                rows.append("")
+                column = 0
+            rows[-1] += letter if letter.isprintable() else ""
+            column += size
+        self._rows = min(len(rows), height - 1) - 1
+        self._out.print(Text("\n".join(rows[: self._rows + 1]), style=SKETCHED), end="", soft_wrap=True)
+        self._out.file.flush()
+
+    def _erase(self) -> None:
+        if self._rows >= 0:
+            up, right = (f"\x1b[{n}{way}" if n else "" for n, way in ((self._rows, "A"), (self._column, "C")))
+            self._out.file.write(f"{up}\r{right}\x1b[J")
+            self._rows = -1
 
 
 def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) -> GenerationResult:
-    """Print an answer as it comes; on a terminal, text the drafter had proposed is coloured."""
-    chunks = engine.stream(prompt, params)
+    """Print an answer as it comes; on a terminal, text the drafter had proposed is coloured, and drafts of a canvas are dim."""
+    chunks, paper = engine.stream(prompt, params), Paper(out)
     while True:
         try:
             chunk = next(chunks)
@@ -40,8 +84,10 @@ def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) 
             out.file.flush()
             result: GenerationResult = end.value
             return result
-        out.print(Text(chunk.text, style=DRAFTED if chunk.from_draft else ""), end="", soft_wrap=True)
-        out.file.flush()
+        if chunk.draft is None:
+            paper.write(chunk.text, DRAFTED if chunk.from_draft else "")
+        elif out.is_terminal:
+            paper.sketch(chunk.draft.text)
 
 
 def describe(result: GenerationResult) -> str:

@@ -46,6 +46,8 @@ class DiffusionParams:
     t_max: float | None = None
     stability_threshold: int | None = None
     confidence_threshold: float | None = None
+    stream_drafts: bool | None = None
+    """Show what stands on the canvas after each pass, in a stream: :class:`CanvasDraft`."""
 
     def __post_init__(self) -> None:
         for name, known in (("mode", get_args(DiffusionMode)), ("strategy", get_args(Strategy))):
@@ -65,9 +67,8 @@ class DiffusionParams:
         """From settings by name; an unknown one is an error that names the nearest known."""
         check_keys("diffusion setting", values, [field.name for field in fields(cls)])
         for name, value in values.items():
-            kind = str if name in ("mode", "strategy") else int if name in _WHOLE else (int, float)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-                want = "a string" if kind is str else "a whole number" if kind is int else "a number"
+            want, *kinds = _KINDS.get(name, ("a number", int, float))
+            if value is not None and type(value) not in kinds:
                 raise ConfigError(f"diffusion.{name} is {value!r}; it must be {want}")
         return cls(**values)
 
@@ -91,7 +92,11 @@ class DiffusionParams:
         return replace(defaults, **said)
 
 
-_WHOLE = ("canvas_length", "max_steps", "sub_block", "stability_threshold")
+_KINDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("mode", "strategy"), ("a string", str)),
+    **dict.fromkeys(("canvas_length", "max_steps", "sub_block", "stability_threshold"), ("a whole number", int)),
+    "stream_drafts": ("true or false", bool),
+}
 _LEAST = {
     "canvas_length": 1,
     "max_steps": 1,
@@ -327,10 +332,31 @@ class GenerationResult:
     """The likeliest tokens where each of these stands."""
 
 
+MASKED = "░"
+"""Stands for a mask in the text of a draft."""
+
+
+@dataclass(frozen=True)
+class CanvasDraft:
+    """What stands on a canvas behind the text so far; all of it may still change."""
+
+    step: int
+    """Passes over the canvas so far."""
+    text: str
+    """Masks are shown as :data:`MASKED`."""
+    token_ids: list[int | None]
+    """``None`` where a mask stands."""
+
+
 @dataclass
 class TextChunk:
-    """A piece of streamed text. ``from_draft`` tells whether its tokens had been drafted, or found in the text."""
+    """A piece of streamed text. ``from_draft`` tells whether its tokens had been drafted, or found in the text.
+
+    With ``DiffusionParams(stream_drafts=True)`` chunks come after other passes too: without text, but with a ``draft``. It
+    takes the place of the one before, and gives way to the next chunk.
+    """
 
     text: str
     token_ids: list[int]
     from_draft: bool
+    draft: CanvasDraft | None = None

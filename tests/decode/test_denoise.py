@@ -1,13 +1,15 @@
 """Reveal schedules of multi-step denoising."""
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from volley.decode.denoise import SCHEDULES, reveal, reveal_counts
+from volley.decode.denoise import SCHEDULES, denoise, reveal, reveal_counts
 from volley.errors import ConfigError
 
 
@@ -76,3 +78,30 @@ def test_every_slot_is_revealed_exactly_once(data: st.DataObject, positions: int
 
 def test_more_than_is_masked_cannot_be_revealed() -> None:
     assert reveal(torch.tensor([[True, False]]), torch.zeros(1, 2), 5).tolist() == [[True, False]]
+
+
+def test_everything_above_the_threshold_is_revealed_beside_the_count() -> None:
+    masked = torch.tensor([[True, True, True, False]])
+    confidence = torch.tensor([[0.2, 0.9, 0.8, 0.95]]).log()
+    assert reveal(masked, confidence, 1).tolist() == [[False, True, False, False]]
+    assert reveal(masked, confidence, 1, math.log(0.7)).tolist() == [[False, True, True, False]]
+    assert reveal(masked, confidence, 0, math.log(0.99)).tolist() == [[False] * 4]
+
+
+@pytest.mark.parametrize(("threshold", "looks"), [(None, [[0, 1]] * 3), (0.6, [[0, 1], [1]]), (1.0, [[0, 1]] * 3)])
+def test_a_full_block_is_looked_at_no_more(threshold: float | None, looks: list[list[int]]) -> None:
+    """The first block is sure of all its tokens, the second of three in the first look and of the others in the second."""
+    blocks, seen = [torch.tensor([9, 8, 8, 8, 8]), torch.tensor([9, 8, 8, 8, 8, 8, 8])], []
+
+    def look(indices: list[int]) -> Tensor:
+        seen.append(indices)
+        rows = [torch.full((4, 10), -9.0), torch.full((6, 10), -9.0)]
+        rows[0][:, 3] = 0
+        rows[1][:, 4] = 0
+        rows[1][3:, 5] = 0 if len(seen) == 1 else -9  # two tokens alike
+        return torch.cat([rows[index] for index in indices])
+
+    first = denoise(blocks, 3, "linear", look, lambda index, rows: rows.argmax(-1), threshold)
+    assert seen == looks
+    assert [block.tolist() for block in blocks] == [[9, 3, 3, 3, 3], [9, 4, 4, 4, 4, 4, 4]]
+    assert first.shape == (10, 10)

@@ -44,3 +44,13 @@ def test_special_tokens_are_not_text() -> None:
 def test_without_a_tokenizer_every_text_is_empty() -> None:
     detokenizer = Detokenizer(None)
     assert [detokenizer.push(token, last=token == 2) for token in range(3)] == ["", "", ""]
+
+
+def test_a_look_ahead_keeps_nothing() -> None:
+    detokenizer, euro = Detokenizer(tokenizer()), "€".encode()
+    detokenizer.push(byte_ids(b"a")[0])
+    assert detokenizer.push(byte_ids(euro)[0]) == ""
+    rest = byte_ids(euro[1:] + b"!")
+    assert detokenizer.peek([*rest, None, None, *byte_ids(b"b")], "_") == "€!__b"
+    assert detokenizer.peek([None, *byte_ids(b"b")], "_") == "_b"
+    assert "".join(detokenizer.push(token) for token in rest) == "€!"

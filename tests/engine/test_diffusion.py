@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from tests import tiny
 from tests.conftest import byte_tokenizer
 from tests.procedures.test_denoising import MASK, Masked, masked_model
-from volley import DiffusionParams, Engine, SamplingParams
+from volley import CanvasDraft, DiffusionParams, Engine, SamplingParams
 from volley.engine.recovery import recover
 from volley.errors import CapacityError, ConfigError, InputError, UnsupportedModelError
 from volley.models.diffusion import FAST_DLLM, SDAR
@@ -248,6 +249,43 @@ def test_opening_the_next_canvas_with_the_commit_saves_a_pass_a_block() -> None:
     shifted = masked_model(FAST_DLLM).target
     (result,) = Engine(shifted, **BLOCKS).generate([PROMPTS[1]], params(max_tokens=24))
     assert (result.stats.canvases, result.stats.commit_passes) == (3, 2), "slot 0 is known only after the commit"
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["diffusion", "self", "autoregressive"])
+def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) -> None:
+    asked = replace(CANVAS, mode=mode, max_steps=4, strategy="low_confidence_static")
+    expected = alone(model.target, PROMPTS[2], params(diffusion=asked))
+    engine = Engine(model.target, **BLOCKS)
+    request = engine.add_request(PROMPTS[2], params(diffusion=replace(asked, stream_drafts=True)))
+    taken, drafts = list[int](), list[tuple[int, CanvasDraft]]()
+    while request.finish_reason is None:
+        engine.step()
+        for chunk in request.take_chunks():
+            taken += chunk.token_ids
+            if chunk.draft is not None:
+                assert (chunk.text, chunk.token_ids) == ("", [])
+                drafts.append((len(taken), chunk.draft))
+    assert taken == request.result().token_ids == expected
+    stats = request.stats
+    finished = [(place, own) for place, own in drafts if None not in own.token_ids]
+    if mode == "diffusion":
+        assert len(drafts) == stats.denoising_steps - stats.canvases, "what a canvas became is text at once"
+        assert all(place + len(own.token_ids) == 21 for place, own in finished), "what is cut off may still be masked"
+        for (place, draft), (other, later) in pairwise(drafts):
+            pairs = zip(draft.token_ids, later.token_ids, strict=True) if place == other else ()
+            assert all(before in (None, after) for before, after in pairs), "what is revealed stays"
+        for place, draft in drafts:
+            pairs = zip(draft.token_ids, expected[place:], strict=False)
+            assert all(token in (None, real) for token, real in pairs)
+    elif mode == "self":
+        assert finished
+    else:
+        assert not drafts
+    assert run(engine, [engine.add_request(PROMPTS[2], params(diffusion=asked))]) == [expected]
+    assert request.take_chunks() == []
 
 
 # -- one long run ------------------------------------------------------------------------------------------------------

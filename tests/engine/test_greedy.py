@@ -79,6 +79,13 @@ def test_every_denoising_schedule(pair: Pair, schedule: str, steps: int) -> None
     assert max(length for result in results for length in result.stats.accepted_lengths) > 3
 
 
+@pytest.mark.parametrize("threshold", [0.05, 0.5, 1.0])
+def test_denoising_by_confidence(pair: Pair, threshold: float) -> None:
+    results = run(taught(pair, denoising_steps=4, denoising_threshold=threshold))
+    assert tokens(results) == expected()
+    assert max(length for result in results for length in result.stats.accepted_lengths) > 3
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 7, 64])
 @pytest.mark.parametrize("max_running", [1, 3])
 def test_every_chunk_size_and_batch(pair: Pair, chunk: int, max_running: int) -> None:

@@ -69,7 +69,14 @@ def test_a_seed_gives_the_same_tokens_under_any_scheduling(
 
 @pytest.mark.parametrize("block_size", [1, 3, 6])
 @pytest.mark.parametrize(
-    "options", [{}, {"denoising_steps": 2}, {"denoising_steps": 4}, {"tree_nodes": 4}, {"tree_nodes": 25}]
+    "options",
+    [
+        {},
+        {"denoising_steps": 2},
+        {"denoising_steps": 4, "denoising_threshold": 0.1},
+        {"tree_nodes": 4},
+        {"tree_nodes": 25},
+    ],
 )
 def test_matching_gives_the_very_tokens_of_plain_decoding(pair: Pair, block_size: int, options: dict[str, Any]) -> None:
     options = {"block_size": block_size, "verification": "match", **options}
@@ -188,6 +195,7 @@ def sampled(
         ({"top_p": 0.9, "temperature": 1.3, "draft_temperature": 0.7}, {"verification": "speculative"}),
         ({}, {"verification": "match"}),
         ({"top_k": 4}, {"denoising_steps": 2}),
+        ({"top_p": 0.95}, {"denoising_steps": 3, "denoising_threshold": 0.3}),
         ({"temperature": 1.2}, {"tree_nodes": 7}),
         ({"top_p": 0.9, "draft_temperature": 0.6}, {"tree_nodes": 12}),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from tests.conftest import byte_tokenizer
-from tests.diffusion_gemma import CANVAS, VOCAB, by_transformers, by_volley, random_model, same, settings
+from tests.diffusion_gemma import CANVAS, VOCAB, TorchNoise, by_transformers, by_volley, random_model, same, settings
 from tests.tiny import random_drafter
 from volley import Engine, SamplingParams
 from volley.errors import InputError, MismatchError
@@ -152,6 +152,32 @@ def test_tokens_per_forward_is_that_of_transformers(
     _, request = by_volley(Engine(target), [1, 2, 3], params, 0)
     assert request.stats.tokens_per_forward == pytest.approx(theirs.tokens_per_forward)
     assert request.stats.tokens_per_pass == request.stats.tokens_per_forward, "commits rode along"
+
+
+def test_streamed_drafts_are_the_bests_of_transformers(
+    hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma
+) -> None:
+    params, options = settings()
+    theirs = by_transformers(hf, [1, 2, 3], 3, 0, **options)
+    assert params.diffusion is not None
+    own = replace(params, diffusion=replace(params.diffusion, stream_drafts=True))
+    drafts: list[list[int | None]] = []
+    engine = Engine(target)
+    request = engine.add_request([1, 2, 3], own)
+    request.noise = TorchNoise()  # type: ignore[assignment]
+    torch.manual_seed(0)
+    while request.finish_reason is None:
+        engine.step()
+        drafts += [chunk.draft.token_ids for chunk in request.take_chunks() if chunk.draft is not None]
+    last = [
+        place
+        for place in range(len(theirs.bests))
+        if theirs.bests[place] in (theirs.answer[i : i + CANVAS] for i in (0, 16, 32))
+    ]
+    assert len(drafts) == len(theirs.bests) - 3
+    left = iter(theirs.bests)
+    assert all(draft in left for draft in drafts), "in their order; those that became text are not among them"
+    assert len(last) >= 3
 
 
 def test_a_folder_is_recognised(hf: DiffusionGemmaForBlockDiffusion, tmp_path: Path) -> None:

@@ -2,28 +2,15 @@
 
 import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 import volley
+from tests.serve.browser import BROWSER, open_page
 from tests.serve.running import Running, Tiny
 
 STATIC = Path(volley.__file__).parent / "serve" / "static"
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
-]
 
 
 def test_the_files_are_served(server: Running) -> None:
@@ -53,11 +40,8 @@ def test_every_figure_it_reads_is_exported(server: Running) -> None:
 
 @pytest.mark.skipif(BROWSER is None and "CI" not in os.environ, reason="no Chromium is installed: make browser")
 def test_it_lives_in_a_browser(drafting: Running, tiny: Tiny, tmp_path: Path) -> None:
-    assert BROWSER is not None, "CI has one: make browser"
     tiny.answer([{"role": "user", "content": "Hello"}], max_tokens=160)
-    address = f"{drafting.url}/dashboard/#ask=Hello"
-    command = [BROWSER, *QUIET, f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    done = open_page(f"{drafting.url}/dashboard/#ask=Hello", tmp_path)
     page = done.stdout
     assert 'class="drafted"' in page.partition('id="answer"')[2].partition('class="legend"')[0]
     assert 'class="own"' in page.partition('id="answer"')[2].partition('class="legend"')[0]

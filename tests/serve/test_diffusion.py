@@ -1,13 +1,16 @@
 """A diffusion language model behind the server, asked by OpenAI's client."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from openai import BadRequestError, OpenAI
 
 from tests import tiny
 from tests.conftest import byte_tokenizer
+from tests.serve.browser import BROWSER, open_page
 from tests.serve.running import MODEL, Running, running
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.models.diffusion import SDAR
@@ -56,6 +59,35 @@ def test_answers_whole_and_streamed_are_the_engines(client: OpenAI, engine: Engi
     assert len(pieces) <= 6, "text comes a block at a time"
 
 
+def test_drafts_arrive_if_asked_for_and_never_as_text(client: OpenAI, engine: Engine) -> None:
+    own = {**OWN, "stream_drafts": True}
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0.8, "seed": 4, "stream": True, "n": 2}
+    options = {"stream_options": {"include_usage": True}}
+    chunks = list(client.completions.create(**asked, **options, extra_body={"diffusion": own}))  # type: ignore[call-overload]
+    drafts = [chunk.draft for chunk in chunks if hasattr(chunk, "draft")]
+    assert {draft["index"] for draft in drafts} == {0, 1}
+    assert all(chunk.choices == [] for chunk in chunks if hasattr(chunk, "draft"))
+    assert any("░" in draft["text"] and None in draft["token_ids"] for draft in drafts)
+    assert all(len(draft["token_ids"]) <= 8 for draft in drafts)
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices and chunk.choices[0].index == 0)
+    assert text == answer(engine)
+    details = chunks[-1].usage.completion_tokens_details
+    assert len(drafts) >= details.denoising_steps - 10, "a canvas' last pass is text"
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "stream": True}
+    talk = list(client.chat.completions.create(**chat, extra_body={"diffusion": own}))  # type: ignore[call-overload]
+    assert any(hasattr(chunk, "draft") for chunk in talk)
+    without = list(client.completions.create(**asked, extra_body={"diffusion": OWN}))  # type: ignore[call-overload]
+    assert not any(hasattr(chunk, "draft") for chunk in without)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: make browser")
+def test_the_dashboard_shows_a_canvas_as_it_is_denoised(server: Running, tmp_path: Path) -> None:
+    page = open_page(f"{server.url}/dashboard/#ask=Hello", tmp_path).stdout
+    assert int(re.findall(r'data-sketches="(\d+)"', page)[0]) > 5
+    assert 'class="sketch"' not in page
+    server.settle()
+
+
 def test_modes_n_and_log_probabilities(client: OpenAI, engine: Engine) -> None:
     for mode in ("autoregressive", "self"):
         made = client.completions.create(
@@ -97,6 +129,8 @@ def test_a_stop_string_ends_an_answer_inside_a_block(client: OpenAI, engine: Eng
         ({"max_steps": 0}, "greater than or equal to 1"),
         ({"t_min": 0.9, "t_max": 0.5}, "is above t_max"),
         ({"strategy": "entropy_renoise"}, "begin with mask tokens"),
+        ({"stream_drafts": True}, "only allowed when stream is true"),
+        ({"stream_drafts": 1}, "valid boolean"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(client: OpenAI, own: dict[str, object], message: str) -> None:

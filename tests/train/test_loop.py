@@ -84,7 +84,7 @@ def test_a_markov_head_starts_from_a_residual_one(tiny_pair: TinyPair, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"head": "residual", "head_rank": 8, "optimizer": "muon", "soft_targets": 0.5}]
+    "changes", [{"reveal": 0.5}, {"head": "residual", "head_rank": 8, "optimizer": "muon", "soft_targets": 0.5}]
 )
 def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
     tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "head": ({"head": HeadConfig(type="residual", rank=4, candidates=6)}, {}),
     "two steps": ({}, {"denoising_steps": 2, "denoising_schedule": "sqrt"}),
+    "by confidence": ({}, {"denoising_steps": 3, "denoising_threshold": 0.05}),
     "draft window": ({}, {"draft_window": 7}),
     "sliding layer": ({"sliding_window": 5, "layer_types": ("full_attention", "sliding_attention")}, {}),
 }

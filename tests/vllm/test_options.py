@@ -36,7 +36,15 @@ def test_options_travel_through_vllms_configuration(tiny_pair: TinyPair) -> None
         "num_speculative_tokens": 5,
     }
     assert args["enforce_eager"] is True
-    keys = {"drafter", "policy", "denoising_steps", "denoising_schedule", "draft_window", "greedy_only"}
+    keys = {
+        "drafter",
+        "policy",
+        "denoising_steps",
+        "denoising_schedule",
+        "denoising_threshold",
+        "draft_window",
+        "greedy_only",
+    }
     assert args["additional_config"]["volley"].keys() == keys
     assert PluginOptions.from_config(args["additional_config"]) == options
 
@@ -49,6 +57,7 @@ def test_options_travel_through_vllms_configuration(tiny_pair: TinyPair) -> None
         ({"volley": {"drafter": "x", "polcy": "fixed"}}, "did you mean 'policy'"),
         ({"volley": {"drafter": "x", "denoising_steps": 0}}, "at least 1"),
         ({"volley": {"drafter": "x", "denoising_schedule": "cosin"}}, "did you mean 'cosine'"),
+        ({"volley": {"drafter": "x", "denoising_threshold": 1.5}}, r"a probability in \(0, 1\]"),
         ({"volley": {"drafter": "x", "draft_window": -1}}, "draft_window is -1"),
         ({"volley": {"drafter": "x", "policy": 8}}, "policy is 8; .* give its name"),
         ({"volley": {"drafter": "x", "block_size": 8}}, "block_size is a setting of volley's own engine: .*fixed:8"),

@@ -62,6 +62,13 @@ class Canvas:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def draft(self) -> list[int | None]:
+        """The likeliest tokens so far; ``None`` where a mask stands."""
+        if self.history:  # random tokens in between say nothing
+            return list(self.history[-1].tolist())
+        pairs = zip(self.tokens.tolist(), self.revealed.tolist(), strict=True)
+        return [token if known else None for token, known in pairs]
+
 
 class Denoiser(ABC):
     """One rule of denoising; it keeps nothing, what belongs to a canvas is in the canvas."""

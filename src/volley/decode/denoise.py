@@ -39,36 +39,44 @@ def denoise(
     blocks: list[Tensor],
     num_steps: int,
     schedule: str,
-    look: Callable[[list[Tensor]], Tensor],
+    look: Callable[[list[int]], Tensor],
     choose: Callable[[int, Tensor], Tensor],
+    threshold: float | None = None,
 ) -> Tensor:
     """Fill the masks of ``blocks``, token ids ``[1 + k]`` of anchor and positions, in place, the most confident positions first.
 
-    ``look`` gives the logits ``[Σ k, V]`` of all positions of the blocks as they are, ``choose(block, logits [k, V])`` a token
-    for each position of one of them. Returns the logits of the first look.
+    ``look(indices)`` gives the logits ``[Σ k, V]`` of all positions of some of the blocks as they are, ``choose(index,
+    logits [k, V])`` a token for each position of one of them. Each look reveals as many as the schedule says, and with a
+    ``threshold`` every position with a token of a higher probability; a full block is looked at no more. Returns the logits
+    of the first look.
     """
     sizes = [len(block) - 1 for block in blocks]
     counts = [reveal_counts(size, num_steps, schedule) for size in sizes]
     masked = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
-    first = logits = look(blocks)
+    left = list(range(len(blocks)))
+    first = logits = look(left)
+    sure = math.inf if threshold is None else math.log(threshold)
     for step in range(num_steps):
         if step:
-            logits = look(blocks)
-        for index, rows in enumerate(torch.split(logits, sizes)):
+            logits = look(left)
+        for index, rows in zip(left, torch.split(logits, [sizes[index] for index in left]), strict=True):
             tokens = choose(index, rows).cpu()
             confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()
-            chosen = reveal(masked[index], confidence[None], counts[index][step])
+            chosen = reveal(masked[index], confidence[None], counts[index][step], sure)
             blocks[index][1:][chosen[0]] = tokens[chosen[0]]
             masked[index] &= ~chosen
+        left = [index for index in left if bool(masked[index].any())]
+        if not left:
+            break
     return first
 
 
-def reveal(masked: Tensor, confidence: Tensor, count: int) -> Tensor:
-    """The ``count`` most confident positions that are still masked, as a boolean mask ``[n, k]``.
+def reveal(masked: Tensor, confidence: Tensor, count: int, sure: float = math.inf) -> Tensor:
+    """The ``count`` most confident positions that are still masked, and all above ``sure``, as a boolean mask ``[n, k]``.
 
     ``masked`` ``[n, k]`` is boolean, ``confidence`` ``[n, k]`` any score of the drafter's own.
     """
     count = min(count, int(masked.sum(dim=-1).min())) if len(masked) else 0
     score = confidence.masked_fill(~masked, -torch.inf)
     chosen = score.topk(count, dim=-1).indices
-    return torch.zeros_like(masked).scatter_(1, chosen, True)
+    return torch.zeros_like(masked).scatter_(1, chosen, True) | (score > sure)

@@ -1,5 +1,8 @@
 """From tokens to text, as they come."""
 
+from collections.abc import Sequence
+from itertools import groupby
+
 from transformers import PreTrainedTokenizerBase
 
 
@@ -30,3 +33,14 @@ class Detokenizer:
         self._emitted = len(self._token_ids)
         self._start = max(self._start, self._emitted - self._CONTEXT)
         return after[len(before) :]
+
+    def peek(self, token_ids: Sequence[int | None], masked: str) -> str:
+        """The text that ``token_ids`` would add, with ``masked`` for each that is not known; nothing of it is kept."""
+        context, done = self._token_ids[self._start :], self._decode(self._token_ids[self._start : self._emitted])
+        text = ""
+        for is_masked, run in groupby(token_ids, lambda token: token is None):
+            tokens = list(run)
+            known = context + [token for token in tokens if token is not None]
+            text += masked * len(tokens) if is_masked else self._decode(known)[len(done) :]
+            context, done = [], ""
+        return text

@@ -339,8 +339,7 @@ class Engine:
         try:
             while request.finish_reason is None:
                 self.step()
-                yield from request.chunks
-                request.chunks.clear()
+                yield from request.take_chunks()
             return request.result()
         finally:
             self.abort(request)

@@ -17,7 +17,15 @@ from volley.memory.batch import Segment
 from volley.memory.kv_cache import BlockTable
 from volley.models.adapter import Adapter
 from volley.policies.base import View
-from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams, TextChunk
+from volley.types import (
+    MASKED,
+    CanvasDraft,
+    FinishReason,
+    GenerationResult,
+    GenerationStats,
+    SamplingParams,
+    TextChunk,
+)
 
 
 class Procedure(ABC):
@@ -105,6 +113,8 @@ class Request:
     computed: int = 0
     canvas: Canvas | None = None
     """What a diffusion language model is denoising; it outlives a preemption."""
+    shown: tuple[int, int] = (0, 0)
+    """Start and pass of the canvas that was last streamed as a draft."""
     denoised_at: int = 0
     """The scheduler's step in which a canvas of it last took part, or was committed."""
     lookup: Lookup = field(default_factory=Lookup)
@@ -205,6 +215,27 @@ class Request:
         piece = self.text[self.emitted_text : ready]
         self.emitted_text = max(self.emitted_text, ready)
         self.chunks.append(TextChunk(piece, [token], from_draft))
+
+    def take_chunks(self) -> list[TextChunk]:
+        """What there is to stream since they were last taken."""
+        chunks, self.chunks = self.chunks, []
+        draft = self.take_draft()
+        return chunks if draft is None else [*chunks, TextChunk("", [], from_draft=False, draft=draft)]
+
+    def take_draft(self) -> CanvasDraft | None:
+        """What stands on the canvas, if that is asked for, and another pass has been over it since it was last taken."""
+        canvas, own = self.canvas, self.params.diffusion
+        if own is None or not own.stream_drafts or canvas is None or self.finish_reason is not None:
+            return None
+        now = (canvas.start, canvas.step)
+        if canvas.step == 0 or now == self.shown:
+            return None
+        self.shown = now
+        tokens = canvas.draft()[max(0, self.length - canvas.start) :][: self.remaining]
+        ends = [place for place, token in enumerate(tokens) if token in self.stop_token_ids]
+        tokens = tokens[: ends[0]] if ends else tokens
+        text = self.text[self.emitted_text :] + self.detokenizer.peek(tokens, MASKED)
+        return CanvasDraft(canvas.step, text, tokens)
 
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None

@@ -127,12 +127,17 @@ class BlockProposer(Proposer):
 
     def _denoise(self, works: Works, blocks: list[Tensor]) -> Tensor:
         """Reveal the blocks step by step; the logits ``[Σ k, V]`` of the first step."""
+
+        def look(works: Works, blocks: list[Tensor]) -> Tensor:
+            return _processed(works, self.position_logits(works, blocks)[0])
+
         first = denoise(
             blocks,
             self.config.denoising_steps,
             self.config.denoising_schedule,
-            lambda blocks: _processed(works, self.position_logits(works, blocks)[0]),
+            lambda indices: look([works[index] for index in indices], [blocks[index] for index in indices]),
             lambda index, rows: _draw(works[index].request, rows),
+            self.config.denoising_threshold,
         )
         for work, block in zip(works, blocks, strict=True):
             work.proposal = Proposal(block[1:].tolist())

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictBool, model_validator
 
 from volley.errors import ConfigError, unknown_key
 from volley.serve.grammars import GrammarFields, grammar_of
@@ -68,6 +68,9 @@ class Diffusion(Strict):
     t_max: float | None = Field(None, ge=1e-3)
     stability_threshold: int | None = Field(None, ge=0, le=64)
     confidence_threshold: float | None = Field(None, ge=0)
+    stream_drafts: StrictBool | None = Field(
+        None, description="Stream what stands on the canvas after each pass: chunks without choices that have a draft."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -143,6 +146,8 @@ class _Request(Strict, GrammarFields):
     def _stream_options_need_a_stream(self) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
             raise refusal("stream_options", "stream_options is only allowed when stream is true")
+        if self.diffusion is not None and self.diffusion.stream_drafts and not self.stream:
+            raise refusal("diffusion.stream_drafts", "stream_drafts is only allowed when stream is true")
         return self
 
     def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:

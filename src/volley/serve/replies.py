@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from volley.serve.parsing import AnswerParser, Part
-from volley.serve.worker import End, Piece, Scored
+from volley.serve.worker import Drafted, End, Piece, Scored
 from volley.types import GenerationStats
 
 Object = dict[str, Any]
@@ -148,6 +148,12 @@ class Dialect:
             marked = {"from_draft": drafted} if self.mark_draft else {}
             yield from (delta | marked for delta in self._deltas(piece.choice, part, sent))
             sent.add(run)
+
+    def drafted(self, event: Drafted) -> Iterator[Object]:
+        """Chunks without a choice: what stands on a canvas is no part of the answer."""
+        draft = event.draft
+        told = {"index": event.choice, "step": draft.step, "text": draft.text, "token_ids": draft.token_ids}
+        yield {**self.chunk([]), "draft": told}
 
     def ending(self, end: End, sent: Choice) -> Iterator[Object]:
         """Choices of the last chunks of a choice."""

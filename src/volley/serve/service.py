@@ -302,4 +302,5 @@ class Service:
             "created": created,
             "owned_by": "volley",
             "max_model_len": self.max_model_len,
+            **({"diffusion": True} if self._engine.target.diffusion is not None else {}),
         }

@@ -22,7 +22,7 @@ from volley.errors import VolleyError
 from volley.models.drafter import Drafter
 from volley.procedures.request import Request
 from volley.serve.metrics import Metrics
-from volley.types import FinishReason, GenerationStats, SamplingParams, TextChunk
+from volley.types import CanvasDraft, FinishReason, GenerationStats, SamplingParams, TextChunk
 
 log = logging.getLogger("volley.serve")
 
@@ -35,6 +35,14 @@ class Piece:
     chunks: list[TextChunk]
     logprobs: list[float]
     top_logprobs: list[list[tuple[int, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What stands on the canvas of a choice; it may still change."""
+
+    choice: int
+    draft: CanvasDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,7 @@ class Failure:
     error: Exception
 
 
-Event = Scored | Piece | End | Failure
+Event = Scored | Piece | Drafted | End | Failure
 
 
 class QueueFull(Exception):
@@ -269,6 +277,8 @@ class Worker:
                 piece = Piece(choice, request.chunks, request.logprobs[done:now], request.top_logprobs[done:now])
                 self._outbox.append((job, piece))
                 request.chunks = []
+            if (draft := request.take_draft()) is not None:
+                self._outbox.append((job, Drafted(choice, draft)))
             if request.finish_reason is not None:
                 del self._owner[request]
                 self._left += 1

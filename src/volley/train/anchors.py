@@ -20,12 +20,24 @@ def draw_anchors(start: int, length: int, count: int, block_size: int, kind: str
     return sorted(random.Random(seed).sample(candidates, count))
 
 
+def draw_reveals(count: int, block_size: int, share: float, seed: str) -> Tensor:
+    """Which slots of ``count`` blocks hold their true token, ``[count, B − 1]``: in a ``share`` of the blocks a random number.
+
+    At least one slot stays to be predicted. The draw depends on ``seed`` alone.
+    """
+    generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
+    order = torch.rand(count, block_size - 1, generator=generator).argsort(-1)
+    numbers = torch.randint(1, max(2, block_size - 1), (count,), generator=generator)
+    chosen = torch.rand(count, generator=generator) < share
+    return order < torch.where(chosen, numbers, 0)[:, None]
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of one step, ``A`` for each of ``D`` documents; missing ones have weight 0.
 
     ``anchors [D, A]``; ``token_ids`` and ``positions`` ``[D, A, B]`` are the drafter's input; ``labels [D, A, B − 1]`` are
-    what slots 1 … B−1 shall predict and ``valid`` tells which of them lie inside the response.
+    what slots 1 … B−1 shall predict and ``valid`` tells which of them lie inside the response and are not ``revealed``.
     """
 
     anchors: Tensor
@@ -33,6 +45,7 @@ class Blocks:
     positions: Tensor
     labels: Tensor
     valid: Tensor
+    revealed: Tensor
 
     @property
     def block_size(self) -> int:
@@ -40,9 +53,17 @@ class Blocks:
 
 
 def build_blocks(
-    token_ids: Tensor, lengths: Sequence[int], anchors: Sequence[Sequence[int]], block_size: int, mask_token_id: int
+    token_ids: Tensor,
+    lengths: Sequence[int],
+    anchors: Sequence[Sequence[int]],
+    block_size: int,
+    mask_token_id: int,
+    reveals: Sequence[Tensor] | None = None,
 ) -> Blocks:
-    """Blocks at ``anchors`` of right-padded documents ``token_ids [D, S]`` of ``lengths``."""
+    """Blocks at ``anchors`` of right-padded documents ``token_ids [D, S]`` of ``lengths``.
+
+    ``reveals`` says for each document which slots of its blocks hold their true token; ``None``: no slot does.
+    """
     width = max(len(row) for row in anchors)
     table = torch.tensor([[*row, *([-1] * (width - len(row)))] for row in anchors])
     real = table >= 0
@@ -52,4 +73,9 @@ def build_blocks(
     tokens = token_ids.gather(1, positions.clamp(max=token_ids.shape[1] - 1).flatten(1)).view(positions.shape)
     inputs = torch.full_like(tokens, mask_token_id)
     inputs[..., 0] = tokens[..., 0]
-    return Blocks(table, inputs, positions, tokens[..., 1:], inside[..., 1:])
+    valid, revealed = inside[..., 1:], torch.zeros_like(inside[..., 1:])
+    for document, own in enumerate(reveals or ()):
+        revealed[document, : len(own)] = own
+    revealed &= valid
+    inputs[..., 1:] = torch.where(revealed, tokens[..., 1:], inputs[..., 1:])
+    return Blocks(table, inputs, positions, tokens[..., 1:], valid & ~revealed, revealed)

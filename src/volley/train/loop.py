@@ -129,13 +129,17 @@ class Trainer:
         at, documents = self.schedule.position, self.data.documents
         measure = (at.step + 1) % self.config.log_steps == 0
         anchors = {index: self.step_function.draw_anchors(documents[index], index, at.epoch) for index in indices}
-        weight = self.step_function.total_weight([documents[index] for index in indices], list(anchors.values()))
+        reveals = {index: self.step_function.draw_reveals(row, index, at.epoch) for index, row in anchors.items()}
+        weight = self.step_function.total_weight(
+            [documents[index] for index in indices], list(anchors.values()), list(reveals.values())
+        )
         loss = 0.0
         rights, valids = ([torch.empty(0, self.learner.shape.block_size - 1, dtype=torch.bool)] for _ in range(2))
         for part, counts in self._passes(indices, anchors):
             chosen = [documents[index] for index in part]
             features = self.source(chosen, part)
-            result = self.step_function(chosen, [anchors[index] for index in part], features, float(counts), measure)
+            rows, given = [anchors[index] for index in part], [own for i in part if (own := reveals[i]) is not None]
+            result = self.step_function(chosen, rows, features, float(counts), measure, reveals=given or None)
             torch.autograd.backward(result.loss / weight)
             if counts:
                 loss += result.loss.item() / weight

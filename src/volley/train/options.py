@@ -123,6 +123,9 @@ class TrainConfig:
     """Blocks drawn from each response in each epoch, at most."""
     anchors: str = "random"
     """``random`` anchors in each epoch, or the ``fixed`` grid of uniformly divided blocks (Table 9)."""
+    reveal: float = 0.0
+    """Share of the blocks in which a random number of slots hold their true tokens, as later denoising passes see them. Give
+    it for a drafter that is to draft in several passes."""
     loss_decay: str = "decay"
     """``decay`` weighs slot k by exp(−(k−1)/γ), ``uniform`` all alike (Fig. 5), ``pace`` by how much of the expected length hangs
     on it (D-PACE)."""
@@ -196,6 +199,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
         if self.fsdp and self.optimizer == "muon":
             raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
+        if self.reveal and self.loss_decay == "pace":
+            raise ConfigError(
+                "pace weighs whole blocks, and reveal leaves some of their slots out; use loss_decay='decay'"
+            )
         if self.no_features and self.taps is not None:
             raise ConfigError("no_features and taps exclude each other; drop one of the two")
         if (self.feature_server is None) != (self.feature_dir is None):
@@ -222,6 +229,7 @@ class TrainConfig:
             yield name, 0 <= getattr(self, name) <= 1, "in [0, 1]"
         shares = self.soft_targets + self.total_variation
         yield "total_variation", shares <= 1, "at most 1 together with soft_targets"
+        yield "reveal", 0 <= self.reveal <= 1, "in [0, 1]"
         yield "warmup", 0 <= self.warmup < 1, "in [0, 1)"
         for name in ("eval_prompts", "weight_decay"):
             yield name, getattr(self, name) >= 0, "0 or more"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
-from volley.train.anchors import Blocks, build_blocks, draw_anchors
+from volley.train.anchors import Blocks, build_blocks, draw_anchors, draw_reveals
 from volley.train.attention import ATTENTION, Layout
 from volley.train.documents import Document, pad
 from volley.train.features import Features, FrozenTarget
@@ -86,6 +86,12 @@ class StepFunction:
         start, length, count = document.response_start, len(document), config.anchors_per_sequence
         return draw_anchors(start, length, count, self.block_size, config.anchors, seed)
 
+    def draw_reveals(self, anchors: Sequence[int], index: int, epoch: int) -> Tensor | None:
+        """Which slots of the blocks at ``anchors`` of that document hold their true token; ``None``: none in this run."""
+        share = self.config.reveal
+        seed = f"reveal/{self.config.seed}/{epoch}/{index}"
+        return draw_reveals(len(anchors), self.block_size, share, seed) if share else None
+
     def split_passes(self, indices: Sequence[int], anchors: Mapping[int, Sequence[int]]) -> list[list[int]]:
         """Cut documents, by their index, where their blocks would exceed ``rows_per_pass`` rows of one forward pass."""
         passes: list[list[int]] = []
@@ -96,14 +102,21 @@ class StepFunction:
             passes[-1].append(index)
         return passes
 
-    def total_weight(self, documents: Sequence[Document], anchors: Sequence[Sequence[int]]) -> float:
-        """Σ of the slot weights of all blocks: what a step's loss is divided by, on every process alike."""
+    def total_weight(
+        self, documents: Sequence[Document], anchors: Sequence[Sequence[int]], reveals: Sequence[Tensor | None] = ()
+    ) -> float:
+        """Σ of the weights of all slots to predict: what a step's loss is divided by, on every process alike."""
         sums: list[float] = [0.0, *self.weights.cumsum(0).tolist()]
-        return sum(
+        total = sum(
             sums[min(self.block_size, len(document) - anchor) - 1]
             for document, row in zip(documents, anchors, strict=True)
             for anchor in row
         )
+        for document, row, own in zip(documents, anchors, reveals, strict=bool(reveals)):
+            if own is not None:
+                left = len(document) - torch.tensor(row)[:, None] - 1  # slots inside the response
+                total -= float((own & (torch.arange(self.block_size - 1) < left)).float().sum(0) @ self.weights)
+        return total
 
     def __call__(
         self,
@@ -113,13 +126,15 @@ class StepFunction:
         scale: float = 1.0,
         measure: bool = True,
         window: int | None = None,
+        reveals: Sequence[Tensor] | None = None,
     ) -> StepResult:
         """Loss of ``documents``; ``scale`` 0 makes it count for nothing (a process without a share of its own).
 
-        With a ``window`` blocks see at most so many tokens before them.
+        With a ``window`` blocks see at most so many tokens before them. What is measured are blocks without ``reveals``: those
+        that one draft pass fills.
         """
         lengths = [len(document) for document in documents]
-        blocks = build_blocks(pad(documents), lengths, anchors, self.block_size, self.mask_token_id)
+        blocks = build_blocks(pad(documents), lengths, anchors, self.block_size, self.mask_token_id, reveals)
         device = self.target.device
         with torch.no_grad():
             embeddings = self.target.embed(blocks.token_ids.flatten().to(device))
@@ -162,4 +177,10 @@ class StepFunction:
         every = torch.zeros(valid.shape, device=device)
         right = torch.zeros_like(valid)
         every[valid], right[valid] = losses, correct
-        return StepResult(loss, every.flatten(0, 1), right.flatten(0, 1), valid.flatten(0, 1), blocks.anchors.flatten())
+        window: int | None = None,
+        reveals: Sequence[Tensor] | None = None,
+    ) -> StepResult:
+        """Loss of ``documents``; ``scale`` 0 makes it count for nothing (a process without a share of its own).
+
+        With a ``window`` blocks see at most so many tokens before them. What is measured are blocks without ``reveals``: those
+        that one draft pass fills.

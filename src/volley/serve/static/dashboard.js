@@ -174,6 +174,14 @@ async function look() {
 // -- trying a prompt --------------------------------------------------------------------------------------------------
 
 let running = null; // the AbortController of the answer being streamed
+let denoises = false; // whether the model is a diffusion language model, whose canvas can be watched
+const models = fetch("../v1/models", { headers: headers() })
+  .then((response) => (response.ok ? response.json() : { data: [] }))
+  .then((listed) => {
+    show("model", listed.data[0]?.id ?? "");
+    denoises = listed.data[0]?.diffusion ?? false;
+  })
+  .catch(() => {});
 
 function headers() {
   const key = $("key").value;
@@ -196,6 +204,7 @@ async function ask() {
   let first = null;
   answer.replaceChildren();
   show("result", "");
+  await models;
   const response = await fetch("../v1/chat/completions", {
     method: "POST",
     headers: headers(),
@@ -207,6 +216,7 @@ async function ask() {
       stream: true,
       stream_options: { include_usage: true },
       mark_draft: true,
+      ...(denoises ? { diffusion: { stream_drafts: true } } : {}),
     }),
   });
   if (!response.ok) {
@@ -216,6 +226,14 @@ async function ask() {
   for await (const event of events(response)) {
     if (event.error) throw new Error(event.error.message);
     const choice = event.choices[0];
+    answer.querySelector(".sketch")?.remove(); // what stood on the canvas gives way to text, or to what stands there now
+    if (event.draft) {
+      const sketch = document.createElement("span");
+      sketch.className = "sketch";
+      sketch.textContent = event.draft.text;
+      answer.append(sketch);
+      answer.dataset.sketches = 1 + Number(answer.dataset.sketches ?? 0);
+    }
     if (choice?.delta.content) {
       first ??= performance.now();
       const piece = document.createElement("span");
@@ -276,8 +294,4 @@ if (asked) {
   $("form").requestSubmit();
 }
 
-fetch("../v1/models", { headers: headers() })
-  .then((response) => (response.ok ? response.json() : { data: [] }))
-  .then((listed) => show("model", listed.data[0]?.id ?? ""))
-  .catch(() => {});
 look();
