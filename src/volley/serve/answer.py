@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from volley.serve.errors import JSON, ApiError, as_api_error
 from volley.serve.replies import Choice, Dialect, Usage
-from volley.serve.worker import Drafted, End, Failure, Job, Piece, Scored, Worker
+from volley.serve.worker import End, Failure, Job, Piece, Scored, Sketched, Worker
 
 log = logging.getLogger("volley.serve")
 
@@ -75,7 +75,7 @@ class AnswerResponse(Response):
             self.worker.abort(self.job)
             self._note(scope)
 
-    async def _events(self) -> AsyncIterator[Scored | Piece | Drafted | End]:
+    async def _events(self) -> AsyncIterator[Scored | Piece | Sketched | End]:
         """The job's events until every choice has ended; raises the error of a failed job."""
         unfinished = len(self.choices)
         while unfinished:
@@ -114,7 +114,7 @@ class AnswerResponse(Response):
             if parts:
                 usage = self.usage if dialect.continuous_usage else None
                 await _send_events(send, [dialect.chunk([part], usage) for part in parts])
-            if isinstance(event, Drafted):
+            if isinstance(event, Sketched):
                 await _send_events(send, list(dialect.drafted(event)))
         await _send_events(send, dialect.closing(self.usage), more=False)
 

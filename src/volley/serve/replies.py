@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from volley.serve.parsing import AnswerParser, Part
-from volley.serve.worker import Drafted, End, Piece, Scored
+from volley.serve.worker import End, Piece, Scored, Sketched
 from volley.types import GenerationStats
 
 Object = dict[str, Any]
@@ -149,7 +149,7 @@ class Dialect:
             yield from (delta | marked for delta in self._deltas(piece.choice, part, sent))
             sent.add(run)
 
-    def drafted(self, event: Drafted) -> Iterator[Object]:
+    def drafted(self, event: Sketched) -> Iterator[Object]:
         """Chunks without a choice: what stands on a canvas is no part of the answer."""
         draft = event.draft
         told = {"index": event.choice, "step": draft.step, "text": draft.text, "token_ids": draft.token_ids}

@@ -38,7 +38,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class Sketched:
     """What stands on the canvas of a choice; it may still change."""
 
     choice: int
@@ -70,7 +70,7 @@ class Failure:
     error: Exception
 
 
-Event = Scored | Piece | Drafted | End | Failure
+Event = Scored | Piece | Sketched | End | Failure
 
 
 class QueueFull(Exception):
@@ -278,7 +278,7 @@ class Worker:
                 self._outbox.append((job, piece))
                 request.chunks = []
             if (draft := request.take_draft()) is not None:
-                self._outbox.append((job, Drafted(choice, draft)))
+                self._outbox.append((job, Sketched(choice, draft)))
             if request.finish_reason is not None:
                 del self._owner[request]
                 self._left += 1
