@@ -177,10 +177,5 @@ class StepFunction:
         every = torch.zeros(valid.shape, device=device)
         right = torch.zeros_like(valid)
         every[valid], right[valid] = losses, correct
-        window: int | None = None,
-        reveals: Sequence[Tensor] | None = None,
-    ) -> StepResult:
-        """Loss of ``documents``; ``scale`` 0 makes it count for nothing (a process without a share of its own).
-
-        With a ``window`` blocks see at most so many tokens before them. What is measured are blocks without ``reveals``: those
-        that one draft pass fills.
+        valid = valid & ~blocks.revealed.to(device).any(-1, keepdim=True)
+        return StepResult(loss, every.flatten(0, 1), right.flatten(0, 1), valid.flatten(0, 1), blocks.anchors.flatten())
