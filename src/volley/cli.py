@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from volley.console import Comparison
     from volley.engine.engine import Engine
     from volley.train.collect import Source
-    from volley.types import SamplingParams
+    from volley.types import DiffusionParams, SamplingParams
 
 
 class _Commands(TyperGroup):
@@ -138,9 +138,7 @@ def generate(
     diffusion: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for a diffusion language model; may be repeated.")
     ] = None,
-    stream_drafts: Annotated[
-        bool, typer.Option("--stream-drafts", help="On a terminal, show what stands on the canvas after each pass.")
-    ] = False,
+    stream_drafts: Annotated[bool, typer.Option("--stream-drafts", help="On a terminal, repaint canvases.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     thinking: Annotated[
         bool | None,
@@ -157,7 +155,7 @@ def generate(
     _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley import console
-    from volley.types import DiffusionParams, SamplingParams
+    from volley.types import SamplingParams
 
     params = SamplingParams(
         temperature=temperature,
@@ -168,9 +166,7 @@ def generate(
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
         draft_adapter=str(adapter) if adapter else None,
-        diffusion=DiffusionParams.from_words([*(diffusion or ()), *["stream_drafts=true"] * stream_drafts])
-        if diffusion or stream_drafts
-        else None,
+        diffusion=_diffusion([*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]),
     )
     engine = load_engine(models, decoding, capacity)
     if adapter is not None:
@@ -183,6 +179,12 @@ def generate(
     console.stderr().print(console.describe(result))
     if compare:
         _compare_with_plain(engine, asked, params)
+
+
+def _diffusion(words: list[str]) -> "DiffusionParams | None":
+    from volley.types import DiffusionParams
+
+    return DiffusionParams.from_words(words) if words else None
 
 
 def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool, raw_and_thinking: bool) -> None:
