@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from volley.models.target import Target
     from volley.policies.base import Policy
     from volley.proposers.base import Proposer
-    from volley.types import CanvasDraft, DiffusionParams, GenerationResult, GenerationStats, SamplingParams, TextChunk
+    from volley.types import DiffusionParams, GenerationResult, GenerationStats, SamplingParams, TextChunk
 
 __all__ = [
-    "CanvasDraft",
     "CapacityConfig",
     "DecodingConfig",
     "DiffusionParams",

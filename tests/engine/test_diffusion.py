@@ -15,13 +15,14 @@ from torch import Tensor
 from tests import tiny
 from tests.conftest import byte_tokenizer
 from tests.procedures.test_denoising import MASK, Masked, masked_model
-from volley import CanvasDraft, DiffusionParams, Engine, SamplingParams
+from volley import DiffusionParams, Engine, SamplingParams
 from volley.engine.recovery import recover
 from volley.errors import CapacityError, ConfigError, InputError, UnsupportedModelError
 from volley.models.diffusion import FAST_DLLM, SDAR
 from volley.models.target import Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
+from volley.types import CanvasDraft
 
 CANVAS = DiffusionParams(canvas_length=8, threshold=0.3)
 PROMPTS = [[*range(20, 20 + size)] for size in (3, 8, 13, 21)]
