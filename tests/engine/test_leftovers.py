@@ -17,12 +17,13 @@ from volley.engine.engine import Engine as AnyEngine
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
+from volley.models.backlog import Backlog
 from volley.policies.base import Cycle, Policy, View
 from volley.types import Proposal, Verdict
 
 OF_ONE_STEP = (Work, Ask, Proposal, Verdict, View, Cycle, Step, RaggedBatch, Segment)
-NOT_STATE = (nn.Module, KVStore, torch.dtype, torch.device, type, random.Random)
-"""Models and K/V, which are no part of any step."""
+NOT_STATE = (nn.Module, KVStore, Backlog, torch.dtype, torch.device, type, random.Random)
+"""Models and K/V, those to be made too, which are no part of any step."""
 SKIPPED = {"stats", "chunks", "target", "hf", "model"}
 DEPTH = 7
 

@@ -23,6 +23,7 @@ from volley.engine.states import (
 from volley.engine.step import Step
 from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import DenseKVStore
+from volley.models.backlog import Backlog
 from volley.models.draft_model import DraftModel
 from volley.procedures.request import Request
 from volley.types import Proposal, SamplingParams, Verdict
@@ -52,7 +53,9 @@ class Remembering(DraftModel):
 class World:
     """States of random requests, of which a text's every token is known by its mark."""
 
-    def __init__(self, chance: random.Random, *, prefix_caching: bool, window: int | None) -> None:
+    def __init__(
+        self, chance: random.Random, *, prefix_caching: bool, window: int | None, most_waiting: int = 9
+    ) -> None:
         self.chance = chance
         self.store = DenseKVStore([(1, 1)], PAGES * SIZE, torch.float64, torch.device("cpu"))
         self.pool = PagePool(PAGES, SIZE)
@@ -60,10 +63,10 @@ class World:
         self.window = window
         if window is None:
             self.model = Remembering(PAGES * SIZE)
-            self.drafting: DraftContext = DraftContext(self.model)
+            self.drafting: DraftContext = DraftContext(self.model, most_waiting)
         else:
             self.model = Remembering(ring_pages(BLOCK, window, SIZE) * SIZE * 3)
-            self.drafting = DraftRing(self.model, window, SIZE, 3)
+            self.drafting = DraftRing(self.model, window, SIZE, 3, most_waiting)
         self.sequences = Sequences(pages, [self.drafting])
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -124,6 +127,10 @@ class World:
             return
         step = with_batch(Step(works))
         assert step.batch is not None
+        self.sequences.prepare(step)
+        for work in works:
+            if work.ask.positions:
+                self.draft(work.request)
         features = [self.compute(work) for work in works]
         step.features = torch.tensor([value for own in features for value in own], dtype=torch.float64)[:, None]
         before = {work.request: work.request.computed for work in works}
@@ -136,6 +143,12 @@ class World:
             if own.finish_reason is not None:
                 self.running.remove(own)
                 self.sequences.release(own)
+
+    def draft(self, own: Request) -> None:
+        """What a draft does: reads the context, and writes a block's own K/V behind it."""
+        self.check_context(own)
+        end = own.draft_table.capacity if self.window is None else own.computed + BLOCK
+        self.model.kept[own.draft_table.slot_array(own.computed, min(end, own.computed + BLOCK))] = -1.0
 
     def compute(self, work: Work[Request]) -> list[float]:
         """What a pass does: writes the mark of every token, and returns the marks as features."""
@@ -157,8 +170,12 @@ class World:
             self.check()
 
     def check(self) -> None:
-        """Every token that counts as computed is where its position says, in both states."""
+        """Every token that counts as computed is where its position says, in both states once nothing waits."""
         self.sequences.check_integrity([*self.running, *self.waiting])
+        settles = self.chance.random() < 0.2
+        if settles:
+            self.sequences.settle()
+            assert len(self.drafting.backlog) == 0
         for own in self.running:
             end = own.computed
             if own.table.pages and end:
@@ -166,10 +183,15 @@ class World:
                 expected = torch.tensor([mark(own.token_ids[: p + 1]) for p in range(end)], dtype=torch.float64)
                 assert torch.equal(self.store.keys[0][slots, 0, 0], expected)
                 assert torch.equal(self.store.values[0][slots, 0, 0], -expected)
-                first = 0 if self.window is None else max(end - self.window, self.found[own])
-                where = own.draft_table.slot_array(first, end)
-                assert torch.equal(self.model.kept[where], expected[first:] + (own.adapter or 0))  # type: ignore[operator]
-                assert self.model.positions[where].tolist() == list(range(first, end))
+                if settles:
+                    self.check_context(own)
+
+    def check_context(self, own: Request) -> None:
+        first = 0 if self.window is None else max(own.computed - self.window, self.found[own])
+        expected = [mark(own.token_ids[: p + 1]) + (own.adapter or 0) for p in range(first, own.computed)]  # type: ignore[operator]
+        where = own.draft_table.slot_array(first, own.computed)
+        assert self.model.kept[where].tolist() == expected
+        assert self.model.positions[where].tolist() == list(range(first, own.computed))
 
 
 CHANCES = st.integers(0, 2**32 - 1).map(random.Random)
@@ -183,12 +205,13 @@ ACTIONS = st.lists(
     chance=CHANCES,
     prefix_caching=st.booleans(),
     window=st.sampled_from([None, None, 2, 6]),
+    most_waiting=st.sampled_from([0, 9, 1000]),
 )
 @settings(max_examples=150)
 def test_whatever_arrives_and_is_preempted_what_is_kept_is_the_text_s_own(
-    actions: list[str], chance: random.Random, prefix_caching: bool, window: int | None
+    actions: list[str], chance: random.Random, prefix_caching: bool, window: int | None, most_waiting: int
 ) -> None:
-    world = World(chance, prefix_caching=prefix_caching, window=window)
+    world = World(chance, prefix_caching=prefix_caching, window=window, most_waiting=most_waiting)
     for action in actions:
         getattr(world, action)()
         world.check()
@@ -205,16 +228,42 @@ def test_prefixes_were_found_above() -> None:
     assert world.cached > 50
 
 
-@pytest.mark.parametrize("fault", ["not moved", "one too many"])
+@pytest.mark.parametrize("fault", ["not moved", "one too many", "drafted too soon", "forgotten"])
 def test_what_a_wrong_keep_leaves_is_seen(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Trees whose K/V are not moved, and a request that counts the token that was refused."""
-    if fault == "not moved":
+    """Trees whose K/V are not moved, a request that counts the token that was refused, features that wait for too long."""
+    if fault == "drafted too soon":
+        monkeypatch.setattr(DraftContext, "prepare", lambda *_: None)
+    elif fault == "forgotten":
+        monkeypatch.setattr(Backlog, "write", lambda backlog: backlog.__init__(lambda *_: None))  # type: ignore[misc]
+    elif fault == "not moved":
         monkeypatch.setattr(DenseKVStore, "move", lambda *_: None)
     else:
         monkeypatch.setattr(Work, "num_kept", property(lambda work: work.num_known + len(work.proposal.token_ids)))
     world = World(random.Random(1), prefix_caching=False, window=None)
     with pytest.raises((AssertionError, RuntimeError)):
         world.go_on(200)
+
+
+def test_a_draft_pays_for_the_tokens_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the four that it needs were decoded then; the prompt's were due anyway."""
+    now = iter([10.0, 18.0])
+    monkeypatch.setattr("volley.engine.states.time.perf_counter", lambda: next(now))
+    own = DraftContext(Remembering(PAGES * SIZE))
+    first, second = request([1, 2]), request([1, 2], answered=1)
+    second.computed = 1
+    for place, held in enumerate((first, second)):
+        held.table.extend([place])
+    step = with_batch(Step([SPECULATIVE.read(first, 2), Work(second, Ask(Shape.CHAIN, Rule.GREEDY))]))
+    step.works[1].proposal, step.works[1].verdict = Proposal([3]), Verdict(1, [3, 4])
+    step = with_batch(step)
+    step.features = torch.zeros(4, 1, dtype=torch.float64)
+    own.keep(step)
+    plain = Step([Work(second, Ask(Shape.CHAIN, Rule.GREEDY))])
+    own.prepare(plain)
+    assert (len(own.backlog), plain.settling) == (4, 0.0)
+    drafting = Step([Work(second, Ask(Shape.CHAIN, Rule.GREEDY, 2, 2))])
+    own.prepare(drafting)
+    assert (len(own.backlog), drafting.settling) == (0, 4.0)
 
 
 # -- several states ----------------------------------------------------------------------------------------------------

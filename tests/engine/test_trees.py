@@ -226,6 +226,8 @@ def test_compacted_pages_hold_what_prefill_would_have_written(pair: Pair, page_s
         fresh = Engine(pair.target, pair.drafter, page_size=page_size, num_pages=200)
         whole = decode_until(fresh, request.token_ids[: request.computed], request.computed + 1)
         assert whole.computed == request.computed
+        for own in (engine, fresh):
+            own.sequences.settle()
         for stores in (
             (engine.runner.store, fresh.runner.store),
             (block_proposer(engine).model.store, block_proposer(fresh).model.store),

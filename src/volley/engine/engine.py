@@ -24,15 +24,7 @@ from volley.engine.pacing import Pacing
 from volley.engine.recurrent import make_recurrent
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
-from volley.engine.states import (
-    DraftContext,
-    DraftRing,
-    Sequences,
-    SequenceState,
-    Snapshot,
-    TargetPages,
-    ring_pages,
-)
+from volley.engine.states import DraftContext, DraftRing, Sequences, SequenceState, Snapshot, TargetPages, ring_pages
 from volley.engine.step import Step, Timings, accept, propose
 from volley.errors import CapacityError, ConfigError, InputError
 from volley.files import REFERENCE
@@ -183,6 +175,7 @@ class Engine:
         step = self.scheduler.schedule(self.pacing)  # who takes part, and what each is asked to do
         if not step.works:
             return []
+        self.sequences.prepare(step)  # what drafts read and was put off
         propose(step, self.proposer)  # drafts: from the drafter, from the text
         self.pacing.trim(step)  # how much of each is worth verifying
         self.runner.forward(step)  # one target pass: logits

@@ -24,7 +24,7 @@ class Runner:
         recurrent: RecurrentStates | None = None,
     ) -> None:
         """The states of the layers that the drafter of ``model`` reads are kept for it."""
-        self.target, self.store, self.model, self.recurrent = target, store, model, recurrent
+        self.target, self.store, self.recurrent = target, store, recurrent
         self._taps: Taps | None = None
         if model is not None:
             self._taps = Taps(target.model, model.drafter.config.target_layer_ids)
@@ -56,17 +56,9 @@ class Runner:
                 step.features = self._taps.take()[0]
 
     def seconds(self, tokens: int, requests: int) -> float:
-        """Seconds of a pass over ``tokens`` of made-up text, spread over ``requests``, all verified and one of each injected."""
-        target, model, lengths = self.target, self.model, spread(tokens, requests)
+        """Seconds of a pass over ``tokens`` of made-up text, spread over ``requests``, all verified."""
+        target, lengths = self.target, spread(tokens, requests)
         context = min(CONTEXT, max(0, target.context_length - max(lengths)))
         batch, store = made_up(lengths, target.kv_shapes, target.dtype, target.device, causal=True, context=context)
         rows = torch.arange(len(batch), device=target.device)[-tokens:]
-        width = 0 if model is None else model.drafter.fc.in_features
-        features = torch.zeros(requests, width, dtype=target.dtype, device=target.device)
-
-        def run() -> None:
-            best_tokens(target.forward(batch, store, rows))
-            if model is not None:
-                model.drafter.context_kv(features, batch.positions[:requests])
-
-        return fastest(run)
+        return fastest(lambda: best_tokens(target.forward(batch, store, rows)))

@@ -1,9 +1,10 @@
 """What the models remember of each request: K/V of the target on pages, of the drafter beside it or in a ring.
 
-A step ends with one verdict on every request, applied once: ``keep`` moves, injects, rolls back and publishes. A state of another
-kind (a recurrent layer's) is one more class here.
+A step ends with one verdict on every request, applied once: ``keep`` moves, rolls back and publishes. What only drafts read may
+wait until ``prepare``, before the next ones. A state of another kind (a recurrent layer's) is one more class here.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from volley.decode.verify import kept_rows
-from volley.decode.work import Work
+from volley.decode.work import Kind, Work
 from volley.engine.step import Step
 from volley.memory.attention import IntArray
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload, upload_together
 from volley.models.adapter import Adapter
+from volley.models.backlog import Backlog, KeptRun
 from volley.models.draft_model import DraftModel
 from volley.procedures.request import Request
 
@@ -56,6 +58,12 @@ class SequenceState(ABC):
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Take fewer tokens than :meth:`match_prefix` found, because another state knows fewer."""
+
+    def prepare(self, step: Step) -> None:
+        """Complete what the step's drafts read."""
+
+    def settle(self) -> None:
+        """Complete whatever was put off."""
 
     @abstractmethod
     def keep(self, step: Step) -> None:
@@ -140,31 +148,56 @@ class TargetPages(SequenceState):
 
 
 class DraftContext(SequenceState):
-    """The drafter's K/V of each request's tokens, made of the target's features: on the target's pages."""
+    """The drafter's K/V of each request's tokens, made of the target's features: on the target's pages.
 
-    def __init__(self, model: DraftModel) -> None:
-        self.model = model
+    Only drafts read them. They are made before the next draft, or once :attr:`most_waiting` tokens wait for theirs: where little
+    is drafted, the drafter's weights are read once for many passes, and no first token waits for the K/V of its prompt.
+    """
+
+    def __init__(self, model: DraftModel, most_waiting: int = 256) -> None:
+        self.model, self.most_waiting = model, most_waiting
+        self.backlog = Backlog(model.keep)
+        self._decoded = 0
+        """Tokens of answers among those that the last step added."""
+
+    def prepare(self, step: Step) -> None:
+        """A draft pays for the tokens of the last step: the others would have been due anyway."""
+        if not any(work.ask.positions for work in step.works) or not len(self.backlog):
+            return
+        started, overdue = time.perf_counter(), 1 - self._decoded / len(self.backlog)
+        self.settle()
+        step.settling = overdue * (time.perf_counter() - started)
+
+    def settle(self) -> None:
+        self._decoded = 0
+        self.backlog.write()
 
     def keep(self, step: Step) -> None:
+        if len(self.backlog) >= self.most_waiting:
+            self.settle()
         groups: dict[Adapter | None, list[int]] = {}
         for index, work in enumerate(step.works):
             groups.setdefault(work.request.adapter, []).append(index)
         for adapter, members in groups.items():
-            self._inject(step, members, adapter)
+            self._add(step, members, adapter)
+        self._decoded = sum(work.num_kept for work in step.works if work.kind is not Kind.PREFILL)
 
-    def _inject(self, step: Step, members: list[int], adapter: Adapter | None) -> None:
-        """Inject for some of the works, out of the features of the whole pass."""
+    def _add(self, step: Step, members: list[int], adapter: Adapter | None) -> None:
+        """Take the features of some of the works out of those of the whole pass."""
         assert step.batch is not None
         assert step.features is not None
-        kept, kv_slots = [], []
+        features, kept, runs = step.features, list[slice | Tensor](), list[KeptRun]()
         for index in members:
             work, start = step.works[index], step.batch.offsets[index]
             table, first = work.request.draft_table, work.request.computed
             skip = max(0, work.num_kept - table.capacity) if table.is_ring else 0
             kept.append(kept_rows(work.num_known, work.verdict, start, skip))
-            kv_slots.append(table.slots(first + skip, first + work.num_kept))
-        rows, where = (_on_device(parts, step.features.device) for parts in (kept, kv_slots))
-        self.model.keep(step.features[rows], step.batch.positions[rows], where, adapter)
+            first, end = first + skip, first + work.num_kept
+            runs.append(KeptRun(first, end, table.slots(first, end)))
+        if sum(run.end - run.start for run in runs) < len(features):  # else all of them stay, in their order
+            rows = _on_device(kept, features.device)
+            features = features[rows].clone() if isinstance(rows, slice) else features[rows]
+        self.backlog.add(features, runs, adapter)
 
 
 def _on_device(parts: list[slice | Tensor], device: torch.device) -> slice | Tensor:
@@ -178,8 +211,10 @@ def _on_device(parts: list[slice | Tensor], device: torch.device) -> slice | Ten
 class DraftRing(DraftContext):
     """The same for the last tokens only, on a ring of pages that every running request has to itself."""
 
-    def __init__(self, model: DraftModel, window: int, page_size: int, max_running: int) -> None:
-        super().__init__(model)
+    def __init__(
+        self, model: DraftModel, window: int, page_size: int, max_running: int, most_waiting: int = 256
+    ) -> None:
+        super().__init__(model, most_waiting)
         self.window, self.page_size = window, page_size
         self.pages = ring_pages(model.drafter.config.block_size, window, page_size)
         self.pool = PagePool(self.pages * max_running, page_size)
@@ -232,6 +267,17 @@ class Sequences:
         if request.num_output == 0:
             request.stats.cached_tokens = request.computed
         return True
+
+    def prepare(self, step: Step) -> None:
+        """Complete what the step's drafts read."""
+        with step.timings.count("draft"):
+            for state in self.states:
+                state.prepare(step)
+
+    def settle(self) -> None:
+        """Complete whatever was put off: then every state's K/V are there for who looks at them."""
+        for state in self.states:
+            state.settle()
 
     def keep(self, step: Step) -> None:
         """Apply the step's verdicts to every state."""

@@ -43,6 +43,8 @@ class Step:
     """Whether the policy reads the drafter's confidences."""
     started: float = field(default_factory=time.perf_counter)
     timings: Timings = field(default_factory=Timings)
+    settling: float = 0.0
+    """Seconds before drafting that went to tokens of earlier steps."""
     drafted_at: float = 0.0
     """When drafting had ended, and ``drafting`` is how many seconds it took."""
     drafting: float = 0.0
@@ -74,7 +76,7 @@ def propose(step: Step, drafter: Proposer | None) -> None:
         for work in drafting:
             if work.ask.rule is Rule.MATCH:
                 work.request.foreseen = max(work.request.foreseen, work.request.length + work.ask.positions)
-    step.drafting = time.perf_counter() - step.started
+    step.drafting = time.perf_counter() - step.started - step.settling
 
 
 def accept(step: Step) -> None:
