@@ -178,7 +178,7 @@ class WithoutDraftContext(TargetPages):
 
 
 def test_holes_in_the_prefix_cache(drafter: Path, rows: Path) -> None:
-    engine = Engine.from_pretrained(drafter=drafter, dtype=torch.float32)
+    engine = Engine.from_pretrained(drafter=drafter, dtype=torch.float32, draft_window=0)
     pages = engine.sequences.pages
     holes = WithoutDraftContext(pages.pool, pages.store, prefix_caching=True)
     assert engine.draft_model is not None

@@ -267,6 +267,8 @@ def law_with_head(params: SamplingParams, kind: str = "residual", **options: Any
         ("selector", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("domino", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("domino", {"verification": "match"}, {}),
+        ("gated", {"verification": "speculative"}, {"draft_temperature": 0.6}),
+        ("rnn", {"verification": "speculative"}, {"draft_temperature": 0.6}),
     ],
 )
 def test_the_law_with_a_sequential_head_is_the_targets(
@@ -289,7 +291,7 @@ def scored_as_after_the_anchor(after: Transitions, works: Works) -> list[Proposa
     return proposals
 
 
-@pytest.mark.parametrize("kind", ["residual", "dspark", "selector", "domino"])
+@pytest.mark.parametrize("kind", ["residual", "dspark", "gated", "rnn", "selector", "domino"])
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(block, "walk_sampled", scored_as_after_the_anchor)
     probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative")

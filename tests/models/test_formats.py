@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import byte_tokenizer
 from tests.tiny import VOCAB, drafter_config, eager_model, random_drafter, target_config
 from volley.errors import CheckpointError, ConfigError, MismatchError, VolleyError
 from volley.files import load_tensors, read_json, save_tensors
@@ -223,8 +224,8 @@ def test_dspark_in_the_layout_of_its_other_trainer() -> None:
     raw["dflash_config"] |= {"projector_type": "dspark", "markov_rank": 4, "enable_confidence_head": True}
     config = parse_config(raw)
     assert (config.head, config.sample_from_anchor) == (HeadConfig(type="dspark", rank=4), False)
-    raw["dflash_config"]["markov_head_type"] = "gated"
-    with pytest.raises(ConfigError, match="markov_head_type is 'gated'; only 'vanilla' is supported"):
+    raw["dflash_config"]["markov_head_type"] = "looped"
+    with pytest.raises(ConfigError, match="markov_head_type is 'looped'; volley reads 'vanilla', 'gated' and 'rnn'"):
         parse_config(raw)
 
 
@@ -475,7 +476,7 @@ def test_a_foreign_dspark_drafter_is_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"markov_head_type": "gated"}, "markov_head_type is 'gated'; only 'vanilla' is supported"),
+        ({"markov_head_type": "looped"}, "markov_head_type is 'looped'; volley reads 'vanilla', 'gated' and 'rnn'"),
         ({"dflash_config": 3}, "dflash_config is 3; it must be an object"),
         ({"markov_rank": 0}, r"head\.rank is 0; it must be a positive integer"),
         ({"sample_from_anchor": "yes"}, "sample_from_anchor is 'yes'"),
@@ -492,3 +493,19 @@ def test_a_markov_head_is_dsparks() -> None:
     for changes in ({"speculators_model_type": "dspark"}, {"markov_rank": 5}):
         with pytest.raises(ConfigError, match="only dspark has one"):
             parse_config({**foreign(), **changes})
+
+
+def test_a_mask_token_named_by_its_text(tmp_path: Path) -> None:
+    source = saved(tmp_path)
+    raw = read_json(source / "config.json")
+    del raw["dflash_config"]["mask_token_id"]
+    raw["dflash_config"]["mask_token"] = "<|mask|>"
+    (source / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"'<\|mask\|>', and there is no tokenizer\.json; put the target's"):
+        read_checkpoint(source)
+    byte_tokenizer().save_pretrained(source)
+    assert read_checkpoint(source).config.mask_token_id == 3
+    raw["dflash_config"]["mask_token"] = "<|blank|>"
+    (source / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="does not have it"):
+        read_checkpoint(source)

@@ -416,7 +416,7 @@ class Engine:
     def _check_trees(self, config: DecodingConfig) -> None:
         if config.tree_nodes is not None and not self._can_grow_trees:
             raise ConfigError(
-                f"tree_nodes is {config.tree_nodes} and there is no drafter to grow a tree, or its head (Domino) cannot; use None"
+                f"tree_nodes is {config.tree_nodes} and there is no drafter to grow a tree, or its head has a state; use None"
             )
 
     @property

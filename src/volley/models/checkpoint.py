@@ -19,7 +19,7 @@ _IGNORED_KEYS = {
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_window_size"}
-HEADS = ("residual", "markov", "dspark", "selector", "domino")
+HEADS = ("residual", "markov", "dspark", "gated", "rnn", "selector", "domino")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,8 @@ class HeadConfig:
     """A sequential head on the slots (``heads.py``); in ``config.json`` the object ``head``."""
 
     type: str
-    """``residual``; ``markov``, the same without the context; ``dspark``, a Markov head as two tables; ``selector``: DFlash 2;
+    """``residual``; ``markov``, the same without the context; ``dspark``, a Markov head as two tables, ``gated`` and ``rnn``, the
+    same with a gate or a state; ``selector``: DFlash 2;
     ``domino`` (``domino.py``)."""
     rank: int
     candidates: int = 32
@@ -203,6 +204,7 @@ class DrafterConfig:
         parts = [
             (self.head is not None and self.head.type == "selector", "DFlash 2's selector"),
             (self.head is not None and self.head.type == "domino", "Domino's head"),
+            (self.head is not None and self.head.type in ("gated", "rnn"), "DSpark's head with a gate or a state"),
             (self.conv_kernel_size is not None, "DFlash 2's convolutions"),
             (bool(self.causal_layers), "causal blocks"),
             (self.target_hidden_size is not None, "a width of its own"),

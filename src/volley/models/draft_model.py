@@ -13,7 +13,7 @@ from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
 from volley.models.adapter import Adapter, adapted, drafter_fingerprint
-from volley.models.domino import BoundDomino, DominoHead
+from volley.models.domino import BoundRecurrent, DominoHead, RecurrentMarkovTables
 from volley.models.drafter import Drafter
 from volley.models.fused import FusedDecoder
 from volley.models.heads import BoundHead, Projection
@@ -42,9 +42,11 @@ class DraftModel:
         self._attention = attention
         self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
         self._injection = Injection(drafter, store)
-        self.bound_head: BoundHead | BoundDomino | None = None
+        self.bound_head: BoundHead | BoundRecurrent | None = None
         if isinstance(drafter.head, DominoHead):
-            self.bound_head = BoundDomino(drafter.head, lambda ids: drafter.embed(ids, embed), drafter.drafted)
+            self.bound_head = BoundRecurrent(drafter.head, lambda ids: drafter.embed(ids, embed), drafter.drafted)
+        elif isinstance(drafter.head, RecurrentMarkovTables):
+            self.bound_head = BoundRecurrent(drafter.head, drafter.head.markov_w1, drafter.drafted)
         elif drafter.head is not None and config.head is not None:
             self.bound_head = BoundHead(
                 drafter.head, config.head.candidates, embed, head, config.vocab_size, drafter.drafted

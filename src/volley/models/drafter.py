@@ -22,10 +22,10 @@ from volley.memory import kernels
 from volley.models.accelerate import accelerate, share
 from volley.models.checkpoint import DrafterConfig
 from volley.models.convolution import BlockConvolution
-from volley.models.domino import DominoHead
+from volley.models.domino import DominoHead, RecurrentMarkovTables
 from volley.models.formats import drafter_folder, read_checkpoint, weight_files
 from volley.models.fused import fits, layer_shape, layer_weights
-from volley.models.heads import MarkovTables, Projection, ResidualHead, Selector, SequentialHead
+from volley.models.heads import GatedMarkovTables, MarkovTables, Projection, ResidualHead, Selector, SequentialHead
 from volley.models.joined import JoinedWeights
 from volley.models.loading import drafter_path
 from volley.models.products import make_product
@@ -170,14 +170,17 @@ def _make_head(config: DrafterConfig) -> SequentialHead | DominoHead | None:
     head = config.head
     if head is None:
         return None
+    rows = config.draft_vocab_size or config.vocab_size
     if head.type == "domino":
         assert head.state is not None
-        rows = config.draft_vocab_size or config.vocab_size
         return DominoHead(config.hidden_size, head.state, head.rank, rows, head.uncorrected)
     if head.type == "selector":
         return Selector(config.hidden_size, config.vocab_size, head.rank)
     if head.type == "dspark":
-        return MarkovTables(config.vocab_size, config.draft_vocab_size or config.vocab_size, head.rank)
+        return MarkovTables(config.vocab_size, rows, head.rank)
+    if head.type in ("gated", "rnn"):
+        kind = GatedMarkovTables if head.type == "gated" else RecurrentMarkovTables
+        return kind(config.hidden_size, config.vocab_size, rows, head.rank)
     return ResidualHead(config.hidden_size, head.rank, with_context=head.type == "residual")
 
 

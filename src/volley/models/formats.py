@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError
@@ -25,7 +26,7 @@ from volley.files import BUNDLED_DRAFTERS, load_tensors, read_json, save_tensors
 from volley.models.checkpoint import Checkpoint, DrafterConfig, HeadConfig
 from volley.models.gguf.drafter import obstacles_in_gguf, read_gguf, write_gguf
 from volley.models.gguf.file import is_gguf
-from volley.models.variants import CONVOLUTION_KEYS, SELECTOR_KEYS, vanilla_head
+from volley.models.variants import CONVOLUTION_KEYS, SELECTOR_KEYS, markov_head
 from volley.models.variants import own_name as variant_name
 
 Format = Literal["zlab", "speculators", "sglang", "transformers", "dspark", "gguf"]
@@ -88,6 +89,25 @@ def parse_config(raw: Mapping[str, Any]) -> DrafterConfig:
     return DrafterConfig.from_json(raw)
 
 
+def read_raw(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a drafter's folder; a mask token that it names by text gets its number from a tokenizer beside it."""
+    raw = read_json(folder / "config.json")
+    for place in (raw, raw.get("dflash_config")):
+        name = place.pop("mask_token", None) if isinstance(place, dict) else None
+        if name is None or not isinstance(place, dict) or place.get("mask_token_id") is not None:
+            continue
+        file = folder / "tokenizer.json"
+        number = Tokenizer.from_file(str(file)).token_to_id(str(name)) if file.exists() else None
+        if number is None:
+            why = "tokenizer.json does not have it" if file.exists() else "there is no tokenizer.json"
+            raise ConfigError(
+                f"{folder}: the mask token is {name!r}, and {why}; put the target's tokenizer.json into the folder, or the "
+                "token's number into config.json as mask_token_id"
+            )
+        place["mask_token_id"] = number
+    return raw
+
+
 def own_name(name: str) -> str:
     """volley's name of a tensor."""
     return {theirs: own for own, theirs in _TRANSFORMERS_NAMES.items()}.get(name, variant_name(name))
@@ -137,7 +157,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if is_gguf(path):
         return read_gguf(path)
     path = drafter_folder(path)
-    config = parse_config(read_json(path / "config.json"))
+    config = parse_config(read_raw(path))
     stored = (pair for file in weight_files(path) for pair in load_tensors(file).items())
     tensors = {own_name(name): tensor for name, tensor in stored if not name.startswith(CONFIDENCE)}
     config = with_stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -309,7 +329,7 @@ def _head_and_block(raw: Mapping[str, Any], *, anchored: bool) -> dict[str, Any]
     """
     head = None
     if raw.get("markov_rank") is not None:
-        head = vanilla_head(raw)
+        head = markov_head(raw)
     from_anchor, size = raw.get("sample_from_anchor", anchored and head is not None), raw.get("block_size")
     if not isinstance(from_anchor, bool) or (from_anchor and head is None):
         raise ConfigError(f"sample_from_anchor is {from_anchor!r}; only DSpark drafters predict from the anchor's slot")

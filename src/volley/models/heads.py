@@ -6,8 +6,9 @@ token c with embedding e: ``h + Q·silu(P·e + A·h)``, of rank r. With the targ
 product of two short rows. The head has no tensor of the vocabulary's size.
 
 Without A it knows the token before and nothing else: a logit bias ``W1_c · W2_j`` with ``W1 = silu(P·e)`` and ``W2 = E·Q``. That
-is DSpark's Markov head. Other programs keep these two tables (:class:`MarkovTables`) instead of P and Q. DFlash 2 keeps two
-tables as well, and multiplies their product with the state (:class:`Selector`).
+is DSpark's Markov head. Other programs keep these two tables (:class:`MarkovTables`) instead of P and Q, perhaps with a gate on
+the first (:class:`GatedMarkovTables`). DFlash 2 keeps two tables as well, and multiplies their product with the state
+(:class:`Selector`).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from volley.errors import ConfigError
 from volley.models.accelerate import accelerate
@@ -66,7 +67,7 @@ class ResidualHead(nn.Module):
 class MarkovTables(nn.Module):
     """DSpark's Markov head as others train it: ``markov_w1 [V, r]`` and ``markov_w2 [N, r]`` of N drafted tokens."""
 
-    context = None
+    context: Projection | None = None
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -83,6 +84,22 @@ class MarkovTables(nn.Module):
 
     def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
         return rows
+
+
+class GatedMarkovTables(MarkovTables):
+    """DSpark's gated head: the logit of token j after token c grows by ``(sigmoid(G·[h; W1_c]) ∘ W1_c) · W2_j``."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, rank)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank)
+
+    def context(self, hidden: Tensor) -> Tensor:
+        """The states' share of the gate."""
+        return linear(hidden, self.gate_proj.weight[:, : hidden.shape[-1]], self.gate_proj.bias)
+
+    def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        assert own is not None, "a gate has a context"
+        return rows * (own + linear(rows, self.gate_proj.weight[:, -rows.shape[-1] :])).sigmoid()
 
 
 class Selector(nn.Module):

@@ -13,11 +13,14 @@ from volley.errors import ConfigError
 
 SELECTOR_KEYS = ("selector_rank", "selector_top_k")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
+_GATES = [f"{name}_proj.{part}" for name in ("gate", "joint") for part in ("weight", "bias")]
+_MARKOV_HEADS = {"vanilla": "dspark", "gated": "gated", "rnn": "rnn"}
 _TENSORS = {
     "candidate_selector.predecessor_codebook": "head.predecessor_codebook",
     "candidate_selector.successor_codebook": "head.successor_codebook",
     "candidate_selector.hidden_projection.weight": "head.context.weight",
     **{f"markov_head.markov_{name}.weight": f"head.markov_{name}.weight" for name in ("w1", "w2")},
+    **{f"markov_head.{name}": f"head.{name}" for name in _GATES},
 }
 _HEAD_KEYS = {
     "projector_type", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
@@ -31,12 +34,12 @@ def own_name(name: str) -> str:
     return f"head.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else _TENSORS.get(name, name)
 
 
-def vanilla_head(raw: Mapping[str, Any]) -> dict[str, Any]:
+def markov_head(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The head of DSpark's keys in ``raw``."""
     kind = raw.get("markov_head_type", "vanilla")
-    if kind != "vanilla":
-        raise ConfigError(f"markov_head_type is {kind!r}; only 'vanilla' is supported")
-    return {"type": "dspark", "rank": raw["markov_rank"]}
+    if kind not in _MARKOV_HEADS:
+        raise ConfigError(f"markov_head_type is {kind!r}; volley reads 'vanilla', 'gated' and 'rnn'")
+    return {"type": _MARKOV_HEADS[kind], "rank": raw["markov_rank"]}
 
 
 def plain(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def _head(dflash: Mapping[str, Any]) -> dict[str, Any] | None:
         sizes = {"rank": dflash.get("emb_dim"), "state": dflash.get("gru_hidden_dim")}
         return {"type": "domino", **sizes, "uncorrected": dflash.get("pure_draft_prefix_len", 0)}
     if kind == "dspark" and dflash.get("markov_rank"):
-        return vanilla_head(dflash)
+        return markov_head(dflash)
     if any(dflash.get(key) is not None for key in SELECTOR_KEYS):
         missing = [key for key in SELECTOR_KEYS if dflash.get(key) is None]
         if missing:

@@ -23,7 +23,7 @@ from volley.decode.work import Drafted, Rule, Shape, Work
 from volley.errors import ConfigError
 from volley.memory.batch import Segment
 from volley.models.adapter import Adapter
-from volley.models.domino import BoundDomino
+from volley.models.domino import BoundRecurrent
 from volley.models.draft_model import DraftModel
 from volley.models.heads import BoundHead
 from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
@@ -176,7 +176,7 @@ class BlockProposer(Proposer):
         return fastest(lambda: model.block_states(batch, store)), fastest(choose)
 
 
-def _following(head: BoundHead | BoundDomino | None, hidden: Tensor, logits: Tensor) -> Following:
+def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: Tensor) -> Following:
     """The logits of each of a block's positions, ``hidden [k, H]`` and ``logits [k, V]``, after the token before it."""
     if head is None:
         return lambda position, _: logits[position : position + 1]
@@ -235,7 +235,7 @@ def _choose(works: Works, logits: Tensor) -> None:
         row += len(rows)
 
 
-def _walk(works: Works, head: BoundHead | BoundDomino, hidden: Tensor, logits: Tensor) -> float:
+def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor) -> float:
     """Proposals of a drafter with a sequential head; returns the seconds it took."""
     started, sizes = time.perf_counter(), _sizes(works)
     alike: dict[tuple[Any, ...] | None, list[int]] = {}  # requests that are walked side by side
@@ -266,7 +266,9 @@ def _walk_lattices(works: list[Work[Any]], head: BoundHead, hidden: Tensor, logi
             work.proposal = walk_greedy(lattice)
 
 
-def _walk_distributions(works: list[Work[Any]], head: BoundHead | BoundDomino, hidden: Tensor, logits: Tensor) -> None:
+def _walk_distributions(
+    works: list[Work[Any]], head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor
+) -> None:
     """Chains of requests that sample alike, all judged by one rule, token by token."""
     walks = {Rule.MATCH: walk_coupled, Rule.GREEDY: walk_best}
     walk = walks.get(works[0].ask.rule, walk_sampled)

@@ -14,8 +14,7 @@ import torch
 
 from volley.config import DraftingConfig
 from volley.errors import ConfigError, UnsupportedModelError, check_keys
-from volley.files import read_json
-from volley.models.formats import drafter_folder, parse_config
+from volley.models.formats import drafter_folder, parse_config, read_raw
 
 TESTED = "0.32"
 PROPOSER = "volley.vllm.Proposer"
@@ -76,7 +75,7 @@ def engine_args(
 
     Where vLLM does not let a proposer work, these are its built-in ``dflash`` with the drafter's whole block; the log says why.
     """
-    config = parse_config(read_json(drafter_folder(Path(options.drafter)) / "config.json"))
+    config = parse_config(read_raw(drafter_folder(Path(options.drafter))))
     slots = config.block_size - 1
     obstacles = [
         (not eager, "compiled passes do not call the hooks that tap the target"),
