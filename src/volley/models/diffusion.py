@@ -40,6 +40,13 @@ LLADA2 = BlockDiffusion(
     ),
 )
 """LLaDA2.1: as SDAR, and revealed tokens may be replaced. With an ``edit_threshold`` of 1 it is LLaDA2.0."""
+JOINT = BlockDiffusion(
+    mask_token_id=0,
+    has_causal_context=True,
+    defaults=DiffusionParams(canvas_length=8, strategy="low_confidence_dynamic", threshold=0.9, entropy_bound=0.35),
+)
+"""A causal LM that was also taught to fill masks (TiDAR, arXiv 2511.08923): finished text stays causal, and canvases begin
+anywhere. Its config says so in ``block_diffusion``: ``mask_token_id``, and the defaults of requests by their names."""
 
 _NATIVE = {"sdar": ("qwen3", SDAR), "sdar_moe": ("qwen3_moe", SDAR), "fast_dllm_qwen": ("qwen2", FAST_DLLM)}
 """Families whose weights are those of an architecture that transformers has, by ``model_type`` in lower case."""
@@ -54,7 +61,10 @@ _REFUSED = {
 def load_target(
     path: str | Path, dtype: torch.dtype, device: str | torch.device, weights: TargetWeights = "auto"
 ) -> Target:
-    """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config."""
+    """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config.
+
+    A causal LM whose config has ``block_diffusion`` is both.
+    """
     try:
         values, _ = PretrainedConfig.get_config_dict(path)
     except Exception:  # what is wrong with it is for the loader of causal LMs to say
@@ -74,7 +84,22 @@ def load_target(
         return _checked(path, lambda: DiffusionGemma.from_folder(path, dtype, device))
     if kind in _NATIVE:
         return _checked(path, lambda: _load_native(path, values, *_NATIVE[kind], dtype, device))
-    return Target.from_pretrained(path, dtype, device, weights)
+    target = Target.from_pretrained(path, dtype, device, weights)
+    if (own := values.get("block_diffusion")) is not None:
+        target.diffusion = _joint(path, own, target.vocab_size)
+    return target
+
+
+def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
+    remedy = f'{path}: "block_diffusion" in config.json must be an object with the mask_token_id, a token of the model'
+    if not isinstance(own, dict) or own.get("mask_token_id") not in range(vocab_size):
+        raise CheckpointError(f"{remedy}; it is {own!r}")
+    defaults = {name: value for name, value in own.items() if name != "mask_token_id"}
+    try:
+        settings = DiffusionParams.from_mapping(defaults)
+    except ConfigError as error:
+        raise CheckpointError(f"{remedy}, and defaults of requests: {error}") from None
+    return replace(JOINT, mask_token_id=own["mask_token_id"], defaults=settings.over(JOINT.defaults))
 
 
 def _checked(path: str | Path, load: Callable[[], Target]) -> Target:

@@ -1,0 +1,279 @@
+"""DiffusionGemma here and by transformers' own generate: time of answers, passes over canvases, and the sampler's memory.
+
+    python -m benchmarks.diffusion_speed generate --repeats 3
+    python -m benchmarks.diffusion_speed verify
+    python -m benchmarks.diffusion_speed memory
+
+Random weights, fp32, canvases of 64 tokens. ``generate``: alone, a canvas takes all its passes, so that both do the same work;
+eight at once are padded by transformers, and canvases settle after unequal passes, which random numbers decide: those of each
+program. Both take turns. ``verify``: a pass that denoises eight canvases of 16, beside one that verifies as many tokens, on the
+bundled target's weights. ``memory``: of one denoising pass of 256 slots over a vocabulary of 262,144.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DiffusionGemmaTextConfig
+
+from tests.diffusion_gemma import random_model
+from volley import DiffusionParams, Engine, SamplingParams, Target
+from volley.decode.renoise import Renoise
+from volley.decode.sampling import PositionNoise
+from volley.decode.work import Kind
+from volley.files import REFERENCE
+from volley.models.diffusion import JOINT
+from volley.models.diffusion_gemma import DiffusionGemma
+from volley.proposers.scripted import ScriptedProposer
+
+CANVAS = 64
+CANVASES = 3
+STEPS = 8
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny (width 32, 2 layers, V 99)": {},
+    "small (width 256, 6 layers, V 8192)": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 64,
+        "moe_intermediate_size": 64,
+        "per_layer_config": {n: {"head_dim": 64, "num_key_value_heads": 2} for n in (1, 3, 5)},
+        "initializer_range": 0.02,
+    },
+}
+
+
+def make_model(changes: dict[str, Any]) -> DiffusionGemmaForBlockDiffusion:
+    """Random weights, in the shape of the tests' model but for ``changes``."""
+    like = random_model().config
+    text = DiffusionGemmaTextConfig(**{**like.text_config.to_dict(), **changes})
+    config = DiffusionGemmaConfig(text_config=text, vision_config=like.vision_config, canvas_length=CANVAS)
+    model = DiffusionGemmaForBlockDiffusion(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5 if weight.dim() > 1 else 1)
+    return model
+
+
+class Run(NamedTuple):
+    seconds: float
+    passes: float
+    """Over a canvas, the mean."""
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def prompts(count: int, vocab_size: int) -> list[list[int]]:
+    noise = torch.Generator().manual_seed(0)
+    return [torch.randint(1, vocab_size, (24 + 3 * n,), generator=noise).tolist() for n in range(count)]
+
+
+def by_transformers(hf: Any, asked: list[list[int]], entropy: float) -> Run:
+    from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
+
+    longest = max(map(len, asked))
+    tokens = torch.tensor([[0] * (longest - len(ids)) + ids for ids in asked])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked])
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    handle = hf.model.decoder.register_forward_hook(count)
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hf.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=CANVASES * CANVAS,
+            max_denoising_steps=STEPS,
+            sampler_config=EntropyBoundSamplerConfig(entropy_bound=2.0),
+            t_min=0.4,
+            t_max=0.8,
+            stability_threshold=1 if entropy else STEPS + 1,
+            confidence_threshold=entropy or 1e-9,
+        )
+    seconds = time.perf_counter() - started
+    handle.remove()
+    return Run(seconds, passes / CANVASES)
+
+
+def by_volley(engine: Engine, asked: list[list[int]], entropy: float) -> tuple[Run, float]:
+    """And the passes that commits took, per canvas that had to be committed."""
+    own = DiffusionParams(
+        max_steps=STEPS,
+        entropy_bound=2.0,
+        t_min=0.4,
+        t_max=0.8,
+        stability_threshold=1 if entropy else STEPS + 1,
+        confidence_threshold=entropy or 1e-9,
+    )
+    params = SamplingParams(temperature=1.0, max_tokens=CANVASES * CANVAS, ignore_eos=True, diffusion=own)
+    started = time.perf_counter()
+    results = list(engine.generate(asked, params))
+    seconds = time.perf_counter() - started
+    assert all(len(result.token_ids) == CANVASES * CANVAS for result in results)
+    canvases = sum(result.stats.canvases for result in results)
+    passes = sum(result.stats.denoising_steps for result in results) / canvases
+    committed = sum(result.stats.commit_passes for result in results) / (canvases - len(asked))
+    return Run(seconds, passes), committed
+
+
+def compare_generate(repeats: int) -> None:
+    print(
+        "| model | requests | transformers s | volley s | ratio | passes a canvas, transformers | volley | commits saved |"
+    )
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for name, changes in SHAPES.items():
+        hf = make_model(changes)
+        capacity = {"prefix_caching": False, "max_batch_tokens": 1024}
+        engine = Engine(DiffusionGemma(copy.deepcopy(hf)), **capacity)
+        vocab_size = hf.config.text_config.vocab_size
+        for count in (1, 8):
+            entropy = 0.0 if count == 1 else mean_entropy(engine, prompts(1, vocab_size)[0])
+            asked = prompts(count, vocab_size)
+            by_transformers(hf, asked, entropy)
+            by_volley(engine, asked, entropy)
+            theirs, ours, saved = [], [], 0.0
+            for _ in range(repeats):
+                theirs.append(by_transformers(hf, asked, entropy))
+                run, committed = by_volley(engine, asked, entropy)
+                ours.append(run)
+                saved = 1 - committed
+            ratios = [their.seconds / own.seconds for their, own in zip(theirs, ours, strict=True)]
+            columns = [
+                spread([run.seconds for run in theirs]),
+                spread([run.seconds for run in ours]),
+                spread(ratios),
+                f"{statistics.mean(run.passes for run in theirs):.1f}",
+                f"{statistics.mean(run.passes for run in ours):.1f}",
+                f"{saved:.2f}",
+            ]
+            print(f"| {name} | {count} | " + " | ".join(columns) + " |", flush=True)
+
+
+def mean_entropy(engine: Engine, prompt: list[int]) -> float:
+    """What a canvas has in the middle of its passes: about half of them settle before the last one."""
+    found: list[float] = []
+    whole = engine.procedures.by_mode["diffusion"]
+    denoise = whole.denoise  # type: ignore[attr-defined]
+
+    def note(request: Any, rows: Tensor) -> None:
+        found.append(float(torch.special.entr((rows / 0.6).softmax(-1)).sum(-1).mean()))
+        denoise(request, rows)
+
+    whole.denoise = note  # type: ignore[attr-defined]
+    by_volley(engine, [prompt], 0.0)
+    whole.denoise = denoise  # type: ignore[attr-defined]
+    return statistics.median(found)
+
+
+def step_seconds(engine: Engine, params: SamplingParams, kind: Kind, most: int) -> list[float]:
+    """Of passes in which eight requests do the same and nothing else."""
+    requests = [engine.add_request(prompt, params) for prompt in prompts(8, 8000)]
+    kinds: list[set[Kind]] = []
+    forward = engine.runner.forward
+
+    def note(step: Any) -> None:
+        kinds.append({work.kind for work in step.works} if len(step.works) == 8 else set())
+        forward(step)
+
+    engine.runner.forward = note  # type: ignore[method-assign]
+    seconds = []
+    while any(request.finish_reason is None for request in requests):
+        started = time.perf_counter()
+        engine.step()
+        if kinds[-1] == {kind}:
+            seconds.append(time.perf_counter() - started)
+    engine.runner.forward = forward  # type: ignore[method-assign]
+    return seconds[2:most]
+
+
+def compare_verify() -> None:
+    """Denoising eight canvases of 16 tokens, and verifying eight drafts of 15 behind their anchors."""
+    loaded = Target.from_pretrained(REFERENCE / "target", torch.float32)
+    loaded.diffusion = replace(JOINT, mask_token_id=3)
+    drafting = ScriptedProposer(lambda work: [5] * 15, 16)
+    engine = Engine(loaded, prefix_caching=False, proposer=drafting, policy="fixed:16")
+    canvases = SamplingParams(max_tokens=48, ignore_eos=True, diffusion=DiffusionParams(canvas_length=16))
+    drafts = replace(canvases, max_tokens=40, diffusion=DiffusionParams(mode="autoregressive"))
+    denoising, verifying = [], []
+    for _ in range(3):
+        denoising.append(statistics.median(step_seconds(engine, canvases, Kind.DENOISE, 40)))
+        verifying.append(statistics.median(step_seconds(engine, drafts, Kind.DECODE, 40)))
+    ratios = [one / other for one, other in zip(denoising, verifying, strict=True)]
+    print(f"denoising {spread([1000 * s for s in denoising])} ms, verifying {spread([1000 * s for s in verifying])} ms")
+    print(f"of eight times 16 rows; ratio {spread(ratios)}")
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The largest sum of what was allocated and not freed since the beginning."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    now = most = 0
+    for event in found.profiler.kineto_results.events():  # in the order of time
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def sampler_bytes(length: int, vocab_size: int) -> int:
+    """What one pass of DiffusionGemma's rule takes beside the logits ``[length, vocab_size]`` in fp32."""
+    own = DiffusionParams(
+        canvas_length=length,
+        max_steps=48,
+        entropy_bound=0.1,
+        t_min=0.4,
+        t_max=0.8,
+        stability_threshold=1,
+        confidence_threshold=0.005,
+    )
+    rule, noise = Renoise(vocab_size), PositionNoise(0)
+    canvas = rule.open(0, [], own, noise)
+    logits = torch.randn(length, vocab_size)
+    params = SamplingParams(temperature=1.0, max_tokens=length)
+    return peak_bytes(lambda: rule.step(canvas, logits, params, own, noise))
+
+
+def measure_memory() -> None:
+    length, vocab_size = 256, 262_144
+    given, taken = 4 * length * vocab_size, sampler_bytes(length, vocab_size)
+    print(f"the logits of a canvas {given / 2**20:.0f} MiB, the rule {taken / 2**20:.0f} MiB more; canvases take turns")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["generate", "verify", "memory"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    if options.what == "generate":
+        compare_generate(options.repeats)
+    elif options.what == "verify":
+        compare_verify()
+    else:
+        measure_memory()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The training of a diffusion language model: its masks and losses against slow ones, and a tiny run from text to engine."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.files import REFERENCE
+from volley.models.diffusion import load_target
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "reference"
+sys.path.append(str(SCRIPTS))
+
+import bundle  # noqa: E402
+import corpus  # noqa: E402
+import train_diffusion as training  # noqa: E402
+
+MASK = 3
+
+
+def tiny_model() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few rows of every file, some of which are held out."""
+    folder = tmp_path_factory.mktemp("data")
+    long = "She packs five boxes and sells three of them. " * 40
+    texts: dict[str, Any] = {
+        "gsm8k_train": lambda n: {"question": f"How many are {n} boxes?", "answer": long if n > 60 else f"{n} boxes."},
+        "mbpp": lambda n: {"text": "Add.", "code": f"def add(a):\n    return a + {n}", "task_id": 600 + n},
+        "python_functions": lambda n: {"name": "f", "doc": "Adds.", "source": f"def f(a):\n    return a + {n}"},
+        "python_algorithms": lambda n: {"path": "sums/add.py", "text": f"print({n})"},
+        "tldr_pages": lambda n: {"command": f"c{n}", "text": "# c\n\n> A command."},
+        "peps": lambda n: {"title": "Adding", "section": f"{n}", "text": "Text of a proposal."},
+        "rust_book": lambda n: {"section": f"{n}", "text": "Ownership is a rule."},
+    }
+    for name, make in texts.items():
+        count = 8
+        if name == "gsm8k_train":
+            count = 61 + next(n for n in range(1000) if corpus.is_held_out(name, 61 + n))
+        rows = [json.dumps(make(n)) for n in range(count + 1)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def options(data: Path, tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
+    folder = tmp_path_factory.mktemp("training")
+    tiny_model().save_pretrained(folder / "target")
+    AutoTokenizer.from_pretrained(REFERENCE / "target").save_pretrained(folder / "target")
+    chat = [{"role": "user", "content": "How do I add?"}, {"role": "assistant", "content": "With a plus sign."}]
+    (folder / "responses.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    return argparse.Namespace(
+        data=data,
+        target=folder / "target",
+        responses=folder / "responses.jsonl",
+        out=folder,
+        minutes=0.0,
+        causal_weight=0.5,
+        compile=False,
+    )
+
+
+def dense_states(model: Qwen3ForCausalLM, work: training.Pass) -> Tensor:
+    """One sequence a block: the clean tokens before it, causal, and the block, which sees all of them and itself."""
+    clean = work.tokens[: training.ROW]
+    found = [model.model(input_ids=clean[None]).last_hidden_state[0]]
+    noisy = work.tokens[training.ROW :].view(-1, work.blocks.size)
+    for start, block in zip(work.blocks.starts.tolist(), noisy, strict=True):
+        tokens = torch.cat([clean[:start], block])
+        places = torch.arange(len(tokens))
+        visible = (places[:, None] >= places) | (places[:, None] >= start)
+        mask = torch.where(visible, 0.0, -math.inf)[None, None]
+        found.append(model.model(input_ids=tokens[None], attention_mask=mask).last_hidden_state[0, start:])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@torch.no_grad()
+def test_both_halves_are_those_of_dense_passes(size: int) -> None:
+    model, noise = tiny_model(), torch.Generator().manual_seed(1)
+    tokens = torch.randint(4, 8000, (training.ROW,), generator=noise)
+    row = training.Text(tokens, torch.ones(training.ROW, dtype=torch.bool), torch.zeros(training.ROW, dtype=torch.bool))
+    blocks = training.choose_blocks(row, size, 6, noise)
+    work = training.Pass.of(row, blocks, training.choose_masks(6, size, noise), MASK)
+    model.set_attn_implementation("eager")
+    dense = dense_states(model, work)
+    model.set_attn_implementation("clean_and_noisy")
+    torch.testing.assert_close(training.states(model, work), dense, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_and_its_gradients_are_those_of_autograd() -> None:
+    noise = torch.Generator().manual_seed(2)
+    hidden, head = (torch.randn(shape, generator=noise, requires_grad=True) for shape in ((300, 16), (50, 16)))
+    labels = torch.randint(50, (300,), generator=noise)
+    weights, soft = torch.rand(300, generator=noise), torch.rand(300, generator=noise)
+    laws, rows = torch.randn(40, 50, generator=noise).softmax(-1), torch.randint(40, (300,), generator=noise)
+    logs = (hidden @ head.t()).log_softmax(-1)
+    hard = torch.nn.functional.one_hot(labels, 50)
+    wanted = (1 - soft[:, None]) * hard + soft[:, None] * laws[rows]
+    expected = torch.autograd.grad(-(wanted * logs).sum(-1) @ weights, (hidden, head))
+    loss = training.JointCrossEntropy.apply(hidden, head, labels, weights, laws, rows, soft)
+    torch.testing.assert_close(loss, -(hard * logs.detach()).sum(-1) @ weights)
+    torch.testing.assert_close(torch.autograd.grad(loss, (hidden, head)), expected)
+
+
+def test_every_block_has_a_mask_and_four_tenths_have_nothing_else() -> None:
+    masked = training.choose_masks(4000, 8, torch.Generator().manual_seed(3))
+    assert bool(masked.any(dim=1).all())
+    assert 0.4 <= masked.all(dim=1).float().mean() < 0.5
+    anchored = ~masked[:, 0] & masked[:, 1:].all(dim=1)
+    assert 0.3 <= anchored.float().mean() < 0.4
+    assert bool(masked[:, 7].float().mean() > masked[:, 1].float().mean())
+
+
+def test_updates_of_muon_are_orthogonal() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 24, 16)[0])
+    optimizer = training.Muon([weight], lr=1.0, steps=5)
+    weight.grad = torch.randn(24, 16, generator=torch.Generator().manual_seed(4))
+    optimizer.step()
+    sizes = torch.linalg.svdvals(weight.detach()) / (0.2 * math.sqrt(24))
+    assert bool(((sizes > 0.6) & (sizes < 1.3)).all())
+
+
+def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(options: argparse.Namespace, tmp_path: Path) -> None:
+    trainer = training.Trainer(options)
+    trainer.read()
+    assert trainer.names.count("responses") == 1
+    assert set(trainer.names) <= set(training.EPOCH_WEIGHTS)
+    losses = [trainer.step()[0] for _ in range(8)]
+    assert losses[-1] < losses[0] - 0.3
+    trainer.state["step"] = 8
+    trainer.save()
+    again = training.Trainer(options)
+    again.load()
+    again.read()
+    assert again.state == trainer.state
+    assert again.step() == trainer.step()
+    trainer.finish()
+    report = json.loads((options.out / "report.json").read_text())
+    assert set(report["held_out"]["math"]) == {"causal", "bound 4", "bound 8", "bound 16"}
+    bundle.write_diffusion(options.out, tmp_path / "diffusion")
+    assert "| math | " in (tmp_path / "diffusion" / "README.md").read_text()
+    answers(tmp_path / "diffusion")
+
+
+def answers(folder: Path) -> None:
+    target = load_target(folder, torch.float32, "cpu")
+    assert target.diffusion is not None
+    assert target.diffusion.mask_token_id == MASK
+    engine = Engine(target)
+    asked = [{"role": "user", "content": "How do I add?"}]
+    found = {}
+    for mode in ("autoregressive", "self", "diffusion"):
+        own = DiffusionParams.from_mapping({"mode": mode})
+        (result,) = engine.generate(asked, SamplingParams(max_tokens=10, ignore_eos=True, diffusion=own))
+        found[mode] = result.token_ids
+    assert found["self"] == found["autoregressive"]
+    prompt = torch.tensor([engine.encode(asked)])
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, min_new_tokens=10)
+    assert MASK not in found["diffusion"]
+    assert len(plain[0]) == prompt.shape[1] + 10
