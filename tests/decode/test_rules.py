@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from volley.decode.rules import Bits, Constraint, TokenRule, apply_rules, few_tokens, make_rules, only_token
+from volley.decode.rules import (
+    Bits,
+    Constraint,
+    TokenRule,
+    allowed_probs,
+    apply_rules,
+    few_tokens,
+    make_rules,
+    only_token,
+)
 from volley.decode.sampling import logprobs_of, token_probs
 from volley.errors import ConfigError
 from volley.types import SamplingParams
@@ -129,29 +138,50 @@ def test_top_logprobs_are_the_likeliest_in_order() -> None:
     assert logprobs_of(logits, [0, 0], 9)[1][1][2] == (1, pytest.approx(float(law[1, 1])))
 
 
+class Given(Constraint):
+    """The first token of a path says which of ``masks`` its row has; the empty path has none."""
+
+    def __init__(self, masks: Sequence[Bits]) -> None:
+        self.masks = masks
+
+    def take(self, token_id: int) -> None:
+        pass
+
+    def mask(self, path: Sequence[int]) -> Bits | None:
+        return self.masks[path[0]] if path else None
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_p": 0.7}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+def test_laws_under_a_mask_are_those_of_the_masked_logits(sampling: dict[str, float], dtype: torch.dtype) -> None:
+    size, chance = 5000, np.random.default_rng(3)
+    masks = [np.packbits(chance.random(size) < share, bitorder="little") for share in (0.0005, 0.4, 0.001, 0.99)]
+    assert [few_tokens(mask) is None for mask in masks] == [False, True, False, True]
+    params = SamplingParams(**{"temperature": 1.0, **sampling})  # type: ignore[arg-type]
+    logits, rule = 3 * torch.randn(6, size, generator=torch.Generator().manual_seed(1)).to(dtype), Given(masks)
+    for paths in ([(0,), (1,), (2,), (), (3,), (0,)], [(0,)] * 6, [(1,)] * 6):
+        found = allowed_probs([rule], logits, paths, params)
+        torch.testing.assert_close(found, token_probs(apply_rules([rule], logits, paths), params))
+        alone = [allowed_probs([rule], logits[row : row + 1], [path], params) for row, path in enumerate(paths)]
+        assert torch.equal(found, torch.cat(alone)), "a row depends on itself alone"
+
+
 @pytest.mark.parametrize("size", [1, 63, 64, 200, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
 def test_masks_forbid_what_they_lack_and_nothing_else(size: int, share: float) -> None:
     chance = np.random.default_rng(size)
     allowed = chance.random((2, size)) < share
     masks = [np.packbits(row, bitorder="little") for row in allowed]
-
-    class Given(Constraint):
-        def take(self, token_id: int) -> None:
-            pass
-
-        def mask(self, path: Sequence[int]) -> Bits | None:
-            return masks[path[0]] if path else None
-
-        def num_allowed(self, token_ids: Sequence[int]) -> int:
-            return 0
-
+    rule = Given(masks)
     logits = torch.randn(3, size)
     before = logits.clone()
     expected = torch.where(torch.from_numpy(np.stack([*allowed, np.ones(size, dtype=bool)])), logits, -torch.inf)
-    assert torch.equal(apply_rules([Given()], logits, [(0,), (1,), ()]), expected)
+    assert torch.equal(apply_rules([rule], logits, [(0,), (1,), ()]), expected)
     by_columns = torch.empty_strided((3, size), (1, 3)).copy_(logits)  # not contiguous: the slow way
-    assert torch.equal(Given().apply(by_columns, [(0,), (1,), ()]), expected)
+    assert torch.equal(rule.apply(by_columns, [(0,), (1,), ()]), expected)
     assert torch.equal(logits, before), "the rows are the caller's"
     for row, mask in zip(allowed, masks, strict=True):
         tokens, all_tokens = few_tokens(mask), np.flatnonzero(row).tolist()

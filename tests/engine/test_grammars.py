@@ -21,7 +21,7 @@ from tests.chi_square import chi_square_p
 from tests.conftest import byte_tokenizer
 from tests.tiny import Answers, Pair, eager_model, random_drafter, target_config, teach
 from volley import Engine, Grammar, SamplingParams
-from volley.decode.rules import Constraint
+from volley.decode.rules import Constraint, allowed_probs
 from volley.decode.sampling import token_probs
 from volley.errors import ConfigError, InputError
 from volley.models.checkpoint import HeadConfig
@@ -346,14 +346,11 @@ def test_drafts_scored_without_their_masks_are_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_bonus_token_without_its_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Constraint.apply
+    def forgetful(bound: Any, logits: Tensor, paths: Any, params: SamplingParams) -> Tensor:
+        probs = allowed_probs(bound, logits, paths, params)
+        return torch.cat([probs[:-1], token_probs(logits[-1:], params)]) if len(paths) > 1 else probs
 
-    def forgetful(self: Constraint, logits: Tensor, paths: Any) -> Tensor:
-        bonus = logits[-1:].clone()
-        processed = honest(self, logits, paths)
-        return torch.cat([processed[:-1], bonus]) if len(paths) > 1 else processed
-
-    monkeypatch.setattr(Constraint, "apply", forgetful)
+    monkeypatch.setattr(speculative, "allowed_probs", forgetful)
     with pytest.raises((InputError, KeyError)):
         likelihood(verification="speculative")
 

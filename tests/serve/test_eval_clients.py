@@ -95,6 +95,37 @@ def test_echo_without_log_probabilities(client: OpenAI, tiny: Tiny) -> None:
     assert [choice.text for choice in answer.choices] == [want, want]
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_prompt_logprobs_in_vllms_form(
+    client: OpenAI, tiny: Tiny, logprobs: dict[str, torch.Tensor], count: int
+) -> None:
+    asked = {"model": MODEL, "prompt": PROMPTS, "temperature": 0, "extra_body": {"prompt_logprobs": count}}
+    answer = client.completions.create(**asked, max_tokens=0)
+    for text, choice in zip(PROMPTS, answer.choices, strict=True):
+        tokens, want = tiny.plain.encode(text), logprobs[text]
+        first, *others = choice.prompt_logprobs  # type: ignore[attr-defined]
+        assert first is None
+        assert choice.text == ""
+        for token, row, told in zip(tokens[1:], want[:-1], others, strict=True):
+            best = row.topk(count).indices.tolist()
+            assert list(map(int, told)) == list(dict.fromkeys([token, *best]))
+            for key, own in told.items():
+                assert own["logprob"] == pytest.approx(float(row[int(key)]), rel=1e-3, abs=1e-5)
+                assert own["rank"] == 1 + int((row > row[int(key)]).sum())
+                assert own["decoded_token"] == tiny.plain.tokenizer.decode([int(key)])
+
+
+def test_prompt_logprobs_go_with_echo_and_not_with_a_stream(client: OpenAI) -> None:
+    asked = {"model": MODEL, "prompt": "Hello there", "temperature": 0, "max_tokens": 2}
+    (choice,) = client.completions.create(**asked, echo=True, logprobs=1, extra_body={"prompt_logprobs": 4}).choices
+    (alone,) = client.completions.create(**asked, echo=True, logprobs=1).choices
+    assert choice.logprobs == alone.logprobs
+    assert all(4 <= len(told) <= 5 for told in choice.prompt_logprobs[1:])  # type: ignore[attr-defined]
+    with pytest.raises(openai.BadRequestError, match="set stream to false") as error:
+        client.completions.create(**asked, stream=True, extra_body={"prompt_logprobs": 1})
+    assert error.value.param == "prompt_logprobs"
+
+
 def test_nothing_to_do_is_refused(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="set echo") as error:
         client.completions.create(model=MODEL, prompt="Hello", max_tokens=0)

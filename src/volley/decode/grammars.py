@@ -94,7 +94,7 @@ class Grammars:
             import llguidance.hf
         except ImportError:
             raise ConfigError("grammars need the llguidance package; install volley-llm[grammar]") from None
-        size = max(self._vocab_size, len(self._tokenizer))
+        size = -(-max(self._vocab_size, len(self._tokenizer)) // 64) * 64  # masks are whole words
         try:
             vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
         except (TypeError, ValueError) as error:
@@ -191,12 +191,12 @@ class GrammarRule(Constraint):
     """
 
     def __init__(self, matcher: Any, kept: Bits, end_token_ids: Sequence[int]) -> None:
-        """``kept`` are the tokens that the grammar may allow, of all that the tokenizer has."""
+        """``kept`` are the tokens that the grammar may allow, of all that the tokenizer has, in whole words of 64."""
         self._matcher, self._kept = matcher, kept
         self._ends = end_token_ids
         self._at: list[int] = []  # the path on which the matcher stands
         self._masks: dict[tuple[int, ...], Bits | None] = {}
-        self._words = np.zeros(-(-8 * len(kept) // 32), dtype=np.int32)
+        self._words = np.zeros_like(kept)
 
     def take(self, token_id: int) -> None:
         self._masks.clear()
@@ -225,11 +225,10 @@ class GrammarRule(Constraint):
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
             raise InputError(f"the grammar is too complex here ({_first_line(self._matcher.get_error())}); simplify it")
-        size = len(self._kept)
-        mask: Bits = np.zeros(-(-size // 8) * 8, dtype=np.uint8)  # whole words are searched faster
-        np.bitwise_and(self._words.view(np.uint8)[:size], self._kept, out=mask[:size])
-        if not mask.any():
+        words = self._words.view(np.uint64) & self._kept.view(np.uint64)
+        if not words.any():
             return None
+        mask: Bits = words.view(np.uint8)
         if self._ends and self._matcher.is_accepting():
             for end in self._ends:
                 mask[end >> 3] |= 1 << (end & 7)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley import native
-from volley.decode.sampling import best_tokens
+from volley.decode.sampling import best_tokens, token_probs
 from volley.types import Proposal, SamplingParams
 
 _FEW_PLACES = 16  # words of 64 tokens
@@ -63,7 +63,7 @@ class Constraint(TokenRule):
 
 def _forbid(row: Tensor, mask: Bits) -> None:
     """Only what ``mask`` has keeps its logit in ``row [V]``."""
-    if native.available and row.device.type == "cpu" and row.is_contiguous():
+    if native.has_masks and row.device.type == "cpu" and row.is_contiguous():
         native.forbid(row, mask)
         return
     forbidden = np.unpackbits(~mask, count=len(row), bitorder="little").view(np.bool_)
@@ -128,6 +128,30 @@ def allowed_choices(
                 token = int(tokens[best_tokens(logits[row : row + 1, torch.from_numpy(tokens)])[0]])
         choices.append(token)
     return choices
+
+
+def allowed_probs(
+    bound: Sequence[Constraint], logits: Tensor, paths: Sequence[Sequence[int]], params: SamplingParams
+) -> Tensor:
+    """The distribution ``[R, V]`` that ``params`` makes of each row of ``logits [R, V]`` under ``bound``.
+
+    That of :func:`apply_rules` and then :func:`token_probs`. Where few tokens are allowed, only these are looked at; a row's
+    result depends on that row and its mask alone.
+    """
+    few: dict[int, Tensor] = {}
+    for row, path in enumerate(paths):
+        masks = [mask for rule in bound if (mask := rule.mask(path)) is not None]
+        if len(masks) == 1 and (tokens := few_tokens(masks[0])) is not None:
+            few[row] = torch.from_numpy(tokens).to(logits.device)
+    others = [row for row in range(len(logits)) if row not in few]
+    if not few:
+        return token_probs(apply_rules(bound, logits, paths), params)
+    probs = torch.zeros(logits.shape, device=logits.device)
+    if others:
+        probs[others] = token_probs(apply_rules(bound, logits[others], [paths[row] for row in others]), params)
+    for row, among in few.items():
+        probs[row, among] = token_probs(logits[row, among][None], params)[0]
+    return probs
 
 
 class Penalties(TokenRule):

@@ -170,3 +170,9 @@ def logprobs_of(
     best, chosen = logprobs.topk(min(count, logits.shape[-1]), dim=-1), torch.tensor(token_ids, device=logits.device)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return logprobs.gather(1, chosen[:, None])[:, 0].tolist(), [list(zip(*pair, strict=True)) for pair in pairs]
+
+
+def ranks_of(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
+    """The place of each token among those of its row of ``logits [R, V]``; the likeliest has 1, equal ones share the best."""
+    chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
+    return [1 + count for count in (logits > chosen).sum(dim=-1).tolist()]

@@ -1,7 +1,8 @@
 """Kernels in C for bf16 models on a CPU: products, what lies between them, attention over pages, whole decoder layers.
 
 The library is built when the package is installed, where there is a C compiler, and its products need a CPU with AVX2
-(AVX512-BF16 and AMX are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations.
+(AVX512-BF16 and AMX are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations;
+masks over logits need no such CPU.
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 
@@ -87,7 +88,10 @@ _SIGNATURES: dict[str, list[object]] = {
 
 
 def load(folder: Path) -> ctypes.CDLL | None:
-    """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine."""
+    """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine.
+
+    Its masks serve any CPU; ``library.usable(1)`` says whether all the rest does.
+    """
     for path in sorted(folder.glob("_kernels*.so")):
         try:
             library = ctypes.CDLL(str(path))  # PyTorch's OpenMP runtime is loaded already, and serves this library too
@@ -96,8 +100,6 @@ def load(folder: Path) -> ctypes.CDLL | None:
         if not all(hasattr(library, name) for name in ("usable", *_SIGNATURES)):
             continue
         library.usable.argtypes, library.usable.restype = [c_int64], c_int64
-        if not library.usable(1):
-            return None
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
@@ -106,12 +108,14 @@ def load(folder: Path) -> ctypes.CDLL | None:
 
 
 _library = load(Path(__file__).parent)
-available = _library is not None
-"""Whether the library was built, from these sources and for a machine like this one."""
+has_masks = _library is not None
+"""Whether the library was built, from these sources."""
+available = _library is not None and bool(_library.usable(1))
+"""Whether it was, and its products run on this CPU."""
 
 
 def _functions() -> ctypes.CDLL:
-    assert _library is not None, "ask native.available first"
+    assert _library is not None, "ask native.available or native.has_masks first"
     return _library
 
 

@@ -127,6 +127,7 @@ class Request:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_ranks: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
     chunks: list[TextChunk] = field(default_factory=list)

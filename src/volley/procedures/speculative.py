@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from volley.config import DecodingConfig
-from volley.decode.rules import allowed_choices, apply_rules, constraints, paths_of
+from volley.decode.rules import allowed_choices, allowed_probs, apply_rules, constraints, paths_of
 from volley.decode.sampling import (
     PositionNoise,
     Purpose,
@@ -14,6 +14,7 @@ from volley.decode.sampling import (
     draw,
     logprobs_of,
     race,
+    ranks_of,
     token_probs,
 )
 from volley.decode.verify import kept_rows, verify_choices, verify_speculative, verify_tree
@@ -78,17 +79,19 @@ class Speculative(Procedure):
             if not rules:
                 continue
             paths, bound = paths_of(work.proposal), constraints(rules)
-            if len(bound) == len(rules) and work.request.params.temperature == 0:
-                choices[place] = allowed_choices(bound, rows[place], choices[place], paths)
-            else:
-                rows[place] = apply_rules(rules, rows[place], paths)
-                if work.request.params.temperature == 0:
+            is_greedy = work.request.params.temperature == 0
+            free = [rule for rule in rules if rule not in bound]
+            if free:
+                rows[place] = apply_rules(free, rows[place], paths)
+                if is_greedy:
                     choices[place] = best_tokens(rows[place])
+            if is_greedy and bound:
+                choices[place] = allowed_choices(bound, rows[place], choices[place], paths)
         sampled: dict[tuple[bool, Rule, tuple[float | None, ...]], list[int]] = {}
         for place, work in enumerate(choosing):
             request, proposal = work.request, work.proposal
             if proposal.parents is not None:
-                choose = _chooser(request, rows[place], choices[place])
+                choose = _chooser(work, rows[place], choices[place])
                 work.verdict = verify_tree(choose, proposal.token_ids, proposal.parents)
             elif request.params.temperature == 0:
                 work.verdict = verify_choices(choices[place], [proposal.token_ids])[0]
@@ -129,6 +132,7 @@ def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int) -> None:
         rows = logits[work.rows.start + at :][: len(tokens)]
         chosen, likeliest = logprobs_of(rows, tokens, request.params.prompt_logprobs or 0)
         request.prompt_logprobs += chosen
+        request.prompt_ranks += ranks_of(rows, tokens)
         if request.params.prompt_logprobs:
             request.prompt_top_logprobs += likeliest
     work.rows = slice(work.rows.stop - _num_choosing(work), work.rows.stop)
@@ -136,7 +140,7 @@ def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int) -> None:
 
 def _compare(works: Works, rows: list[Tensor], rule: Rule) -> None:
     """Draw the target's own tokens and keep the draft while it agrees; all requests sample alike."""
-    probs = token_probs(torch.cat(rows), works[0].request.params)
+    probs = _probs(works, rows)
     choices = _drawn(probs, _positions(works), rule)
     for work, verdict in zip(works, verify_choices(choices, _drafts(works)), strict=True):
         work.verdict = verdict
@@ -152,11 +156,24 @@ def _sample(works: Works, rows: list[Tensor], rule: Rule) -> None:
     uniforms = [
         work.request.noise.uniforms(Purpose.ACCEPT, work.request.length, len(work.proposal.token_ids)) for work in works
     ]
-    probs = token_probs(torch.cat(rows), works[0].request.params)
+    probs = _probs(works, rows)
     draft_probs = [probs[:0] if work.proposal.draft_probs is None else work.proposal.draft_probs for work in works]
     verdicts = verify_speculative(probs, draft_probs, _drafts(works), uniforms, choose)
     for work, verdict in zip(works, verdicts, strict=True):
         work.verdict = verdict
+
+
+def _probs(works: Works, rows: list[Tensor]) -> Tensor:
+    """The distributions of all rows, under the constraints of each request."""
+    params = works[0].request.params
+    each = [constraints(work.request.rules) for work in works]
+    if not any(each):
+        return token_probs(torch.cat(rows), params)
+    parts = [
+        allowed_probs(bound, own, paths_of(work.proposal), params)
+        for work, bound, own in zip(works, each, rows, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _drafts(works: Works) -> list[list[int]]:
@@ -180,13 +197,15 @@ def _drawn(weights: Tensor, positions: list[tuple[PositionNoise, int]], rule: Ru
     return tokens
 
 
-def _chooser(request: Request, rows: Tensor, best: list[int]) -> Callable[[int, int], int]:
+def _chooser(work: Work[Request], rows: Tensor, best: list[int]) -> Callable[[int, int], int]:
     """The target's own choice after a node of a tree, for ``verify_tree``."""
+    request, paths = work.request, paths_of(work.proposal)
+    bound = constraints(request.rules)
 
     def choose(node: int, depth: int) -> int:
         if request.params.temperature == 0:
             return best[node]
-        probs = token_probs(rows[node : node + 1], request.params)
+        probs = allowed_probs(bound, rows[node : node + 1], [paths[node]], request.params)
         return _drawn(probs, [(request.noise, request.length + depth)], Rule.MATCH)[0]
 
     return choose

@@ -207,7 +207,11 @@ class ChatRequest(_Request, Tools, Reasoning):
 
 
 class CompletionRequest(_Request):
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**_OF_OTHERS, "add_special_tokens": (True,), "suffix": ("",)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **{name: values for name, values in _OF_OTHERS.items() if name != "prompt_logprobs"},
+        "add_special_tokens": (True,),
+        "suffix": ("",),
+    }
 
     prompt: (
         Text
@@ -218,16 +222,25 @@ class CompletionRequest(_Request):
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = Field(False, description="Begin the text, and the log-probabilities, with the prompt's.")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="vLLM's: the log-probabilities of the prompt's tokens, and of so many likeliest."
+    )
 
     @model_validator(mode="after")
     def _something_is_asked(self) -> Self:
-        if self.max_tokens == 0 and not self.echo:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise refusal("max_tokens", "max_tokens is 0, which asks for nothing; set echo to have the prompt scored")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refusal(
+                "prompt_logprobs", "prompt_logprobs come with a whole answer; set stream to false, or use echo"
+            )
         return self
 
     def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:
         params = super().sampling(max_tokens, top_logprobs)
-        return replace(params, prompt_logprobs=top_logprobs) if self.echo else params
+        asked = [self.prompt_logprobs, top_logprobs if self.echo else None]
+        counts = [count for count in asked if count is not None]
+        return replace(params, prompt_logprobs=max(counts)) if counts else params
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

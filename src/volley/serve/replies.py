@@ -316,11 +316,21 @@ class CompletionDialect(Dialect):
     prefix = "cmpl"
 
     def __init__(
-        self, model: str, spell: Callable[[int], str], *, echoes: Sequence[Echo] = (), **options: bool
+        self,
+        model: str,
+        spell: Callable[[int], str],
+        *,
+        echoes: Sequence[Echo] = (),
+        scored: Sequence[Sequence[int]] = (),
+        num_likeliest: tuple[int, int] = (0, 0),
+        **options: bool,
     ) -> None:
-        """``echoes`` has the prompt of every choice, or is empty where none is repeated."""
+        """``echoes`` has the prompt of every choice, or is empty where none is repeated; ``scored`` is the same for prompts whose
+        log-probabilities are told as vLLM tells them. ``num_likeliest`` tokens are told besides, in echoes and there.
+        """
         super().__init__(model, spell, **options)
-        self.echoes = echoes
+        self.echoes, self.scored = echoes, scored
+        self.num_echoed, self.num_scored = num_likeliest
 
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
         if self.echoes:
@@ -335,7 +345,24 @@ class CompletionDialect(Dialect):
         for name in ("token_ids", "logprobs", "top_logprobs"):
             setattr(whole, name, getattr(whole, name) + getattr(choice, name))
         logprobs = self._logprobs(whole, 0)
-        return {"index": index, "text": whole.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        own = {"index": index, "text": whole.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return own | {"prompt_logprobs": self._prompt_logprobs(index, choice)} if self.scored else own
+
+    def _prompt_logprobs(self, index: int, choice: Choice) -> list[Object | None]:
+        """vLLM's form: of each token of the prompt its own id and the likeliest ones, with their ranks; ``None`` of the first."""
+        scored = choice.scored
+        assert scored is not None, "a whole answer comes after its prompt"
+        told: list[Object | None] = [None]
+        tops = scored.top_logprobs or [[] for _ in scored.ranks]
+        for token, logprob, rank, top in zip(self.scored[index][1:], scored.logprobs, scored.ranks, tops, strict=True):
+            own = {token: self._ranked(token, logprob, rank)}
+            for place, (likely, value) in enumerate(top[: self.num_scored], start=1):
+                own.setdefault(likely, self._ranked(likely, value, place))
+            told.append({str(one): ranked for one, ranked in own.items()})
+        return told
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> Object:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.spell(token)}
 
     def _prompt(self, index: int, choice: Choice) -> Choice:
         """The prompt as if it were text of the answer. Nothing comes before its first token: that one has no probability."""
@@ -343,7 +370,10 @@ class CompletionDialect(Dialect):
         prompt = Choice(text=echo.text, token_ids=list(echo.token_ids))
         if scored is not None:
             prompt.logprobs = [math.nan, *scored.logprobs]
-            prompt.top_logprobs = [[], *(scored.top_logprobs or [[] for _ in scored.logprobs])]
+            prompt.top_logprobs = [
+                [],
+                *(top[: self.num_echoed] for top in scored.top_logprobs or [[]] * len(scored.ranks)),
+            ]
         return prompt
 
     def _delta(self, index: int, part: Choice, sent: Choice, finish_reason: str | None) -> Object:

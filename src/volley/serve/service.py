@@ -193,6 +193,7 @@ class Service:
         if body.echo:
             given = [self.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompts]
             echoes = [Echo(text, ids) for text, ids in zip(given, prompts, strict=True) for _ in range(body.n)]
+        scored = [prompt for prompt, _ in choices] if body.prompt_logprobs is not None else []
         dialect = CompletionDialect(
             self.model,
             self.spell,
@@ -201,6 +202,8 @@ class Service:
             include_usage=body.stream_options.include_usage,
             continuous_usage=body.stream_options.continuous_usage_stats,
             echoes=echoes,
+            scored=scored,
+            num_likeliest=(body.logprobs or 0, body.prompt_logprobs or 0),
         )
         return self._submit(Job([prompt for prompt, _ in choices], [own for _, own in choices])), dialect
 

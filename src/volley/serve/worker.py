@@ -52,6 +52,7 @@ class Scored:
     choice: int
     logprobs: list[float]
     top_logprobs: list[list[tuple[int, float]]]
+    ranks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +271,7 @@ class Worker:
                 request.chunks or request.finish_reason is not None
             )
             if is_first and request.params.prompt_logprobs is not None:
-                scored = Scored(choice, request.prompt_logprobs, request.prompt_top_logprobs)
+                scored = Scored(choice, request.prompt_logprobs, request.prompt_top_logprobs, request.prompt_ranks)
                 self._outbox.append((job, scored))
             if request.chunks:
                 done, now = request.num_output - len(request.chunks), request.num_output
