@@ -67,6 +67,8 @@ class ModelOptions:
     weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
     """How a CPU keeps the target's weights: bf16, or int8 and int4 codes of them, which change what the target computes; auto
     is bf16, but codes for a GGUF file of codes."""
+    long_context: bool = False
+    """Let a longrope target (Phi-3, Phi-4-mini) use its long factors at every position, beyond its original context."""
     draft_weights: Literal["bf16", "int8", "int4"] = "bf16"
     """How it keeps those of drafting, the head among them: codes change how much is accepted, never what comes out."""
     threads: int | None = None
@@ -97,6 +99,8 @@ def load_engine(
     from transformers.utils import logging
 
     from volley.engine.engine import Engine
+    from volley.files import REFERENCE
+    from volley.models.target import Target
 
     logging.disable_progress_bar()
     if models.threads is not None:
@@ -105,8 +109,12 @@ def load_engine(
         torch.set_num_threads(models.threads)
     drafter = {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
     dtype = getattr(torch, models.dtype)
+    target: str | Target | None = models.target
+    if models.long_context:
+        target = Target.from_pretrained(models.target or REFERENCE / "target", dtype, models.device, models.weights)
+        target.use_long_factors()
     return Engine.from_pretrained(
-        models.target,
+        target,
         **drafter,
         dtype=dtype,
         device=models.device,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.conftest import TinyPair
 from tests.tiny import SHAPE, Pair, eager_model, target_config
-from volley import Engine
+from volley import Engine, SamplingParams
 from volley.errors import CheckpointError, ConfigError, InputError, UnsupportedModelError
 from volley.memory.attention import paged_attention, reference_attention
 from volley.memory.batch import RaggedBatch, Segment
@@ -256,3 +256,33 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path) -> None:
     tf.T5Config(d_model=32, num_layers=1).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError):
         Target.from_pretrained(tmp_path)
+
+
+def test_a_longrope_target_beyond_its_original_context() -> None:
+    """Prompts of both kinds in one batch, in chunks: as transformers computes a pass that is long enough."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 8.0}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
+    config = tf.Phi3Config(**{**COMMON, "max_position_embeddings": 128}, original_max_position_embeddings=16)
+    config.rope_parameters = {**rope, **factors}
+    target = Target(eager_model(config))
+    target.use_long_factors()
+    assert target.context_length == 128
+    long, short = torch.arange(40) % 47 + 1, torch.arange(9) + 3
+    with torch.inference_mode():
+        model = eager_model(config)
+        expected = model(input_ids=long[None], use_cache=False).logits[0]
+        model.model.rotary_emb(torch.zeros(1), torch.tensor([[20]]))  # it has its long factors now
+        padded = torch.cat([short, torch.zeros(20, dtype=torch.long)])
+        expected_short = model(input_ids=padded[None], use_cache=False).logits[0, :9]
+    engine = Engine(target, max_batch_tokens=13)
+    for tokens, wanted in ((short, expected_short), (long, expected), (short, expected_short)):
+        found = engine.next_logits(tokens.tolist())
+        torch.testing.assert_close(found, wanted[-1].float(), rtol=1e-4, atol=1e-4)
+    prompts = [long[:30].tolist(), short.tolist()]
+    both = [result.token_ids for result in engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))]
+    text = torch.tensor(prompts[0] + both[0])
+    with torch.inference_mode():
+        greedy_tokens = model(input_ids=text[None], use_cache=False).logits[0, 29:-1].argmax(-1)
+    assert both[0] == greedy_tokens.tolist()
+    with pytest.raises(UnsupportedModelError, match="no second set of rotary factors"):
+        Target(eager_model(target_config())).use_long_factors()

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
 from volley.memory.attention import AttentionOptions
@@ -173,6 +174,25 @@ class Target:
         self._places = {layer: place for place, layer in enumerate(expected)}
         return [probe.shapes[layer] for layer in expected], recurrent.layout(types)
 
+    def use_long_factors(self) -> None:
+        """Let a longrope model have its long factors at every position, so that its whole context can be used.
+
+        transformers computes one pass over a text beyond the original context so, and shorter ones with the short factors. Call
+        it before an engine is made. Raises UnsupportedModelError where there are no such factors.
+        """
+        text = self.model.config.get_text_config()
+        rotary: Any = getattr(self.model.get_decoder(), "rotary_emb", None)
+        if getattr(rotary, "rope_type", None) != "longrope":
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no second set of rotary factors for long contexts (longrope); leave the "
+                "option out"
+            )
+        beyond = text.rope_parameters["original_max_position_embeddings"] + 1
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](text, self.device, seq_len=beyond)
+        rotary.original_inv_freq = frequencies  # what transformers goes back to for short texts
+        rotary.register_buffer("inv_freq", frequencies, persistent=False)
+        self.context_length = _context_length(text, with_long_factors=True)
+
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         """Refuse a prompt that the model needs more for than its tokens."""
 
@@ -320,13 +340,16 @@ def check_config(config: Any) -> None:
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; volley decodes causal LMs")
 
 
-def _context_length(text: Any) -> int:
+def _context_length(text: Any, *, with_long_factors: bool = False) -> int:
     """Positions whose rotary frequencies depend on nothing but the position.
 
     A longrope model changes all frequencies once a sequence outgrows the original context, which K/V already on pages
-    (and other requests of the batch) must not feel; such a model is used within its original context.
+    (and other requests of the batch) must not feel. Such a model is used within its original context, unless it has its long
+    factors at every position.
     """
     limits = [getattr(text, "max_position_embeddings", None) or 2**31]
+    if with_long_factors:
+        return limits[0]
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
