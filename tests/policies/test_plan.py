@@ -134,3 +134,39 @@ def test_large_passes_are_timed_only_if_they_look_best(token: float, largest: in
     costs = Costs(lambda tokens, requests: 0.001, target)
     Planner(costs, counts, made_gains(counts, 16, 7), [1.0] * KINDS, MOST).best()
     assert max(timed) == largest
+
+
+@given(COUNTS, st.sampled_from([0.0, 2e-4, 2e-3, 5e-3]), st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_while_prompts_come_no_plan_takes_twice_as_long_as_plain_decoding(
+    numbers: tuple[int, int], token: float, seed: int
+) -> None:
+    counts = [*numbers, 0, 0]
+    costs, gains = made_costs(token), made_gains(counts, 8, seed)
+    free = Planner(costs, counts, gains, [1.0] * KINDS, MOST)
+    costs.target.observe(1, 1, costs.target(1, 1), read=8)
+    bound = Planner(costs, counts, gains, [1.0] * KINDS, MOST)
+    plain, best = bound.promise([PLAIN] * KINDS), bound.best()
+    assert best.seconds <= bound.most_seconds == pytest.approx(2 * plain.seconds)
+    unbound = free.best()
+    if unbound.seconds <= 1.9 * plain.seconds and len([count for count in numbers if count]) == 1:
+        assert best.rate == pytest.approx(unbound.rate, rel=0.05)
+
+
+def test_a_plan_that_would_keep_prompts_waiting_is_the_best_of_the_shorter_ones() -> None:
+    """Whole blocks of eight requests would take three times as long as plain decoding and bring six tokens."""
+    counts, gains = [8, 0, 0, 0], {0: np.full((5, 4), 0.99).cumprod(axis=0)}
+    costs = Costs(lambda tokens, requests: 1e-6, lambda tokens, requests: 0.01 + 5e-4 * max(0, tokens - 8))
+    assert Planner(costs, counts, gains, [1.0] * KINDS, 5).best().slots[0] == 5
+    costs.target.observe(8, 8, 0.01, read=1)
+    best = Planner(costs, counts, gains, [1.0] * KINDS, 5).best()
+    assert 0 < best.slots[0] < 5
+    assert best.seconds <= 0.0205
+
+
+def test_where_all_drafts_take_too_long_the_plan_is_plain() -> None:
+    counts, gains = [8, 0, 0, 0], {0: np.full((5, 4), 0.99).cumprod(axis=0)}
+    costs = Costs(lambda tokens, requests: 0.03, lambda tokens, requests: 0.01 + 1e-6 * tokens)
+    costs.target.time(8)
+    costs.target.observe(8, 8, 0.01, read=1)
+    assert Planner(costs, counts, gains, [1.0] * KINDS, 5).best().slots[0] == 0

@@ -53,6 +53,11 @@ class PassCost:
             self._steps.append((tokens, requests, read, seconds))
             self._is_fitted = False
 
+    @property
+    def has_read(self) -> bool:
+        """Whether any of the last steps read prompts beside its tokens."""
+        return any(read for *_, read, _ in self._steps)
+
     def time(self, tokens: float) -> bool:
         """Extend the table to ``tokens``, and whether that was needed; at two moments, since interruptions only add time."""
         fresh = [s for s in _SIZES[: max(4, int(np.searchsorted(_SIZES, tokens)) + 1)] if s not in self._timed]

@@ -12,6 +12,9 @@ _SLOTS = (11, 8, 6, 4, 3, 2, 1)  # of a chain that are tried, besides the most t
 # Tried as chances below which a slot is not verified. The best is flat, so neighbours are about as good; 0 leaves blocks whole.
 _PRICES = np.array((0.0, 0.02, 0.04, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85))
 PLAIN, WHOLE = 0, 1  # the first two options
+PATIENCE = (
+    2.0  # times as long as a plain cycle takes one with drafts at most while prompts come, which wait for its end
+)
 UNEVEN = 1.04  # times as long as even ones take passes over blocks that were cut: queries are padded to the longest
 
 
@@ -37,6 +40,9 @@ class Planner:
         """
         self._costs, self._counts, self._total = costs, np.array(counts, dtype=float), sum(counts)
         costs.target.time(self._total)
+        plain = float(costs.target.expected(np.array(self._total), self._total))
+        self.most_seconds = PATIENCE * plain if costs.target.has_read else np.inf
+        """Of a plan's cycle."""
         sizes = np.array([most, *(size for size in _SLOTS if size < most)] if gains else [], dtype=int)
         slots = np.append(0, np.repeat(sizes, len(_PRICES)))
         self._options = np.zeros((4, KINDS, len(slots)))  # slots, prices, tokens and verified, as in a plan
@@ -57,7 +63,10 @@ class Planner:
         return Plan(float(rates[0]), float(seconds[0]), list(map(int, slots)), *expected)
 
     def best(self) -> Plan:
-        """The best plan that drafts. Larger passes than any so far are timed only if they look best: that takes long."""
+        """The best plan that drafts and is not too long; if all are, the plain one.
+
+        Larger passes than any so far are timed only if they look best: that takes long.
+        """
         while True:
             plan = self.promise(self._search())
             verified, drafted = float(self._counts @ plan.verified), float(self._counts @ plan.slots)
@@ -71,8 +80,8 @@ class Planner:
         for changing in [present, *([kind] for kind in present if len(present) > 1)]:
             trial = np.tile(chosen[:, None], self._options.shape[2])
             trial[changing] = np.arange(self._options.shape[2])
-            drafts = trial[present].any(axis=0)
-            chosen = trial[:, (self._expect(trial)[0] * drafts).argmax()]
+            drafts, (rates, seconds) = trial[present].any(axis=0), self._expect(trial)
+            chosen = trial[:, (rates * drafts * (seconds <= self.most_seconds)).argmax()]
         return chosen
 
     def _expect(self, options: Any) -> tuple[FloatArray, FloatArray]:
