@@ -286,3 +286,20 @@ def test_a_longrope_target_beyond_its_original_context() -> None:
     assert both[0] == greedy_tokens.tolist()
     with pytest.raises(UnsupportedModelError, match="no second set of rotary factors"):
         Target(eager_model(target_config())).use_long_factors()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_pages_hold_latents_once_for_all_heads(name: str) -> None:
+    target, _, _ = case(name)
+    assert target.kv_shapes == [(1, 16 + 8)] * len(target.kv_shapes), "a latent of 16 and a rotary key of 8"
+    store = DenseKVStore(target.kv_shapes, 1, torch.float32, torch.device("cpu"))
+    assert store.nbytes == len(target.kv_shapes) * (16 + 8) * 4
+
+
+def test_a_layer_whose_latents_say_something_else_keeps_expanded_keys() -> None:
+    """Here its projection does not compute what its keys are made of."""
+    model = eager_model(ARCHITECTURES["deepseek_v3"]())
+    attention = model.model.layers[0].self_attn
+    forward = attention.kv_b_proj.forward
+    attention.kv_b_proj.forward = lambda x: forward(x) + x.sum() - x.sum(-1, keepdim=True)
+    assert [heads for heads, _ in Target(model).kv_shapes] == [4] + [1] * (len(model.model.layers) - 1)

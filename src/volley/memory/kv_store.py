@@ -22,6 +22,12 @@ _PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if h
 _CODECS: dict[str, type[Codec]] = {"int8": Int8Codec, "int4": RotatedInt4Codec}
 
 
+class LatentShape(tuple[int, int]):
+    """``(kv_heads, head_dim)`` of a layer whose values are its keys."""
+
+    __slots__ = ()
+
+
 class KVStore(ABC):
     """K and V of one model: per layer ``[slots, kv_heads, head_dim]``, sizes may differ by layer.
 
@@ -78,11 +84,16 @@ class DenseKVStore(KVStore):
     ) -> None:
         sizes = [(num_slots, *shape) for shape in shapes]
         self.keys, self.all_keys = _allocate(sizes, dtype, device)
-        self.values, self.all_values = _allocate(sizes, dtype, device)
+        self.values, self.all_values = self.keys, self.all_keys
+        self.are_one = all(isinstance(shape, LatentShape) for shape in shapes)
+        """Whether values are the keys, and stored once."""
+        if not self.are_one:
+            self.values, self.all_values = _allocate(sizes, dtype, device)
 
     def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
         self.keys[layer][slots] = keys
-        self.values[layer][slots] = values
+        if not self.are_one:
+            self.values[layer][slots] = values
 
     def write_layers(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
         _stacked(self.all_keys)[:, slots] = keys
@@ -92,7 +103,8 @@ class DenseKVStore(KVStore):
         return _rows(self.keys[layer], slots), _rows(self.values[layer], slots)
 
     def _tensors(self) -> list[tuple[Tensor, int]]:
-        return _whole(self.keys, self.all_keys) + _whole(self.values, self.all_values)
+        keys = _whole(self.keys, self.all_keys)
+        return keys if self.are_one else keys + _whole(self.values, self.all_values)
 
 
 class QuantisedKVStore(KVStore):

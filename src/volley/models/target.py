@@ -25,11 +25,12 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.device import usable_device
 from volley.memory.kernels import attention_for
-from volley.memory.kv_store import KVStore
+from volley.memory.kv_store import KVStore, LatentShape
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.accelerate import accelerate
 from volley.models.fused import FusedDecoder
+from volley.models.latent import LatentAttention, attach_latents
 from volley.models.loading import auto_tokenizer, choose_weights, load_config, load_for_codes
 from volley.models.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
 from volley.models.rehearsal import made_up
@@ -74,9 +75,17 @@ def _volley_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: queries ``[1, heads, T, d]``, keys and values ``[1, kv_heads, T, d]``.
 
-    The store keeps keys and values in one width; the narrower ones are filled up with zeros, which changes no product.
+    The store keeps keys and values in one width; the narrower ones are filled up with zeros, which changes no product. Layers of
+    latents (``models/latent.py``) have one key for all heads, which is the value as well.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    latent: LatentAttention | None = getattr(module, "volley_latent", None)
+    if latent is not None and latent.serves(query, key, value, scale):
+        own, shared = latent.absorb(query, key)
+        keys = shared[0].transpose(0, 1)
+        options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+        found = volley_call(module.layer_idx, own[0].transpose(0, 1), keys, keys, options)  # type: ignore[arg-type]
+        return latent.expand(found[None]), None
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
     layer: int = module.layer_idx  # type: ignore[assignment]
     width, widest = value.shape[-1], max(value.shape[-1], key.shape[-1])
@@ -96,7 +105,7 @@ class _ShapeProbe:
         self.shapes: dict[int, tuple[int, int]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        self.shapes[layer] = (k.shape[1], k.shape[2])
+        self.shapes[layer] = LatentShape((k.shape[1], k.shape[2])) if v is k else (k.shape[1], k.shape[2])
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return mixed[0].transpose(0, 1)
@@ -141,6 +150,7 @@ class Target:
     def _attach(self) -> None:
         name = type(self.model).__name__
         wrap_functions(self.model)
+        attach_latents(self.model)
         try:
             self.model.set_attn_implementation("volley")
         except (ValueError, KeyError, AttributeError) as error:

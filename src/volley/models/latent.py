@@ -1,0 +1,84 @@
+"""Multi-head latent attention (DeepSeek-V2 and V3, Kimi) on pages of latents, with the model as it is.
+
+Keys and values of all heads are products of one latent c of each token, beside a rotary key r that all heads share. The model
+expands them: ``k = [W_K c, r]`` and ``v = W_V c`` of each head. Here W_K goes into the query and W_V behind attention:
+
+    q · k = [W_Kᵀ q, q_r] · [c, r]        Σ p v = W_V Σ p c
+
+So a page holds ``[c, r]`` once for all heads, which is key and value at the same time. A hook on the norm of c tells c, and r is
+the end of any head's key. The model goes on expanding new tokens, which is not used.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NAMES = ("kv_a_layernorm", "kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_TOLERANCE = {torch.float32: 1e-4}
+_COARSE = 2**-5  # of 16-bit types: sums run in another order
+
+
+class LatentAttention:
+    """One layer's way from the model's queries and keys to those of latents, and back."""
+
+    def __init__(self, module: Any) -> None:
+        self._project: nn.Module = module.kv_b_proj
+        self._rank, self._own, self._values = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
+        self._latents = torch.empty(0)
+        self._weights: tuple[Tensor, Tensor] | None = None
+        self._agrees: bool | None = None
+        module.kv_a_layernorm.register_forward_hook(self._note)
+
+    def _note(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        self._latents = output
+
+    def serves(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+        """Whether latents give what expanded keys and values do; found out by the first pass, on ``[1, heads, T, d]``."""
+        if self._agrees is None:
+            own, shared = self.absorb(query, key)
+            expected, found = (
+                nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, scale=scale)
+                for q, k, v in ((query, key, value), (own, *[shared.expand(-1, own.shape[1], -1, -1)] * 2))
+            )
+            found = self.expand(found.transpose(1, 2).to(query.dtype)).transpose(1, 2).float()
+            most = _TOLERANCE.get(query.dtype, _COARSE) * float(expected.norm())
+            self._agrees = bool((found - expected).norm() <= most)
+        return self._agrees
+
+    def absorb(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries ``[1, heads, T, r + rope]`` and keys ``[1, 1, T, r + rope]`` of ``[1, heads, T, d]``."""
+        to_keys, _ = self._matrices()
+        own = torch.einsum("bhtn,hnr->bhtr", query[..., : self._own], to_keys)
+        latents = self._latents.view(1, 1, -1, self._rank)
+        return (
+            torch.cat((own, query[..., self._own :]), dim=-1),
+            torch.cat((latents, key[:, :1, :, self._own :]), dim=-1),
+        )
+
+    def expand(self, mixed: Tensor) -> Tensor:
+        """Outputs ``[1, T, heads, v]`` of mixed latents ``[1, T, heads, r + rope]``."""
+        _, to_values = self._matrices()
+        return torch.einsum("bthr,hvr->bthv", mixed[..., : self._rank], to_values)
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """W_K ``[heads, nope, r]`` and W_V ``[heads, v, r]``, of whatever computes the projection now."""
+        if self._weights is None:
+            unit = torch.eye(self._rank, dtype=self._latents.dtype, device=self._latents.device)
+            both = self._project(unit).T.reshape(-1, self._own + self._values, self._rank)
+            keys, values = both.split([self._own, self._values], dim=1)
+            self._weights = keys.contiguous(), values.contiguous()
+        return self._weights
+
+
+def attach_latents(model: nn.Module) -> None:
+    """Give the attention modules of latents a :class:`LatentAttention`, as ``volley_latent``.
+
+    A layer that rounds the latents before it expands them keeps its expanded keys and values.
+    """
+    for module in model.modules():
+        if not all(hasattr(module, name) for name in _NAMES):
+            continue
+        projection: Any = module.kv_b_proj
+        if projection.bias is None and not hasattr(projection, "quantization_scheme"):
+            module.volley_latent = LatentAttention(module)  # type: ignore[assignment]
