@@ -1,5 +1,6 @@
 """Tools and reasoning through the ``openai`` client: the whole loop, with a model that grammars have to hold by the hand."""
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import openai_client
 from volley import SamplingParams
 from volley.chat import render_chat
+from volley.decode.grammars import Grammars
 from volley.decode.thinking import ThinkingBudget
 from volley.serve.calls import grammar_of_answer
 from volley.serve.formats import load_format
@@ -180,6 +182,34 @@ def test_strict_tools_bind_calls_wherever_they_begin(server: Running) -> None:
         assert (matcher.validate_tokens(token_ids) == len(token_ids)) is is_allowed, text
     loose = Tools(tools=[Tool.model_validate(WEATHER)])
     assert grammar_of_answer(load_format("hermes"), loose, None, engine.tokenizer, is_thinking=False) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "call", "is_alone"),
+    [
+        ("mistral", True, '[TOOL_CALLS]weather[ARGS]{"city":"Bern","days":3}', False),
+        ("mistral", False, '[TOOL_CALLS]weather[ARGS]{"city":"Bern","days":3}', False),
+        ("llama3", False, '{"name": "weather", "parameters": {"city":"Bern","days":3}}', True),
+    ],
+)
+def test_strict_tools_of_other_formats(tiny: Tiny, name: str, special: bool, call: str, is_alone: bool) -> None:
+    tokenizer = copy.deepcopy(tiny.plain.tokenizer)
+    if special:
+        tokenizer.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]})
+    strict = Tool.model_validate({"type": "function", "function": {**WEATHER["function"], "strict": True}})
+    grammar = grammar_of_answer(load_format(name), Tools(tools=[strict]), None, tokenizer, is_thinking=False)
+    assert grammar is not None
+    grammars = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    texts = {"": True, "Sun [x]": True, ' {"x": 1}': True, "[THINK]Is it?[/THINK]Yes.": True, call: True}
+    texts |= {
+        call.replace("Bern", "Oslo"): False,
+        call.replace("weather", "time"): False,
+        call.replace("3", "null"): False,
+    }
+    texts |= {f"See: {call}": True, f"See: {call.replace('Bern', 'Oslo')}": is_alone, f"See: {call}{call}": True}
+    for text, is_allowed in texts.items():
+        rule, token_ids = grammars.rule(grammar), tokenizer.encode(text, add_special_tokens=False)
+        assert (rule.num_allowed(token_ids) == len(token_ids)) is is_allowed, text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -60,16 +60,27 @@ def _calls(call: CallText, tools: Sequence[Tool], tokenizer: Any, *, is_single: 
 
 
 def _strict_anywhere(call: CallText, tools: Sequence[Tool], tokenizer: Any) -> Grammar | None:
-    """Text with calls in it, whose arguments follow their schemas. Only where a call begins with a marker that is text."""
-    marker = re.match(r"<\w+>", call.begin)
-    if marker is None or _special_in(call.begin, tokenizer):
+    """Text with calls in it, whose arguments follow their schemas; ``None`` if it cannot be told where a call begins.
+
+    It begins with a special token that nothing else has, with a marker that is text, or with the answer itself.
+    """
+    special = _special_in(call.begin, tokenizer)
+    own = next((token for token in special if call.begin.startswith(token)), None)
+    marker = re.match(r"<\w+>|\[\w+\]", call.begin)
+    if own is not None and own == call.begin:
+        opening, number = own, tokenizer.convert_tokens_to_ids(own)
+        rules = ["start: free (opening call free)*", f"opening: <[{number}]>", f"free: <[^{number}]>*"]
+    elif marker is not None and not special:
+        opening = marker[0]
+        rules = ["start: (opening call)* TEXT", f"opening[suffix={json.dumps(opening)}]: TEXT", "TEXT: /(?s:.*)/"]
+    elif call.begin.startswith("{") and call.between is None:
+        opening = ""
+        rules = ["start: call | TEXT", r'TEXT: /(?s:.*)/ & ~/\s*(<\|python_tag\|>\s*)?\{\s*"name"\s*:(?s:.*)/']
+    else:
         return None
-    rest = call.begin[marker.end() :]
-    names = " | ".join(f"call_{index}" for index in range(len(tools)))
-    rules = ["start: (opening call)* TEXT", f"opening[suffix={json.dumps(marker[0])}]: TEXT", "TEXT: /(?s:.*)/"]
-    rules.append(f"call: {names}")
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
-        before = _literal(rest + tool.function.name + call.middle, tokenizer)
+        before = _literal(call.begin.removeprefix(opening) + tool.function.name + call.middle, tokenizer)
         rules.append(f"call_{index}: {before} {_arguments(tool)} {_literal(call.end, tokenizer)}")
     return Grammar.lark("\n".join(rules) + "\n")
 
