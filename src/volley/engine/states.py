@@ -274,6 +274,7 @@ class Sequences:
             for state in self.states:
                 state.prepare(step)
 
+    @torch.inference_mode()
     def settle(self) -> None:
         """Complete whatever was put off: then every state's K/V are there for who looks at them."""
         for state in self.states:
