@@ -107,7 +107,7 @@ def by_transformers(hf: Any, asked: list[list[int]], entropy: float) -> Run:
             sampler_config=EntropyBoundSamplerConfig(entropy_bound=2.0),
             t_min=0.4,
             t_max=0.8,
-            stability_threshold=1 if entropy else STEPS + 1,
+            stability_threshold=0 if entropy else STEPS + 1,
             confidence_threshold=entropy or 1e-9,
         )
     seconds = time.perf_counter() - started
@@ -122,7 +122,7 @@ def by_volley(engine: Engine, asked: list[list[int]], entropy: float) -> tuple[R
         entropy_bound=2.0,
         t_min=0.4,
         t_max=0.8,
-        stability_threshold=1 if entropy else STEPS + 1,
+        stability_threshold=0 if entropy else STEPS + 1,
         confidence_threshold=entropy or 1e-9,
     )
     params = SamplingParams(temperature=1.0, max_tokens=CANVASES * CANVAS, ignore_eos=True, diffusion=own)
