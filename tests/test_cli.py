@@ -57,6 +57,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         "certify",
         "doctor",
         "presets",
+        "reservoir",
     ):
         assert f"\n  {command} " in output
 

@@ -16,6 +16,8 @@ from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
 from volley.options import Without, expand
 from volley.prompts import Conversation, load_prompts
+from volley.recalibrate.command import reservoir
+from volley.recalibrate.options import RecalibrateConfig
 from volley.serve.config import ServeConfig
 from volley.train.collect import CollectConfig, Progress
 from volley.train.options import PilotOptions, TrainConfig
@@ -358,6 +360,7 @@ def serve(
     models: ModelOptions,
     decoding: DecodingConfig,
     capacity: CapacityConfig,
+    recalibration: RecalibrateConfig,
     engine: Annotated[
         Literal["volley", "vllm"],
         typer.Option(help="Whose server to start. vllm has options of its own: volley serve --engine vllm --help."),
@@ -365,6 +368,7 @@ def serve(
 ) -> None:
     """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
     assert engine == "volley"
+    from volley.files import REFERENCE
     from volley.serve.model_file import override, read_models
     from volley.serve.server import serve as run
     from volley.serve.service import Service
@@ -373,8 +377,14 @@ def serve(
     described = read_models(config.models) if config.models else {config.served_model_name or usual: {}}
     services = []
     for name, options in described.items():
-        *sizes, own = override(name, options, models, decoding, capacity, config)
-        services.append(Service(load_engine(*sizes), own, name))
+        chosen, *sizes, own, learning = override(name, options, models, decoding, capacity, config, recalibration)
+        loaded = load_engine(chosen, *sizes)
+        services.append(Service(loaded, own, name))
+        if learning.recalibrate is not None:
+            from volley.recalibrate.companion import Recalibrator
+
+            target = chosen.target or str(REFERENCE / "target")
+            services[-1].companions.append(Recalibrator(services[-1], loaded, learning, target))
     run(services, config)
 
 
@@ -477,6 +487,7 @@ app.command()(tune)
 app.command()(certify)
 app.command()(doctor)
 app.command()(presets)
+app.add_typer(reservoir, name="reservoir")
 app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve_vllm)
 
 

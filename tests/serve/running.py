@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,10 +57,17 @@ class Tiny:
 class Running:
     """A server under test."""
 
-    def __init__(self, engine: Engine, others: Mapping[str, Engine] | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        others: Mapping[str, Engine] | None = None,
+        prepare: Callable[[Service], None] = lambda service: None,
+        **config: Any,
+    ) -> None:
         self.engine = engine
         own = ServeConfig(**{"port": 0, "receive_timeout": 5.0, **config})
         self.service = Service(engine, own, MODEL)
+        prepare(self.service)
         self.server = Server(
             [self.service, *(Service(other, own, name) for name, other in (others or {}).items())], own
         )
@@ -109,8 +116,13 @@ def wait_until(condition: Any, seconds: float = 20) -> None:
 
 
 @contextmanager
-def running(engine: Engine, others: Mapping[str, Engine] | None = None, **config: Any) -> Iterator[Running]:
-    server = Running(engine, others, **config)
+def running(
+    engine: Engine,
+    others: Mapping[str, Engine] | None = None,
+    prepare: Callable[[Service], None] = lambda service: None,
+    **config: Any,
+) -> Iterator[Running]:
+    server = Running(engine, others, prepare, **config)
     try:
         yield server
     finally:

@@ -60,10 +60,14 @@ def create_app(models: Models, config: ServeConfig) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for service in models:
             service.worker.start(asyncio.get_running_loop())
+            for companion in service.companions:
+                await companion.start()
         try:
             yield
         finally:
             for service in models:
+                for companion in service.companions:
+                    await companion.stop()
                 await asyncio.to_thread(service.worker.stop)
 
     middleware = [Middleware(Gate, config, ApiKeys.load(config.api_key_file), models.http)]
@@ -99,7 +103,7 @@ def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
         """Answer a conversation, whole or as a stream of server-sent events."""
         service, timeout = models.find(body.model), _timeout(config, request)
         _log_prompt(config, request, body)
-        job, dialect = await service.chat(body)
+        job, dialect = await service.chat(body, request.state.client)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.post("/v1/completions", response_class=Response)
@@ -107,7 +111,7 @@ def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
         """Continue texts, whole or as a stream of server-sent events."""
         service, timeout = models.find(body.model), _timeout(config, request)
         _log_prompt(config, request, body)
-        job, dialect = await service.complete(body)
+        job, dialect = await service.complete(body, request.state.client)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.post("/v1/responses", response_class=Response)
@@ -115,7 +119,7 @@ def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
         """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream. Nothing is kept."""
         service, timeout = models.find(body.model), _timeout(config, request)
         _log_prompt(config, request, body)
-        job, dialect = await service.respond(body)
+        job, dialect = await service.respond(body, request.state.client)
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.get("/v1/models")

@@ -52,7 +52,8 @@ class Gate:
 
         try:
             try:
-                self._check(scope, headers)
+                key = self._check(scope, headers)
+                scope["state"]["client"] = key or (scope.get("client") or [""])[0]
                 await self.app(scope, self._limited(receive), tell)
             except ApiError as error:
                 await error.response()(scope, receive, tell)
@@ -65,19 +66,23 @@ class Gate:
             if path not in ("/health", "/ready", "/metrics"):
                 log.info("request", extra={"fields": fields | scope["state"]["fields"]})
 
-    def _check(self, scope: Scope, headers: Mapping[str, str]) -> None:
+    def _check(self, scope: Scope, headers: Mapping[str, str]) -> str:
+        """Returns the API key; empty where none is asked."""
+        key = ""
         if scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS":
-            self._check_client(headers)
+            key = self._check_client(headers)
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self.config.max_body_bytes:
             raise too_large(self.config.max_body_bytes)
+        return key
 
-    def _check_client(self, headers: Mapping[str, str]) -> None:
+    def _check_client(self, headers: Mapping[str, str]) -> str:
         """The key, and how often it asks."""
         key = ""
         if self.keys:
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not self.keys.accepts(key.strip()):
+            key = key.strip()
+            if scheme.lower() != "bearer" or not self.keys.accepts(key):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
@@ -89,6 +94,7 @@ class Gate:
             message = f"more than {self.config.rate_limit:g} requests a minute; try again in {wait:.1f} s"
             after = {"Retry-After": str(math.ceil(wait))}
             raise ApiError(429, message, kind="requests", code="rate_limit_exceeded", headers=after)
+        return key
 
     def _limited(self, receive: Receive) -> Receive:
         """Receive the body within its limits of size and time, and pass on all later messages."""

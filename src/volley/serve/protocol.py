@@ -118,6 +118,10 @@ class _Request(Strict, GrammarFields):
     )
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served first.")
     diffusion: Diffusion | None = Field(None, description="For diffusion language models only.")
+    recalibrate: bool | None = Field(
+        None,
+        description="Whether a server that recalibrates its drafter may keep the token ids of this request for that.",
+    )
     mark_draft: bool = Field(
         False, description="Streamed chunks say with from_draft whether they had been drafted, or found in the text."
     )

@@ -182,6 +182,7 @@ class ResponsesRequest(Strict):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     thinking_token_budget: int | None = Field(None, ge=0)
+    recalibrate: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -223,6 +224,7 @@ class ResponsesRequest(Strict):
             "reasoning_effort": self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
             "thinking_token_budget": self.thinking_token_budget,
+            "recalibrate": self.recalibrate,
         }
         if form is not None:
             inner = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)

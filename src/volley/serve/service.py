@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from volley.chat import Prompt, render_chat
 from volley.decode.thinking import ThinkingBudget
@@ -40,6 +40,14 @@ def memory(engine: Engine) -> dict[str, float]:
     return {name: round(size / 2**20, 3) for name, size in sizes.items()}
 
 
+class Companion(Protocol):
+    """Something that runs beside a service for as long as the server does, in its event loop."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
 class Service:
     """One model being served. Everything but the worker runs in the event loop."""
 
@@ -55,6 +63,9 @@ class Service:
         self.max_model_len = holds.max_tokens
         self.memory = memory(engine)
         self.draining = False
+        self.companions: list[Companion] = []
+        self.on_reloaded: list[Callable[[], None]] = []
+        """Called by the event loop when :meth:`reload_drafter` has replaced the drafter."""
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
         self._template = config.read_chat_template() or str(engine.tokenizer.chat_template or "")
@@ -75,6 +86,8 @@ class Service:
         self.metrics.holds(memory_of(self._engine))
         self.metrics.reloads.labels("done").inc()
         log.info("a drafter was reloaded", extra={"fields": fields})
+        for listener in self.on_reloaded:
+            listener()
         return True
 
     def _load_drafter(self) -> Drafter:
@@ -84,8 +97,8 @@ class Service:
         return load_drafter(path, self._engine.target, weights)
 
     # -- from bodies to jobs -------------------------------------------------------------------------------------------
-    async def chat(self, body: ChatRequest) -> tuple[Job, Dialect]:
-        job, parsers = await self.converse(body)
+    async def chat(self, body: ChatRequest, client: str = "") -> tuple[Job, Dialect]:
+        job, parsers = await self.converse(body, client)
         dialect = ChatDialect(
             self.model,
             self.spell,
@@ -98,15 +111,15 @@ class Service:
         )
         return job, dialect
 
-    async def respond(self, body: ResponsesRequest) -> tuple[Job, Dialect]:
+    async def respond(self, body: ResponsesRequest, client: str = "") -> tuple[Job, Dialect]:
         chat = body.as_chat()
         try:
-            job, parsers = await self.converse(chat)
+            job, parsers = await self.converse(chat, client)
         except ApiError as error:
             raise here(error) from None
         return job, ResponsesDialect(self.model, self.spell, body, parsers[0] if parsers else None)
 
-    async def converse(self, body: ChatRequest) -> tuple[Job, list[AnswerParser]]:
+    async def converse(self, body: ChatRequest, client: str = "") -> tuple[Job, list[AnswerParser]]:
         """The job of a conversation, and what takes each of its answers apart, if anything has to."""
         adapter, form = self._check(body.model), self._form_of(body)
         prompt = await asyncio.to_thread(self._render, body)
@@ -124,7 +137,7 @@ class Service:
         is_thinking = bool(parsers) and parsers[0].is_thinking
         params = await self._bind(params, body, form, is_thinking=is_thinking)
         choices = [params.for_choice(choice) for choice in range(body.n)]
-        return self._submit(Job([token_ids] * body.n, choices)), parsers
+        return self._submit(Job([token_ids] * body.n, choices, client, body.recalibrate)), parsers
 
     def _form_of(self, body: ChatRequest) -> AnswerFormat | None:
         """How the answer is written; ``None``: it is nothing but text. A forced call needs no format of the model's own."""
@@ -181,7 +194,7 @@ class Service:
 
         return replace(params, grammar=grammar, rules=(*params.rules, budget))
 
-    async def complete(self, body: CompletionRequest) -> tuple[Job, Dialect]:
+    async def complete(self, body: CompletionRequest, client: str = "") -> tuple[Job, Dialect]:
         adapter = self._check(body.model)
         prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
@@ -205,7 +218,8 @@ class Service:
             scored=scored,
             num_likeliest=(body.logprobs or 0, body.prompt_logprobs or 0),
         )
-        return self._submit(Job([prompt for prompt, _ in choices], [own for _, own in choices])), dialect
+        prompts, params_of = [prompt for prompt, _ in choices], [own for _, own in choices]
+        return self._submit(Job(prompts, params_of, client, body.recalibrate)), dialect
 
     def _check(self, model: str | None) -> str | None:
         """Whether requests are taken, and the adapter that the model's name chooses."""

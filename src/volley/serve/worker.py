@@ -11,7 +11,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -89,9 +89,19 @@ class Stopped(Exception):
 class Job:
     """What one HTTP request asks for: one choice for each prompt of token ids. Made and read by the event loop."""
 
-    def __init__(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        client: str = "",
+        may_be_kept: bool | None = None,
+    ) -> None:
         self.prompts = prompts
         self.params = params
+        self.client = client
+        """Who asks: an API key or an address."""
+        self.may_be_kept = may_be_kept
+        """Whether the client lets the server keep the answer, if it said so."""
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.requests: list[Request] = []
         """Owned by the worker."""
@@ -128,6 +138,10 @@ class Worker:
         self._left = 0
         self._seconds = 1.0  # a request's usual time, for Retry-After
         self._thread = threading.Thread(target=self._run, name="volley-engine", daemon=True)
+        self.on_finished: list[Callable[[Job, Request], None]] = []
+        """Called by the thread for each answer that is complete."""
+        self.on_held: list[Callable[[int], None]] = []
+        """Called by the event loop with :attr:`held` when it has changed."""
         engine.on_verified.append(metrics.verified)
 
     # -- the event loop's side -----------------------------------------------------------------------------------------
@@ -153,7 +167,7 @@ class Worker:
         if self.held + len(job.prompts) > self.capacity:
             rounds = self.held / (self.capacity - self._max_waiting)
             raise QueueFull(self.held, min(60, max(1, math.ceil(rounds * self._seconds))))
-        self.held += len(job.prompts)
+        self._hold(len(job.prompts))
         self._inbox.put(("submit", job))
 
     def abort(self, job: Job) -> None:
@@ -166,8 +180,14 @@ class Worker:
         self._inbox.put(("swap", swap))
         return swap.done
 
+    def _hold(self, more: int) -> None:
+        self.held += more
+        for listener in self.on_held:
+            listener(self.held)
+
     def _deliver(self, events: list[tuple[Job, Event]], left: int) -> None:
-        self.held -= left
+        if left:
+            self._hold(-left)
         for job, event in events:
             if isinstance(event, End):
                 self._seconds += 0.1 * (event.stats.total_seconds - self._seconds)
@@ -285,6 +305,8 @@ class Worker:
                 self._left += 1
                 self._outbox.append((job, End(choice, request.finish_reason, request.stats)))
                 self.metrics.finished(request, request.finish_reason)
+                for listener in self.on_finished:
+                    listener(job, request)
         self._hand_over()
         self.metrics.state(self.engine)
 

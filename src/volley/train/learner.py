@@ -28,7 +28,10 @@ class Learner:
         self.ranks = ranks
         self.adapter: AdapterConfig | None = None
         torch.manual_seed(config.seed)
-        if config.lora_rank is None:
+        if config.lora_rank is None and config.keep_shape:
+            assert config.init is not None, "TrainConfig has checked it"
+            drafter = drafter_to_adapt(config.init, target.model).to(ranks.device)
+        elif config.lora_rank is None:
             drafter = _new_drafter(config, target, data).to(ranks.device)
         else:
             assert config.init is not None, "TrainConfig has checked it"
@@ -100,8 +103,8 @@ def _new_drafter(config: TrainConfig, target: FrozenTarget, data: TrainingData) 
 
 
 def _vocabulary(config: TrainConfig, target: FrozenTarget, documents: Sequence[Document]) -> Vocabulary | None:
-    """What the drafter drafts, ``None`` for all tokens. An adapter leaves that to its drafter."""
-    if config.lora_rank is not None or config.draft_vocab_size == 0:
+    """What the drafter drafts, ``None`` for all tokens. An adapter, and a kept shape, leave that to the drafter."""
+    if config.lora_rank is not None or config.keep_shape or config.draft_vocab_size == 0:
         return None
     ends, size = target.plain_ends, config.draft_vocab_size
     if ends is None:

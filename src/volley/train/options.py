@@ -82,6 +82,8 @@ class TrainConfig:
 
     init: str | None = None
     """Folder of a drafter of the same shape to start from; a sequential head may be new. By default random weights."""
+    keep_shape: bool = False
+    """Take the shape, mask token and sequential head of the drafter in ``init``, instead of naming them option by option."""
     lora_rank: int | None = None
     """Train an adapter of this rank for the drafter in ``init``, whose shape and weights stay; by default a whole drafter."""
     block_size: int = 16
@@ -211,15 +213,20 @@ class TrainConfig:
             raise ConfigError("a drafter without features needs no feature_server; leave it out")
         if self.lora_rank is not None:
             self._check_adapter()
+        if self.keep_shape:
+            self._check_shape("keep_shape takes the shape of a drafter", "keep_shape takes it from")
 
     def _check_adapter(self) -> None:
-        if self.init is None:
-            raise ConfigError("lora_rank adapts a drafter, and none is named; give its folder as init")
+        self._check_shape("lora_rank adapts a drafter", "an adapter keeps the shape of")
         if self.fsdp or self.optimizer == "muon":
             raise ConfigError("an adapter is trained whole and with AdamW; leave out fsdp and optimizer='muon'")
+
+    def _check_shape(self, needs: str, keeps: str) -> None:
+        if self.init is None:
+            raise ConfigError(f"{needs}, and none is named; give its folder as init")
         for name in SHAPE_OPTIONS:
             if getattr(self, name) != self.__dataclass_fields__[name].default:
-                raise ConfigError(f"an adapter keeps the shape of the drafter in init; leave out {name}")
+                raise ConfigError(f"{keeps} the drafter in init; leave out {name}")
 
     def _checks(self) -> Iterable[tuple[str, bool, str]]:
         yield "data", bool(self.data), "at least one JSONL file"

@@ -1,0 +1,44 @@
+"""``volley reservoir``: look at what ``volley serve --recalibrate`` keeps, and erase it."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+reservoir = typer.Typer(no_args_is_help=True, help="What volley serve --recalibrate keeps: show it, erase it.")
+_Folder = Annotated[Path, typer.Argument(help="The folder that volley serve --recalibrate was given.")]
+
+
+@reservoir.command()
+def show(folder: _Folder) -> None:
+    """How much is kept, of how many clients and since when. No text is shown."""
+    from volley.recalibrate.reservoir import check_reservoir, entries
+
+    check_reservoir(folder)
+    found = entries(folder)
+    held = sum(entry.held_out for entry in found)
+    typer.echo(
+        f"{len(found)} answers of {len({entry.client for entry in found})} clients, "
+        f"{sum(entry.tokens for entry in found)} tokens; {held} answers are held out"
+    )
+    if found:
+        typer.echo(f"the oldest is of {time.strftime('%Y-%m-%d %H:%M', time.localtime(found[0].seconds))}")
+
+
+@reservoir.command()
+def erase(
+    folder: _Folder,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Drafters that were learnt too; the server must be stopped.")
+    ] = False,
+) -> None:
+    """Erase every prompt and answer, also under a running server, which goes on with new ones."""
+    from volley.recalibrate import reservoir as kept
+
+    count = len(kept.entries(folder))
+    if everything:
+        kept.forget(folder)
+    else:
+        kept.erase(folder)
+    typer.echo(f"{count} answers erased from {folder}" + (", and what was learnt from them" if everything else ""))

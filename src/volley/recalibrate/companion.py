@@ -1,0 +1,299 @@
+"""What recalibration does inside a server: keep what was served, run the training process while nobody waits, swap drafters."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from volley.engine.engine import Engine
+from volley.engine.reload import replace_drafter
+from volley.errors import ConfigError
+from volley.models.adapter import drafter_fingerprint
+from volley.models.draft_model import load_drafter
+from volley.models.drafter import Drafter
+from volley.native import Weights
+from volley.procedures.request import Request
+from volley.recalibrate.figures import Figures
+from volley.recalibrate.options import RecalibrateConfig
+from volley.recalibrate.reservoir import Reservoir
+from volley.recalibrate.state import BASE, Learnt, Standing
+from volley.serve.metrics import memory_of
+from volley.serve.service import Service
+from volley.serve.worker import Job
+from volley.train.features import fingerprint
+
+log = logging.getLogger("volley.serve")
+
+Kept = tuple[str, list[int], list[int], float]
+PROGRAM = (sys.executable, "-m", "volley.recalibrate.process")
+MOST_WAITING = 1000
+"""Answers that wait for the disk; further ones are not kept."""
+RESTART_SECONDS = (5.0, 600.0)
+"""Before a training process that died is started again: at first, and at most."""
+
+
+class Recalibrator:
+    """Keeps the drafter of one service tuned. Make it before the service's worker starts."""
+
+    def __init__(
+        self,
+        service: Service,
+        engine: Engine,
+        config: RecalibrateConfig,
+        target: str,
+        *,
+        threads: int = 1,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        """``target`` is where the engine's was loaded from; ``threads`` are the training's, and ``program`` is its process."""
+        assert config.recalibrate is not None
+        _check(service, engine, target)
+        self.folder, self.config = config.recalibrate, config
+        self._service, self._engine, self._target = service, engine, target
+        self._threads, self._program = threads, tuple(program)
+        self.figures = Figures(service.metrics.registry)
+        self.reservoir = Reservoir(self.folder, most_tokens=config.reservoir_tokens, most_days=config.reservoir_days)
+        self.reservoir.open(fingerprint(engine.target.model))
+        try:
+            self.learnt = self._find_learnt()
+            self._go_on()
+        except BaseException:
+            self.reservoir.close()
+            raise
+        self.figures.keeps(self.reservoir)
+        self._waiting: queue.SimpleQueue[Kept | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="volley-reservoir", daemon=True)
+        self._process: Process | None = None
+        self._is_paused = self._is_stopping = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._reloading: asyncio.Task[None] | None = None
+        service.worker.on_finished.append(self.record)
+        service.worker.on_held.append(self._held)
+        service.on_reloaded.append(self._reloaded)
+
+    # -- what was learnt -----------------------------------------------------------------------------------------------
+    def _find_learnt(self) -> Learnt:
+        """What the folder says of this drafter; where it was given another one, that begins anew."""
+        assert self._engine.drafter is not None
+        given = drafter_fingerprint(self._engine.drafter)
+        mark, found = self.folder / BASE / "fingerprint", Learnt.load(self.folder)
+        if found is None or found.base != given:
+            rounds = [int(path.name) for path in (self.folder / "rounds").glob("*") if path.name.isdigit()]
+            if found is not None:
+                log.info("the server was given another drafter; what was learnt from the last one is set aside")
+            found = Learnt(given, seen_round=max(rounds, default=0))
+            found.save(self.folder)
+        if not mark.exists() or mark.read_text() != given:
+            source = self._engine.drafter_source
+            copy = self._engine.drafter if source is None else Drafter.from_pretrained(source[0])
+            copy.save_pretrained(self.folder / BASE)
+            mark.write_text(given)
+        return found
+
+    def _go_on(self) -> None:
+        """Draft with what was learnt before a restart."""
+        current = self.learnt.current
+        if current.folder == BASE:
+            return
+        try:
+            replace_drafter(self._engine, self._load(current.folder))
+        except Exception as error:
+            log.error(
+                "the drafter that was learnt cannot be used; the given one serves",
+                extra={"fields": {"reason": str(error)}},
+            )
+            self.learnt = replace(self.learnt, current=Standing(), previous=None)
+            self.learnt.save(self.folder)
+
+    @property
+    def _weights(self) -> Weights:
+        return "bf16" if self._engine.drafter_source is None else self._engine.drafter_source[1]
+
+    def _load(self, folder: str) -> Drafter:
+        return load_drafter(self.folder / folder, self._engine.target, self._weights)
+
+    def _reloaded(self) -> None:
+        """The operator has put another drafter in the place of the one that the server was given."""
+
+        async def begin_anew() -> None:
+            self.learnt = await asyncio.to_thread(self._find_learnt)
+            self.learnt = replace(self.learnt, current=Standing(), previous=None)
+            self.learnt.save(self.folder)
+
+        self._reloading = asyncio.create_task(begin_anew())
+
+    # -- keeping, in the engine's thread and in the writer's ---------------------------------------------------------
+    def record(self, job: Job, request: Request) -> None:
+        """Queue an answer for the disk, if its client and the server let it be kept."""
+        is_asked = self.config.recalibrate_requests == "asked"
+        if not (job.may_be_kept if is_asked else job.may_be_kept is not False):
+            return
+        if request.stats.canvases or request.num_output < 2:
+            return
+        if self._waiting.qsize() >= MOST_WAITING:
+            self.figures.dropped.inc()
+            return
+        ids, at = request.token_ids, request.num_prompt
+        self._waiting.put((job.client, ids[:at], ids[at:], request.params.temperature))
+
+    def _write(self) -> None:
+        is_failing = False
+        while (kept := self._waiting.get()) is not None:
+            try:
+                self.reservoir.add(*kept)
+                is_failing = False
+            except (ConfigError, OSError) as error:
+                self.figures.dropped.inc()
+                if not is_failing:
+                    log.error("answers cannot be kept; serving goes on", extra={"fields": {"reason": str(error)}})
+                is_failing = True
+            self.figures.keeps(self.reservoir)
+
+    # -- the training process, in the event loop -------------------------------------------------------------------------
+    async def start(self) -> None:
+        self._writer.start()
+        self._following = asyncio.create_task(self._follow())
+
+    async def stop(self) -> None:
+        """Nothing is lost by killing the process: it goes on where it was."""
+        self._is_stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await self._kill()
+        self._waiting.put(None)
+        await asyncio.to_thread(self._writer.join)
+        self.reservoir.close()
+
+    async def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _follow(self) -> None:
+        """Keep a process running, and do as it says."""
+        wait = RESTART_SECONDS[0]
+        while True:
+            self._process = process = await self._spawn()
+            self._held(self._service.worker.held)
+            assert process.stdout is not None
+            async for line in process.stdout:
+                event = json.loads(line)
+                if event["event"] != "ready":
+                    wait = RESTART_SECONDS[0]
+                await self._act(event)
+            code = await process.wait()
+            fields = {"code": code, "log": str(self.folder / "training.log"), "again_in_seconds": wait}
+            log.error("the training process has ended; serving goes on", extra={"fields": fields})
+            self.figures.failed.inc()
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, RESTART_SECONDS[1])
+
+    async def _spawn(self) -> Process:
+        target = self._engine.target
+        spec = {
+            "folder": str(self.folder),
+            "target": self._target,
+            "config": {**asdict(self.config), "recalibrate": None},
+            "dtype": "auto",
+            "width": target.hidden_size,
+            "device": str(target.device),
+            "threads": self._threads,
+            "parent": os.getpid(),
+        }
+        command = [*self._program, json.dumps(spec)]
+        with (self.folder / "training.log").open("wb") as errors:
+            self._is_paused = False
+            return await asyncio.create_subprocess_exec(
+                *command, stdin=DEVNULL, stdout=PIPE, stderr=errors, start_new_session=True, limit=2**20
+            )
+
+    def _held(self, held: int) -> None:
+        """Stop the process while anybody waits for an answer, and for a while after."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if held:
+            self._signal(paused=True)
+        elif self._is_paused:
+            self._timer = self._service.worker.loop.call_later(self.config.recalibrate_idle, self._resume)
+
+    def _resume(self) -> None:
+        self._signal(paused=False)
+
+    def _signal(self, *, paused: bool) -> None:
+        process = self._process
+        if paused == self._is_paused or process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
+        self._is_paused = paused
+        self.figures.training.set(not paused)
+
+    # -- swapping ------------------------------------------------------------------------------------------------------
+    async def _act(self, event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            return
+        if event["event"] == "failed":
+            self.figures.failed.inc()
+            log.error("a candidate could not be made", extra={"fields": {"reason": event["reason"]}})
+        elif "kind" in event:
+            await self._judged(event)
+        self.learnt = replace(self.learnt, seen_round=max(self.learnt.seen_round, int(event["round"])))
+        await asyncio.to_thread(self.learnt.save, self.folder)
+
+    async def _judged(self, event: dict[str, Any]) -> None:
+        fields = {key: event[key] for key in ("round", "kind", "gain", "error", "tau", "tau_before", "rows", "reason")}
+        if self.learnt.current.tau is None:
+            self.learnt = replace(self.learnt, current=replace(self.learnt.current, tau=event["tau_before"]))
+        is_swapped = event["swap"] and await self._swap(event)
+        self.figures.judged(event, self.learnt.current.tau, is_swapped=is_swapped)
+        log.info("a drafter took over" if is_swapped else "a candidate was judged", extra={"fields": fields})
+
+    async def _swap(self, event: dict[str, Any]) -> bool:
+        chosen = Standing(event["folder"], event["kind"], event["trained_until"], event["tau"])
+        try:
+            drafter = await asyncio.to_thread(self._load, chosen.folder)
+            await asyncio.wrap_future(self._service.worker.swap(drafter, {}))
+        except Exception as error:  # the old drafter is still there
+            log.error("a candidate was refused; the old drafter stays", extra={"fields": {"reason": str(error)}})
+            self.figures.failed.inc()
+            return False
+        self.learnt = self.learnt.swapped(chosen, int(event["round"]))
+        await asyncio.to_thread(self.learnt.save, self.folder)
+        self._service.metrics.holds(memory_of(self._engine))
+        return True
+
+
+def _check(service: Service, engine: Engine, target: str) -> None:
+    """Refuse what cannot be recalibrated, with the remedy."""
+    drafter = engine.drafter
+    if drafter is None:
+        raise ConfigError("there is no drafter to recalibrate; name one with --drafter, or leave --recalibrate out")
+    if len(service.names) > 1:
+        raise ConfigError(
+            "adapters belong to one drafter, and --recalibrate replaces it; leave out --adapters or --recalibrate"
+        )
+    if Path(target).suffix == ".gguf":
+        raise ConfigError(f"{target} cannot be trained for; give --target the folder that it was converted from")
+    config = drafter.config
+    own = config.own_embedding or config.draft_vocab_size
+    if own or config.untrained is not None or (config.head is not None and config.head.type == "dspark"):
+        raise ConfigError(
+            "volley does not train drafters of this kind (an embedding, a vocabulary or a head of its own); name the one "
+            "that it was exported from, or leave --recalibrate out"
+        )

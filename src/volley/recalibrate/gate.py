@@ -1,0 +1,124 @@
+"""Whether one drafter is better than another on recent traffic, by more than the error of saying so.
+
+Drafters of one shape take equally long for a cycle, so tokens a second are in proportion to τ. Both are judged on the same
+answers, which neither was trained on. The error is that of a ratio of sums over answers, paired.
+
+No client decides alone. Answers are chosen in turn from all clients, nobody's weigh more than those of all others together, and
+a gain must hold without the client that weighs most, as soon as there are enough answers of others.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from volley.recalibrate.replay import Replayed
+from volley.recalibrate.reservoir import Entry
+
+RECENT_ROWS = 48
+"""Answers that decide."""
+LEAST_ROWS = 8
+"""Fewer decide nothing."""
+OTHERS = 6
+"""Answers of other clients from which on a gain must hold for these alone."""
+ERRORS = 2.0
+"""Standard errors that a gain must exceed."""
+LEAST_GAIN = 0.01
+RECENT_SECONDS = 86_400
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """``gain`` is the candidate's τ over the other's, minus 1; ``error`` its standard error."""
+
+    gain: float
+    error: float
+    tau: float
+    """The candidate's."""
+    tau_before: float
+    rows: int
+    reason: str
+    """Why it is not better; empty if it is."""
+
+    @property
+    def is_better(self) -> bool:
+        return not self.reason
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "is_better": self.is_better}
+
+
+def choose_recent(found: Sequence[Entry], trained_until: Collection[int], most: int = RECENT_ROWS) -> list[Entry]:
+    """The newest answers, in turn from each client, that no drafter in question was trained on, oldest first.
+
+    ``trained_until`` are the numbers of the last answers that their trainings could see; what is held out they never saw.
+    """
+    seen = max(trained_until, default=-1)
+    newest = max((entry.seconds for entry in found), default=0)
+    of_client: dict[str, list[Entry]] = defaultdict(list)
+    for entry in found:
+        if (entry.held_out or entry.number > seen) and entry.seconds > newest - RECENT_SECONDS:
+            of_client[entry.client].append(entry)
+    chosen: list[Entry] = []
+    while of_client and len(chosen) < most:
+        for client in list(of_client):
+            chosen.append(of_client[client].pop())
+            if not of_client[client]:
+                del of_client[client]
+    return sorted(chosen[:most], key=lambda entry: entry.number)
+
+
+def judge(replayed: Sequence[Replayed], candidate: int, before: int) -> Judgement:
+    """Drafter ``candidate`` against ``before``, by their places in ``Replayed.cycles``."""
+    weights = _weights(replayed)
+    gain, error = _ratio(replayed, weights, candidate, before)
+    tokens = sum(row.tokens for row in replayed)
+    taus = [tokens / max(1e-9, sum(row.cycles[drafter] for row in replayed)) for drafter in (candidate, before)]
+    reason = _why_not(replayed, weights, candidate, before)
+    return Judgement(gain, error, taus[0], taus[1], len(replayed), reason)
+
+
+def _why_not(replayed: Sequence[Replayed], weights: Sequence[float], candidate: int, before: int) -> str:
+    if len(replayed) < LEAST_ROWS:
+        return f"{len(replayed)} answers to judge on, {LEAST_ROWS} are needed"
+    gain, error = _ratio(replayed, weights, candidate, before)
+    if gain <= max(LEAST_GAIN, ERRORS * error):
+        return f"a gain of {gain:+.1%} is not more than its error (± {ERRORS * error:.1%})"
+    clients: dict[str, float] = defaultdict(float)
+    for row, weight in zip(replayed, weights, strict=True):
+        clients[row.row.entry.client] += weight * row.tokens
+    most = max(clients, key=clients.__getitem__)
+    others = [row for row in replayed if row.row.entry.client != most]
+    if len(others) >= OTHERS:
+        gain, error = _ratio(others, _weights(others), candidate, before)
+        if gain <= ERRORS * error:
+            return f"without one client the gain is {gain:+.1%} (± {ERRORS * error:.1%})"
+    return ""
+
+
+def _weights(replayed: Sequence[Replayed]) -> list[float]:
+    """1, but less for a client that has more tokens than all others together, if these have enough answers."""
+    tokens: dict[str, int] = defaultdict(int)
+    for row in replayed:
+        tokens[row.row.entry.client] += row.tokens
+    if not tokens:
+        return []
+    most = max(tokens, key=tokens.__getitem__)
+    others = sum(tokens.values()) - tokens[most]
+    enough = sum(row.row.entry.client != most for row in replayed) >= OTHERS
+    share = min(1.0, others / tokens[most]) if enough else 1.0
+    return [share if row.row.entry.client == most else 1.0 for row in replayed]
+
+
+def _ratio(replayed: Iterable[Replayed], weights: Iterable[float], candidate: int, before: int) -> tuple[float, float]:
+    """Σ cycles of ``before`` over Σ cycles of ``candidate``, minus 1, and its standard error over answers."""
+    pairs = [
+        (weight * row.cycles[before], weight * row.cycles[candidate])
+        for row, weight in zip(replayed, weights, strict=True)
+    ]
+    above, below = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    if len(pairs) < 2 or below == 0:
+        return 0.0, float("inf")
+    ratio, count = above / below, len(pairs)
+    spread = sum((x - ratio * y) ** 2 for x, y in pairs)
+    return ratio - 1, (count / (count - 1) * spread) ** 0.5 / below

@@ -1,0 +1,52 @@
+"""What a server does with its traffic to keep its drafter tuned."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from volley.errors import ConfigError, unknown_key
+
+UPDATES = ("full", "adapter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecalibrateConfig:
+    """Off without a folder."""
+
+    recalibrate: Path | None = None
+    """Keep the drafter tuned to the traffic: folder for the token ids of what was served, and for what is learnt from them."""
+    recalibrate_requests: Literal["all", "asked"] = "all"
+    """Which requests are kept: all but those that say "recalibrate": false, or only those that say true."""
+    reservoir_tokens: int = 1_000_000
+    """Tokens that the folder keeps at most; the client that has most of them gives up its oldest."""
+    reservoir_days: float = 30.0
+    """Days that a request is kept at most."""
+    recalibrate_tokens: int = 4000
+    """Newly served tokens, prompts included, that a round of candidates waits for."""
+    recalibrate_steps: int = 60
+    """Training steps of a candidate."""
+    recalibrate_learning_rate: float | None = None
+    """Peak learning rate of a candidate; by default half of the one that volley tune would begin with."""
+    recalibrate_updates: tuple[str, ...] = UPDATES
+    """Candidates of each round: full (all weights learn) and adapter (a low-rank update, merged)."""
+    recalibrate_idle: float = 1.0
+    """Seconds without a request after which training goes on."""
+
+    def __post_init__(self) -> None:
+        if self.recalibrate_requests not in ("all", "asked"):
+            raise unknown_key("value of recalibrate_requests,", self.recalibrate_requests, ("all", "asked"))
+        for update in self.recalibrate_updates:
+            if update not in UPDATES:
+                raise unknown_key("kind of recalibrate_updates,", update, UPDATES)
+        for name, good, want in self._checks():
+            if not good:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
+
+    def _checks(self) -> Iterable[tuple[str, bool, str]]:
+        rate = self.recalibrate_learning_rate
+        yield "recalibrate_learning_rate", rate is None or rate > 0, "more than 0, or left out"
+        yield "recalibrate_updates", bool(self.recalibrate_updates), "full, adapter or both"
+        yield "recalibrate_idle", self.recalibrate_idle >= 0, "0 or more"
+        for name in ("reservoir_tokens", "reservoir_days", "recalibrate_tokens", "recalibrate_steps"):
+            yield name, getattr(self, name) > 0, "more than 0"

@@ -1,0 +1,69 @@
+"""The training process: below every other one in priority, gone with its server, and stopped by it while there is traffic.
+
+``python -m volley.recalibrate.process SPEC`` is started by :class:`volley.recalibrate.companion.Recalibrator`, which reads a JSON
+object a line from its standard output.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+IDLE_SECONDS = 0.5
+"""Between two looks for something to do."""
+
+
+def lower_priority() -> None:
+    """Run only where nothing else would."""
+    os.nice(19)
+    with contextlib.suppress(AttributeError, OSError):  # Linux has a class for that
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def end_with(parent: int) -> None:
+    """Be killed when the server is, stopped or not."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has gone before
+        sys.exit(0)
+
+
+def tell(event: dict[str, Any]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def main(spec: dict[str, Any]) -> None:
+    """Work until the server goes. ``spec``: folder, target, config, dtype, device, threads, parent."""
+    lower_priority()
+    end_with(spec["parent"])
+
+    import torch
+    from transformers.utils import logging
+
+    from volley.recalibrate.options import RecalibrateConfig
+    from volley.recalibrate.rounds import Recalibration
+    from volley.train.features import FrozenTarget
+    from volley.train.fused import keep_freed_memory
+    from volley.tune.trials import training_dtype
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(spec["threads"])
+    keep_freed_memory()
+    device = torch.device(spec["device"])
+    target = FrozenTarget(spec["target"], training_dtype(spec["dtype"], spec["width"], device), device)
+    config = RecalibrateConfig(**{**spec["config"], "recalibrate": Path(spec["folder"])})
+    rounds = Recalibration(Path(spec["folder"]), target, spec["target"], config, tell)
+    tell({"event": "ready"})
+    while os.getppid() == spec["parent"]:
+        if not rounds.work():
+            time.sleep(IDLE_SECONDS)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,119 @@
+"""How many cycles a drafter would have needed for answers that were served: every position of each is drafted from.
+
+At temperature 0 a draft token is kept where it is the served token. Above, it is kept with chance Σ min(p, q), p and q being the
+target's and the drafter's distributions after the served tokens: speculative sampling's acceptance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from volley.doctor.acceptance import with_bias
+from volley.models.drafter import Drafter
+from volley.models.taps import Taps
+from volley.recalibrate.reservoir import ServedRow
+from volley.train.anchors import build_blocks
+from volley.train.features import FrozenTarget
+from volley.train.step import BlockForward
+
+MOST_TOKENS = 256
+"""Of an answer; the rest is not replayed."""
+ANCHORS = 64
+"""Blocks computed at once."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One answer: its tokens after the first, and the cycles that each drafter needs for them."""
+
+    row: ServedRow
+    tokens: int
+    cycles: tuple[float, ...]
+
+
+@torch.no_grad()
+def replay(drafters: Sequence[Drafter], target: FrozenTarget, rows: Sequence[ServedRow]) -> list[Replayed]:
+    """All ``drafters`` read the same layers. Rows with fewer than two response tokens are left out."""
+    forwards = [BlockForward(drafter, "grouped") for drafter in drafters]
+    found = []
+    with Taps(target.model, drafters[0].config.target_layer_ids) as tapped:
+        for row in rows:
+            start = len(row.prompt)
+            end = start + min(len(row.response), MOST_TOKENS)
+            if end - start < 2:
+                continue
+            ids = torch.tensor([(row.prompt + row.response)[:end]], device=target.device)
+            hidden = target.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+            features = tapped.take()
+            wanted = _distribution(hidden[start : end - 1], target, row.temperature)
+            cycles = [
+                expected_cycles(_chances(forward, target, ids, features, start, wanted, row.temperature))
+                for forward in forwards
+            ]
+            found.append(Replayed(row, end - 1 - start, tuple(cycles)))
+    return found
+
+
+def _distribution(hidden: Tensor, target: FrozenTarget, temperature: float) -> Tensor | None:
+    """The target's, ``[n, V]``, of the token after each of ``hidden [n, H]``; ``None`` for a greedy answer."""
+    if temperature == 0:
+        return None
+    logits = (with_bias(hidden, target.head) @ target.head.t()).float()
+    if target.softcap is not None:
+        logits = target.softcap * torch.tanh(logits / target.softcap)
+    return (logits / temperature).softmax(-1)
+
+
+def _chances(
+    forward: BlockForward,
+    target: FrozenTarget,
+    ids: Tensor,
+    features: Tensor,
+    start: int,
+    wanted: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """The chance ``[n, B − 1]`` that each draft token is kept if all before it were, for an anchor at each position."""
+    drafter, end = forward.drafter, ids.shape[1]
+    config, parts = drafter.config, []
+    for first in range(start, end - 1, ANCHORS):
+        anchors = list(range(first, min(first + ANCHORS, end - 1)))
+        blocks = build_blocks(ids, [end], [anchors], config.block_size, config.mask_token_id)
+        before = torch.cat([blocks.token_ids[..., :1], blocks.token_ids[..., :1], blocks.labels[..., :-1]], dim=-1)
+        states = forward(
+            features,
+            blocks.anchors,
+            drafter.embed(blocks.token_ids.flatten(), target.embed),
+            blocks.positions.flatten(),
+            target.embed(before.flatten()) if drafter.head is not None else None,
+        )
+        rows = states.view(len(anchors), config.block_size, -1)[:, 1:].flatten(0, 1)
+        logits = drafter.logits(rows, lambda states: with_bias(states, target.head) @ target.head.t())
+        labels, valid = blocks.labels[0], blocks.valid[0]
+        if wanted is None:
+            kept = (logits.argmax(-1).view(labels.shape) == labels).float()
+        else:
+            after = torch.arange(first - start, first - start + len(anchors), device=ids.device)[:, None]
+            after = (after + torch.arange(config.block_size - 1, device=ids.device)).clamp(max=len(wanted) - 1)
+            drawn = (logits.float() / temperature).softmax(-1)
+            kept = torch.minimum(wanted[after.flatten()], drawn).sum(-1).view(labels.shape)
+        parts.append((kept * valid).cpu())
+    return torch.cat(parts)
+
+
+def expected_cycles(chances: Tensor) -> float:
+    """Cycles until n tokens have come, where a cycle at token i keeps drafts by ``chances[i]``, one after the other.
+
+    ``chances`` is ``[n, B − 1]``. A cycle brings what it keeps and a token of the target's own.
+    """
+    rows = chances.tolist()
+    need = [0.0] * (len(rows) + 1)
+    for index in reversed(range(len(rows))):
+        reached, total = 1.0, 1.0
+        for gained, chance in enumerate([*rows[index], 0.0], start=1):
+            total += reached * (1 - chance) * need[min(index + gained, len(rows))]
+            reached *= chance
+        need[index] = total
+    return need[0]

@@ -1,0 +1,237 @@
+"""A bounded store of what was served: token ids, one file a request, each written whole or not at all.
+
+A file's name says all that decides what is kept, ``NUMBER.SECONDS.CLIENT.TOKENS.PART.json``: neither a start nor a cleaning reads
+a prompt. ``PART`` is ``train`` or ``held``, by a keyed hash of the prompt: equal prompts are on one side, and no client can
+choose the side. Clients are keyed hashes too. The folder is for its owner only.
+"""
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from volley.errors import ConfigError
+from volley.files import make_folder, read_json, write_atomically
+
+HELD_OUT = 0.2
+"""Share of the prompts that nothing is trained on."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the name of a row's file says."""
+
+    number: int
+    seconds: int
+    client: str
+    tokens: int
+    held_out: bool
+
+    @property
+    def name(self) -> str:
+        part = "held" if self.held_out else "train"
+        return f"{self.number:012d}.{self.seconds}.{self.client}.{self.tokens}.{part}.json"
+
+    @classmethod
+    def of(cls, name: str) -> "Entry | None":
+        """The entry of a file, ``None`` for a file of another kind."""
+        parts = name.split(".")
+        if len(parts) != 6 or parts[-1] != "json" or not all(parts[index].isdigit() for index in (0, 1, 3)):
+            return None
+        return cls(int(parts[0]), int(parts[1]), parts[2], int(parts[3]), parts[4] == "held")
+
+
+@dataclass(frozen=True)
+class ServedRow:
+    """One answer: the token ids of prompt and response, and the temperature they were drawn at."""
+
+    entry: Entry
+    prompt: list[int]
+    response: list[int]
+    temperature: float
+
+
+class Reservoir:
+    """The store in ``folder/rows``. One process writes (:meth:`lock`), others may read and erase."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        most_tokens: int = 1_000_000,
+        most_days: float = 30.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder, self.rows_folder = folder, folder / "rows"
+        self.most_tokens, self.most_seconds, self._clock = most_tokens, most_days * 86400, clock
+        self._lock: IO[str] | None = None
+        self._facts: dict[str, Any] = {}
+        self._entries: list[Entry] = []
+        """In the order of their numbers, which is that of their arrival."""
+        self._erased_at: int | None = None
+        self._next = 0
+
+    # -- opening ---------------------------------------------------------------------------------------------------
+    def open(self, target: str) -> None:
+        """Begin to write for the target of this fingerprint. Raises ConfigError where that must not be."""
+        make_folder(self.rows_folder)
+        for path in (self.folder, self.rows_folder):
+            path.chmod(0o700)
+        self.lock()
+        path = self.folder / "reservoir.json"
+        if not path.exists():
+            write_atomically(path, json.dumps({"target": target, "key": secrets.token_hex(16)}) + "\n")
+            path.chmod(0o600)
+        self._facts = read_json(path)
+        if self._facts.get("target") != target:
+            self.close()
+            raise ConfigError(
+                f"{self.folder} holds what another target has served; give another folder, or erase this one: "
+                f"volley reservoir erase {self.folder}"
+            )
+        self._read_names()
+
+    def lock(self) -> None:
+        """Be the only one that writes here, until :meth:`close` or the end of the process."""
+        lock = (self.folder / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise ConfigError(
+                f"another server recalibrates in {self.folder}; stop it, or give this one another folder"
+            ) from None
+        self._lock = lock
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _read_names(self) -> None:
+        self._entries = entries(self.folder)
+        self._next = max(self._next, 1 + max((entry.number for entry in self._entries), default=-1))
+        self._erased_at = _erased_at(self.folder)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+    @property
+    def tokens(self) -> int:
+        return sum(entry.tokens for entry in self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, client: str, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Entry:
+        """Write one answer, then let go of what is too old or too much. Raises ConfigError where the disk takes no more."""
+        assert self._lock is not None, "open() comes first"
+        if _erased_at(self.folder) != self._erased_at:
+            self._read_names()
+        entry = Entry(
+            self._next,
+            int(self._clock()),
+            self._digest("client", client.encode())[:8],
+            len(prompt) + len(response),
+            self._is_held_out(prompt),
+        )
+        row = {"prompt_token_ids": list(prompt), "response_token_ids": list(response), "temperature": temperature}
+        write_atomically(self.rows_folder / entry.name, json.dumps(row) + "\n")
+        self._next += 1
+        self._entries.append(entry)
+        self._clean()
+        return entry
+
+    def _is_held_out(self, prompt: Sequence[int]) -> bool:
+        digest = self._digest("prompt", json.dumps(list(prompt)).encode())
+        return int(digest[:8], 16) < HELD_OUT * 16**8
+
+    def _digest(self, what: str, data: bytes) -> str:
+        return hmac.new(f"{what}/{self._facts['key']}".encode(), data, hashlib.sha256).hexdigest()
+
+    def _clean(self) -> None:
+        oldest = self._clock() - self.most_seconds
+        if self.tokens <= self.most_tokens and self._entries[0].seconds >= oldest:
+            return
+        gone = {entry.number for entry in self._entries if entry.seconds < oldest}
+        held: dict[str, int] = defaultdict(int)
+        for entry in self._entries:
+            held[entry.client] += entry.tokens * (entry.number not in gone)
+        while sum(held.values()) > self.most_tokens and len(gone) < len(self._entries) - 1:
+            client = max(held, key=held.__getitem__)
+            first = next(e for e in self._entries if e.client == client and e.number not in gone)
+            gone.add(first.number)
+            held[client] -= first.tokens
+        for entry in self._entries:
+            if entry.number in gone:
+                (self.rows_folder / entry.name).unlink(missing_ok=True)
+        self._entries = [entry for entry in self._entries if entry.number not in gone]
+
+
+# -- reading and erasing, from any process -----------------------------------------------------------------------------
+def entries(folder: Path) -> list[Entry]:
+    """What the reservoir in ``folder`` holds, oldest first, without a look into any file."""
+    rows = folder / "rows"
+    names = os.listdir(rows) if rows.is_dir() else []
+    return sorted((entry for entry in map(Entry.of, names) if entry is not None), key=lambda entry: entry.number)
+
+
+def read(folder: Path, chosen: Sequence[Entry]) -> Iterator[ServedRow]:
+    """The rows of ``chosen``; those that have gone in the meantime are left out."""
+    for entry in chosen:
+        try:
+            row = json.loads((folder / "rows" / entry.name).read_text())
+        except (OSError, ValueError):
+            continue
+        yield ServedRow(entry, row["prompt_token_ids"], row["response_token_ids"], float(row["temperature"]))
+
+
+def erase(folder: Path) -> int:
+    """Remove every row, and every copy of one that a training has made; how many rows there were.
+
+    Drafters that were learnt stay. A server may go on writing to the folder.
+    """
+    check_reservoir(folder)
+    found = entries(folder)
+    for entry in found:
+        (folder / "rows" / entry.name).unlink(missing_ok=True)
+    for leftover in (folder / "rows").glob(".*"):  # of a process that was killed while it wrote
+        leftover.unlink(missing_ok=True)
+    for copy in folder.glob("rounds/*/*.jsonl"):
+        copy.unlink(missing_ok=True)
+    write_atomically(folder / "erased", f"{time.time()}\n")
+    return len(found)
+
+
+def forget(folder: Path) -> None:
+    """Remove all that :func:`erase` leaves: the drafters that were learnt and which of them serves. No server may run."""
+    check_reservoir(folder)
+    holder = Reservoir(folder)
+    holder.lock()
+    try:
+        erase(folder)
+        shutil.rmtree(folder / "rounds", ignore_errors=True)
+        for name in ("state.json", "reservoir.json", "erased"):
+            (folder / name).unlink(missing_ok=True)
+    finally:
+        holder.close()
+
+
+def check_reservoir(folder: Path) -> None:
+    """Refuse a folder that no server has kept anything in."""
+    if not (folder / "reservoir.json").is_file():
+        raise ConfigError(f"{folder} is no reservoir; give the folder that `volley serve --recalibrate` was given")
+
+
+def _erased_at(folder: Path) -> int | None:
+    try:
+        return (folder / "erased").stat().st_mtime_ns
+    except OSError:
+        return None

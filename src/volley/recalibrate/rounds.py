@@ -1,0 +1,277 @@
+"""Rounds of training and judging, in the folder ``rounds/NUMBER``; a killed process goes on in the round that it was in.
+
+A round copies the answers it learns from, trains a candidate of each kind, judges all drafters on the same answers and writes
+``verdict.json``. Between rounds the drafters that served before are judged again on what was served since: a drafter that does
+worse there than one of them gives way.
+"""
+
+import json
+import random
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from volley.files import make_folder, read_json, write_atomically
+from volley.models.adapter import adapted
+from volley.models.drafter import Drafter
+from volley.recalibrate.gate import LEAST_ROWS, choose_recent, judge
+from volley.recalibrate.options import RecalibrateConfig
+from volley.recalibrate.replay import replay
+from volley.recalibrate.reservoir import Entry, ServedRow, entries, read
+from volley.recalibrate.state import BASE, Learnt, Standing
+from volley.train.features import FrozenTarget, OnlineFeatures
+from volley.train.loop import Trainer
+from volley.train.options import TrainConfig
+from volley.train.parallel import Ranks
+from volley.tune.presets import learning_rate_for
+
+Event = dict[str, Any]
+RECENT = 4
+"""Times ``recalibrate_tokens``: the newest answers that a candidate learns from, and older ones of the same size."""
+BATCH_TOKENS = 2048
+RANK = 16
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """``plan.json`` of a round."""
+
+    number: int
+    init: str
+    """Folder of the drafter that candidates begin from."""
+    until: int
+    """The number of the last answer that it may learn from."""
+
+
+class Recalibration:
+    """What the training process does, one piece at a time; :meth:`work` is called again and again."""
+
+    def __init__(
+        self, folder: Path, target: FrozenTarget, path: str, config: RecalibrateConfig, tell: Callable[[Event], None]
+    ) -> None:
+        """``path`` is where ``target`` was loaded from. ``tell`` hands what was found to the server."""
+        self.folder, self.target, self.path, self.config, self._tell = folder, target, path, config, tell
+        self.rounds = folder / "rounds"
+        self.ranks = Ranks(str(target.device))
+        self._judged_until = -1
+        self._told = 0
+
+    @property
+    def learnt(self) -> Learnt:
+        found = Learnt.load(self.folder)
+        assert found is not None, "the server writes it first"
+        return found
+
+    def work(self) -> bool:
+        """Do what is due; false if nothing is."""
+        number = self._last_number()
+        if number and not self._verdict(number).exists():
+            self._finish(number)
+            return True
+        if number > self.learnt.seen_round:
+            if self._told < number:  # the server was away when the verdict came
+                self._tell_verdict(number)
+            return False
+        if self._look_back():
+            return True
+        if self._is_due(number):
+            self._finish(self._begin(number + 1))
+            return True
+        return False
+
+    # -- rounds ----------------------------------------------------------------------------------------------------
+    def _last_number(self) -> int:
+        names = [path.parent.name for path in self.rounds.glob("*/plan.json")]
+        return max((int(name) for name in names if name.isdigit()), default=0)
+
+    def _round(self, number: int) -> Path:
+        return self.rounds / f"{number:06d}"
+
+    def _verdict(self, number: int) -> Path:
+        return self._round(number) / "verdict.json"
+
+    def _plan(self, number: int) -> RoundPlan:
+        return RoundPlan(**read_json(self._round(number) / "plan.json"))
+
+    def _is_due(self, last: int) -> bool:
+        until = self._plan(last).until if last else -1
+        new = [entry for entry in entries(self.folder) if entry.number > until]
+        return sum(entry.tokens for entry in new) >= self.config.recalibrate_tokens and (
+            len(choose_recent(entries(self.folder), [])) >= LEAST_ROWS
+        )
+
+    def _begin(self, number: int) -> int:
+        """Copy what the round learns from; the plan comes last, and with it the round."""
+        found = entries(self.folder)
+        chosen = choose_rows(found, RECENT * self.config.recalibrate_tokens, number)
+        init = self._init(number - 1)
+        self._clean({*self.learnt.in_use, init})
+        folder = self._round(number)
+        make_folder(folder)
+        rows = [
+            {"prompt_token_ids": row.prompt, "response_token_ids": row.response, "temperature": row.temperature}
+            for row in read(self.folder, chosen)
+        ]
+        write_atomically(folder / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        plan = RoundPlan(number, init, max(entry.number for entry in found))
+        write_atomically(folder / "plan.json", json.dumps(asdict(plan)) + "\n")
+        return number
+
+    def _init(self, last: int) -> str:
+        """The best candidate of the last round if it was not worse than the drafter that serves, which is where others begin."""
+        if last and self._verdict(last).exists():
+            verdict = read_json(self._verdict(last))
+            if verdict.get("gain", -1.0) > 0 and (self.folder / verdict["folder"]).is_dir():
+                return str(verdict["folder"])
+        return self.learnt.current.folder
+
+    def _clean(self, kept: set[str]) -> None:
+        """Remove drafters that neither serve nor did before, with what they learnt from."""
+        for folder in self.rounds.iterdir() if self.rounds.is_dir() else ():
+            if not any(name.startswith(f"rounds/{folder.name}/") for name in kept):
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                for rest in (*folder.glob("*.jsonl"), *folder.glob("run-*")):
+                    shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
+
+    def _finish(self, number: int) -> None:
+        """Train and judge what is not yet; a round that cannot end says why in its verdict."""
+        plan, folder = self._plan(number), self._round(number)
+        try:
+            made = [self._train(plan, kind) for kind in self.config.recalibrate_updates]
+            verdict = self._judge(plan, made)
+        except Exception as error:  # whatever it is, it would be the same in the next attempt
+            verdict = {"event": "failed", "round": number, "reason": f"{type(error).__name__}: {error}"}
+        write_atomically(folder / "verdict.json", json.dumps(verdict) + "\n")
+        self._tell_verdict(number)
+
+    def _tell_verdict(self, number: int) -> None:
+        self._told = number
+        self._tell(read_json(self._verdict(number)))
+
+    def _train(self, plan: RoundPlan, kind: str) -> Standing:
+        """A candidate in ``rounds/NUMBER/KIND``, trained in ``run-KIND`` beside it."""
+        folder, init = self._round(plan.number), self.folder / plan.init
+        made = Standing(f"rounds/{folder.name}/{kind}", kind, plan.until)
+        if (folder / kind / "model.safetensors").exists():
+            return made
+        config, target = self.config, self.target
+        rate = config.recalibrate_learning_rate or learning_rate_for(target.text_config.hidden_size) / 2
+        options = TrainConfig(
+            target=self.path,
+            data=(str(folder / "train.jsonl"),),
+            out=str(folder / f"run-{kind}"),
+            eval_share=0.0,
+            eval_prompts=0,
+            init=str(init),
+            keep_shape=kind == "full",
+            lora_rank=RANK if kind == "adapter" else None,
+            learning_rate=rate if kind == "full" else 2 * rate,
+            soft_targets=0.5,
+            loss_decay="pace",
+            tokens_per_batch=BATCH_TOKENS,
+            epochs=10**6,
+            max_steps=config.recalibrate_steps,
+            seed=plan.number,
+            device=str(target.device),
+            dtype=str(target.dtype).removeprefix("torch."),
+            log_steps=10**9,
+            save_minutes=1.0,
+        )
+        trainer = Trainer(options, self.ranks, target, speaks=False)
+        trainer.resume()
+        product = trainer.run()
+        if isinstance(trainer.source, OnlineFeatures):
+            trainer.source.taps.close()
+        drafter = Drafter.from_pretrained(product if kind == "full" else init, torch.float32)
+        (adapted(drafter, product) if kind == "adapter" else drafter).save_pretrained(folder / kind)
+        return made
+
+    # -- judging ---------------------------------------------------------------------------------------------------
+    def _judge(self, plan: RoundPlan, made: Sequence[Standing]) -> Event:
+        """The best of the candidates and of the drafters of before against the one that serves."""
+        learnt = self.learnt
+        others = [*made, *self._former(learnt)]
+        best, event = self._compare(learnt, others)
+        if best is None:
+            event = {**event, "folder": learnt.current.folder, "gain": 0.0}
+        return {**event, "event": "judged", "round": plan.number}
+
+    def _former(self, learnt: Learnt) -> list[Standing]:
+        former = [] if learnt.previous is None else [learnt.previous]
+        return [one for one in [*former, Standing()] if one.folder != learnt.current.folder][: 1 + len(former)]
+
+    def _look_back(self) -> bool:
+        """Judge the drafters of before on what was served since; true if there was enough of it."""
+        learnt, found = self.learnt, entries(self.folder)
+        since = [entry for entry in found if entry.number > max(self._judged_until, learnt.current.trained_until)]
+        former = self._former(learnt)
+        if not former or len(since) < 2 * LEAST_ROWS:
+            return False
+        self._judged_until = found[-1].number
+        best, event = self._compare(learnt, former)
+        if best is not None:
+            self._tell({**event, "event": "judged", "round": 0})
+        return best is not None
+
+    def _compare(self, learnt: Learnt, others: Sequence[Standing]) -> tuple[Standing | None, Event]:
+        """Who is best of ``others``, and what is to be told of it against the one that serves."""
+        standings = [learnt.current, *{one.folder: one for one in others}.values()]
+        chosen = choose_recent(entries(self.folder), [one.trained_until for one in standings])
+        drafters = [self._load(one) for one in standings]
+        rows: list[ServedRow] = list(read(self.folder, chosen))
+        replayed = replay(drafters, self.target, rows)
+        if not replayed or len(standings) < 2:
+            return None, {"swap": False, "reason": "there is no answer to judge on"}
+        judged = [judge(replayed, place, 0) for place in range(1, len(standings))]
+        place = max(range(len(judged)), key=lambda place: (judged[place].is_better, judged[place].gain))
+        best, found = standings[1 + place], judged[place]
+        base = next((i for i, one in enumerate(standings) if one.folder == BASE), None)
+        tokens = sum(row.tokens for row in replayed)
+        event = {
+            **found.to_json(),
+            **asdict(best),
+            "tau": found.tau,
+            "swap": found.is_better,
+            "tau_base": None if base is None else tokens / sum(row.cycles[base] for row in replayed),
+            "gains": {one.folder: round(own.gain, 4) for one, own in zip(standings[1:], judged, strict=True)},
+        }
+        return best, event
+
+    def _load(self, standing: Standing) -> Drafter:
+        return Drafter.from_pretrained(self.folder / standing.folder, self.target.dtype).to(self.target.device)
+
+
+def choose_rows(found: Sequence[Entry], tokens: int, seed: int) -> list[Entry]:
+    """What a round learns from: the newest answers of ``tokens`` in all, and as much of the older ones, drawn at random.
+
+    Of a client that has more than all others together, no more than these have, or half of ``tokens``.
+    """
+    rows = [entry for entry in found if not entry.held_out]
+    held: dict[str, int] = defaultdict(int)
+    for entry in rows:
+        held[entry.client] += entry.tokens
+    most = {client: max(tokens // 2, sum(held.values()) - own) for client, own in held.items()}
+    newest = _take(reversed(rows), tokens, most)
+    taken = {entry.number for entry in newest}
+    older = [entry for entry in rows if entry.number not in taken]
+    random.Random(seed).shuffle(older)
+    return sorted([*newest, *_take(older, tokens, most)], key=lambda entry: entry.number)
+
+
+def _take(rows: Any, tokens: int, most: dict[str, int]) -> list[Entry]:
+    """The first of ``rows`` with ``tokens`` in all, and of no client more than ``most``, which is counted down."""
+    taken: list[Entry] = []
+    for entry in rows:
+        if tokens <= 0:
+            break
+        if most[entry.client] > 0 or len(most) == 1:
+            most[entry.client] -= entry.tokens
+            tokens -= entry.tokens
+            taken.append(entry)
+    return taken

@@ -1,0 +1,67 @@
+"""Which drafter serves, which one served before, and where they come from: one file, which the server alone writes."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from volley.files import read_json, write_atomically
+
+BASE = "base"
+"""The folder of a copy of the drafter that the server was given."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A drafter that serves or did; ``folder`` lies in the reservoir's."""
+
+    folder: str = BASE
+    kind: str = BASE
+    trained_until: int = -1
+    """The number of the last answer that its training could see."""
+    tau: float | None = None
+    """On recent traffic when it was chosen."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """``state.json``."""
+
+    base: str
+    """Fingerprint of the drafter that the server was given."""
+    current: Standing = Standing()
+    previous: Standing | None = None
+    seen_round: int = 0
+    """The last round whose verdict was acted upon."""
+    swaps: int = 0
+    roll_backs: int = 0
+
+    @classmethod
+    def load(cls, folder: Path) -> Self | None:
+        path = folder / "state.json"
+        if not path.exists():
+            return None
+        raw = read_json(path)
+        raw["current"] = Standing(**raw["current"])
+        raw["previous"] = None if raw["previous"] is None else Standing(**raw["previous"])
+        return cls(**raw)
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / "state.json", json.dumps(asdict(self), indent=1) + "\n")
+
+    def swapped(self, chosen: Standing, number: int) -> Self:
+        """``chosen`` serves now, by the verdict of a round, or of none (0)."""
+        goes_back = chosen.folder == BASE or (self.previous is not None and chosen.folder == self.previous.folder)
+        return replace(
+            self,
+            current=chosen,
+            previous=self.current,
+            seen_round=max(number, self.seen_round),
+            swaps=self.swaps + 1,
+            roll_backs=self.roll_backs + goes_back,
+        )
+
+    @property
+    def in_use(self) -> set[str]:
+        """Folders that must stay."""
+        return {BASE, self.current.folder, *([] if self.previous is None else [self.previous.folder])}

@@ -1,0 +1,72 @@
+"""The gate lets through what is better, and nothing that chance, one client or its own training made look better."""
+
+import numpy as np
+import pytest
+
+from volley.recalibrate.gate import LEAST_ROWS, RECENT_ROWS, choose_recent, judge
+from volley.recalibrate.replay import Replayed
+from volley.recalibrate.reservoir import Entry, ServedRow
+
+
+def entry(number: int, client: str = "a", *, held_out: bool = True, seconds: int = 1000) -> Entry:
+    return Entry(number, seconds, client, 50, held_out)
+
+
+def replayed(number: int, before: float, candidate: float, client: str = "a", tokens: int = 40) -> Replayed:
+    row = ServedRow(entry(number, client), [1], [2] * (tokens + 1), 0.0)
+    return Replayed(row, tokens, (before, candidate))
+
+
+def noisy(count: int, gain: float, seed: int, client: str = "a", noise: float = 0.15) -> list[Replayed]:
+    rng = np.random.default_rng(seed)
+    before = rng.uniform(10, 20, count)
+    after = before / (1 + gain) * np.exp(rng.normal(0, noise, count))
+    return [replayed(index, *pair, client) for index, pair in enumerate(zip(before, after, strict=True))]
+
+
+def test_a_clear_gain_is_let_through_and_measured() -> None:
+    found = judge(noisy(40, 0.3, 0), 1, 0)
+    assert found.is_better
+    assert found.gain == pytest.approx(0.3, abs=0.08)
+    assert found.tau / found.tau_before == pytest.approx(1 + found.gain, rel=1e-6)
+
+
+def test_chance_alone_is_let_through_about_as_often_as_its_error_says() -> None:
+    passed = sum(judge(noisy(40, 0.0, seed), 1, 0).is_better for seed in range(1000))
+    assert passed < 50, "two standard errors: 23 of 1000"
+    assert sum(judge(noisy(40, 0.12, seed), 1, 0).is_better for seed in range(100)) > 90, "and a real gain is found"
+
+
+def test_few_answers_decide_nothing() -> None:
+    found = judge(noisy(LEAST_ROWS - 1, 0.5, 0), 1, 0)
+    assert not found.is_better
+    assert "answers to judge on" in found.reason
+    assert not judge([], 1, 0).is_better
+
+
+def test_a_gain_of_one_client_alone_does_not_decide() -> None:
+    flood = noisy(40, 0.6, 0, "flood")
+    honest = noisy(8, -0.02, 1, "honest")
+    found = judge([*flood, *honest], 1, 0)
+    assert found.gain > 0.1
+    assert found.reason.startswith("without one client")
+    assert judge([*flood, *noisy(8, 0.4, 1, "honest")], 1, 0).is_better
+    assert judge(flood, 1, 0).is_better, "a server with one client is that client's"
+
+
+def test_answers_are_taken_in_turn_from_all_clients() -> None:
+    found = [entry(number, "flood") for number in range(500)] + [entry(500 + number, "quiet") for number in range(9)]
+    chosen = choose_recent(sorted(found, key=lambda e: e.number), [])
+    assert len(chosen) == RECENT_ROWS
+    assert sum(one.client == "quiet" for one in chosen) == 9
+    assert min(one.number for one in chosen if one.client == "flood") == 500 - (RECENT_ROWS - 9)
+
+
+def test_only_what_no_drafter_in_question_was_trained_on_is_chosen() -> None:
+    found = [entry(number, held_out=number % 5 == 0) for number in range(40)]
+    assert {one.number for one in choose_recent(found, [-1, 29])} == {0, 5, 10, 15, 20, 25, *range(30, 40)}
+
+
+def test_what_is_a_day_older_than_the_newest_does_not_decide() -> None:
+    found = [entry(0, seconds=0), entry(1, seconds=100_000)]
+    assert [one.number for one in choose_recent(found, [])] == [1]

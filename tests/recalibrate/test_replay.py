@@ -1,0 +1,68 @@
+"""Replayed acceptance is that of decoding."""
+
+import pytest
+import torch
+
+from tests.conftest import TinyPair
+from tests.tiny import random_prompts
+from volley import Engine, SamplingParams
+from volley.files import REFERENCE
+from volley.models.drafter import Drafter
+from volley.recalibrate.replay import expected_cycles, replay
+from volley.recalibrate.reservoir import Entry, ServedRow
+from volley.train.features import FrozenTarget
+
+
+def row(prompt: list[int], response: list[int], temperature: float) -> ServedRow:
+    return ServedRow(Entry(0, 0, "a", 1, True), prompt, response, temperature)
+
+
+def test_cycles_of_certain_and_of_hopeless_drafts() -> None:
+    assert expected_cycles(torch.zeros(10, 5)) == 10
+    assert expected_cycles(torch.ones(12, 5)) == 2
+    assert expected_cycles(torch.zeros(0, 5)) == 0
+
+
+def test_expected_cycles_are_those_of_a_simulation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.rand(20, 3, generator=generator)
+    total, runs = 0, 4000
+    for _ in range(runs):
+        at = 0
+        while at < 20:
+            kept = 0
+            while kept < 3 and torch.rand((), generator=generator) < chances[at, kept]:
+                kept += 1
+            at, total = at + kept + 1, total + 1
+    assert expected_cycles(chances) == pytest.approx(total / runs, rel=0.02)
+
+
+def test_replayed_cycles_are_those_of_sampled_decoding(tiny_pair: TinyPair, frozen: FrozenTarget) -> None:
+    """A hot target of 260 tokens is nearly uniform: drafts are often kept, whatever the drafter knows."""
+    engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.float32, policy="fixed")
+    params = SamplingParams(max_tokens=41, temperature=3.0, ignore_eos=True)
+    prompts = random_prompts(30, seed=3, vocab=250)
+    results = list(engine.generate(prompts, params))
+    rows = [row(prompt, result.token_ids, 3.0) for prompt, result in zip(prompts, results, strict=True)]
+    found = replay([Drafter.from_pretrained(tiny_pair.drafter, torch.float32)], frozen, rows)
+    cycles = [len(result.stats.accepted_lengths) for result in results]
+    assert sum(one.tokens for one in found) == sum(sum(result.stats.accepted_lengths) for result in results)
+    assert sum(cycles) < 0.9 * 30 * 40, "drafts are kept"
+    assert sum(one.cycles[0] for one in found) == pytest.approx(sum(cycles), rel=0.06)
+
+
+def test_replayed_cycles_are_those_of_greedy_decoding() -> None:
+    """Of the bundled pair, whose drafts are often kept."""
+    engine = Engine.from_pretrained(dtype=torch.float32, policy="fixed")
+    prompts = [engine.encode([{"role": "user", "content": text}]) for text in ("How do I use `tar`?", "What is 3 + 4?")]
+    results = list(engine.generate(prompts, SamplingParams(max_tokens=40)))
+    rows = [row(prompt, result.token_ids, 0.0) for prompt, result in zip(prompts, results, strict=True)]
+    target = FrozenTarget(str(REFERENCE / "target"), torch.float32, torch.device("cpu"))
+    found = replay([Drafter.from_pretrained(REFERENCE / "drafter", torch.float32)], target, rows)
+    cycles = [len(result.stats.accepted_lengths) for result in results]
+    assert sum(cycles) < 50, "drafts are kept"
+    assert [one.cycles[0] for one in found] == cycles
+
+
+def test_rows_too_short_to_draft_in_are_left_out(tiny_pair: TinyPair, frozen: FrozenTarget) -> None:
+    assert replay([Drafter.from_pretrained(tiny_pair.drafter, torch.float32)], frozen, [row([5, 6], [7], 0.0)]) == []

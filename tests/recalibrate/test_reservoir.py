@@ -1,0 +1,163 @@
+"""What is kept of what was served: bounded by size, age and client, whole after a kill, erased on command."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from volley.cli import app
+from volley.errors import ConfigError
+from volley.recalibrate.reservoir import Entry, Reservoir, entries, erase, read
+
+OPENED: list[Reservoir] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+def opened(folder: Path, **options: Any) -> Reservoir:
+    reservoir = Reservoir(folder, **options)
+    reservoir.open("target")
+    OPENED.append(reservoir)
+    return reservoir
+
+
+def test_a_row_comes_back_as_it_was_and_a_restart_finds_it(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.add("key", [1, 2, 3], [4, 5], 0.7)
+    first.close()
+    again = opened(tmp_path)
+    assert (len(again), again.tokens) == (1, 5)
+    assert again.add("key", [6], [7, 8], 0.0).number == 1
+    one, two = read(tmp_path, entries(tmp_path))
+    assert (one.prompt, one.response, one.temperature) == ([1, 2, 3], [4, 5], 0.7)
+    assert (two.prompt, two.response, two.entry.number) == ([6], [7, 8], 1)
+
+
+def test_no_name_and_no_log_says_who_asked_or_what(tmp_path: Path) -> None:
+    opened(tmp_path).add("secret-key", [11, 12], [13, 14], 0.0)
+    (name,) = os.listdir(tmp_path / "rows")
+    assert "secret" not in name
+    assert Entry.of(name) is not None
+    assert Entry.of("1.2.3.json") is Entry.of(".1.2.c.3.train.json") is None
+    assert (tmp_path.stat().st_mode & 0o777, (tmp_path / "rows").stat().st_mode & 0o777) == (0o700, 0o700)
+
+
+def test_size_is_bounded_and_whoever_has_most_gives_up_his_oldest(tmp_path: Path) -> None:
+    reservoir = opened(tmp_path, most_tokens=200)
+    for index in range(3):
+        reservoir.add("quiet", [1, index], list(range(8)), 0.0)
+    for index in range(200):
+        reservoir.add("flood", [2, index], list(range(8)), 0.0)
+    found = entries(tmp_path)
+    assert sum(entry.tokens for entry in found) <= 200
+    assert [entry.number for entry in found][:3] == [0, 1, 2], "a flood displaces itself"
+    assert found[-1].number == 202
+
+
+def test_age_is_bounded(tmp_path: Path) -> None:
+    now = [1_000_000.0]
+    reservoir = opened(tmp_path, most_days=1, clock=lambda: now[0])
+    reservoir.add("a", [1], [2, 3], 0.0)
+    now[0] += 86_000
+    reservoir.add("a", [2], [2, 3], 0.0)
+    now[0] += 1_000
+    reservoir.add("a", [3], [2, 3], 0.0)
+    assert [entry.number for entry in entries(tmp_path)] == [1, 2]
+
+
+def test_equal_prompts_are_on_one_side_and_a_fifth_is_held_out(tmp_path: Path) -> None:
+    reservoir = opened(tmp_path)
+    assert len({reservoir.add(str(client), [5, 6], [client, 1], 0.0).held_out for client in range(6)}) == 1
+    held = [reservoir.add("a", [index], [1, 2], 0.0).held_out for index in range(300)]
+    assert 0.12 < sum(held) / len(held) < 0.28
+
+
+def test_another_target_and_a_second_server_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    reservoir = opened(tmp_path)
+    with pytest.raises(ConfigError, match=r"another server recalibrates in .*; stop it"):
+        opened(tmp_path)
+    reservoir.close()
+    with pytest.raises(ConfigError, match=r"another target .* volley reservoir erase"):
+        Reservoir(tmp_path).open("other")
+    opened(tmp_path).close()
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_store_whole(tmp_path: Path) -> None:
+    reservoir = opened(tmp_path)
+    reservoir.add("a", [1], [2, 3], 0.0)
+    (tmp_path / "rows").rename(tmp_path / "elsewhere")
+    (tmp_path / "rows").write_text("no folder: nothing can be written here")
+    with pytest.raises(ConfigError, match="cannot be made a folder"):
+        reservoir.add("a", [4], [5, 6], 0.0)
+    (tmp_path / "rows").unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "rows")
+    assert reservoir.add("a", [4], [5, 6], 0.0).number == 1
+    assert len(reservoir) == 2
+
+
+def test_the_command_erases_under_a_running_server(tmp_path: Path) -> None:
+    reservoir = opened(tmp_path)
+    for index in range(3):
+        reservoir.add("a", [index], [2, 3], 0.0)
+    copy = tmp_path / "rounds" / "1" / "train.jsonl"
+    copy.parent.mkdir(parents=True)
+    copy.write_text("prompts")
+    shown = CliRunner().invoke(app, ["reservoir", "show", str(tmp_path)])
+    assert "3 answers of 1 clients, 9 tokens" in shown.stdout
+    erased = CliRunner().invoke(app, ["reservoir", "erase", str(tmp_path)])
+    assert "3 answers erased" in erased.stdout
+    assert entries(tmp_path) == []
+    assert not copy.exists()
+    reservoir.add("a", [9], [2, 3], 0.0)
+    assert (len(reservoir), reservoir.tokens) == (1, 3), "the server has noticed"
+    refused = CliRunner().invoke(app, ["reservoir", "erase", str(tmp_path), "--all"])
+    assert "another server recalibrates" in str(refused.exception)
+    reservoir.close()
+    CliRunner().invoke(app, ["reservoir", "erase", str(tmp_path), "--all"])
+    with pytest.raises(ConfigError, match="is no reservoir"):
+        erase(tmp_path)
+
+
+WRITER = """
+    import sys
+    from pathlib import Path
+    from volley.recalibrate.reservoir import Reservoir
+    reservoir = Reservoir(Path(sys.argv[1]), most_tokens=3000)
+    reservoir.open("target")
+    print("open", flush=True)
+    index = 0
+    while True:
+        reservoir.add("a", [index], list(range(200)), 0.0)
+        index += 1
+"""
+
+
+def test_a_kill_at_any_moment_leaves_whole_rows(tmp_path: Path) -> None:
+    script = tmp_path / "writer.py"
+    script.write_text(textwrap.dedent(WRITER))
+    folder = tmp_path / "kept"
+    with subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+    found = entries(folder)
+    rows = list(read(folder, found))
+    assert len(rows) == len(found) > 0
+    assert all(row.response == list(range(200)) for row in rows)
+    again = opened(folder, most_tokens=3000)
+    again.add("a", [0], list(range(200)), 0.0)
+    assert again.tokens <= 3000

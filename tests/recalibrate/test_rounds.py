@@ -1,0 +1,178 @@
+"""Rounds make better drafters of what was served, go on after a kill at any moment, and let no poison through."""
+
+import json
+import os
+import random
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.recalibrate.conftest import Kept
+from volley.models.drafter import Drafter
+from volley.recalibrate.reservoir import Entry, erase
+from volley.recalibrate.rounds import Recalibration, choose_rows
+from volley.recalibrate.state import BASE, Standing
+
+
+def act(kept: Kept) -> None:
+    """What the server does with the last event."""
+    event = kept.events[-1]
+    learnt = replace(kept.learnt, seen_round=max(kept.learnt.seen_round, event["round"]))
+    if event.get("swap"):
+        learnt = learnt.swapped(
+            Standing(event["folder"], event["kind"], event["trained_until"], event["tau"]), event["round"]
+        )
+    learnt.save(kept.folder)
+
+
+def test_a_drafter_learns_what_is_served_and_gives_way_where_it_does_worse(kept: Kept) -> None:
+    work = kept.recalibration(recalibrate_steps=25)
+    assert not work.work(), "there is nothing to learn from"
+    kept.serve(60)
+    assert work.work()
+    (event,) = kept.events
+    assert event["swap"]
+    assert event["kind"] in ("full", "adapter")
+    assert event["gain"] > 2 * event["error"] > 0
+    assert event["tau_base"] == event["tau_before"]
+    assert set(event["gains"]) == {"rounds/000001/full", "rounds/000001/adapter"}
+    Drafter.from_pretrained(kept.folder / event["folder"])
+    assert not work.work(), "a verdict is told once, and waited for"
+    assert len(kept.events) == 1
+    act(kept)
+    assert kept.learnt.current.folder == event["folder"]
+    assert kept.learnt.previous == Standing()
+    # A drafter that serves and is worse than the one before it gives way on what is served from then on.
+    spoilt = Drafter.from_pretrained(kept.folder / event["folder"])
+    spoilt.fc.weight.data.zero_()
+    spoilt.save_pretrained(kept.folder / "rounds/000009/full")
+    last = kept.learnt
+    last.swapped(Standing("rounds/000009/full", "full", 59, 9.0), 1).save(kept.folder)
+    kept.serve(24, seed=1)
+    assert work.work()
+    assert (kept.events[-1]["round"], kept.events[-1]["swap"]) == (0, True)
+    assert kept.events[-1]["folder"] == event["folder"]
+    act(kept)
+    assert kept.learnt.roll_backs == 1
+
+
+def test_a_round_begins_from_a_candidate_that_was_better_if_not_by_enough(kept: Kept) -> None:
+    kept.serve(60)
+    work = kept.recalibration(recalibrate_updates=("full",))
+    assert work.work()
+    act(kept)
+    verdict = kept.folder / "rounds/000001/verdict.json"
+    event = json.loads(verdict.read_text())
+    verdict.write_text(json.dumps({**event, "gain": 0.01, "swap": False}))
+    kept.serve(30, seed=1)
+    assert work.work()
+    plan = json.loads((kept.folder / "rounds/000002/plan.json").read_text())
+    assert plan["init"] == "rounds/000001/full"
+    assert not (kept.folder / "rounds/000001/train.jsonl").exists(), "prompts of past rounds go"
+
+
+def test_random_tokens_never_swap_a_drafter_in(kept: Kept) -> None:
+    """Noise has nothing to learn, however much of it comes."""
+    rng = random.Random(0)
+    for _ in range(60):
+        kept.reservoir.add("flood", [rng.randrange(4, 260) for _ in range(6)], rng.choices(range(4, 260), k=32), 0.0)
+    work = kept.recalibration(recalibrate_steps=10)
+    assert work.work()
+    assert not kept.events[-1]["swap"]
+
+
+def test_one_client_alone_swaps_nothing_in_that_does_not_serve_the_others(kept: Kept) -> None:
+    """The flood can be learnt by heart; the others have nothing from that."""
+    rng = random.Random(1)
+    for index in range(60):
+        kept.reservoir.add("flood", [4 + index % 200, index // 200], [7, 8, 9, 10] * 8, 0.0)
+        kept.reservoir.add("honest", [rng.randrange(4, 260) for _ in range(6)], rng.choices(range(4, 260), k=16), 0.0)
+    work = kept.recalibration(recalibrate_steps=25, recalibrate_updates=("full",))
+    assert work.work()
+    event = kept.events[-1]
+    assert event["gain"] > 2 * event["error"] > 0, "the flood was learnt"
+    assert not event["swap"]
+    assert event["reason"].startswith("without one client")
+
+
+def test_what_one_client_has_more_of_than_all_others_is_cut() -> None:
+    rows = [Entry(n, 0, "flood" if n % 10 else "quiet", 10, False) for n in range(1000)]
+    chosen = choose_rows(rows, 600, 0)
+    quiet = sum(row.tokens for row in chosen if row.client == "quiet")
+    flood = sum(row.tokens for row in chosen if row.client == "flood")
+    assert quiet > 0
+    assert flood <= 1000
+    assert [row.number for row in chosen] == sorted({row.number for row in chosen})
+    alone = choose_rows([row for row in rows if row.client == "flood"], 600, 0)
+    assert sum(row.tokens for row in alone) == 1200
+
+
+def killed_at(work: Recalibration, write: int) -> int:
+    """The status of a fork of this process that does a piece of work and is killed before that many files are written."""
+    pid = os.fork()
+    if pid == 0:
+        writes, put = 0, os.replace
+
+        def replace_or_die(*names: object, **options: object) -> None:
+            nonlocal writes
+            writes += 1
+            if writes == write:
+                os.kill(os.getpid(), signal.SIGKILL)
+            put(*names, **options)  # type: ignore[call-overload]
+
+        os.replace = replace_or_die  # type: ignore[assignment]
+        try:
+            work.work()
+        finally:
+            os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_kill_before_any_write_of_a_round_loses_nothing(kept: Kept) -> None:
+    """Whichever file is the first not to be written, the next process makes the very candidate that one would have made."""
+    kept.serve(40)
+    whole, killed = kept.folder, kept.folder.with_name("killed")
+    gains = set()
+    for write in range(1, 40):
+        shutil.copytree(whole, killed)
+        kept.folder = killed
+        changes = {"recalibrate_steps": 2, "recalibrate_updates": ("full",)}
+        status = killed_at(kept.recalibration(**changes), write)
+        assert kept.learnt.current.folder == BASE
+        assert kept.recalibration(**changes).work() or not os.WIFSIGNALED(status), "what was told is told again"
+        (event,) = kept.events
+        assert (event["event"], event["round"]) == ("judged", 1)
+        Drafter.from_pretrained(killed / event["folder"])
+        gains.add(event["gains"]["rounds/000001/full"])
+        kept.events.clear()
+        shutil.rmtree(killed)
+        kept.folder = whole
+        if not os.WIFSIGNALED(status):
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert 6 < write < 39, "a round writes data, plan, checkpoint, drafter and verdict"
+    assert len(gains) == 1
+
+
+def test_an_erased_round_fails_and_the_next_one_begins_anew(kept: Kept) -> None:
+    kept.serve(40)
+    work = kept.recalibration(recalibrate_steps=3)
+    assert os.WIFSIGNALED(killed_at(work, 3))
+    erase(kept.folder)
+    assert work.work()
+    assert kept.events[-1]["event"] == "failed"
+    act(kept)
+    kept.serve(40, seed=5)
+    assert work.work()
+    assert kept.events[-1]["event"] == "judged"
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str) -> None:
+    kept.serve(40)
+    assert kept.recalibration(recalibrate_updates=(kind,), recalibrate_steps=2).work()
+    made = Drafter.from_pretrained(Path(kept.folder, "rounds/000001", kind))
+    assert made.config == Drafter.from_pretrained(kept.folder / BASE).config
