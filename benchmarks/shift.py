@@ -50,7 +50,7 @@ from volley.train.features import FrozenTarget, fingerprint
 from volley.train.loop import train
 from volley.train.options import TrainConfig
 
-TARGET = str(REFERENCE / "target")
+TARGET, DTYPE = str(REFERENCE / "target"), torch.float32
 AT_ONCE, MAX_TOKENS, WINDOW = 8, 96, 2000
 
 
@@ -117,7 +117,12 @@ def prepare(arguments: argparse.Namespace) -> None:
     """Train a drafter of the bundled one's shape on responses to one workload."""
     data = arguments.out / "static.jsonl"
     if not data.exists():
-        engine, source, rows, count = Engine.from_pretrained(), prompts(arguments.data, arguments.workload, 0), [], 0
+        engine, source, rows, count = (
+            Engine.from_pretrained(dtype=DTYPE),
+            prompts(arguments.data, arguments.workload, 0),
+            [],
+            0,
+        )
         while count < arguments.tokens:
             asked = [engine.encode(next(source)) for _ in range(32)]
             for prompt, result in zip(asked, answer(engine, asked)[0], strict=True):
@@ -157,8 +162,8 @@ class Shift:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.folder, static = arguments.out / "kept", static_folder(arguments)
-        self.static = Engine.from_pretrained(None, drafter=static, policy="fixed")
-        self.engine = Engine.from_pretrained(None, drafter=static, policy="fixed")
+        self.static = Engine.from_pretrained(None, dtype=DTYPE, drafter=static, policy="fixed")
+        self.engine = Engine.from_pretrained(None, dtype=DTYPE, drafter=static, policy="fixed")
         self.reservoir = Reservoir(self.folder)
         self.reservoir.open(fingerprint(self.engine.target.model))
         if Learnt.load(self.folder) is None:
@@ -236,7 +241,7 @@ def speed(arguments: argparse.Namespace) -> None:
     learnt = Learnt.load(arguments.out / "kept")
     assert learnt is not None
     folders = {"static": static_folder(arguments), "learnt": arguments.out / "kept" / learnt.current.folder}
-    engines = {name: Engine.from_pretrained(None, drafter=folder) for name, folder in folders.items()}
+    engines = {name: Engine.from_pretrained(None, dtype=DTYPE, drafter=folder) for name, folder in folders.items()}
     source = prompts(arguments.data, arguments.workload, 2)
     for at_once in (1, AT_ONCE):
         ratios, lengths = [], {name: list[int]() for name in engines}
@@ -260,7 +265,7 @@ def speed(arguments: argparse.Namespace) -> None:
 def latency(arguments: argparse.Namespace) -> None:
     """Latency of one request after another with pauses in which training goes on, and without training."""
     source, command = prompts(arguments.data, arguments.workload, 3), [sys.executable, "-m", "volley.cli", "serve"]
-    command += ["--drafter", str(static_folder(arguments)), "--threads", "1"]
+    command += ["--drafter", str(static_folder(arguments)), "--threads", "1", "--dtype", "float32"]
     bodies = [{"messages": next(source), "max_tokens": 48, "temperature": 0} for _ in range(64)]
     kept = ["--recalibrate", str(arguments.out / "latency"), "--recalibrate-tokens", "1000"]
     kept += ["--recalibrate-steps", "1000", "--recalibrate-idle", "0.05", "--recalibrate-updates", "full"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -110,6 +111,9 @@ def test_answers_are_kept_unless_the_client_says_no(learning: Learning, caplog: 
         assert prompts[1:] == ["And this", "And this"]
         assert [(len(row.response), row.temperature) for row in rows] == [(8, 0.5), (8, 0.0), (8, 0.0)]
         assert len({row.entry.client for row in rows}) == 1
+        script = server.client.get("/dashboard/dashboard.js").text
+        for name in set(re.findall(r'"(recalibration_\w+?)(?:_total)?"', script)):
+            assert f"volley:{name}" in server.client.get("/metrics").text, "the dashboard reads it"
         seen = server.metrics()
         assert seen["volley:recalibration_rows"] == 3
         assert seen["volley:recalibration_tokens"] == sum(row.entry.tokens for row in rows)
@@ -134,7 +138,7 @@ def test_keys_tell_clients_apart_and_are_not_kept(learning: Learning, tmp_path: 
         service.companions.append(learning.make(service, engine))
 
     with running(engine, prepare=prepare, api_key_file=keys) as server:
-        for key in ("alpha-key", "beta-key", "beta-key "):
+        for key in ("alpha-key", "beta-key", " beta-key"):
             body = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
             server.post("completions", body, headers={"Authorization": f"Bearer {key}"})
         wait_until(lambda: len(entries(learning.folder)) == 3)
@@ -273,7 +277,16 @@ def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_
     command = [sys.executable, "-m", "volley.cli", "serve", "--target", str(tiny_pair.target), "--port", "0"]
     command += ["--drafter", str(tiny_pair.drafter), "--threads", "1", "--dtype", "float32", "--policy", "fixed"]
     command += ["--recalibrate", str(folder), "--recalibrate-tokens", "500", "--recalibrate-steps", "40"]
-    command += ["--recalibrate-learning-rate", "5e-3", "--recalibrate-idle", "0.1", "--recalibrate-updates", "full"]
+    command += [
+        "--recalibrate-learning-rate",
+        "5e-3",
+        "--recalibrate-idle",
+        "0.1",
+        "--recalibrate-nice",
+        "0",
+        "--recalibrate-updates",
+        "full",
+    ]
 
     def logged(event: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from volley.recalibrate.gate import LEAST_ROWS, RECENT_ROWS, choose_recent, judge
+from volley.recalibrate.gate import LEAST_ROWS, RECENT_ROWS, choose_recent, judge, judge_shift
 from volley.recalibrate.replay import Replayed
 from volley.recalibrate.reservoir import Entry, ServedRow
 
@@ -70,3 +70,16 @@ def test_only_what_no_drafter_in_question_was_trained_on_is_chosen() -> None:
 def test_what_is_a_day_older_than_the_newest_does_not_decide() -> None:
     found = [entry(0, seconds=0), entry(1, seconds=100_000)]
     assert [one.number for one in choose_recent(found, [])] == [1]
+
+
+def test_a_shift_is_followed_on_the_newest_answers_and_nothing_goes_against_them() -> None:
+    old, new = noisy(32, -0.1, 0), noisy(16, 0.3, 1)
+    shifted = [*old, *(replayed(100 + index, *row.cycles) for index, row in enumerate(new))]
+    newest = set(range(100, 116))
+    found = judge_shift(shifted, newest, 1, 0)
+    assert (found.is_better, found.rows) == (True, 16)
+    back = judge_shift(noisy(32, 0.5, 0) + [replayed(100 + i, 14, 15) for i in range(16)], newest, 1, 0)
+    assert not back.is_better
+    assert back.reason.startswith("on the newest answers")
+    steady = judge_shift(noisy(48, 0.1, 2), set(range(32, 48)), 1, 0)
+    assert steady.rows == 48 or steady.is_better

@@ -9,14 +9,15 @@ a gain must hold without the client that weighs most, as soon as there are enoug
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from volley.recalibrate.replay import Replayed
 from volley.recalibrate.reservoir import Entry
 
 RECENT_ROWS = 48
-"""Answers that decide."""
+"""Answers that decide, at most; a gain on the newest of them is enough, so that a shift of the traffic is followed soon."""
+NEWEST_ROWS = 16
 LEAST_ROWS = 8
 """Fewer decide nothing."""
 OTHERS = 6
@@ -76,6 +77,20 @@ def judge(replayed: Sequence[Replayed], candidate: int, before: int) -> Judgemen
     taus = [tokens / max(1e-9, sum(row.cycles[drafter] for row in replayed)) for drafter in (candidate, before)]
     reason = _why_not(replayed, weights, candidate, before)
     return Judgement(gain, error, taus[0], taus[1], len(replayed), reason)
+
+
+def judge_shift(replayed: Sequence[Replayed], newest: Collection[int], candidate: int, before: int) -> Judgement:
+    """The judgement on the ``newest`` answers, by their numbers, if they let the candidate through; otherwise on all.
+
+    All of them let nothing through that does worse on the newest.
+    """
+    late = judge([row for row in replayed if row.row.entry.number in newest], candidate, before)
+    if late.is_better:
+        return late
+    found = judge(replayed, candidate, before)
+    if found.is_better and late.gain <= 0:
+        return replace(found, reason=f"on the newest answers the gain is {late.gain:+.1%}")
+    return found
 
 
 def _why_not(replayed: Sequence[Replayed], weights: Sequence[float], candidate: int, before: int) -> str:

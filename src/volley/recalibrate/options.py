@@ -30,6 +30,8 @@ class RecalibrateConfig:
     """Peak learning rate of a candidate; by default half of the one that volley tune would begin with."""
     recalibrate_updates: tuple[str, ...] = UPDATES
     """Candidates of each round: full (all weights learn) and adapter (a low-rank update, merged)."""
+    recalibrate_nice: int = 19
+    """Priority of the training process: 19 takes only what no other process of the machine wants, 0 competes with them."""
     recalibrate_idle: float = 1.0
     """Seconds without a request after which training goes on."""
 
@@ -47,6 +49,7 @@ class RecalibrateConfig:
         rate = self.recalibrate_learning_rate
         yield "recalibrate_learning_rate", rate is None or rate > 0, "more than 0, or left out"
         yield "recalibrate_updates", bool(self.recalibrate_updates), "full, adapter or both"
+        yield "recalibrate_nice", 0 <= self.recalibrate_nice <= 19, "between 0 and 19"
         yield "recalibrate_idle", self.recalibrate_idle >= 0, "0 or more"
         for name in ("reservoir_tokens", "reservoir_days", "recalibrate_tokens", "recalibrate_steps"):
             yield name, getattr(self, name) > 0, "more than 0"

@@ -19,9 +19,11 @@ IDLE_SECONDS = 0.5
 """Between two looks for something to do."""
 
 
-def lower_priority() -> None:
-    """Run only where nothing else would."""
-    os.nice(19)
+def lower_priority(nice: int) -> None:
+    """At 19, run only where nothing else would."""
+    os.nice(nice)
+    if nice < 19:
+        return
     with contextlib.suppress(AttributeError, OSError):  # Linux has a class for that
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
@@ -40,7 +42,7 @@ def tell(event: dict[str, Any]) -> None:
 
 def main(spec: dict[str, Any]) -> None:
     """Work until the server goes. ``spec``: folder, target, config, dtype, device, threads, parent."""
-    lower_priority()
+    lower_priority(spec["config"]["recalibrate_nice"])
     end_with(spec["parent"])
 
     import torch

@@ -1,7 +1,8 @@
 """How many cycles a drafter would have needed for answers that were served: every position of each is drafted from.
 
-At temperature 0 a draft token is kept where it is the served token. Above, it is kept with chance Σ min(p, q), p and q being the
-target's and the drafter's distributions after the served tokens: speculative sampling's acceptance.
+At temperature 0 a draft token is kept where it is the served token. Above, the served token x of a position that a cycle has
+reached came from the draft with chance min(1, q(x) / p(x)); p and q are the target's and the drafter's distributions there. What
+speculative sampling emits has the distribution p whether or not it was drafted, so expected cycles are exact, given the answer.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def replay(drafters: Sequence[Drafter], target: FrozenTarget, rows: Sequence[Ser
             ids = torch.tensor([(row.prompt + row.response)[:end]], device=target.device)
             hidden = target.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
             features = tapped.take()
-            wanted = _distribution(hidden[start : end - 1], target, row.temperature)
+            wanted = _confidences(hidden[start : end - 1], target, ids[0, start + 1 :], row.temperature)
             cycles = [
                 expected_cycles(_chances(forward, target, ids, features, start, wanted, row.temperature))
                 for forward in forwards
@@ -56,14 +57,14 @@ def replay(drafters: Sequence[Drafter], target: FrozenTarget, rows: Sequence[Ser
     return found
 
 
-def _distribution(hidden: Tensor, target: FrozenTarget, temperature: float) -> Tensor | None:
-    """The target's, ``[n, V]``, of the token after each of ``hidden [n, H]``; ``None`` for a greedy answer."""
+def _confidences(hidden: Tensor, target: FrozenTarget, served: Tensor, temperature: float) -> Tensor | None:
+    """The target's log-probabilities ``[n]`` of ``served [n]``, each after one of ``hidden [n, H]``; ``None`` if it is greedy."""
     if temperature == 0:
         return None
     logits = (with_bias(hidden, target.head) @ target.head.t()).float()
     if target.softcap is not None:
         logits = target.softcap * torch.tanh(logits / target.softcap)
-    return (logits / temperature).softmax(-1)
+    return (logits / temperature).log_softmax(-1).gather(1, served[:, None])[:, 0]
 
 
 def _chances(
@@ -75,7 +76,10 @@ def _chances(
     wanted: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The chance ``[n, B − 1]`` that each draft token is kept if all before it were, for an anchor at each position."""
+    """The chance ``[n, B − 1]`` that each draft token is kept if all before it were, for an anchor at each position.
+
+    ``wanted`` is the target's log-probability of each served token after the first.
+    """
     drafter, end = forward.drafter, ids.shape[1]
     config, parts = drafter.config, []
     for first in range(start, end - 1, ANCHORS):
@@ -97,8 +101,8 @@ def _chances(
         else:
             after = torch.arange(first - start, first - start + len(anchors), device=ids.device)[:, None]
             after = (after + torch.arange(config.block_size - 1, device=ids.device)).clamp(max=len(wanted) - 1)
-            drawn = (logits.float() / temperature).softmax(-1)
-            kept = torch.minimum(wanted[after.flatten()], drawn).sum(-1).view(labels.shape)
+            drawn = (logits.float() / temperature).log_softmax(-1).gather(1, labels.flatten()[:, None])
+            kept = (drawn.view(labels.shape) - wanted[after]).clamp(max=0).exp()
         parts.append((kept * valid).cpu())
     return torch.cat(parts)
 

@@ -19,9 +19,9 @@ import torch
 from volley.files import make_folder, read_json, write_atomically
 from volley.models.adapter import adapted
 from volley.models.drafter import Drafter
-from volley.recalibrate.gate import LEAST_ROWS, choose_recent, judge
+from volley.recalibrate.gate import LEAST_ROWS, NEWEST_ROWS, choose_recent, judge_shift
 from volley.recalibrate.options import RecalibrateConfig
-from volley.recalibrate.replay import replay
+from volley.recalibrate.replay import Replayed, replay
 from volley.recalibrate.reservoir import Entry, ServedRow, entries, read
 from volley.recalibrate.state import BASE, Learnt, Standing
 from volley.train.features import FrozenTarget, OnlineFeatures
@@ -222,29 +222,35 @@ class Recalibration:
     def _compare(self, learnt: Learnt, others: Sequence[Standing]) -> tuple[Standing | None, Event]:
         """Who is best of ``others``, and what is to be told of it against the one that serves."""
         standings = [learnt.current, *{one.folder: one for one in others}.values()]
-        chosen = choose_recent(entries(self.folder), [one.trained_until for one in standings])
+        until, found = [one.trained_until for one in standings], entries(self.folder)
+        chosen = choose_recent(found, until)
+        newest = {entry.number for entry in choose_recent(found, until, NEWEST_ROWS)}
         drafters = [self._load(one) for one in standings]
         rows: list[ServedRow] = list(read(self.folder, chosen))
         replayed = replay(drafters, self.target, rows)
         if not replayed or len(standings) < 2:
             return None, {"swap": False, "reason": "there is no answer to judge on"}
-        judged = [judge(replayed, place, 0) for place in range(1, len(standings))]
+        judged = [judge_shift(replayed, newest, place, 0) for place in range(1, len(standings))]
         place = max(range(len(judged)), key=lambda place: (judged[place].is_better, judged[place].gain))
-        best, found = standings[1 + place], judged[place]
+        best, verdict = standings[1 + place], judged[place]
         base = next((i for i, one in enumerate(standings) if one.folder == BASE), None)
-        tokens = sum(row.tokens for row in replayed)
         event = {
-            **found.to_json(),
+            **verdict.to_json(),
             **asdict(best),
-            "tau": found.tau,
-            "swap": found.is_better,
-            "tau_base": None if base is None else tokens / sum(row.cycles[base] for row in replayed),
+            "tau": verdict.tau,
+            "swap": verdict.is_better,
+            "tau_base": None if base is None else verdict.tau_before * _over(replayed, base),
             "gains": {one.folder: round(own.gain, 4) for one, own in zip(standings[1:], judged, strict=True)},
         }
         return best, event
 
     def _load(self, standing: Standing) -> Drafter:
         return Drafter.from_pretrained(self.folder / standing.folder, self.target.dtype).to(self.target.device)
+
+
+def _over(replayed: Sequence[Replayed], drafter: int) -> float:
+    """τ of a drafter over that of the one that serves."""
+    return sum(row.cycles[0] for row in replayed) / sum(row.cycles[drafter] for row in replayed)
 
 
 def choose_rows(found: Sequence[Entry], tokens: int, seed: int) -> list[Entry]:

@@ -67,6 +67,28 @@ function showTiles() {
   show("preempted", `${count(total(now, "kv_pages_used"))} of ${count(total(now, "kv_pages"))}${preempted ? ` · ${count(preempted)} preempted` : ""}`);
 }
 
+function labelled(sample, name) { // a counter, whatever its label
+  let sum = 0;
+  for (const [key, value] of sample.values) if (key.startsWith(`${name}{`)) sum += value;
+  return sum;
+}
+
+function showRecalibration() {
+  const now = history.at(-1);
+  const isOn = now.values.has("recalibration_rows");
+  $("recalibration").hidden = !isOn;
+  if (!isOn) return;
+  const signed = (share) => `${share < 0 ? "−" : "+"}${(100 * Math.abs(share)).toFixed(1)} %`;
+  show("drift", signed(-total(now, "recalibration_drift")));
+  show("training", total(now, "recalibration_training") ? "training may run" : "training waits for traffic");
+  show("gain", signed(total(now, "recalibration_gain")));
+  show("swaps", count(labelled(now, "recalibration_swaps_total")));
+  const failed = total(now, "recalibration_failures_total");
+  show("candidates", `${count(labelled(now, "recalibration_candidates_total"))} judged${failed ? ` · ${count(failed)} failed` : ""}`);
+  show("kept", count(total(now, "recalibration_rows")));
+  show("kept-tokens", `${count(total(now, "recalibration_tokens"))} tokens`);
+}
+
 // -- charts -----------------------------------------------------------------------------------------------------------
 
 function element(name, attributes, text) {
@@ -163,6 +185,7 @@ async function look() {
     if (history.length > SPAN) history.shift();
     showState(ready.ok ? "ready" : "away", ready.ok ? "ready" : "takes no new requests");
     showTiles();
+    showRecalibration();
     drawCharts();
   } catch {
     showState("away", "no answer from the server");
