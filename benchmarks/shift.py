@@ -38,7 +38,7 @@ import torch
 
 from volley import Engine, SamplingParams
 from volley.engine.reload import replace_drafter
-from volley.files import REFERENCE
+from volley.files import REFERENCE, write_atomically
 from volley.models.adapter import drafter_fingerprint
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
@@ -61,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/shift"))
     parser.add_argument("--drafter", type=Path, help="static drafter; by default the one that prepare has trained")
     parser.add_argument("--workload", choices=("code", "math", "commands", "prose"), default="code")
+    parser.add_argument("--phase", default="", help="serve: name of a phase; a run that was stopped goes on in it")
     parser.add_argument("--tokens", type=int, default=20_000, help="prepare: of responses; serve: to serve")
     parser.add_argument("--steps", type=int, default=40, help="prepare: of the training; serve: of each candidate")
     parser.add_argument("--round-tokens", type=int, default=2500)
@@ -192,7 +193,7 @@ class Shift:
     def _draft_with(self, folder: str) -> None:
         replace_drafter(self.engine, load_drafter(self.folder / folder, self.engine.target, "bf16"))
 
-    def recalibrate(self) -> list[str]:
+    def recalibrate(self) -> list[dict[str, Any]]:
         """Do what is due; what came of it."""
         done = []
         while self.rounds.work() or self.events:
@@ -203,36 +204,38 @@ class Shift:
                     learnt = learnt.swapped(Standing(*made), event["round"])
                     self._draft_with(event["folder"])
                 learnt.save(self.folder)
-                told = {key: event.get(key) for key in ("round", "kind", "swap", "gain", "error", "tau", "reason")}
-                done.append(json.dumps(told))
+                done.append(
+                    {key: event.get(key) for key in ("round", "kind", "swap", "gain", "error", "tau", "reason")}
+                )
             self.events.clear()
         return done
 
 
 def serve(arguments: argparse.Namespace) -> None:
     """τ of the drafter that serves and of the static one on the same traffic, by served tokens."""
+    path = arguments.out / f"phase-{arguments.phase or arguments.workload}.json"
+    done = json.loads(path.read_text()) if path.exists() else {"served": 0, "training": 0.0, "own": [], "static": []}
     shift, source = Shift(arguments), prompts(arguments.data, arguments.workload, 1)
-    for _ in range(len(shift.reservoir)):  # what a run before has served
+    for _ in range(len(shift.reservoir)):  # what phases before have served
         next(source)
-    served, own, static, training = 0, list[int](), list[int](), 0.0
-    while served < arguments.tokens:
+    while done["served"] < arguments.tokens:
+        started = time.perf_counter()
+        rounds = shift.recalibrate()
+        done["training"] += time.perf_counter() - started
+        for line in rounds:
+            note(arguments.out, {"step": "round", "phase": path.stem, "served": done["served"], **line})
         asked = [shift.engine.encode(next(source)) for _ in range(AT_ONCE)]
-        results, _ = answer(shift.engine, asked)
-        beside, _ = answer(shift.static, asked)
+        results, beside = answer(shift.engine, asked)[0], answer(shift.static, asked)[0]
         for prompt, result, other in zip(asked, results, beside, strict=True):
             shift.reservoir.add("client", prompt, result.token_ids, 0.0)
-            own += result.stats.accepted_lengths
-            static += other.stats.accepted_lengths
-            served += len(result.token_ids)
-        started = time.perf_counter()
-        done = shift.recalibrate()
-        training += time.perf_counter() - started
-        for line in done:
-            print(f"  after {served} tokens: {line}", flush=True)
-        if sum(own) >= WINDOW or served >= arguments.tokens:
-            figures = {"served": served, "tau": tau(own), "static": tau(static), "training_seconds": round(training)}
-            note(arguments.out, {"step": "serve", "workload": arguments.workload, **figures})
-            own, static = [], []
+            done["own"] += result.stats.accepted_lengths
+            done["static"] += other.stats.accepted_lengths
+            done["served"] += len(result.token_ids)
+        if sum(done["own"]) >= WINDOW or done["served"] >= arguments.tokens:
+            figures = {"tau": tau(done["own"]), "static": tau(done["static"]), "training": round(done["training"])}
+            note(arguments.out, {"step": "serve", "phase": path.stem, "served": done["served"], **figures})
+            done["own"], done["static"] = [], []
+        write_atomically(path, json.dumps(done))
 
 
 # -- speed and latency -------------------------------------------------------------------------------------------------

@@ -368,7 +368,6 @@ def serve(
 ) -> None:
     """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
     assert engine == "volley"
-    from volley.files import REFERENCE
     from volley.serve.model_file import override, read_models
     from volley.serve.server import serve as run
     from volley.serve.service import Service
@@ -381,10 +380,9 @@ def serve(
         loaded = load_engine(chosen, *sizes)
         services.append(Service(loaded, own, name))
         if learning.recalibrate is not None:
-            from volley.recalibrate.companion import Recalibrator
+            from volley.recalibrate.companion import attach
 
-            target = chosen.target or str(REFERENCE / "target")
-            services[-1].companions.append(Recalibrator(services[-1], loaded, learning, target))
+            attach(services[-1], loaded, learning, chosen.target)
     run(services, config)
 
 
@@ -435,19 +433,13 @@ def collect(
     def report(now: Progress) -> None:
         if now.seconds - shown["at"] >= (0.2 if errors.is_terminal else 10):
             shown["at"] = now.seconds
-            errors.print(_progress_line(now), end="\r" if errors.is_terminal else "\n")
+            errors.print(now.describe(), end="\r" if errors.is_terminal else "\n")
 
     end = run(config, source, report)
-    errors.print(_progress_line(end))
+    errors.print(end.describe())
     for refusal in getattr(source, "refusals", []):
         errors.print(refusal)
     errors.print(f"Written to {config.out}" + (f"; {end.failed} prompts could not be answered" if end.failed else ""))
-
-
-def _progress_line(now: Progress) -> str:
-    line = f"{now.skipped + now.finished}/{now.total} responses · {now.output_tokens} tokens"
-    line += f" · {now.tokens_per_second:.0f} tokens/s"
-    return line + (f" · {now.skipped} were there" if now.skipped else "")
 
 
 @app.command()

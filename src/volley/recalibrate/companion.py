@@ -18,6 +18,7 @@ from typing import Any
 from volley.engine.engine import Engine
 from volley.engine.reload import replace_drafter
 from volley.errors import ConfigError
+from volley.files import REFERENCE
 from volley.models.adapter import drafter_fingerprint
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
@@ -277,6 +278,11 @@ class Recalibrator:
         await asyncio.to_thread(self.learnt.save, self.folder)
         self._service.metrics.holds(memory_of(self._engine))
         return True
+
+
+def attach(service: Service, engine: Engine, config: RecalibrateConfig, target: str | None) -> None:
+    """Let ``service`` recalibrate; ``target`` is where the engine's was loaded from, by default the bundled one."""
+    service.companions.append(Recalibrator(service, engine, config, target or str(REFERENCE / "target")))
 
 
 def _check(service: Service, engine: Engine, target: str) -> None:

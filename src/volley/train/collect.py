@@ -132,6 +132,12 @@ class Progress:
     def tokens_per_second(self) -> float:
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
+    def describe(self) -> str:
+        """One line for the terminal."""
+        line = f"{self.skipped + self.finished}/{self.total} responses · {self.output_tokens} tokens"
+        line += f" · {self.tokens_per_second:.0f} tokens/s"
+        return line + (f" · {self.skipped} were there" if self.skipped else "")
+
 
 class Journal:
     """The append-only output file. Rows after the last complete job are an interrupted write and are cut off."""
