@@ -48,7 +48,8 @@ def test_replayed_cycles_are_those_of_sampled_decoding(tiny_pair: TinyPair, froz
     cycles = [len(result.stats.accepted_lengths) for result in results]
     assert sum(one.tokens for one in found) == sum(sum(result.stats.accepted_lengths) for result in results)
     assert sum(cycles) < 0.9 * 30 * 40, "drafts are kept"
-    assert sum(one.cycles[0] for one in found) == pytest.approx(sum(cycles), rel=0.06)
+    replayed = sum(one.cycles[0] for one in found)
+    assert 0.8 < sum(cycles) / replayed < 1.03, "block verification keeps more than token by token, never less"
 
 
 def test_replayed_cycles_are_those_of_greedy_decoding() -> None:

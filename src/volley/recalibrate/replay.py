@@ -1,8 +1,8 @@
 """How many cycles a drafter would have needed for answers that were served: every position of each is drafted from.
 
 At temperature 0 a draft token is kept where it is the served token. Above, the served token x of a position that a cycle has
-reached came from the draft with chance min(1, q(x) / p(x)); p and q are the target's and the drafter's distributions there. What
-speculative sampling emits has the distribution p whether or not it was drafted, so expected cycles are exact, given the answer.
+reached came from the draft with chance min(1, q(x) / p(x)); p and q are the target's and the drafter's distributions there. That
+is speculative sampling token by token, given the answer. Block verification, which the engine uses, keeps somewhat more.
 """
 
 from collections.abc import Sequence
