@@ -4,7 +4,7 @@ Drafters of one shape take equally long for a cycle, so tokens a second are in p
 answers, which neither was trained on. The error is that of a ratio of sums over answers, paired.
 
 No client decides alone. Answers are chosen in turn from all clients, nobody's weigh more than those of all others together, and
-a gain must hold without the client that weighs most, as soon as there are enough answers of others.
+a gain must hold without any one of them, as soon as there are enough answers of others.
 """
 
 from collections import defaultdict
@@ -99,12 +99,10 @@ def _why_not(replayed: Sequence[Replayed], weights: Sequence[float], candidate: 
     gain, error = _ratio(replayed, weights, candidate, before)
     if gain <= max(LEAST_GAIN, ERRORS * error):
         return f"a gain of {gain:+.1%} is not more than its error (± {ERRORS * error:.1%})"
-    clients: dict[str, float] = defaultdict(float)
-    for row, weight in zip(replayed, weights, strict=True):
-        clients[row.row.entry.client] += weight * row.tokens
-    most = max(clients, key=clients.__getitem__)
-    others = [row for row in replayed if row.row.entry.client != most]
-    if len(others) >= OTHERS:
+    for client in sorted({row.row.entry.client for row in replayed}):
+        others = [row for row in replayed if row.row.entry.client != client]
+        if len(others) < OTHERS:
+            continue
         gain, error = _ratio(others, _weights(others), candidate, before)
         if gain <= ERRORS * error:
             return f"without one client the gain is {gain:+.1%} (± {ERRORS * error:.1%})"

@@ -1,0 +1,315 @@
+"""A server that recalibrates: what it keeps, when training stops, how drafters are swapped, and what it refuses."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import TinyPair
+from tests.engine.test_reload import other_drafter
+from tests.serve.running import MODEL, Running, Tiny, running, wait_until
+from volley import Engine
+from volley.errors import ConfigError
+from volley.models.adapter import drafter_fingerprint
+from volley.models.drafter import Drafter
+from volley.recalibrate.companion import Recalibrator
+from volley.recalibrate.options import RecalibrateConfig
+from volley.recalibrate.reservoir import entries, read
+from volley.recalibrate.state import BASE, Learnt
+from volley.serve.config import ServeConfig
+from volley.serve.service import Service
+
+SCRIPT = """
+    import json, os, sys, time
+    folder = json.loads(sys.argv[1])["folder"]
+    with open(folder + "/pid", "w") as file:
+        file.write(str(os.getpid()))
+    while not os.path.exists(folder + "/events"):
+        time.sleep(0.01)
+    for line in open(folder + "/events"):
+        print(line.strip(), flush=True)
+    os.remove(folder + "/events")
+    time.sleep(600 if not os.path.exists(folder + "/die") else 0)
+"""
+"""Stands for the training process: says what the test has written for it."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_pair: TinyPair) -> Tiny:
+    return Tiny(tiny_pair)
+
+
+class Learning:
+    """A server with a scripted training process."""
+
+    def __init__(self, tiny: Tiny, tiny_pair: TinyPair, tmp_path: Path) -> None:
+        self.tiny, self.pair, self.folder = tiny, tiny_pair, tmp_path / "kept"
+        self.script = tmp_path / "training.py"
+        self.script.write_text(textwrap.dedent(SCRIPT))
+
+    def make(self, service: Service, engine: Engine, **changes: Any) -> Recalibrator:
+        config = RecalibrateConfig(**{"recalibrate": self.folder, "recalibrate_idle": 0.05, **changes})
+        program = (sys.executable, "-S", str(self.script))
+        return Recalibrator(service, engine, config, str(self.pair.target), program=program)
+
+    @contextmanager
+    def server(self, **changes: Any) -> Iterator[Running]:
+        engine = Engine.from_pretrained(self.tiny.target, self.pair.drafter, policy="fixed")
+
+        def prepare(service: Service) -> None:
+            service.companions.append(self.make(service, engine, **changes))
+
+        with running(engine, prepare=prepare) as server:
+            yield server
+            server.settle()
+
+    def tell(self, *events: dict[str, Any]) -> None:
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        (self.folder / "events.new").write_text(text)
+        (self.folder / "events.new").rename(self.folder / "events")
+
+    def candidate(self, name: str = "rounds/000001/full", **changes: Any) -> dict[str, Any]:
+        """A drafter with other weights, and the verdict that lets it through."""
+        other_drafter(Drafter.from_pretrained(self.pair.drafter)).save_pretrained(self.folder / name)
+        event = {"event": "judged", "round": 1, "folder": name, "kind": "full", "trained_until": 7, "swap": True}
+        figures = {"gain": 0.5, "error": 0.1, "tau": 3.0, "tau_before": 2.0, "tau_base": 2.0, "rows": 40, "reason": ""}
+        return {**event, **figures, **changes}
+
+    def serves(self, server: Running, name: str) -> bool:
+        wanted = drafter_fingerprint(Drafter.from_pretrained(self.folder / name))
+        assert server.engine.drafter is not None
+        return drafter_fingerprint(server.engine.drafter) == wanted
+
+
+@pytest.fixture
+def learning(tiny: Tiny, tiny_pair: TinyPair, tmp_path: Path) -> Learning:
+    return Learning(tiny, tiny_pair, tmp_path)
+
+
+def test_answers_are_kept_unless_the_client_says_no(learning: Learning, caplog: pytest.LogCaptureFixture) -> None:
+    with learning.server() as server:
+        server.chat("Keep this", max_tokens=8, temperature=0.5, ignore_eos=True)
+        server.chat("Not this", max_tokens=8, ignore_eos=True, recalibrate=False)
+        server.chat("Too short", max_tokens=1, ignore_eos=True)
+        server.complete("And this", max_tokens=8, n=2, temperature=0, ignore_eos=True)
+        server.post("responses", {"input": "Nor this", "recalibrate": False, "max_output_tokens": 8})
+        wait_until(lambda: len(entries(learning.folder)) == 3)
+        rows = list(read(learning.folder, entries(learning.folder)))
+        prompts = [server.engine.tokenizer.decode(row.prompt) for row in rows]
+        assert "Keep this" in prompts[0]
+        assert prompts[1:] == ["And this", "And this"]
+        assert [(len(row.response), row.temperature) for row in rows] == [(8, 0.5), (8, 0.0), (8, 0.0)]
+        assert len({row.entry.client for row in rows}) == 1
+        script = server.client.get("/dashboard/dashboard.js").text
+        for name in set(re.findall(r'"(recalibration_\w+?)(?:_total)?"', script)):
+            assert f"volley:{name}" in server.client.get("/metrics").text, "the dashboard reads it"
+        seen = server.metrics()
+        assert seen["volley:recalibration_rows"] == 3
+        assert seen["volley:recalibration_tokens"] == sum(row.entry.tokens for row in rows)
+    assert "Keep this" not in caplog.text
+
+
+def test_with_asked_only_what_clients_offer_is_kept(learning: Learning) -> None:
+    with learning.server(recalibrate_requests="asked") as server:
+        server.complete("Silent", max_tokens=4, ignore_eos=True)
+        server.complete("Offered", max_tokens=4, ignore_eos=True, recalibrate=True)
+        wait_until(lambda: len(entries(learning.folder)) > 0)
+        (row,) = read(learning.folder, entries(learning.folder))
+        assert server.engine.tokenizer.decode(row.prompt) == "Offered"
+
+
+def test_keys_tell_clients_apart_and_are_not_kept(learning: Learning, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alpha-key\nbeta-key\n")
+    engine = Engine.from_pretrained(learning.tiny.target, learning.pair.drafter)
+
+    def prepare(service: Service) -> None:
+        service.companions.append(learning.make(service, engine))
+
+    with running(engine, prepare=prepare, api_key_file=keys) as server:
+        for key in ("alpha-key", "beta-key", " beta-key"):
+            body = {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+            server.post("completions", body, headers={"Authorization": f"Bearer {key}"})
+        wait_until(lambda: len(entries(learning.folder)) == 3)
+    found = [entry.client for entry in entries(learning.folder)]
+    assert len(set(found)) == 2
+    assert b"alpha" not in b"".join(path.read_bytes() for path in learning.folder.rglob("*") if path.is_file())
+
+
+def test_a_better_drafter_takes_over_between_steps_and_is_there_after_a_restart(learning: Learning) -> None:
+    want = learning.tiny.answer("Hello", max_tokens=40, ignore_eos=True)
+    body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    with learning.server() as server:
+        learning.tell({"event": "ready"}, learning.candidate())
+        wait_until(lambda: learning.serves(server, "rounds/000001/full"))
+        assert server.complete("Hello", **body).json()["choices"][0]["text"] == want
+        wait_until(lambda: server.metrics().get('volley:recalibration_swaps_total{kind="full"}') == 1)
+        seen = server.metrics()
+        assert seen['volley:recalibration_candidates_total{kind="full"}'] == 1
+        assert seen["volley:recalibration_gain"] == 0.5
+        assert seen["volley:recalibration_drift"] == 0
+    learnt = Learnt.load(learning.folder)
+    assert learnt is not None
+    assert (learnt.current.folder, learnt.current.trained_until, learnt.seen_round) == ("rounds/000001/full", 7, 1)
+    assert learnt.previous is not None
+    assert learnt.previous.tau == 2.0
+    with learning.server() as server:
+        assert learning.serves(server, "rounds/000001/full")
+        assert server.complete("Hello", **body).json()["choices"][0]["text"] == want
+        back = learning.candidate(round=0, folder=BASE, kind=BASE, tau=2.5, tau_before=1.5)
+        Drafter.from_pretrained(learning.pair.drafter).save_pretrained(learning.folder / BASE)
+        learning.tell(back)
+        wait_until(lambda: learning.serves(server, BASE))
+    learnt = Learnt.load(learning.folder)
+    assert learnt is not None
+    assert (learnt.swaps, learnt.roll_backs) == (2, 1)
+
+
+def test_another_given_drafter_begins_anew(learning: Learning, tmp_path: Path) -> None:
+    with learning.server() as server:
+        learning.tell(learning.candidate())
+        wait_until(lambda: learning.serves(server, "rounds/000001/full"))
+    other = tmp_path / "other"
+    other_drafter(Drafter.from_pretrained(learning.pair.drafter)).save_pretrained(other)
+    learning.pair = learning.pair._replace(drafter=other)
+    with learning.server() as server:
+        assert learning.serves(server, BASE)
+    learnt = Learnt.load(learning.folder)
+    assert learnt is not None
+    assert (learnt.current.folder, learnt.seen_round) == (BASE, 1)
+
+
+def test_a_torn_candidate_is_refused_and_one_that_is_not_better_is_counted(learning: Learning) -> None:
+    with learning.server() as server:
+        before = server.engine.drafter
+        torn, weak = learning.candidate("rounds/000001/full"), learning.candidate("rounds/000002/full", round=2)
+        (learning.folder / "rounds/000001/full/model.safetensors").write_bytes(b"torn")
+        failed = {"event": "failed", "round": 3, "reason": "it could not"}
+        learning.tell(torn, {**weak, "swap": False, "tau_before": 1.0}, failed)
+        wait_until(lambda: server.metrics()["volley:recalibration_failures_total"] == 2)
+        seen = server.metrics()
+        assert seen['volley:recalibration_candidates_total{kind="full"}'] == 2
+        assert 'volley:recalibration_swaps_total{kind="full"}' not in seen
+        assert seen["volley:recalibration_drift"] == 0.5
+        assert server.engine.drafter is before
+    learnt = Learnt.load(learning.folder)
+    assert learnt is not None
+    assert (learnt.seen_round, learnt.swaps) == (3, 0)
+
+
+def state_of(folder: Path) -> str:
+    """The training process's, as Linux says it: T is stopped."""
+    pid = int((folder / "pid").read_text())
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "gone"
+
+
+def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning) -> None:
+    with learning.server() as server:
+        wait_until(lambda: (learning.folder / "pid").exists())
+        assert state_of(learning.folder) != "T"
+        body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            assert state_of(learning.folder) == "T"
+            assert server.metrics()["volley:recalibration_training"] == 0
+        wait_until(lambda: state_of(learning.folder) in "SR")
+        assert server.metrics()["volley:recalibration_training"] == 1
+    assert state_of(learning.folder) == "gone"
+
+
+def test_a_training_process_that_dies_is_counted_and_serving_goes_on(learning: Learning) -> None:
+    with learning.server() as server:
+        (learning.folder / "die").touch()
+        learning.tell({"event": "ready"})
+        wait_until(lambda: server.metrics()["volley:recalibration_failures_total"] == 1)
+        assert server.complete("Hello", max_tokens=4).status_code == 200
+
+
+def test_a_disk_that_takes_no_more_stops_keeping_and_not_serving(
+    learning: Learning, caplog: pytest.LogCaptureFixture
+) -> None:
+    with learning.server() as server:
+        rows = learning.folder / "rows"
+        shutil.rmtree(rows)
+        rows.write_text("nothing can be written below a file")
+        for _ in range(3):
+            assert server.complete("Hello", max_tokens=4, ignore_eos=True).status_code == 200
+        wait_until(lambda: server.metrics()["volley:recalibration_dropped_total"] == 3)
+        rows.unlink()
+        server.complete("Hello", max_tokens=4, ignore_eos=True)
+        wait_until(lambda: len(entries(learning.folder)) == 1)
+    assert caplog.text.count("answers cannot be kept") == 1
+
+
+def test_what_cannot_be_recalibrated_is_refused_with_the_remedy(learning: Learning, tmp_path: Path) -> None:
+    engine = Engine.from_pretrained(learning.tiny.target, learning.pair.drafter)
+    with learning.server(), pytest.raises(ConfigError, match="another server recalibrates"):
+        learning.make(Service(engine, ServeConfig(), MODEL), engine)
+    plain = Engine(learning.tiny.target)
+    with pytest.raises(ConfigError, match="there is no drafter to recalibrate"):
+        learning.make(Service(plain, ServeConfig(), MODEL), plain)
+    service = Service(engine, ServeConfig(), MODEL)
+    with pytest.raises(ConfigError, match=r"converted from"):
+        Recalibrator(service, engine, RecalibrateConfig(recalibrate=tmp_path / "x"), "model.gguf")
+    with pytest.raises(ConfigError, match="unknown kind of recalibrate_updates, 'fll'"):
+        RecalibrateConfig(recalibrate_updates=("fll",))
+    with pytest.raises(ConfigError, match="reservoir_tokens is 0"):
+        RecalibrateConfig(reservoir_tokens=0)
+
+
+def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """The whole: traffic, a round of training in a process of its own, a swap, a kill."""
+    log, folder = tmp_path / "log", tmp_path / "kept"
+    command = [sys.executable, "-m", "volley.cli", "serve", "--target", str(tiny_pair.target), "--port", "0"]
+    command += ["--drafter", str(tiny_pair.drafter), "--threads", "1", "--dtype", "float32", "--policy", "fixed"]
+    command += ["--recalibrate", str(folder), "--recalibrate-tokens", "500", "--recalibrate-steps", "40"]
+    command += [
+        "--recalibrate-learning-rate",
+        "5e-3",
+        "--recalibrate-idle",
+        "0.1",
+        "--recalibrate-nice",
+        "0",
+        "--recalibrate-updates",
+        "full",
+    ]
+
+    def logged(event: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == event]
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as out, subprocess.Popen(command, stderr=out, env=environment) as process:
+        try:
+            wait_until(lambda: logged("listening"), 120)
+            (url,) = [line["url"] for line in logged("listening")]
+            for index in range(80):
+                body = {"prompt": f"{index} of", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+                assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+            wait_until(lambda: logged("a drafter took over"), 180)
+            children = subprocess.run(
+                ["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True, check=True
+            )
+            (child,) = map(int, children.stdout.split())
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+            wait_until(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
+        finally:
+            process.kill()
+    learnt = Learnt.load(folder)
+    assert learnt is not None
+    assert (learnt.current.folder, learnt.swaps) == ("rounds/000001/full", 1)
