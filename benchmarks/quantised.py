@@ -29,20 +29,23 @@ SCHEMES = ("W8A16", "W8A8", "FP8_DYNAMIC", "FP8", "W4A16", "NVFP4A16", "NVFP4", 
 CALIBRATION = 40  # prompts that figures are not taken from
 
 
-def quantise(model: PreTrainedModel, scheme: str, texts: Sequence[Tensor], folder: Path) -> None:
+def quantise(
+    model: PreTrainedModel, scheme: str, texts: Sequence[Tensor], folder: Path, ignore: Sequence[str] = ()
+) -> None:
     """Quantise the linear layers of ``model`` but its head by one of the library's presets, and save it.
 
-    The largest inputs are those of a pass over each of ``texts`` (token ids ``[1, T]``).
+    The largest inputs are those of a pass over each of ``texts`` (token ids ``[1, T]``). ``ignore`` names further layers, or
+    patterns of their names (``re:…``), that stay as they are.
     """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
 
     largest = _largest_inputs(model, texts)
     groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head", *ignore]))
     for name, module in model.named_modules():
         if hasattr(module, "quantization_scheme"):
-            _set_scales(module, largest[name])
+            _set_scales(module, largest.get(name, 1.0))
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)

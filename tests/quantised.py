@@ -17,6 +17,11 @@ def save_compressed(model: PreTrainedModel, scheme: str, folder: Path) -> None:
     quantise(model, scheme, [torch.arange(12)[None]], folder)
 
 
+def save_compressed_but(model: PreTrainedModel, scheme: str, folder: Path, ignore: list[str]) -> None:
+    """The same without calibration, but for layers whose names match ``ignore``."""
+    quantise(model, scheme, [], folder, ignore)
+
+
 def _save(
     model: PreTrainedModel, folder: Path, settings: dict[str, Any], replaced: dict[str, dict[str, Tensor]]
 ) -> None:

@@ -1,8 +1,15 @@
 """DiffusionGemma's rule against transformers' sampler and stopping criterion, on made-up logits."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSampler,
     EntropyBoundSamplerConfig,
@@ -11,9 +18,14 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from tests.diffusion_gemma import TorchNoise
+from tests.made_up import request
 from volley.decode.canvas import Canvas
 from volley.decode.renoise import Renoise
 from volley.decode.sampling import PositionNoise
+from volley.decode.work import Ask, Rule, Shape
+from volley.models.target import BlockDiffusion
+from volley.procedures.denoising import Denoising
+from volley.procedures.request import Request
 from volley.types import DiffusionParams, SamplingParams
 
 LENGTH, VOCAB, STEPS = 6, 11, 7
@@ -99,3 +111,65 @@ def test_greedy_candidates_are_the_best_tokens() -> None:
     taken = canvas.tokens == canvas.history[-1]
     assert int(taken.sum()) >= 1
     torch.testing.assert_close(stepped(SamplingParams(top_k=1, temperature=1.0, seed=1)).tokens, canvas.tokens)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+LARGE, ROWS, HIDDEN = 2**18, 64, 16
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors made inside that were there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                storage = leaf.untyped_storage()
+                self._held[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self.bytes = max(self.bytes, sum(size for _, size in self._held.values()))
+        return result
+
+
+def denoised(count: int, sampling: SamplingParams) -> tuple[int, list[Request]]:
+    """One pass over canvases of ``count`` requests that have a vocabulary like DiffusionGemma's: bytes, and the requests."""
+    target: Any = SimpleNamespace(
+        vocab_size=LARGE, hidden_size=HIDDEN, feedback=lambda logits: logits.bfloat16().softmax(-1)[:, :HIDDEN].clone()
+    )
+    family = BlockDiffusion(mask_token_id=None, has_causal_context=True, defaults=PARAMS)
+    procedure = Denoising(target, family)
+    requests, works = [], []
+    for index in range(count):
+        own = request([1, 2], replace(sampling, diffusion=replace(PARAMS, canvas_length=ROWS)), procedure=procedure)
+        work = procedure.next_work(own, Ask(Shape.CHAIN, Rule.GREEDY))
+        work.rows = slice(index * ROWS, (index + 1) * ROWS)
+        requests.append(own)
+        works.append(work)
+    torch.manual_seed(0)
+    logits = torch.randn(count * ROWS, LARGE, dtype=torch.bfloat16)
+    with Peak() as peak:
+        procedure.absorb(works, logits)
+    return peak.bytes, requests
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)])
+def test_a_pass_over_canvases_takes_as_much_memory_as_four_times_the_logits_of_one(sampling: SamplingParams) -> None:
+    """Of 256 rows that is 1 GiB, and more requests take no more."""
+    one, _ = denoised(1, sampling)
+    two, requests = denoised(2, sampling)
+    assert one <= 4 * ROWS * LARGE * 4
+    assert two <= 1.05 * one
+    for own in requests:
+        canvas = own.canvas
+        assert canvas is not None
+        assert canvas.feedback is not None
+        kept = [canvas.tokens, canvas.revealed, canvas.feedback, *canvas.history]
+        assert canvas.predicted is None
+        assert sum(part.nbytes for part in kept) <= 4 * ROWS * HIDDEN * 4

@@ -61,10 +61,10 @@ def dense_logits(hf: PreTrainedModel, tokens: list[int], length: int) -> Tensor:
 
 
 def candidates(
-    rows: Tensor, params: SamplingParams, noise: PositionNoise, start: int, step: int
+    rows: Tensor, params: SamplingParams, noise: PositionNoise, start: int, step: int, mask: int = MASK
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = rows.clone()
-    rows[:, MASK] = -torch.inf
+    rows[:, mask] = -torch.inf
     if params.temperature == 0:
         probs = rows.softmax(-1)
         tokens = probs.argmax(-1)
@@ -98,19 +98,21 @@ def sdar_reveals(own: DiffusionParams, masked: list[int], sure: Tensor, probs: T
     return ordered[: max(1, kept)]
 
 
-def dense_sdar(model: Masked, prompt: list[int], params: SamplingParams, own: DiffusionParams) -> tuple[list[int], int]:
+def dense_sdar(
+    model: Masked, prompt: list[int], params: SamplingParams, own: DiffusionParams, mask: int = MASK
+) -> tuple[list[int], int]:
     """Tokens of the answer, and passes over canvases."""
     length, noise, tokens, passes = own.canvas_length, PositionNoise(params.seed or 0), list(prompt), 0
     assert length is not None
     while len(tokens) < len(prompt) + params.max_tokens:
         start = len(tokens) // length * length
-        tokens += [MASK] * (start + length - len(tokens))
-        masked = [slot for slot in range(length) if tokens[start + slot] == MASK]
+        tokens += [mask] * (start + length - len(tokens))
+        masked = [slot for slot in range(length) if tokens[start + slot] == mask]
         for step, count in enumerate(transfers(length, own.max_steps or length) + [1] * length):
             if not masked:
                 break
             rows = dense_logits(model.hf, tokens, length)[start:]
-            found, sure, probs = candidates(rows, params, noise, start, step)
+            found, sure, probs = candidates(rows, params, noise, start, step, mask)
             for slot in sdar_reveals(own, masked, sure, probs, count):
                 tokens[start + slot] = int(found[slot])
                 masked = [other for other in masked if other != slot]

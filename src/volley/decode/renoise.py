@@ -14,6 +14,9 @@ from volley.decode.canvas import Canvas, CanvasNoise, Denoiser
 from volley.decode.sampling import token_probs
 from volley.types import DiffusionParams, SamplingParams
 
+_PART = 2**20
+"""Numbers of the logits that are looked at together: 4 MiB."""
+
 
 class Renoise(Denoiser):
     def __init__(self, vocab_size: int) -> None:
@@ -32,13 +35,10 @@ class Renoise(Denoiser):
         assert params.max_steps is not None
         given, left = canvas.tokens[: canvas.num_given], params.max_steps - canvas.step
         logits = logits / temperature(params, left, sampling.temperature)
-        best = logits.argmax(dim=-1).cpu()
-        probs = logits.softmax(dim=-1)
-        if sampling.temperature == 0:
-            candidates = best
-        else:
-            candidates = noise.choose(_filtered(probs, sampling), canvas.start, canvas.step).cpu()
-        entropy: Tensor = Categorical(logits=logits, validate_args=False).entropy().cpu()  # type: ignore[no-untyped-call]
+        best = candidates = logits.argmax(dim=-1).cpu()
+        if sampling.temperature > 0:
+            candidates = noise.choose(_filtered(logits.softmax(dim=-1), sampling), canvas.start, canvas.step).cpu()
+        entropy = torch.cat([_entropy(logits[rows]) for rows in _parts(logits)]).cpu()
         accepted = accept(entropy, params)
         random = noise.tokens(canvas.start, canvas.step + 1, len(canvas), self.vocab_size)
         canvas.done = is_settled(canvas.history, best, entropy, params) or left == 1
@@ -77,8 +77,20 @@ def is_settled(history: Sequence[Tensor], best: Tensor, entropy: Tensor, params:
     return is_stable and bool(entropy.mean() < params.confidence_threshold)
 
 
+def _parts(logits: Tensor) -> list[slice]:
+    """Rows of ``logits [L, V]`` a few at a time: what is computed of them takes more memory than they do."""
+    size = max(1, _PART // logits.shape[-1])
+    return [slice(start, start + size) for start in range(0, len(logits), size)]
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    found: Tensor = Categorical(logits=logits, validate_args=False).entropy()  # type: ignore[no-untyped-call]
+    return found
+
+
 def _filtered(probs: Tensor, sampling: SamplingParams) -> Tensor:
-    """Top-k, top-p and min-p of probabilities that have their temperature already."""
-    if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
-        return probs
-    return token_probs(probs.log(), sampling, temperature=1.0)
+    """Top-k, top-p and min-p, in place, of probabilities that have their temperature already."""
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        for rows in _parts(probs):
+            probs[rows] = token_probs(probs[rows].log(), sampling, temperature=1.0)
+    return probs

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
 
 from volley.errors import InputError
@@ -34,6 +34,9 @@ _DEFAULTS = DiffusionParams(
     stability_threshold=1,
     confidence_threshold=0.005,
 )
+
+
+_TWINS = ("model.decoder.layers.", "model.encoder.language_model.layers.")
 
 
 class DiffusionGemma(Target):
@@ -114,9 +117,13 @@ class DiffusionGemma(Target):
         """Load model and tokenizer from a folder or the hub."""
         where, config = usable_device(device), AutoConfig.from_pretrained(path)
         model: DiffusionGemmaForBlockDiffusion = load_model(
-            DiffusionGemmaForBlockDiffusion, path, config, dtype, **straight_to(where)
+            DiffusionGemmaForBlockDiffusion, path, config, dtype, _TWINS, **straight_to(where)
         )
-        return cls(model.to(where).eval(), AutoTokenizer.from_pretrained(path))
+        target = cls(model.to(where).eval(), AutoTokenizer.from_pretrained(path))
+        model.model.decoder.layers = (
+            nn.ModuleList()
+        )  # the encoder's run for both: what was decoded twice need not stay twice
+        return target
 
 
 def _defaults(model: DiffusionGemmaForBlockDiffusion) -> DiffusionParams:

@@ -112,10 +112,17 @@ def _check(quantisation: Quantisation) -> None:
 
 
 def load_model(
-    kind: Any, path: str | Path, config: PretrainedConfig, dtype: torch.dtype | str, **options: Any
+    kind: Any,
+    path: str | Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype | str,
+    twins: tuple[str, str] | None = None,
+    **options: Any,
 ) -> PreTrainedModel:
     """``kind.from_pretrained`` with quantised weights decoded. ``kind`` is a class of models of transformers, or an auto class.
 
+    ``twins`` are the prefixes of two trees of modules over the same weights. Where a quantised checkpoint has a linear layer
+    of the first tree only, both trees get that layer: transformers ties weights, but not their scales.
     Raises ``CheckpointError`` if weights are missing, or left over: transformers only warns, and runs with random ones.
     """
     quantisation = quantisation_of(config)
@@ -126,6 +133,8 @@ def load_model(
         check_packages(quantisation)
         log.warning("%s: weights of %s (%s) are decoded", path, quantisation.method, quantisation.weights)
         model, report = _LOADERS[quantisation.method](kind, path, quantisation, options)
+        if twins is not None:
+            report = {**report, "missing_keys": _share_twins(model, set(report["missing_keys"]), *twins)}
     _check_keys(path, report, with_scales_of_kv=quantisation is not None)
     loaded: PreTrainedModel = model
     return loaded
@@ -144,6 +153,17 @@ def _check_keys(path: str | Path, report: Mapping[str, Any], *, with_scales_of_k
         raise CheckpointError(
             f"{path} {' and '.join(parts)}; fetch it again, or convert it to a format that transformers reads"
         )
+
+
+def _share_twins(model: PreTrainedModel, missing: set[str], first: str, second: str) -> set[str]:
+    """Let the ``second`` tree have linear layers of the ``first`` where it lacks weights; returns what is still missing."""
+    for name in {key.rpartition(".")[0] for key in missing if key.startswith(second)}:
+        twin = first + name.removeprefix(second)
+        layer = model.get_submodule(twin)
+        if isinstance(layer, torch.nn.Linear) and not any(key.startswith(f"{twin}.") for key in missing):
+            model.set_submodule(name, layer)
+            missing = {key for key in missing if not key.startswith(f"{name}.")}
+    return missing
 
 
 def _some(keys: Sequence[str]) -> str:

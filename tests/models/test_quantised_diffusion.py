@@ -1,0 +1,139 @@
+"""Quantised checkpoints of diffusion language models: what transformers decodes is what canvases are denoised with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, DiffusionGemmaForBlockDiffusion
+
+from tests import quantised as made
+from tests.conftest import byte_tokenizer
+from tests.diffusion_gemma import CANVAS, VOCAB, random_model
+from tests.procedures.test_denoising import Masked, dense_sdar
+from tests.tiny import eager_model, target_config
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.errors import CheckpointError
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_cache import BlockTable
+from volley.memory.kv_store import make_store
+from volley.models.diffusion import load_target
+from volley.models.diffusion_gemma import DiffusionGemma
+
+SCHEMES = {"FP8_DYNAMIC": torch.float32, "NVFP4": torch.bfloat16}  # the library decodes four-bit floats to bf16
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
+LAYERS = "model.encoder.language_model.layers."
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantised_sdar_denoises_with_the_decoded_weights(scheme: str, tmp_path: Path) -> None:
+    plain = eager_model(target_config(vocab_size=260, num_hidden_layers=2, **WIDE)).requires_grad_(False)
+    made.save_compressed(plain, scheme, tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    dtype = SCHEMES[scheme]
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").eval()
+    made.edit_config(tmp_path, model_type="sdar", architectures=["SDARForCausalLM"], mask_token_id=3, block_size=8)
+    target = load_target(tmp_path, dtype, "cpu")
+    if dtype is torch.bfloat16:  # sums in another order round to other tokens
+        target.model.float()
+        hf.float()
+    assert target.diffusion is not None
+    engine, prompt = Engine(target, page_size=8), [*range(20, 33)]
+    params = SamplingParams(max_tokens=19, diffusion=DiffusionParams(threshold=0.3))
+    (result,) = engine.generate([prompt], params)
+    _, full = engine.procedures.choose(params)
+    assert full.diffusion is not None
+    assert (result.token_ids, result.stats.denoising_steps) == dense_sdar(
+        Masked(target, hf), prompt, full, full.diffusion, 3
+    )
+    lossy = (
+        dense(hf, prompt) - dense(eager_model(target_config(vocab_size=260, num_hidden_layers=2, **WIDE)), prompt)
+    ).norm()
+    assert lossy > 0.01
+
+
+def dense(hf: Any, prompt: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = hf(torch.tensor([prompt])).logits.float()
+    return found
+
+
+def compressed_gemma(folder: Path, scheme: str, *, once: bool) -> None:
+    """With ``once`` the file has what both modes share in the decoder only, as transformers writes plain weights."""
+    model = random_model(wide=True).requires_grad_(False)
+    made.save_compressed_but(model, scheme, folder, ["re:.*vision.*", "re:.*router.*"])
+    byte_tokenizer().save_pretrained(folder)
+    if once:
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: value for name, value in tensors.items() if not name.startswith(LAYERS) or "layer_scalar" in name}
+        assert len(kept) < len(tensors)
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def logits_of(target: DiffusionGemma, prompt: torch.Tensor, canvas: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    store = make_store("auto", target.kv_shapes, 40, target.dtype, torch.device("cpu"))
+    groups = (1,) * len(prompt) + (CANVAS,)
+    segment = Segment(BlockTable(4, range(10)), 0, len(prompt) + CANVAS, groups=groups, feedback=target.feedback(last))
+    with torch.inference_mode():
+        batch = RaggedBatch([segment], torch.cat([prompt, canvas]))
+        return target.forward(batch, store, torch.arange(len(prompt), len(batch)))
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantised_diffusion_gemma_has_the_logits_of_transformers(scheme: str, once: bool, tmp_path: Path) -> None:
+    compressed_gemma(tmp_path / "whole", scheme, once=False)
+    decode = CompressedTensorsConfig(dequantize=True)
+    options = {"dtype": SCHEMES[scheme], "quantization_config": decode}
+    hf = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "whole", **options).eval()
+    compressed_gemma(tmp_path / "read", scheme, once=once)
+    target = load_target(tmp_path / "read", SCHEMES[scheme], "cpu")
+    assert isinstance(target, DiffusionGemma)
+    target.model.float()
+    torch.manual_seed(1)
+    prompt, canvas, last = torch.randint(VOCAB, (11,)), torch.randint(VOCAB, (CANVAS,)), torch.randn(CANVAS, VOCAB)
+    with torch.inference_mode():
+        theirs = hf.float()(prompt[None], decoder_input_ids=canvas[None], self_conditioning_logits=last[None]).logits[0]
+    mine = logits_of(target, prompt, canvas, last)
+    plain = logits_of(DiffusionGemma(random_model(wide=True)), prompt, canvas, last)
+    # where inputs are rounded, a sum that is another in its last bit may round the other way
+    assert (mine - theirs).norm() < 1e-3 * theirs.norm()
+    assert (mine - plain).norm() > 0.02 * plain.norm()
+    params = SamplingParams(max_tokens=20, seed=1, temperature=1.0, diffusion=DiffusionParams(max_steps=3))
+    (result,) = Engine(target).generate([prompt.tolist()], params)
+    assert len(result.token_ids) == 20
+    modules = [module for module in target.model.model.decoder.layers.modules() if isinstance(module, nn.Linear)]
+    assert modules == [], "what both modes share is held once"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("encoder.language_model.layers.0.layer_scalar", "lacks"), ("extra", "has")]
+)
+def test_missing_and_unknown_weights_are_refused(name: str, said: str, tmp_path: Path) -> None:
+    """The scalars of both modes are weights of their own, whatever else they share."""
+    compressed_gemma(tmp_path, "FP8_DYNAMIC", once=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if tensors.pop(f"model.{name}", None) is None:
+        tensors[f"model.{name}"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{said} model\.{name}"):
+        load_target(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(("change", "said"), [("lacks", "lacks model.norm.weight"), ("has", "has model.scale, which")])
+def test_an_sdar_of_other_weights_is_refused(change: str, said: str, tmp_path: Path) -> None:
+    eager_model(target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    made.edit_config(tmp_path, model_type="sdar", mask_token_id=3)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if change == "lacks":
+        del tensors["model.norm.weight"]
+    else:
+        tensors["model.scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=said):
+        load_target(tmp_path, torch.float32, "cpu")
