@@ -43,7 +43,7 @@ def test_a_quantised_sdar_denoises_with_the_decoded_weights(scheme: str, tmp_pat
         hf.float()
     assert target.diffusion is not None
     engine, prompt = Engine(target, page_size=8), [*range(20, 33)]
-    params = SamplingParams(max_tokens=19, diffusion=DiffusionParams(threshold=0.3))
+    params = SamplingParams(max_tokens=19, ignore_eos=True, diffusion=DiffusionParams(threshold=0.3))
     (result,) = engine.generate([prompt], params)
     _, full = engine.procedures.choose(params)
     assert full.diffusion is not None
@@ -103,7 +103,9 @@ def test_a_quantised_diffusion_gemma_has_the_logits_of_transformers(scheme: str,
     # where inputs are rounded, a sum that is another in its last bit may round the other way
     assert (mine - theirs).norm() < 1e-3 * theirs.norm()
     assert (mine - plain).norm() > 0.02 * plain.norm()
-    params = SamplingParams(max_tokens=20, seed=1, temperature=1.0, diffusion=DiffusionParams(max_steps=3))
+    params = SamplingParams(
+        max_tokens=20, seed=1, ignore_eos=True, temperature=1.0, diffusion=DiffusionParams(max_steps=3)
+    )
     (result,) = Engine(target).generate([prompt.tolist()], params)
     assert len(result.token_ids) == 20
     modules = [module for module in target.model.model.decoder.layers.modules() if isinstance(module, nn.Linear)]
