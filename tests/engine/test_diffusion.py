@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 
 from tests import tiny
 from tests.conftest import byte_tokenizer
@@ -334,6 +335,24 @@ def test_a_family_is_recognised_by_its_model_type(folder: Path) -> None:
     (result,) = engine.generate("Hello", SamplingParams(max_tokens=10))
     assert result.stats.canvases == 2
     assert 3 not in result.token_ids
+
+
+def test_fast_dllm_and_mixtures_are_recognised_too(tmp_path: Path) -> None:
+    fast = masked_model(FAST_DLLM).hf
+    fast.save_pretrained(tmp_path / "fast")
+    shape = {name: value for name, value in tiny.SHAPE.items() if name != "head_dim"}
+    mixture = Qwen3MoeConfig(
+        **shape, vocab_size=260, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    tiny.eager_model(mixture).save_pretrained(tmp_path / "mixture")
+    for name, model_type, family in (("fast", "Fast_dLLM_Qwen", FAST_DLLM), ("mixture", "sdar_moe", SDAR)):
+        byte_tokenizer().save_pretrained(tmp_path / name)
+        rename(tmp_path / name, model_type=model_type, mask_token_id=3, auto_map={"AutoModelForCausalLM": "modeling.X"})
+        engine = Engine.from_pretrained(tmp_path / name, dtype=torch.float32)
+        assert engine.target.diffusion == replace(family, mask_token_id=3)
+        (result,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=10))
+        assert len(result.token_ids) == 10
+        assert result.stats.canvases > 0
 
 
 @pytest.mark.parametrize(

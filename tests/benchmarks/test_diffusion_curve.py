@@ -1,0 +1,50 @@
+"""The curve of a diffusion language model, decoded here and asked of a server."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.diffusion_curve import main
+from tests import tiny
+from tests.conftest import byte_tokenizer
+from tests.quantised import edit_config
+from tests.serve.running import running
+from volley import Engine
+
+THRESHOLDS = ["0.2", "0.99"]
+
+
+def test_a_server_gives_the_curve_that_the_engine_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    edit_config(tmp_path, model_type="sdar", mask_token_id=3, block_size=8)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "What is it?")))
+    command = [
+        "curve",
+        "--target",
+        str(tmp_path),
+        "--prompts",
+        str(prompts),
+        "--max-tokens",
+        "12",
+        "--dtype",
+        "float32",
+    ]
+
+    def passes(*options: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [*command, "--thresholds", *THRESHOLDS, *options])
+        main()
+        rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
+        assert [row[1].strip() for row in rows] == ["autoregressive", "self", *(f"threshold {t}" for t in THRESHOLDS)]
+        return [row[2].strip() for row in rows]
+
+    here = passes()
+    assert float(here[2]) > float(here[3]) >= 1, "a lower threshold takes fewer passes"
+    with running(Engine.from_pretrained(tmp_path, dtype=torch.float32)) as server:
+        assert passes("--server", server.url) == here

@@ -1,0 +1,217 @@
+"""What the engine promises of canvases, for masked models and for DiffusionGemma: whoever else is there, and whatever happens."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.diffusion_gemma import random_model
+from tests.procedures.test_denoising import masked_model
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.engine.recovery import recover
+from volley.models.diffusion import SDAR
+from volley.models.diffusion_gemma import DiffusionGemma
+from volley.models.target import Target
+from volley.procedures.request import Request
+
+FAMILIES = ["sdar", "gemma"]
+CANVAS = 8
+PROMPTS = [[*range(20, 20 + size)] for size in (3, 8, 13, 21)]
+
+
+class Fused:
+    """Raises in the pass it is told to."""
+
+    fuse = -1
+
+    def forward(self, batch: Any, *rest: Any) -> Tensor:
+        self.fuse -= 1
+        if self.fuse == 0:
+            raise RuntimeError("planted")
+        found: Tensor = super().forward(batch, *rest)  # type: ignore[misc]
+        return found
+
+
+class FusedTarget(Fused, Target):
+    pass
+
+
+class FusedGemma(Fused, DiffusionGemma):
+    pass
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> Any:
+    if request.param == "gemma":
+        return FusedGemma(random_model(is_sharp=True))  # in fp32 the order of sums depends on who else is there
+    made = masked_model(SDAR)
+    return FusedTarget(made.hf, None, made.target.diffusion)
+
+
+def params(index: int = 0, mode: Any = "diffusion", **changes: Any) -> SamplingParams:
+    own = DiffusionParams(canvas_length=4 if mode == "self" else CANVAS, max_steps=4, mode=mode)
+    values: dict[str, Any] = {"temperature": 0.8, "seed": index, "max_tokens": 19, "diffusion": own}
+    return SamplingParams(**{**values, **changes})
+
+
+def mixed(index: int) -> SamplingParams:
+    return params(index, ("diffusion", "autoregressive", "self")[index % 3])
+
+
+def engine_of(target: Target, **options: Any) -> Engine:
+    return Engine(target, **{"page_size": CANVAS, **options})
+
+
+def alone(target: Target, index: int, own: SamplingParams) -> list[int]:
+    (result,) = engine_of(target, prefix_caching=False).generate([PROMPTS[index % 4]], own)
+    return result.token_ids
+
+
+def finish(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+        engine.check_integrity()
+    assert engine.snapshot().pages_used == 0
+    return [request.result().token_ids for request in requests]
+
+
+def test_an_answer_is_the_same_in_a_batch_of_32(target: Target) -> None:
+    engine = engine_of(target, num_pages=400)
+    requests = [engine.add_request(PROMPTS[index % 4], mixed(index)) for index in range(32)]
+    answers = finish(engine, requests)
+    assert max(request.stats.output_tokens for request in requests) == 19
+    for index in (0, 1, 2, 15, 16, 17, 30, 31):
+        assert answers[index] == alone(target, index, mixed(index))
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 11, 64])
+def test_an_answer_is_the_same_under_any_chunk_size(target: Target, chunk: int) -> None:
+    engine = engine_of(target, max_batch_tokens=chunk)
+    requests = [engine.add_request(PROMPTS[index], mixed(index)) for index in range(4)]
+    assert finish(engine, requests) == [alone(target, index, mixed(index)) for index in range(4)]
+
+
+@pytest.mark.parametrize("mode", ["diffusion", "self"])
+def test_a_preemption_after_any_one_pass_changes_nothing(target: Target, mode: str) -> None:
+    expected = alone(target, 2, params(mode=mode))
+    for passes in range(1, 40):
+        engine = engine_of(target)
+        request = engine.add_request(PROMPTS[2], params(mode=mode))
+        for _ in range(passes):
+            engine.step()
+        if request.finish_reason is not None:
+            break
+        engine.scheduler.preempt(request)
+        assert finish(engine, [request]) == [expected], passes
+    assert passes > 5
+
+
+@pytest.mark.parametrize("fuse", [1, 2, 5])
+def test_a_pass_that_raised_changes_nothing(target: Any, fuse: int) -> None:
+    engine = engine_of(target)
+    requests = [engine.add_request(PROMPTS[index], mixed(index)) for index in range(4)]
+    for _ in range(fuse - 1):
+        engine.step()
+    target.fuse = 1
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.step()
+    assert recover(engine, RuntimeError("planted")) == []
+    assert finish(engine, requests) == [alone(target, index, mixed(index)) for index in range(4)]
+
+
+def test_a_prefix_hit_saves_the_passes_over_the_prompt_and_changes_nothing(target: Target) -> None:
+    prompt, own = [*range(5, 45)], params(max_tokens=8)
+    engine, answers, steps = engine_of(target, max_batch_tokens=CANVAS), [], []
+    for _ in range(2):
+        request, before = engine.add_request(prompt, own), engine.scheduler.step
+        answers += finish(engine, [request])
+        steps.append(engine.scheduler.step - before)
+    assert answers[0] == answers[1]
+    assert request.stats.cached_tokens >= 32
+    assert steps[0] - steps[1] >= 4, "a pass for every page that was found"
+
+
+def test_pages_are_shared_among_modes_only_where_all_are_made_causally(target: Target) -> None:
+    prompt, engine = [*range(5, 45)], engine_of(target)
+    first, second = (
+        next(engine.generate([prompt], params(mode=mode, max_tokens=3))).stats.cached_tokens
+        for mode in ("diffusion", "autoregressive")
+    )
+    assert first == 0
+    assert target.diffusion is not None
+    assert (second >= 32) == target.diffusion.has_causal_context
+
+
+def test_a_prompt_beside_sixteen_canvases_is_read_within_eight_passes(target: Target) -> None:
+    engine = engine_of(target, max_batch_tokens=32, num_pages=400)
+    requests = [engine.add_request(PROMPTS[index % 4], params(index)) for index in range(16)]
+    for _ in range(20):
+        engine.step()
+    late = engine.add_request(PROMPTS[3], params(1, "autoregressive"))
+    for _ in range(8):
+        engine.step()
+    assert late.num_output > 0
+    done = {request.request_id: request.num_output for request in requests}
+    for _ in range(40):
+        engine.step()
+    assert all(request.num_output > done[request.request_id] or request.finish_reason for request in requests), (
+        "all move on"
+    )
+    finish(engine, [*requests, late])
+
+
+@pytest.mark.parametrize("turns", [200])
+def test_nothing_leaks_in_a_long_run(target: Target, turns: int) -> None:
+    """Arrivals, aborts and preemptions of requests of three modes; what ends well has the answer it has alone."""
+    chance, engine = random.Random(0), engine_of(target, num_pages=24, max_running=6, max_batch_tokens=40)
+    alive: list[tuple[int, Request]] = []
+    happened: Counter[str] = Counter()
+    ended: list[tuple[int, Request]] = []
+    for turn in range(turns):
+        if len(alive) < 8 and chance.random() < 0.5:
+            alive.append((turn, engine.add_request(PROMPTS[turn % 4], replace(mixed(turn), max_tokens=9))))
+        if alive and chance.random() < 0.1:
+            engine.abort(chance.choice(alive)[1])
+            happened["abort"] += 1
+        if engine.scheduler.running and chance.random() < 0.1:
+            engine.scheduler.preempt(chance.choice(engine.scheduler.running))
+            happened["preemption"] += 1
+        engine.step()
+        engine.check_integrity()
+        ended += [pair for pair in alive if pair[1].finish_reason == "length"]
+        alive = [pair for pair in alive if pair[1].finish_reason is None]
+    finish(engine, [request for _, request in alive])
+    assert min(happened.values()) > turns // 20
+    assert len(ended) > turns // 8
+    for turn, request in ended[:: max(1, len(ended) // 6)]:
+        assert request.result().token_ids == alone(target, turn, replace(mixed(turn), max_tokens=9))
+
+
+def test_an_abort_frees_pages_at_once_whatever_is_on_the_canvas(target: Target) -> None:
+    for passes in range(4):
+        engine = engine_of(target)
+        request, other = (engine.add_request(PROMPTS[2], params(index)) for index in range(2))
+        for _ in range(passes):
+            engine.step()
+        engine.abort(request)
+        held = engine.snapshot().pages_used
+        engine.abort(other)
+        assert engine.snapshot().pages_used == 0
+        assert passes == 0 or held > 0
+        engine.check_integrity()
+
+
+def test_feedback_is_of_the_size_of_a_canvas(target: Target) -> None:
+    engine = engine_of(target)
+    request = engine.add_request(PROMPTS[1], params())
+    engine.step()
+    canvas = request.canvas
+    assert canvas is not None
+    parts = [canvas.tokens, canvas.revealed, *canvas.history, *([] if canvas.feedback is None else [canvas.feedback])]
+    assert canvas.predicted is None
+    assert sum(part.nbytes for part in parts) <= 4 * CANVAS * target.hidden_size * torch.float32.itemsize
+    engine.abort(request)
