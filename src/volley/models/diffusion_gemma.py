@@ -78,7 +78,10 @@ class DiffusionGemma(Target):
             if segment.feedback is not None:
                 canvas = slice(end - len(segment.feedback), end)
                 denoised[canvas] = True
-                hidden[canvas] = self._decoder.self_conditioning(hidden[canvas], segment.feedback.to(hidden.dtype))
+                told = segment.feedback.to(hidden.dtype)[
+                    None
+                ]  # quantised layers tell tokens by the second of three dimensions
+                hidden[canvas] = self._decoder.self_conditioning(hidden[None, canvas], told)[0]
         self._set_scalars(denoised)
         try:
             found = self._encode(hidden[None], batch.positions[None], attend)
