@@ -73,7 +73,7 @@ def make_bodies(options: argparse.Namespace, model: str, count: int) -> list[dic
 async def one_level(url: str, kind: str, load: float, options: argparse.Namespace) -> tuple[float, list[Sample]]:
     """Seconds and samples of one level on one server."""
     first = int(load) if kind == "closed" else 0
-    requests = first + max(options.requests, 4 * first)
+    requests = first + max(options.requests, options.per_flight * first)
     config = LoadConfig(url=url, requests=requests, seed=options.seed)
     levels: list[Level] = []
     async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
@@ -101,6 +101,8 @@ def measure(urls: dict[str, str], options: argparse.Namespace, runs: Runs) -> No
                 if number >= 0:
                     runs[kind, load, case].append(found)
                     print(number, kind, load, case, f"{found[0]:.1f} s", file=sys.stderr)
+            if number >= 0:
+                print(table(runs), flush=True)
 
 
 def summary(found: list[tuple[float, list[Sample]]]) -> dict[str, Any]:
@@ -141,8 +143,9 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,8,32,64")
     parser.add_argument("--rates", default="", help="requests a second, arriving at random")
     parser.add_argument(
-        "--requests", type=int, default=100, help="of a level and round, at least four for each in flight"
+        "--requests", type=int, default=100, help="of a level and round, at least --per-flight for each in flight"
     )
+    parser.add_argument("--per-flight", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--datasets", default="gsm8k,humaneval,mt-bench", help="taken by turns")
     parser.add_argument("--num-prompts", type=int, default=40, help="of each dataset")
@@ -167,7 +170,6 @@ def main() -> None:
     ]
     write_atomically(options.out / "report.json", json.dumps(report, indent=1) + "\n")
     write_atomically(options.out / "table.md", table(runs))
-    print(table(runs))
 
 
 if __name__ == "__main__":
