@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -155,6 +156,21 @@ def test_what_is_served_otherwise_than_it_was_trained(drafter: Path, rows: Path,
     assert names(drafter, rows, temperature=1.0) == ["temperature not trained for"]
     note(drafter, fingerprints=trained, data={"thinking": ["off"]})
     assert names(drafter, rows) == ["thinking mode"]
+
+
+def test_context_beyond_training(drafter: Path, rows: Path, fingerprint: str, tmp_path: Path) -> None:
+    """Answers that the drafter cannot follow from a place on, which is where its training ended, or is not."""
+    found, start = [json.loads(line) for line in rows.read_text().splitlines()], 0
+    random = Random(0)
+    for row in found:
+        row["response_token_ids"][20:] = random.choices(range(100, 8000), k=60)
+        start = max(start, len(row["prompt_token_ids"]) + 20)
+    long = tmp_path / "long.jsonl"
+    long.write_text("".join(json.dumps(row) + "\n" for row in found))
+    assert names(drafter, long) == []
+    note(drafter, fingerprints={"target": fingerprint}, data={"longest": start})
+    assert names(drafter, long) == ["context beyond training"]
+    assert names(drafter, rows) == []
 
 
 def test_prompts_of_another_template(drafter: Path, rows: Path, tmp_path: Path) -> None:
