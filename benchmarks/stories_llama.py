@@ -1,9 +1,10 @@
-"""Make a target of the smallest public Llama: "stories260K" of llama2.c, 260 thousand parameters, no chat template, no reserved token.
+"""Make a target of the smallest public Llama: "stories260K" of llama2.c, without a chat template or a reserved token.
 
-``--bin`` is its checkpoint in llama2.c's first format. Copies exist whose matrices were transposed in place, some of them for
-the wrong shape and several times; the number of times under which the model expects its own opening ("Once upon a time") is
-undone. The tokenizer is a stand-in of one symbol a token, so texts cannot be read, but the model and its ids are the public ones.
-Openings of ``prompts.jsonl`` and ``held-out.jsonl`` are the first 4 to 15 tokens of the model's own samples at T = 1.
+It has 260 thousand parameters. ``--bin`` is its checkpoint in llama2.c's first format. Copies exist whose matrices were
+transposed in place, some of them for the wrong shape and several times; the number of times under which the model expects its
+own opening ("Once upon a time") is undone. The tokenizer is a stand-in of one symbol a token, so texts cannot be read, but the
+model and its ids are the public ones. Openings of ``prompts.jsonl`` and ``held-out.jsonl`` are the first 4 to 15 tokens of the
+model's own samples at T = 1.
 
     python benchmarks/stories_llama.py --bin stories260K.bin --out stories
     volley tune --target stories --prompts stories/prompts.jsonl --out tuned --max-minutes 4
@@ -150,7 +151,9 @@ def sample_openings(model: LlamaForCausalLM, number: int) -> list[list[int]]:
 def write(path: Path, tokenizer: PreTrainedTokenizerFast, openings: list[list[int]]) -> None:
     lines = [json.dumps({"prompt": tokenizer.decode(opening)}, ensure_ascii=False) + "\n" for opening in openings]
     path.write_text("".join(lines), encoding="utf-8")
-    assert all(tokenizer(json.loads(line)["prompt"])["input_ids"][1:] == ids for line, ids in zip(lines, openings, strict=True))
+    assert all(
+        tokenizer(json.loads(line)["prompt"])["input_ids"][1:] == ids for line, ids in zip(lines, openings, strict=True)
+    )
 
 
 if __name__ == "__main__":

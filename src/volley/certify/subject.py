@@ -113,9 +113,10 @@ class ServerSubject:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "logprobs": params.top_logprobs or None,
-            "top_k": params.top_k or None,
         }
-        kept = ("temperature", "seed")  # whose zero says something
+        if params.temperature > 0:  # some servers truncate unless they are told not to
+            body |= {"top_k": params.top_k or -1, "min_p": params.min_p}
+        kept = ("temperature", "seed", "min_p")  # whose zero says something
         return {key: value for key, value in body.items() if value is not None and (value != 0 or key in kept)}
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """One command from a model and its traffic to a certified drafter: seven steps, each of which a killed run goes on behind."""
 
+import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -35,11 +37,15 @@ from volley.tune.trials import BLOCK_SIZES, Search, Trial, choose_block_size, fr
 TRIAL_SHARE = 0.3
 """Of the minutes; the rest is the training's."""
 TYPICAL_TRIALS = 10
-SHORTEST_TRIAL = 1 / 6
+SHORTEST_TRIAL = 1 / 4
 """Minutes."""
-BATCHES = 64
-"""Of an epoch, at least, where batches are not too small for that: short trainings need steps."""
+BATCH, SMALLEST_BATCH, LARGEST_BATCH = 1024, 512, 8192
+TIMED_STEPS = 5
+STEPS = 1000
+"""Of the training, at least, where batches are not too small for that: short trainings need steps."""
 EVALUATIONS = 8
+MINUTES_BETWEEN = 0.7
+"""Evaluations, at least."""
 PATIENCE = 3
 EXPORTS = ("speculators", "sglang", "transformers")
 
@@ -125,7 +131,8 @@ class Tuning:
             taps=preset.taps,
             intermediate_size=preset.intermediate_size,
             learning_rate=preset.learning_rate,
-            tokens_per_batch=min(8192, max(1024, self.progress["collect"]["tokens"] // BATCHES)),
+            optimizer=preset.optimizer,
+            tokens_per_batch=self.progress.done.get("batch", BATCH),
             max_minutes=min(TRIAL_SHARE * config.max_minutes, max(SHORTEST_TRIAL, share)),
             loss_decay="pace",
             device=config.device,
@@ -148,6 +155,9 @@ class Tuning:
 
     def choose(self) -> dict[str, Any]:
         """Trials; each is kept as it ends."""
+        if "batch" not in self.progress:
+            self.progress["batch"] = self._batch()
+            self.base = replace(self.base, tokens_per_batch=self.progress["batch"])
         minutes = self.base.max_minutes or 0.0
         total = TRIAL_SHARE * self.config.max_minutes
         self.say(f"trials of {60 * minutes:.0f} s each, {total:.1f} minutes in all, from the preset")
@@ -167,6 +177,19 @@ class Tuning:
         self.say(f"chose {_named(self.base, options)} ({why})")
         return {"options": options, "why": why, "trials": len(trials)}
 
+    def _batch(self) -> int:
+        """Tokens of a step, so that the training has enough steps; a few of them are timed."""
+        folder = self.out / "trials" / "timed"
+        timed = replace(self.base, max_steps=TIMED_STEPS, out=str(folder))
+        trial = Trainer(timed, self.ranks, self.frozen, speaks=False)
+        trial.run()
+        shutil.rmtree(folder)
+        at = trial.schedule.position
+        tokens = 60 * (1 - TRIAL_SHARE) * self.config.max_minutes * at.tokens / max(at.seconds, 1e-9)
+        batch = min(LARGEST_BATCH, max(SMALLEST_BATCH, 2 ** round(math.log2(max(1, tokens / STEPS)))))
+        self.say(f"{at.tokens / max(at.seconds, 1e-9):.0f} tokens a second can be learnt from: batches of {batch}")
+        return batch
+
     @cached_property
     def training(self) -> TrainConfig:
         """The training itself: what the trials chose, for the minutes they left."""
@@ -177,7 +200,7 @@ class Tuning:
             out=str(self.out / "train"),
             eval_prompts=24,
             eval_max_tokens=96,
-            eval_minutes=minutes / EVALUATIONS,
+            eval_minutes=max(minutes / EVALUATIONS, min(MINUTES_BETWEEN, minutes / 2)),
             keep_best=True,
             patience=PATIENCE,
             max_minutes=minutes,
@@ -186,7 +209,8 @@ class Tuning:
         )
 
     def train(self) -> dict[str, Any]:
-        self.say(f"{self.training.max_minutes:.1f} minutes, real τ on held-out prompts {EVALUATIONS} times")
+        minutes, between = self.training.max_minutes, self.training.eval_minutes
+        self.say(f"{minutes:.1f} minutes, real τ on held-out prompts every {between:.1f}")
         make_folder(Path(self.training.out))
         trainer = Trainer(self.training, self.ranks, self.frozen)
         trainer.resume()

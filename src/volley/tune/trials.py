@@ -21,6 +21,8 @@ from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
+from volley.train.shape import drafter_config
+from volley.tune.presets import MUON_FACTOR
 
 BETTER = 1.02
 """How much better a choice must be than the one before: what two trials of the same options differ by."""
@@ -71,7 +73,8 @@ class Search:
     def run(self) -> Trial:
         """Try the options one after the other; returns the best trial."""
         best = self.trial("preset", {})
-        for question in (self._rates, self._taps, self._batches, self._layers, self._heads, self._targets):
+        questions = (self._rates, self._layers, self._taps, self._batches, self._heads, self._targets, self._optimizers)
+        for question in questions:
             best = question(best)
         return best
 
@@ -105,8 +108,15 @@ class Search:
         shape = (config.num_hidden_layers, config.head, config.block_size)
         if shape not in self._cycles:
             same = [t.cycle_seconds for t in self.trials if self._shape(t) == shape]
-            self._cycles[shape] = same[0] if same else cycle_seconds(self.serving, drafter, config.block_size)
+            self._cycles[shape] = same[0] if same else self._measure(drafter)
         return self._cycles[shape]
+
+    def _measure(self, drafter: Drafter) -> float:
+        """Beside the first trial's shape, whose seconds stay as they were measured then."""
+        reference = Drafter(drafter_config(self.base, self.target.model, drafter.config.mask_token_id))
+        mine, first = cycle_seconds(self.serving, [drafter, reference])
+        known = self.trials[0].cycle_seconds if self.trials else first
+        return mine / first * known
 
     def _shape(self, trial: Trial) -> tuple[Any, ...]:
         """Layers, sequential head and block size of a trial that an earlier run made."""
@@ -158,17 +168,29 @@ class Search:
         rank = min(256, max(16, self.target.text_config.hidden_size // 2))
         return self._compare(best, [("a sequential head", {"head": "residual", "head_rank": rank})])
 
+    def _optimizers(self, best: Trial) -> Trial:
+        muon = self.base.optimizer == "muon"
+        rate = best.options.get("learning_rate", self.base.learning_rate)
+        other = {
+            "optimizer": "adamw" if muon else "muon",
+            "learning_rate": rate / MUON_FACTOR if muon else rate * MUON_FACTOR,
+        }
+        return self._compare(best, [(str(other["optimizer"]), other)])
+
     def _targets(self, best: Trial) -> Trial:
         return self._compare(best, [("soft targets", {"soft_targets": 0.5})])
 
 
-def cycle_seconds(target: Target, drafter: Drafter, block_size: int) -> float:
-    """Seconds of one cycle of one request, measured here."""
-    copy = Drafter(drafter.config)
-    copy.load_state_dict(drafter.state_dict())
-    copy.to(device=target.device, dtype=target.dtype).eval()
-    engine = Engine(target, copy, num_pages=64, policy="fixed")
-    return min(engine.cycle_seconds(block_size, 1) for _ in range(TIMINGS))
+def cycle_seconds(target: Target, drafters: Sequence[Drafter]) -> list[float]:
+    """Seconds of one cycle of one request with each drafter, measured here and in turn."""
+    engines = []
+    for drafter in drafters:
+        copy = Drafter(drafter.config)
+        copy.load_state_dict(drafter.state_dict())
+        copy.to(device=target.device, dtype=target.dtype).eval()
+        engines.append((Engine(target, copy, num_pages=64, policy="fixed"), drafter.config.block_size))
+    rounds = [[engine.cycle_seconds(size, 1) for engine, size in engines] for _ in range(TIMINGS)]
+    return [min(column) for column in zip(*rounds, strict=True)]
 
 
 def choose_block_size(trial: Trial, target: Target, sizes: tuple[int, ...] = BLOCK_SIZES) -> int:
