@@ -186,7 +186,7 @@ class Tuning:
         shutil.rmtree(folder)
         at = trial.schedule.position
         tokens = 60 * (1 - TRIAL_SHARE) * self.config.max_minutes * at.tokens / max(at.seconds, 1e-9)
-        batch = min(LARGEST_BATCH, max(SMALLEST_BATCH, 2 ** round(math.log2(max(1, tokens / STEPS)))))
+        batch = min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << round(math.log2(max(1, tokens / STEPS)))))
         self.say(f"{at.tokens / max(at.seconds, 1e-9):.0f} tokens a second can be learnt from: batches of {batch}")
         return batch
 
