@@ -125,7 +125,7 @@ def tiny() -> Engine:
         ).save_pretrained(name)
         target = Target.from_pretrained(name, dtype=torch.float32)
         frozen = FrozenTarget(name, torch.float32, torch.device("cpu"))
-        options = TrainConfig(target=name, data=(), out=str(Path(name) / "out"), block_size=4, num_layers=1)
+        options = TrainConfig(target=name, data=("none",), out=str(Path(name) / "out"), block_size=4, num_layers=1)
         drafter = Drafter(drafter_config(options, frozen.model, 3))
     return Engine(target, copy.deepcopy(drafter).eval(), page_size=4)
 
