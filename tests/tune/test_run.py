@@ -67,8 +67,15 @@ def make_target(folder: Path, config: PretrainedConfig) -> Path:
 def options(folder: Path, target: Path, **changes: Any) -> TuneConfig:
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Once {word} upon"}) + "\n" for word in "abcdefgh"))
-    given = {"max_minutes": 0.02, "max_tokens": 12, "temperatures": (0.0,), "bias": 0.3, "dtype": "float32"}
-    return TuneConfig(target=str(target), prompts=(str(prompts),), out=folder / "out", **{**given, **changes})
+    given: dict[str, Any] = {
+        "max_minutes": 0.02,
+        "max_tokens": 12,
+        "temperatures": (0.0,),
+        "bias": 0.3,
+        "dtype": "float32",
+    }
+    given |= {"target": str(target), "prompts": (str(prompts),), "out": folder / "out"}
+    return TuneConfig(**{**given, **changes})
 
 
 def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_drafter(tmp_path: Path) -> None:
