@@ -9,6 +9,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TESTS := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 INSTALLED := $(VENV)/.installed
 
 VLLM := .venv-vllm
@@ -26,7 +27,7 @@ test: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest --cov --cov-report=term:skip-covered
+	$(TESTS) --cov --cov-report=term:skip-covered
 
 browser:
 	command -v chromium || command -v chromium-browser || command -v google-chrome || \
@@ -35,7 +36,7 @@ browser:
 test-fresh: SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 test-fresh: $(INSTALLED)
 	@echo "property tests on fresh examples; to repeat them: make test-fresh SEED=$(SEED)"
-	$(BIN)/pytest -m hypothesis --hypothesis-profile=fresh --hypothesis-seed=$(SEED) || \
+	$(TESTS) -m hypothesis --hypothesis-profile=fresh --hypothesis-seed=$(SEED) || \
 		{ echo "failed; to repeat: make test-fresh SEED=$(SEED)"; exit 1; }
 
 $(INSTALLED): pyproject.toml constraints.txt
