@@ -1,6 +1,10 @@
 """From a model and prompts to a certified drafter: every step, a stop in the middle, and models of other families."""
 
 import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,12 @@ from transformers import (
 )
 
 from tests.conftest import byte_tokenizer
+from tests.serve.running import running
 from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError
 from volley.models.export import export
+from volley.train.data import read_rows
 from volley.tune.options import TuneConfig
 from volley.tune.run import tune
 from volley.tune.trials import steady_acceptance
@@ -110,6 +116,58 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert read_certificate(tmp_path / "written" / "certificate.json")["verdict"] == "lossless"
     export(out, tmp_path / "reduced", "zlab", target=config.target, draft_vocab_size=9, counts=[1] * 260)
     assert not (tmp_path / "reduced" / "certificate.json").exists()
+
+
+PLACES = {
+    "collect": "[1/7] collect: 1 of 8",
+    "choose": "  preset: ",
+    "train": "[3/7] train: the best real",
+    "measure": "[4/7] measure: T = 0",
+    "certify": "  passed  greedy",
+    "export": "[6/7] export: written",
+    "report": "[7/7] report: ",
+}
+"""A line that each step says before it is done."""
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from volley.tune.options import TuneConfig
+from volley.tune.run import tune
+given, place = json.loads(sys.argv[1]), sys.argv[2]
+def say(line):
+    print(line, flush=True)
+    if line.startswith(place):
+        os.kill(os.getpid(), signal.SIGKILL)
+tune(TuneConfig(**{**given, "out": Path(given["out"])}), say)
+"""
+
+
+def test_a_run_that_is_killed_in_each_step_goes_on(tmp_path: Path) -> None:
+    """kill −9, in a process of its own, once in each step; what was finished before is not done again."""
+    config = options(tmp_path, make_target(tmp_path, CONFIGS["llama"]))
+    given = json.dumps(asdict(config), default=str)
+    for number, (step, place) in enumerate(PLACES.items()):
+        done = subprocess.run([sys.executable, "-c", KILLED, given, place], capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, f"{step}: {done.stderr[-2000:]}"
+        assert done.stdout.count("done before") == max(0, number - 1)  # the step it was killed in goes on
+    tune(config, lambda _: None)
+    assert read_certificate(config.out / "certificate.json")["verdict"] == "lossless"
+    assert (config.out / "report.html").exists()
+
+
+def test_an_endpoint_of_the_same_target_answers_the_prompts(tmp_path: Path) -> None:
+    target = make_target(tmp_path, CONFIGS["llama"])
+    own = tune(options(tmp_path, target), lambda _: None)
+    with running(Engine.from_pretrained(target, drafter=None, dtype=torch.float32)) as server:
+        config = options(tmp_path, target, endpoint=f"{server.url}/v1", out=tmp_path / "asked")
+        asked = tune(config, lambda _: None)
+    answers = [
+        {row["messages"][0]["content"]: row["messages"][1]["content"] for row in read_rows([out / "responses.jsonl"])}
+        for out in (own, asked)
+    ]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 8
+    assert read_certificate(asked / "certificate.json")["verdict"] == "lossless"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "gpt_oss"])
