@@ -120,7 +120,7 @@ def test_a_quantised_diffusion_gemma_has_the_logits_of_transformers(once: bool, 
 def test_a_file_that_transformers_does_not_tie_is_refused(tmp_path: Path) -> None:
     """Codes of four bits have other names than weights: then nothing is tied, not even embeddings, and random ones would run."""
     compressed_gemma(tmp_path, "NVFP4", once=True)
-    with pytest.raises(CheckpointError, match="lacks"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         load_target(tmp_path, torch.float32, "cpu")
 
 
