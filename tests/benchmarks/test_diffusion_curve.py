@@ -45,6 +45,6 @@ def test_a_server_gives_the_curve_that_the_engine_gives(
         return [row[2].strip() for row in rows]
 
     here = passes()
-    assert float(here[2]) > float(here[3]) >= 1, "a lower threshold takes fewer passes"
+    assert float(here[2]) > float(here[3]), "a lower threshold takes fewer passes"
     with running(Engine.from_pretrained(tmp_path, dtype=torch.float32)) as server:
         assert passes("--server", server.url) == here
