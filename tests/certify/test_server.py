@@ -1,6 +1,7 @@
 """A server is certified as a black box: a lossless one passes, and one that forgets a parameter is caught."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from tests.certify.faults import TopPIgnored, answer_by
 from tests.conftest import TinyPair
 from tests.serve.running import Tiny, running
 from volley.certify.certificate import certify_server
+from volley.certify.checks import greedy_params
 from volley.certify.options import CertifyConfig
+from volley.certify.subject import ServerSubject
 from volley.cli import app
 from volley.errors import EndpointError
 
@@ -56,6 +59,13 @@ def test_a_server_that_forgets_top_p_is_caught(tiny: Tiny) -> None:
     answer_by(engine, TopPIgnored(engine.config))
     with running(engine) as server:
         assert certify_server(f"{server.url}/v1", PROMPTS, QUICK, say=lambda _: None).finding == "top_p is ignored"
+
+
+def test_a_server_may_refuse_several_answers(tiny: Tiny) -> None:
+    with running(tiny.plain) as server, closing(ServerSubject(f"{server.url}/v1", None, None)) as subject:
+        assert subject.choices(PROMPTS[0], greedy_params(4), 1000) is None
+        found = subject.choices(PROMPTS[0], greedy_params(4), 2)
+        assert found is not None and len(found) == 2
 
 
 def test_nobody_there() -> None:

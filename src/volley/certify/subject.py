@@ -93,9 +93,12 @@ class ServerSubject:
     def forget(self) -> None:
         """Servers keep what they like; what must be cold is asked with a beginning of its own."""
 
-    def choices(self, prompt: str, params: SamplingParams, n: int) -> list[Reply]:
-        """``n`` answers to one prompt."""
-        raw = self._json("POST", "/completions", {**self._body(prompt, params), "n": n})
+    def choices(self, prompt: str, params: SamplingParams, n: int) -> list[Reply] | None:
+        """``n`` answers to one prompt; ``None`` if the server refuses to give several."""
+        try:
+            raw = self._json("POST", "/completions", {**self._body(prompt, params), "n": n})
+        except _Refused:
+            return None
         return [_reply(choice) for choice in raw["choices"]]
 
     def _ask(self, prompt: str, params: SamplingParams) -> Reply:
@@ -128,9 +131,12 @@ class ServerSubject:
             raise EndpointError(
                 f"{self.url}{path}: {type(error).__name__} {error}; is an OpenAI-compatible server there?"
             ) from None
-        raise EndpointError(
-            f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL, model and key"
-        )
+        kind = _Refused if response.status_code in (400, 422) else EndpointError
+        raise kind(f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL, model and key")
+
+
+class _Refused(EndpointError):
+    """The server understood the request and does not do it."""
 
 
 def _reply(choice: dict[str, Any]) -> Reply:
