@@ -65,7 +65,8 @@ def test_a_server_may_refuse_several_answers(tiny: Tiny) -> None:
     with running(tiny.plain) as server, closing(ServerSubject(f"{server.url}/v1", None, None)) as subject:
         assert subject.choices(PROMPTS[0], greedy_params(4), 1000) is None
         found = subject.choices(PROMPTS[0], greedy_params(4), 2)
-        assert found is not None and len(found) == 2
+        assert found is not None
+        assert len(found) == 2
 
 
 def test_nobody_there() -> None:
