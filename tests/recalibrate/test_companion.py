@@ -295,12 +295,12 @@ def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as out, subprocess.Popen(command, stderr=out, env=environment) as process:
         try:
-            wait_until(lambda: logged("listening"), 120)
+            wait_until(lambda: logged("listening"), 300)
             (url,) = [line["url"] for line in logged("listening")]
             for index in range(80):
                 body = {"prompt": f"{index} of", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
                 assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
-            wait_until(lambda: logged("a drafter took over"), 180)
+            wait_until(lambda: logged("a drafter took over"), 600)
             children = subprocess.run(
                 ["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True, check=True
             )
