@@ -13,10 +13,10 @@ from tests.costs import settle
 from tests.gpu.pretended import CUDA, NOTES, Pretended, move, pretended_cuda
 from tests.tiny import Pair, make_pair, random_prompts
 from volley import Engine, SamplingParams
-from volley.engine import states
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.memory.upload import upload_together
+from volley.models import backlog
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 
@@ -107,7 +107,7 @@ def test_sampling_without_a_seed_mixes_no_devices(both: Both) -> None:
 
 
 def test_slots_that_stay_on_the_host_are_found(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "upload", lambda array, _: torch.from_numpy(array))
+    monkeypatch.setattr(backlog, "upload_together", lambda arrays, _: [torch.from_numpy(array) for array in arrays])
     with pretended_cuda(), pytest.raises(ValueError, match="cannot be accessed from Triton"):
         answers(both.target, both.drafter, 1, GREEDY, draft_window=8)
 

@@ -51,7 +51,7 @@ def test_a_drafter_learns_what_is_served_and_gives_way_where_it_does_worse(kept:
     spoilt.save_pretrained(kept.folder / "rounds/000009/full")
     last = kept.learnt
     last.swapped(Standing("rounds/000009/full", "full", 59, 9.0), 1).save(kept.folder)
-    kept.serve(24, seed=1)
+    kept.serve(60)
     assert work.work()
     assert (kept.events[-1]["round"], kept.events[-1]["swap"]) == (0, True)
     assert kept.events[-1]["folder"] == event["folder"]

@@ -84,7 +84,7 @@ def test_drafts_arrive_if_asked_for_and_never_as_text(client: OpenAI, engine: En
 def test_the_dashboard_shows_a_canvas_as_it_is_denoised(server: Running, tmp_path: Path) -> None:
     page = open_page(f"{server.url}/dashboard/#ask=Hello", tmp_path).stdout
     assert int(re.findall(r'data-sketches="(\d+)"', page)[0]) > 5
-    assert 'class="sketch"' not in page
+    assert page.count('class="sketch"') <= 1, "each gives way to text or to the next"
     server.settle()
 
 
