@@ -1,10 +1,8 @@
 """From a model and prompts to a certified drafter: every step, a stop in the middle, and models of other families."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -128,28 +126,36 @@ PLACES = {
     "report": "[7/7] report: ",
 }
 """A line that each step says before it is done."""
-KILLED = """
-import json, os, signal, sys
-from pathlib import Path
-from volley.tune.options import TuneConfig
-from volley.tune.run import tune
-given, place = json.loads(sys.argv[1]), sys.argv[2]
-def say(line):
-    print(line, flush=True)
-    if line.startswith(place):
-        os.kill(os.getpid(), signal.SIGKILL)
-tune(TuneConfig(**{**given, "out": Path(given["out"])}), say)
-"""
+
+
+def killed_at(config: TuneConfig, place: str) -> tuple[int, list[str]]:
+    """The status of a fork of this process that tunes and is killed as it says ``place``, and what it has said."""
+    heard = config.out.with_name("heard")
+    heard.write_text("")
+    pid = os.fork()
+    if pid == 0:
+
+        def say(line: str) -> None:
+            with heard.open("a") as file:
+                file.write(f"{line}\n")
+            if line.startswith(place):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            tune(config, say)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1], heard.read_text().splitlines()
 
 
 def test_a_run_that_is_killed_in_each_step_goes_on(tmp_path: Path) -> None:
     """kill −9, in a process of its own, once in each step; what was finished before is not done again."""
     config = options(tmp_path, make_target(tmp_path, CONFIGS["llama"]))
-    given = json.dumps(asdict(config), default=str)
     for number, (step, place) in enumerate(PLACES.items()):
-        done = subprocess.run([sys.executable, "-c", KILLED, given, place], capture_output=True, text=True)
-        assert done.returncode == -signal.SIGKILL, f"{step}: {done.stderr[-2000:]}"
-        assert done.stdout.count("done before") == max(0, number - 1)  # the step it was killed in goes on
+        status, said = killed_at(config, place)
+        assert os.WIFSIGNALED(status), f"{step}: {said}"
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert sum("done before" in line for line in said) == max(0, number - 1)  # the step it was killed in goes on
     tune(config, lambda _: None)
     assert read_certificate(config.out / "certificate.json")["verdict"] == "lossless"
     assert (config.out / "report.html").exists()
