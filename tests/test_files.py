@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import check_finite, check_weights, load_tensors, read_json, save_tensors, write_atomically
+from volley.files import (
+    BUNDLED_TARGETS,
+    check_finite,
+    check_weights,
+    find_target,
+    load_tensors,
+    read_json,
+    save_tensors,
+    write_atomically,
+)
 
 
 @pytest.mark.parametrize("text", ["{", '{"a": 1', "\xff", "[1, 2]"])
@@ -77,3 +86,18 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -
     check_finite(tmp_path, {"a": torch.ones(2)})
     with pytest.raises(CheckpointError, match="not finite; train it again"):
         check_finite(tmp_path, {"a": torch.tensor([1.0, value])})
+
+
+def test_a_bundled_targets_name_stands_for_its_folder_unless_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bundled = tmp_path / "package" / "diffusion"
+    monkeypatch.setitem(BUNDLED_TARGETS, "reference-diffusion", bundled)
+    with pytest.raises(CheckpointError, match=r"is missing; install volley again, or make the model with"):
+        find_target("reference-diffusion")
+    write_atomically(bundled / "config.json", "{}")
+    assert find_target("reference-diffusion") == find_target(Path("reference-diffusion")) == bundled
+    (tmp_path / "reference-diffusion").mkdir()
+    assert find_target("reference-diffusion") == "reference-diffusion"
+    assert find_target("some/model") == "some/model"

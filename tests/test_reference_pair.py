@@ -88,6 +88,6 @@ def test_every_way_to_draft_works_in_bf16(tree_nodes: int | None, options: dict[
     assert sum(result.stats.acceptance_length for result in results) > 2
 
 
-def test_the_pair_is_small_enough_to_ship() -> None:
-    assert sum(file.stat().st_size for file in REFERENCE.rglob("*.safetensors")) < 40_000_000
+def test_all_that_is_bundled_is_small_enough_to_ship() -> None:
+    assert sum(file.stat().st_size for file in REFERENCE.rglob("*.safetensors")) <= 60_000_000
     assert all((REFERENCE / name / "README.md").exists() for name in ("target", "drafter", "drafter-dflash"))

@@ -58,7 +58,7 @@ class ModelOptions:
     """Which models to load, and where they run."""
 
     target: str | None = None
-    """Target: folder, hub name or GGUF file; by default the bundled one."""
+    """Target: folder, hub name or GGUF file; by default the bundled one. reference-diffusion is the bundled diffusion model."""
     drafter: str | None = None
     """Drafter: folder or GGUF file, or 'none' for plain decoding; the bundled target comes with its own, and with
     reference-dflash and reference-markov."""
@@ -287,13 +287,13 @@ def bench(
     from volley import console
     from volley.bench.report import to_tables
     from volley.bench.run import run_bench, save
-    from volley.files import REFERENCE, make_folder
+    from volley.files import REFERENCE, find_target, make_folder
 
     make_folder(out)
     names = {
         "target": models.target or "bundled",
         "drafter": models.drafter or ("bundled" if models.target is None else "none"),
-        "path": models.target or str(REFERENCE / "target"),
+        "path": str(find_target(models.target or REFERENCE / "target")),
         **_chosen(decoding, "kv_dtype", "draft_kv_dtype"),
     }
     errors = console.stderr()

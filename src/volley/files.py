@@ -15,9 +15,25 @@ from torch import Tensor
 from volley.errors import CheckpointError, ConfigError
 
 REFERENCE = Path(__file__).parent / "reference"
-"""The bundled pair: ``target``, ``drafter``, ``drafter-dflash`` without a sequential head, ``drafter-markov`` with another."""
+"""What is bundled: ``target``, ``drafter``, ``drafter-dflash`` without a sequential head, ``drafter-markov`` with another, and
+``diffusion``, the target that was also taught to fill masks."""
 BUNDLED_DRAFTERS = {f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in ("", "-dflash", "-markov")}
 """Names that stand for folders where a drafter's folder is asked for."""
+BUNDLED_TARGETS = {"reference-diffusion": REFERENCE / "diffusion"}
+"""The same for targets."""
+
+
+def find_target(path: str | Path) -> str | Path:
+    """``path``, or the folder that a bundled target's name stands for; a folder of that name comes first."""
+    folder = BUNDLED_TARGETS.get(str(path))
+    if folder is None or Path(path).exists():
+        return path
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{path} is not part of this installation: {folder} is missing; install volley again, or make the model with "
+            "scripts/reference/train_diffusion.py and give its folder"
+        )
+    return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from tests.conftest import TinyPair
 from tests.procedures.test_denoising import masked_model
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.errors import CheckpointError
+from volley.files import BUNDLED_TARGETS
 from volley.models.diffusion import JOINT, load_target
+from volley.models.target import Target
 
 MASK = tiny.VOCAB - 1
 TEXT_ENDS: Callable[[int], int] = int
@@ -106,6 +108,16 @@ def test_the_config_makes_a_causal_lm_a_diffusion_model(tiny_pair: TinyPair, tmp
     (result,) = Engine(target).generate([[5, 6, 7]], SamplingParams(max_tokens=9))
     assert (len(result.token_ids), result.stats.canvases) == (9, 2)
     assert 4 not in result.token_ids
+
+
+def test_a_bundled_model_has_a_name(tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = with_config(tiny_pair, tmp_path / "model", {"mask_token_id": 4})
+    monkeypatch.setitem(BUNDLED_TARGETS, "reference-diffusion", folder)
+    engine = Engine.from_pretrained("reference-diffusion", dtype=torch.float32)
+    assert engine.target.diffusion is not None
+    assert engine.target.diffusion.mask_token_id == 4
+    plain = Target.from_pretrained("reference-diffusion", torch.float32)
+    assert torch.equal(plain.embed(torch.arange(9)), engine.target.embed(torch.arange(9)))
 
 
 @pytest.mark.parametrize(

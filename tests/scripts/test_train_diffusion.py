@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.files import REFERENCE
+from volley.files import REFERENCE, load_tensors
 from volley.models.diffusion import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "reference"
@@ -167,6 +167,19 @@ def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(options: argparse
     bundle.write_diffusion(options.out, tmp_path / "diffusion")
     assert "| math | " in (tmp_path / "diffusion" / "README.md").read_text()
     answers(tmp_path / "diffusion")
+    check_shortened(options.out / "model", tmp_path / "diffusion")
+
+
+def check_shortened(source: Path, bundled: Path) -> None:
+    """Two matrices a layer are stored in 8 bits, and are what is loaded; all else is as it was."""
+    stored, whole = (load_tensors(folder / "model.safetensors") for folder in (bundled, source))
+    short = {name for name, weight in stored.items() if weight.dtype is torch.float8_e4m3fn}
+    assert len(short) == 2 * 2
+    assert all(torch.equal(stored[name], whole[name]) for name in whole.keys() - short)
+    loaded = Qwen3ForCausalLM.from_pretrained(bundled, dtype=torch.bfloat16).state_dict()
+    for name in short:
+        assert torch.equal(loaded[name], whole[name].to(torch.float8_e4m3fn).to(torch.bfloat16))
+        assert float((loaded[name].float() - whole[name].float()).norm() / whole[name].float().norm()) < 0.05
 
 
 def answers(folder: Path) -> None:

@@ -151,7 +151,7 @@ class Engine:
     ) -> Self:
         """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
 
-        ``target`` and ``drafter`` are folders, GGUF files, hub names or loaded models; other ``options`` as above.
+        ``target`` and ``drafter`` are folders, GGUF files, hub names, names of what is bundled or loaded models.
         ``device`` auto is the GPU if there is one.
         ``weights`` of the target and ``draft_weights`` of the drafter that are loaded are bf16, or int8 and int4 codes on a CPU;
         drafts then come from a copy of the head in such codes too. "auto" is bf16, but codes for a GGUF file of codes.

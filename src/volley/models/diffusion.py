@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
+from volley.files import find_target
 from volley.memory.device import usable_device
 from volley.models.accelerate import accelerate
 from volley.models.loading import straight_to
@@ -63,8 +64,9 @@ def load_target(
 ) -> Target:
     """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config.
 
-    A causal LM whose config has ``block_diffusion`` is both.
+    A causal LM whose config has ``block_diffusion`` is both. ``reference-diffusion`` is the bundled one.
     """
+    path = find_target(path)
     try:
         values, _ = PretrainedConfig.get_config_dict(path)
     except Exception:  # what is wrong with it is for the loader of causal LMs to say

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
+from volley.files import find_target
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.device import usable_device
@@ -298,11 +299,11 @@ class Target:
         device: str | torch.device = "auto",
         weights: TargetWeights = "auto",
     ) -> Self:
-        """Load model and tokenizer from a folder, the hub or a GGUF file.
+        """Load model and tokenizer from a folder, the hub or a GGUF file, or by the name of what is bundled.
 
         On a CPU its products can compute with codes as ``weights``; "auto" takes them for a GGUF file of codes.
         """
-        device = usable_device(device)
+        path, device = find_target(path), usable_device(device)
         try:
             kind = choose_weights(path, weights, device, dtype)
             check_config(load_config(path))

@@ -46,7 +46,7 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
     Such as --tensor-parallel-size 2 --port 8000. Without a --policy, or with a fixed one, vLLM's built-in dflash drafts if it can
     do all that is asked for; otherwise volley's plugin does.
     """
-    from volley.files import REFERENCE
+    from volley.files import REFERENCE, find_target
     from volley.models.export import TargetShape
     from volley.vllm.options import TESTED
 
@@ -58,6 +58,7 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
     if target is None:
         target = str(REFERENCE / "target")
         drafter = drafter if drafter or options.record else str(REFERENCE / "drafter")
+    target = str(find_target(target))
     engine_args: dict[str, Any] = {}
     if options.record is not None or options.taps is not None or options.record_final:
         engine_args = _recording(options, drafting, TargetShape.from_pretrained(target).num_layers)
