@@ -22,6 +22,7 @@ from tests.serve.running import running
 from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError
+from volley.files import read_json
 from volley.models.export import export
 from volley.train.data import read_rows
 from volley.tune.options import TuneConfig
@@ -96,6 +97,12 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert (out / "responses.jsonl").read_bytes() == responses
     assert read_certificate(out / "certificate.json")["verdict"] == "lossless"
     report = (out / "report.html").read_text()
+    assert "<dt>draft vocabulary</dt><dd>all tokens are drafted: the vocabulary is small" in report
+    (window,) = [line for line in said if "draft window: " in line]
+    kept = read_json(out / "drafter" / "config.json")["draft_window"]
+    assert f"the last {kept} tokens" in window
+    assert f"<dt>draft window</dt><dd>{kept}" in report
+    assert any("draft vocab size all" in line for line in said)
     assert report.count("data:image/png;base64,") == 2
     assert "Certificate: lossless" in report
 

@@ -65,6 +65,8 @@ def _facts(done: dict[str, Any], certificate: dict[str, Any], config: TuneConfig
         "target": config.target,
         "responses": f"{collected['rows']} to {collected['prompts']} prompts, {collected['held_out_prompts']} held out",
         "chosen": ", ".join(f"{name} {value}" for name, value in chosen.items()) or "the preset",
+        "draft vocabulary": done["choose"]["drafted"],
+        "draft window": done["train"]["draft_window"] or "the whole context",
         "training": f"{done['train']['steps']} steps, {done['train']['epochs']} epochs",
         "seconds": ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()),
         "certificate": certificate["sha256"][:16],

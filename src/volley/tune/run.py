@@ -33,6 +33,7 @@ from volley.tune.presets import preset_for
 from volley.tune.report import to_html
 from volley.tune.state import Milestones
 from volley.tune.trials import BLOCK_SIZES, Search, Trial, choose_block_size, from_json, to_json, training_dtype
+from volley.tune.vocabulary import choose_vocabulary, sizes_for
 
 TRIAL_SHARE = 0.3
 """Of the minutes; the rest is the training's."""
@@ -137,6 +138,7 @@ class Tuning:
             loss_decay="pace",
             device=config.device,
             dtype=str(self.dtype).removeprefix("torch."),
+            draft_vocab_size=0,
             seed=config.seed,
             save_minutes=None,
             log_steps=10**9,
@@ -171,11 +173,16 @@ class Tuning:
         options = dict(best.options)
         if self.config.block_size is None:
             options["block_size"] = choose_block_size(best, self.serving)
+        sizes = sizes_for(self.frozen.vocab_size)
+        options["draft_vocab_size"], drafted = choose_vocabulary(
+            best, replace(self.base, **options), self.frozen, self.serving, sizes
+        )
+        self.say(drafted)
         first = trials[0]
         gain = best.score / first.score
         why = "the preset was best" if best is first else f"{best.name} last; {gain:.2f} × the preset's expected speed"
         self.say(f"chose {_named(self.base, options)} ({why})")
-        return {"options": options, "why": why, "trials": len(trials)}
+        return {"options": options, "why": why, "drafted": drafted, "trials": len(trials)}
 
     def _batch(self) -> int:
         """Tokens of a step, so that the training has enough steps; a few of them are timed."""
@@ -221,7 +228,10 @@ class Tuning:
             write_atomically(self.out / "drafter" / name, (drafter / name).read_bytes())
         stopped = " stopped early: it was getting worse" if at.worse >= PATIENCE else ""
         self.say(f"the best real τ was {at.best_tau:.3f}, after {at.epoch} epochs and {at.step} steps{stopped}")
-        return {"tau": at.best_tau, "steps": at.step, "epochs": at.epoch, "stopped_early": bool(stopped)}
+        window = read_json(self.out / "drafter" / "config.json").get("draft_window")
+        self.say(f"draft window: {_window(window)}, by what held-out rows lose")
+        outcome = {"tau": at.best_tau, "steps": at.step, "epochs": at.epoch, "stopped_early": bool(stopped)}
+        return {**outcome, "draft_window": window}
 
     def measure(self) -> dict[str, Any]:
         engine = self._pair()
@@ -272,6 +282,10 @@ class Tuning:
         return {}
 
 
+def _window(tokens: int | None) -> str:
+    return "the whole context" if tokens is None else f"the last {tokens} tokens"
+
+
 def _named(base: TrainConfig, options: dict[str, Any]) -> str:
     chosen = {
         "learning_rate": base.learning_rate,
@@ -280,6 +294,7 @@ def _named(base: TrainConfig, options: dict[str, Any]) -> str:
         "tokens_per_batch": base.tokens_per_batch,
         **options,
     }
+    chosen["draft_vocab_size"] = chosen.get("draft_vocab_size") or "all"
     return ", ".join(
         f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
         for name, value in chosen.items()
