@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from volley.errors import ConfigError
+from volley.serve.arguments import TaggedArguments
+from volley.serve.call_reader import CallReader
 from volley.serve.formats import format_of, load_format
-from volley.serve.parsing import AnswerParser, CallReader
+from volley.serve.parsing import AnswerParser
 
 CHATML, LLAMA = "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"
 OSS = "<|start|>assistant"
@@ -120,6 +122,40 @@ CASES: list[tuple[str, str, str, Answer]] = [
         '<|channel>thought\nHm.<channel|><|tool_call>call:weather{city:<|"|>Bern: 4<|"|>,days:3}<tool_call|>',
         ("Hm.", "", [("weather", {"city": "Bern: 4", "days": 3})]),
     ),
+    (
+        "qwen3_5",
+        CHATML,
+        '<tool_call>\n<function=weather>\n<parameter=city>\n\n</param "\\\n\n</parameter>\n<parameter=where>\n'
+        '{"a": [1]}\n</parameter>\n<parameter=days>\nsome\n</parameter>\n<parameter=x>2</parameter></function> </tool_call> So.',
+        ("", "So.", [("weather", {"city": '\n</param "\\\n', "where": {"a": [1]}, "days": "some", "x": "2"})]),
+    ),
+    ("qwen3_5", CHATML, "<tool_call>\n<function=time>\n</function>\n</tool_call>", ("", "", [("time", {})])),
+    ("qwen3_5", CHATML, "<tool_call>\nno call</tool_call>", ("", "<tool_call>\nno call</tool_call>", [])),
+    (
+        "gemma4",
+        "<|turn>model\n",
+        'Look: <|tool_call>call:weather{city:<|"|>a "\\ {<|"> b<|"|>,where:{a:[1,{b:<|"|>}<|"|>}], <|"|>c<|"|>: null},'
+        'days: 3, x:12 May, "y" : "\\u00e9\\n", z: NaN }<tool_call|><|tool_call>call:time{}<tool_call|>',
+        (
+            "",
+            "Look:",
+            [
+                (
+                    "weather",
+                    {
+                        "city": 'a "\\ {<|"> b',
+                        "where": {"a": [1, {"b": "}"}], "c": None},
+                        "days": 3,
+                        "x": "12 May",
+                        "y": "é\n",
+                        "z": "NaN",
+                    },
+                ),
+                ("time", {}),
+            ],
+        ),
+    ),
+    ("gemma4", "<|turn>model\n", "<|tool_call>no call<tool_call|>", ("", "no call", [])),
     ("thinking", CHATML, "<think>a</think>b<tool_call>", ("a", "b<tool_call>", [])),
     ("plain", "anything", '{"name": "f", "arguments": {}}\n{"name": "g"}', ("", "", [("f", {}), ("g", {})])),
 ]
@@ -143,6 +179,88 @@ def test_arguments_arrive_before_the_call_is_complete() -> None:
     parts = parser.feed('<tool_call>{"name": "f", "arguments": {"text": "a long')
     assert [(part.kind, part.text) for part in parts] == [("call", "f"), ("arguments", '{"text": "a long')]
     assert [part.text for part in parser.feed(' story"}')] == [' story"}']
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "pieces", "deltas"),
+    [
+        (
+            "qwen3_5",
+            CHATML,
+            [
+                "<tool_call>\n<function=weather>\n",
+                "<parameter=city>\nZü",
+                "rich\n</par",
+                "ts\n</parameter>\n<parameter=",
+                "days>\n1",
+                "2\n</parameter>",
+                "\n</function>\n",
+            ],
+            [["weather", "{"], ['"city": "Zü'], ["rich"], ['\\n</parts"'], [', "days": '], ["12"], ["}"]],
+        ),
+        (
+            "gemma4",
+            "<|turn>model\n",
+            ["<|tool_call>call:wea", "ther{ci", 'ty:<|"|>Zü', "rich<|", '"|>,days:1', "2}"],
+            [[], ["weather", "{"], ['"city": "Zü'], ["rich"], ['", "days": '], ["12}"]],
+        ),
+    ],
+)
+def test_arguments_in_other_notations_arrive_as_they_are_written(
+    form: str, prompt: str, pieces: list[str], deltas: list[list[str]]
+) -> None:
+    parser = AnswerParser(load_format(form), prompt, [WEATHER], with_calls=True)
+    assert [[part.text for part in parser.feed(piece)] for piece in pieces] == deltas
+
+
+WORDS = st.text(alphabet='ab<|">}{,:\\\n é/', max_size=12).filter(lambda text: '<|"|>' not in text)
+
+
+@given(city=WORDS, days=st.integers(), where=st.dictionaries(st.sampled_from("abc"), WORDS | st.lists(st.booleans())))
+def test_any_argument_is_found_in_every_notation(city: str, days: int, where: dict[str, Any]) -> None:
+    def quoted(value: Any) -> str:
+        if isinstance(value, str):
+            return f'<|"|>{value}<|"|>'
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{quoted(own)}" for key, own in value.items()) + "}"
+        return "[" + ",".join(map(quoted, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+    arguments = {"city": city, "days": days, "where": where}
+    call = f"<|tool_call>call:weather{quoted(arguments)}<tool_call|>"
+    assert take_apart("gemma4", "<|turn>model\n", list(call))[2] == [("weather", arguments)]
+    tags = [(name, own if isinstance(own, str) else json.dumps(own)) for name, own in arguments.items()]
+    inside = "".join(f"<parameter={name}>\n{own}\n</parameter>\n" for name, own in tags)
+    call = f"<tool_call>\n<function=weather>\n{inside}</function>\n</tool_call>"
+    assert take_apart("qwen3_5", CHATML, list(call))[2] == [("weather", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"$ref": "#/$defs/age"}, "12", 12),
+        ({"anyOf": [{"type": "number"}, {"type": "null"}]}, "1.5", 1.5),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"const": "2"}, "2", "2"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": "integer"}, "3.5", "3.5"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({}, "[1]", "[1]"),
+        ({"$ref": "#/$defs/none"}, "1", "1"),
+        ({"$ref": "#/$defs/loop"}, "1", "1"),
+    ],
+)
+def test_tagged_values_are_read_as_their_schema_says(schema: Any, text: str, value: Any) -> None:
+    defs = {"age": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}
+    call = load_format("qwen3_5").call
+    assert call is not None
+    assert call.parameter is not None
+    arguments = TaggedArguments(call.parameter, {"properties": {"x": schema}, "$defs": defs})
+    told = arguments.feed(f"<parameter=x>\n{text}\n</parameter>\n</function>")
+    assert arguments.is_done
+    assert json.loads(told) == {"x": value}
 
 
 def test_without_tools_a_call_is_text() -> None:

@@ -23,6 +23,7 @@ def grammar_of_answer(
     """
     offered = tools.offered
     call = form.call if form is not None and offered else None
+    call = call if call is not None and call.is_json else None
     rules: list[str] = []
     if tools.is_forced:
         assert call is not None, "a format with calls is chosen where one is forced"

@@ -20,8 +20,18 @@ _BY_PRECEDENCE = ("qwen3_5", "gemma4", "hermes", "gpt_oss", "mistral", "llama3",
 
 
 @dataclass(frozen=True)
+class ParameterText:
+    """An argument between tags: ``begin``, its name, ``middle``, the value, ``end``; ``after`` stands behind the last one."""
+
+    begin: str
+    middle: str
+    end: str
+    after: str
+
+
+@dataclass(frozen=True)
 class CallText:
-    """The text of a call whose arguments are JSON: ``begin``, the name, ``middle``, the arguments, ``end``."""
+    """The text of a call: ``begin``, the name, ``middle``, the arguments, ``end``. Arguments are JSON unless told otherwise."""
 
     begin: str
     middle: str
@@ -30,6 +40,14 @@ class CallText:
     """What separates several calls of one answer; ``None``: there is one call at most."""
     head: str | None = None
     """The expression that finds the name before the arguments, where it is not a key of the JSON."""
+    parameter: ParameterText | None = None
+    """The arguments stand between tags, one by one."""
+    quote: str | None = None
+    """The arguments are JSON with bare keys, and this around texts."""
+
+    @property
+    def is_json(self) -> bool:
+        return self.parameter is None and self.quote is None
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ def load_format(name: str) -> AnswerFormat:
         own = AnswerFormat(
             name=file.stem,
             response=data["response"],
-            call=CallText(**data["call"]) if data.get("call") else None,
+            call=_call_text(data["call"]) if data.get("call") else None,
             thinking=(thinking["open"], thinking["close"]) if thinking else None,
             recognise=tuple(data.get("recognise", ())),
         )
@@ -80,6 +98,11 @@ def load_format(name: str) -> AnswerFormat:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"the answer format in {file} cannot be used: {error!r}; see docs/clients.md") from error
     return own
+
+
+def _call_text(data: Mapping[str, Any]) -> CallText:
+    parameter = data.get("parameter")
+    return CallText(**{**data, "parameter": ParameterText(**parameter) if parameter else None})
 
 
 def plain_calls(form: AnswerFormat | None) -> AnswerFormat:

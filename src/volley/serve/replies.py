@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
-from volley.serve.parsing import AnswerParser, Part
+from volley.serve.call_reader import Part
+from volley.serve.parsing import AnswerParser
 from volley.serve.worker import End, Piece, Scored, Sketched
 from volley.types import GenerationStats
 

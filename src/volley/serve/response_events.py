@@ -5,7 +5,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from volley.serve.parsing import AnswerParser, Part
+from volley.serve.call_reader import Part
+from volley.serve.parsing import AnswerParser
 from volley.serve.replies import Choice, Dialect, Object, Usage
 from volley.serve.responses import ResponsesRequest
 from volley.serve.worker import End, Piece

@@ -142,7 +142,7 @@ class Service:
     def _form_of(self, body: ChatRequest) -> AnswerFormat | None:
         """How the answer is written; ``None``: it is nothing but text. A forced call needs no format of the model's own."""
         form = self.form
-        if body.is_forced and (form is None or form.call is None):
+        if body.is_forced and (form is None or form.call is None or not form.call.is_json):
             return plain_calls(form)
         if body.offered and not body.is_forced:
             problem = None
