@@ -34,7 +34,10 @@ def test_what_is_not_said_is_the_models_own(procedures: Procedures) -> None:
     assert params.diffusion == replace(SDAR.defaults, mode="diffusion", threshold=0.5)
     _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(mode="self")))
     assert params.diffusion is not None
-    assert (params.diffusion.max_steps, params.diffusion.canvas_length) == (1, 4)
+    assert (params.diffusion.max_steps, params.diffusion.canvas_length) == (None, 4), "how many is measured"
+    _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(mode="self", max_steps=3)))
+    assert params.diffusion is not None
+    assert params.diffusion.max_steps == 3
 
 
 def test_a_strategy_of_another_family_is_refused(procedures: Procedures) -> None:

@@ -1,6 +1,8 @@
 """Self-speculation answers as the autoregressive mode of the same weights does, whatever the canvas drafts."""
 
 import copy
+import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from tests import tiny
 from tests.chi_square import chi_square_p, joint_counts
+from tests.costs import settle
 from tests.diffusion_gemma import VOCAB as GEMMA_VOCAB
 from tests.diffusion_gemma import random_model
 from volley import DiffusionParams, Engine, SamplingParams
@@ -18,6 +21,8 @@ from volley.decode.sampling import PositionNoise, token_probs
 from volley.models.diffusion import FAST_DLLM, SDAR
 from volley.models.diffusion_gemma import DiffusionGemma
 from volley.models.target import Target
+from volley.policies.cost import PassCost
+from volley.policies.draft_steps import DraftSteps
 from volley.procedures.request import Request
 from volley.procedures.self_speculative import SelfSpeculative
 
@@ -75,6 +80,61 @@ def test_a_repeating_answer_is_accepted_several_tokens_at_a_time() -> None:
     assert result.stats.tokens_per_pass == 33 / 5
 
 
+class Whim(DraftSteps):
+    """Chooses at random: whatever it is, no token may change."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(PassCost(lambda tokens, requests: 1.0))
+        self._whim, self.chosen = random.Random(seed), Counter[int]()
+        self.seen = Counter[int]()
+
+    def choose(self, length: int, requests: int, *, is_greedy: bool) -> int:
+        steps = self._whim.choice([0, 1, 2, 4])
+        self.chosen[steps] += 1
+        return steps
+
+    def observe(self, length: int, steps: int, *, is_greedy: bool, tokens: int, alone: int, verified: int) -> None:
+        self.seen[steps] += 1
+        assert 1 <= tokens <= length <= verified
+        assert alone <= steps
+
+
+@pytest.mark.parametrize("family", ["sdar", "fast_dllm", "gemma"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_number_of_passes_changes_a_token(family: str, temperature: float) -> None:
+    engine = Engine(target(family), page_size=4)
+    assert engine.target.diffusion is not None
+    whim = Whim()
+    procedure = SelfSpeculative(engine.target, engine.target.diffusion, engine.procedure, whim)
+    prompts = tiny.random_prompts(6, vocab=min(MASK, GEMMA_VOCAB))
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=30)
+    _, own = engine.procedures.choose(replace(params, diffusion=DiffusionParams(mode="self", canvas_length=5)))
+    requests = [engine.add_request(prompt, own, procedure) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+    engine.reset_prefix_cache()
+    plain = engine.generate(prompts, replace(params, diffusion=AUTOREGRESSIVE))
+    assert [request.token_ids[request.num_prompt :] for request in requests] == [own.token_ids for own in plain]
+    assert min(whim.chosen[steps] for steps in (0, 1, 2, 4)) >= 5
+    assert min(whim.seen[steps] for steps in (1, 2, 4)) >= 3, "what came of them is told"
+
+
+def test_drafts_that_are_right_are_made_and_others_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass is enough for a model that always says the same token; none pays for a random one."""
+    settle(monkeypatch, token=0.01)
+    params = SamplingParams(max_tokens=200, diffusion=DiffusionParams(mode="self", canvas_length=8))
+    passes = {}
+    for is_random in (True, False):
+        own = target()
+        if not is_random:
+            with torch.no_grad():
+                own.model.get_output_embeddings().weight.zero_()
+        (result,) = Engine(own).generate([[1, 2, 3]], params)
+        passes[is_random] = result.stats.denoising_steps + result.stats.commit_passes
+    assert passes[False] < 200 / 4
+    assert 200 <= passes[True] < 280, "but for the first cycles it decodes plainly"
+
+
 class Unmatched(SelfSpeculative):
     """Planted: verification draws with the position's noise, and the first token of a draft is taken unseen."""
 
@@ -122,32 +182,40 @@ def exact(own: Target) -> Tensor:
     return joint
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 4, None])
 def test_sampled_tokens_have_the_models_own_distribution(steps: int) -> None:
     own = target(vocab_size=V)
     engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
     diffusion = DiffusionParams(mode="self", canvas_length=3, max_steps=steps)
     params = SamplingParams(temperature=1.0, max_tokens=3, diffusion=diffusion)
-    tokens, _ = draws(engine, None, 1500, params)
+    assert own.diffusion is not None
+    procedure = SelfSpeculative(own, own.diffusion, engine.procedure, Whim())
+    tokens, _ = draws(engine, procedure, 1500, params)
     assert chi_square_p(joint_counts(tokens, V), exact(own)) > 1e-3
 
 
-def test_a_planted_bias_is_seen() -> None:
+@pytest.mark.parametrize("steps", [1, None])
+def test_a_planted_bias_is_seen(steps: int | None) -> None:
     own = target(vocab_size=V)
     engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
     assert own.diffusion is not None
-    params = SamplingParams(temperature=1.0, max_tokens=3, diffusion=DiffusionParams(mode="self", canvas_length=3))
-    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure), 1500, params)
+    params = SamplingParams(
+        temperature=1.0, max_tokens=3, diffusion=DiffusionParams(mode="self", canvas_length=3, max_steps=steps)
+    )
+    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure, Whim()), 1500, params)
     assert chi_square_p(joint_counts(tokens, V), exact(own)) < 1e-3
 
 
-def test_a_coupled_canvas_is_accepted_more_often_than_an_independent_one() -> None:
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_coupled_canvas_is_accepted_more_often_than_an_independent_one(steps: int) -> None:
     own = target()
     with torch.no_grad():
         own.model.get_output_embeddings().weight.mul_(0.3)  # flat distributions: what is drawn is the noise's choice
     engine = Engine(own, max_running=300, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
     assert own.diffusion is not None
-    params = SamplingParams(temperature=1.0, max_tokens=9, diffusion=DiffusionParams(mode="self", canvas_length=4))
+    params = SamplingParams(
+        temperature=1.0, max_tokens=9, diffusion=DiffusionParams(mode="self", canvas_length=4, max_steps=steps)
+    )
     _, coupled = draws(engine, None, 150, params)
     _, independent = draws(engine, Independent(own, own.diffusion, engine.procedure), 150, params)
     assert coupled > 1.1 * independent

@@ -53,6 +53,10 @@ class Canvas:
     """``[L, V]``: the logits that ``feedback`` is to be made of."""
     history: list[Tensor] = field(default_factory=list)
     """The best tokens ``[L]`` of the last passes, for a rule that waits until they stay the same."""
+    max_steps: int | None = None
+    """Passes it gets, where a procedure has chosen them."""
+    rode: bool = False
+    """Whether its first pass was one that verified another draft."""
     extra_steps: int = 0
     """Passes since the last mask was revealed."""
     logprobs: list[float] = field(default_factory=list)

@@ -108,6 +108,7 @@ class Engine:
         self.proposer = proposer
         """What drafts, if anything does: the drafter's, or one's own."""
         costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds)
+        self.procedures.use_costs(costs.target)
         self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
         self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=self._can_grow_trees)
 

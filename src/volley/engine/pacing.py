@@ -45,6 +45,7 @@ class Pacing:
         self._show_prompts(step)
         works = step.decoding
         if not works:
+            self._time_own(step)
             return
         for work, cycle in zip(works, step.cycles, strict=True):
             conclude(work, cycle)
@@ -55,6 +56,12 @@ class Pacing:
             if drafted := [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]:
                 self.costs.draft.observe(len(drafted) + sum(drafted), len(drafted), step.drafting)
         self.policy.observe(step.cycles)
+
+    def _time_own(self, step: Step) -> None:
+        """Tell the cost table of passes in which procedures drafted and verified by themselves, and nothing was read."""
+        if all(work.kind in (Kind.DENOISE, Kind.VERIFY) for work in step.works):
+            assert step.batch is not None
+            self.costs.target.observe(len(step.batch), len(step.works), time.perf_counter() - step.drafted_at)
 
     def _show_prompts(self, step: Step) -> None:
         """Show the policy the prompts that were read to their end."""

@@ -118,6 +118,10 @@ class Denoising(Procedure):
         is_edited = settings(request).strategy == "editing"
         return (Edit if is_edited else Reveal)(self.family.mask_token_id)
 
+    def settings(self, request: Request) -> DiffusionParams:
+        """What the passes over its canvas go by."""
+        return settings(request)
+
     def noise(self, request: Request) -> CanvasNoise:
         return request.noise
 
@@ -171,7 +175,7 @@ class Denoising(Procedure):
         if self.family.is_shifted:
             rows = rows.roll(1, dims=0)  # slot 0 is always given
         own = apply_rules(request.rules, rows, [()] * len(rows)) if request.rules else rows
-        decided = self.denoiser(request).step(canvas, own, params, settings(request), self.noise(request))
+        decided = self.denoiser(request).step(canvas, own, params, self.settings(request), self.noise(request))
         if canvas.predicted is not None:
             canvas.feedback, canvas.predicted = self.target.feedback(canvas.predicted), None
         if params.logprobs and bool(decided.any()):

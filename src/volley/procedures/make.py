@@ -4,14 +4,16 @@ from dataclasses import dataclass, replace
 
 from volley.errors import ConfigError
 from volley.models.target import Target
+from volley.policies.cost import PassCost
+from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Procedure
 from volley.procedures.self_speculative import SelfSpeculative
 from volley.procedures.speculative import Speculative
 from volley.types import DiffusionMode, DiffusionParams, SamplingParams
 
-_SELF = DiffusionParams(mode="self", max_steps=1, strategy="low_confidence_static")
-"""Drafts of one pass; their length is the checkpoint's."""
+_SELF = DiffusionParams(mode="self", strategy="low_confidence_static")
+"""Drafts as long as the checkpoint's canvases. How many passes they get is measured, unless the request says it."""
 
 
 @dataclass(slots=True)
@@ -23,7 +25,7 @@ class Procedures:
     by_mode: dict[DiffusionMode, Procedure]
 
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
-        """The procedure of a request, and its parameters with every diffusion setting filled in."""
+        """The procedure of a request, and its parameters with every diffusion setting filled in but what is measured."""
         family = self.target.diffusion
         if family is None:
             if params.diffusion is not None:
@@ -41,7 +43,16 @@ class Procedures:
         defaults = family.defaults
         if mode == "self":
             defaults = replace(_SELF, strategy=defaults.strategy if renoises else _SELF.strategy).over(defaults)
-        return self.by_mode[mode], replace(params, diffusion=replace(own, mode=mode).over(defaults))
+        filled = replace(own, mode=mode).over(defaults)
+        if mode == "self":
+            filled = replace(filled, max_steps=own.max_steps)
+        return self.by_mode[mode], replace(params, diffusion=filled)
+
+    def use_costs(self, costs: PassCost) -> None:
+        """What the target's passes cost from now on; what was learnt by another table is forgotten."""
+        drafting = self.by_mode.get("self")
+        if isinstance(drafting, SelfSpeculative):
+            drafting.steps = DraftSteps(costs)
 
 
 def make_procedures(target: Target, speculative: Speculative) -> Procedures:

@@ -2,10 +2,12 @@
 
 Lossless against the autoregressive mode of these weights, whatever the canvas holds: greedy requests compare with the best token,
 sampled ones with the token that the model itself draws with the noise of the position. The canvas draws with that noise too.
+
+How many passes a draft gets is measured (``policies/draft_steps.py``), unless a request says it.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,18 +15,33 @@ from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise
 from volley.decode.work import Ask, Kind, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.target import BlockDiffusion, Target
+from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising, Works, canvas_length, settings
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
-from volley.types import Proposal, SamplingParams
+from volley.types import DiffusionParams, Proposal, SamplingParams
+
+
+@dataclass(slots=True)
+class SelfCheck(Work[Request]):
+    """A pass that verifies a draft."""
+
+    steps: int = 0
+    """Passes that the draft had, if they were chosen here; 0: nothing is learnt from it."""
+    alone: int = 0
+    """Those that went over nothing else."""
 
 
 class SelfSpeculative(Denoising):
     """A canvas begins at the anchor, which is given; its other slots are the draft."""
 
-    def __init__(self, target: Target, family: BlockDiffusion, verifier: Speculative) -> None:
+    def __init__(
+        self, target: Target, family: BlockDiffusion, verifier: Speculative, steps: DraftSteps | None = None
+    ) -> None:
+        """``steps`` chooses the passes over a draft; without it there is one."""
         super().__init__(target, family)
-        self.verifier = verifier
+        self.verifier, self.steps = verifier, steps
+        self._at_once = 1  # requests in the last pass
 
     def check(self, request: Request) -> None:
         """The verifier follows the text token by token: everything that plain decoding takes will do."""
@@ -54,7 +71,7 @@ class SelfSpeculative(Denoising):
         if canvas is not None and canvas.start != request.computed:  # the pass that it was to ride in never came
             canvas = None
         if canvas is None and size > 0:
-            canvas = request.canvas = self.make_canvas(request, request.computed, [request.anchor])
+            canvas = request.canvas = self._begin(request, request.computed, [request.anchor])
         if canvas is None:
             return Work(request, Ask(Shape.CHAIN, rule), Kind.VERIFY)
         if not canvas.done:
@@ -62,19 +79,41 @@ class SelfSpeculative(Denoising):
         draft = canvas.tokens[1 : 1 + size].tolist()
         request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
         riding = 0 if request.canvas is None else len(request.canvas)
-        return Work(request, Ask(Shape.CHAIN, rule, len(draft) + riding), Kind.VERIFY, proposal=Proposal(draft))
+        work = SelfCheck(request, Ask(Shape.CHAIN, rule, len(draft) + riding), Kind.VERIFY, proposal=Proposal(draft))
+        if settings(request).max_steps is None and len(draft) + 1 == canvas_length(request.params):
+            work.steps, work.alone = canvas.max_steps or 0, canvas.step - canvas.rode
+        return work
+
+    def _begin(self, request: Request, start: int, given: Sequence[int]) -> Canvas | None:
+        """A canvas and the passes it gets; ``None`` where drafting does not pay."""
+        steps, length = settings(request).max_steps, canvas_length(request.params)
+        if steps is None:
+            is_greedy = _rule(request) is Rule.GREEDY
+            steps = 1 if self.steps is None else self.steps.choose(length, self._at_once, is_greedy=is_greedy)
+        if steps == 0:
+            return None
+        canvas = self.make_canvas(request, start, given)
+        canvas.max_steps = steps
+        return canvas
 
     def _next_canvas(self, request: Request, start: int) -> Canvas | None:
         """The canvas behind a draft that is being verified, if it will be wanted: all of the last draft was right."""
         stats, room = request.stats, request.max_length - start - 1
         if room < 1 or stats.accepted_lengths[-1:] != stats.block_sizes[-1:]:
             return None
-        return self.make_canvas(request, start, [])
+        canvas = self._begin(request, start, [])
+        if canvas is not None:
+            canvas.rode = True
+        return canvas
 
     def make_canvas(self, request: Request, start: int, given: Sequence[int]) -> Canvas:
         """No slot lies behind the end of the answer."""
         own = replace(settings(request), canvas_length=min(canvas_length(request.params), request.max_length - start))
         return self.denoiser(request).open(start, given, own, self.noise(request))
+
+    def settings(self, request: Request) -> DiffusionParams:
+        assert request.canvas is not None
+        return replace(settings(request), max_steps=request.canvas.max_steps)
 
     def noise(self, request: Request) -> CanvasNoise:
         return CoupledNoise(request.noise.seed)
@@ -98,6 +137,7 @@ class SelfSpeculative(Denoising):
 
     def absorb(self, works: Works, logits: Tensor) -> None:
         verified = [work for work in works if work.kind is not Kind.DENOISE]
+        self._at_once = sum(work.kind is not Kind.PREFILL for work in works) or 1
         canvases = {}
         for work in works:
             if _rides(work):
@@ -112,9 +152,22 @@ class SelfSpeculative(Denoising):
             self.denoise(request, rows)
             request.stats.denoising_steps += 1
             assert request.canvas is not None
-            request.canvas.done |= request.canvas.step == settings(request).max_steps
+            request.canvas.done |= request.canvas.step == request.canvas.max_steps
         for work in verified:
             self._put_anchor(work)
+            self._learn(work)
+
+    def _learn(self, work: Work[Request]) -> None:
+        if self.steps is None or not isinstance(work, SelfCheck) or not work.steps:
+            return
+        self.steps.observe(
+            canvas_length(work.request.params),
+            work.steps,
+            is_greedy=work.ask.rule is Rule.GREEDY,
+            tokens=len(work.verdict.token_ids),
+            alone=work.alone,
+            verified=work.num_tokens,
+        )
 
     def _put_anchor(self, work: Work[Request]) -> None:
         """A canvas that rode behind a draft begins with the bonus token if all of the draft was right; else it is dropped."""

@@ -1,0 +1,104 @@
+"""How many passes a draft of self-speculation gets: the number that makes the most tokens per second, none included.
+
+Another pass over a canvas makes more of it right, and takes as long as a pass that writes a token. What a number of passes gains
+is the mean of the last cycles that had it; what it takes is in the cost table.
+"""
+
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+
+from volley.policies.cost import FloatArray, PassCost
+
+_ENOUGH = 4  # cycles with each number of passes before the first choice
+_REMEMBERED = 64  # cycles that a mean looks back to
+_REVIEW = 32  # cycles that a choice serves
+_APART = 32  # cycles at least between two that try a number which is not the best
+_PROBING = 0.0025  # share of the time that trying each of these may lose
+_WORTHWHILE = 1.03  # what drafts must promise over plain decoding: the promise is the best of several rough ones
+
+
+@dataclass
+class _Tried:
+    """One number of passes; means of its last cycles."""
+
+    means: FloatArray = field(
+        default_factory=lambda: np.zeros(3)
+    )  # tokens, passes over the canvas alone, tokens verified
+    cycles: int = 0
+    last: int = 0  # the cycle in which it was tried though another seemed better
+
+    def add(self, values: tuple[float, float, float]) -> None:
+        self.cycles += 1
+        self.means += (np.array(values) - self.means) / min(self.cycles, _REMEMBERED)
+
+
+@dataclass
+class _Drafts:
+    """Drafts of one length, greedy or sampled."""
+
+    tried: dict[int, _Tried]
+    best: int = 0
+    others: dict[int, int] = field(default_factory=dict)  # numbers that are tried, and every how many cycles
+    until: int = 0  # the cycle in which all this is looked at again
+    requests: int = 0  # at once, when it was
+
+
+class DraftSteps:
+    """Learns from all requests of an engine. Greedy and sampled ones, and blocks of each length, are kept apart.
+
+    Verification is exact whatever a canvas holds, so this may look at anything.
+    """
+
+    def __init__(self, costs: PassCost) -> None:
+        self.costs = costs
+        self._drafts: dict[tuple[int, bool], _Drafts] = {}
+        self._cycle = 0
+
+    def choose(self, length: int, requests: int, *, is_greedy: bool) -> int:
+        """Passes over the next draft of ``length - 1`` tokens, 0 for none, while so many requests draft like this."""
+        own = self._drafts.get((length, is_greedy))
+        if own is None:
+            own = self._drafts[length, is_greedy] = _Drafts({steps: _Tried() for steps in candidates(length)})
+        self._cycle += 1
+        for steps, tried in own.tried.items():
+            if tried.cycles < _ENOUGH:
+                return steps
+        if self._cycle >= own.until or 2 * abs(requests - own.requests) >= own.requests:
+            self._review(own, length, requests)
+        for steps, every in own.others.items():
+            if self._cycle >= own.tried[steps].last + every:
+                own.tried[steps].last = self._cycle
+                return steps
+        return own.best
+
+    def _review(self, own: _Drafts, length: int, requests: int) -> None:
+        own.until, own.requests = self._cycle + _REVIEW, requests
+        seconds, rates = {0: self.costs(requests, requests)}, dict[int, float]()
+        rates[0] = 1 / seconds[0]
+        for steps, tried in own.tried.items():
+            tokens, alone, verified = tried.means.tolist()
+            seconds[steps] = self._pass(verified, requests) + alone * self._pass(length, requests)
+            rates[steps] = tokens / seconds[steps]
+        best = max(rates, key=rates.__getitem__)
+        own.best = best if rates[best] > _WORTHWHILE * rates[0] else 0
+        own.others.clear()
+        for steps in own.tried.keys() - {own.best}:
+            lost = max(0.0, 1 - rates[steps] / rates[own.best]) * seconds[steps] / seconds[own.best]
+            own.others[steps] = _APART + int(lost / _PROBING)
+
+    def _pass(self, tokens: float, requests: int) -> float:
+        return self.costs(ceil(tokens * requests), requests)
+
+    def observe(self, length: int, steps: int, *, is_greedy: bool, tokens: int, alone: int, verified: int) -> None:
+        """A cycle of one request: ``tokens`` came out of a draft of so many passes, ``alone`` of which went over nothing else,
+        and of one that went over ``verified`` tokens, the next canvas among them if it rode along."""
+        own = self._drafts.get((length, is_greedy))
+        if own is not None and steps in own.tried:
+            own.tried[steps].add((tokens, alone, verified))
+
+
+def candidates(length: int) -> list[int]:
+    """Numbers of passes over the ``length - 1`` masks of a draft: powers of two."""
+    return [1 << power for power in range((length - 1).bit_length())]

@@ -1,0 +1,79 @@
+"""The passes of a draft are chosen by what they gain and what passes cost, and what is not chosen is tried now and then."""
+
+from collections import Counter
+
+import pytest
+
+from volley.policies.cost import PassCost
+from volley.policies.draft_steps import DraftSteps, candidates
+
+LENGTH = 8
+TOKENS = {1: 2.0, 2: 4.0, 4: 5.0}
+
+
+def flat(seconds: float = 1.0, token: float = 0.0) -> PassCost:
+    return PassCost(lambda tokens, requests: seconds + token * tokens)
+
+
+def play(chooser: DraftSteps, gains: dict[int, float], cycles: int, requests: int = 1) -> Counter[int]:
+    """How often each number was chosen, where a draft of ``steps`` passes brings ``gains[steps]`` tokens and nothing rides."""
+    chosen = Counter[int]()
+    for _ in range(cycles):
+        steps = chooser.choose(LENGTH, requests, is_greedy=True)
+        chosen[steps] += 1
+        if steps:
+            chooser.observe(LENGTH, steps, is_greedy=True, tokens=int(gains[steps]), alone=steps, verified=LENGTH)
+    return chosen
+
+
+def test_numbers_are_powers_of_two_up_to_the_masks() -> None:
+    assert [candidates(length) for length in (1, 2, 3, 8, 9)] == [[], [1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+    assert DraftSteps(flat()).choose(1, 1, is_greedy=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("gains", "token", "best"),
+    [
+        ({1: 4, 2: 5, 4: 6}, 0.0, 1),  # 4/2, 5/3, 6/5
+        ({1: 3, 2: 6, 4: 8}, 0.0, 2),  # 3/2, 6/3, 8/5
+        ({1: 2, 2: 3, 4: 8}, 0.0, 4),  # 2/2, 3/3, 8/5
+        ({1: 2, 2: 3, 4: 5}, 0.0, 0),  # no more than a token a pass
+        ({1: 4, 2: 5, 4: 6}, 0.3, 0),  # a pass over 8 tokens takes 2.6 times as long
+    ],
+)
+def test_the_number_with_the_most_tokens_per_second_is_chosen(gains: dict[int, float], token: float, best: int) -> None:
+    chosen = play(DraftSteps(flat(token=token)), gains, 12_000)
+    assert chosen[best] > 10_500
+    assert all(chosen[steps] >= 5 for steps in gains), "the others are tried again"
+
+
+def test_a_choice_follows_what_drafts_gain() -> None:
+    chooser = DraftSteps(flat())
+    assert play(chooser, {1: 4, 2: 4, 4: 4}, 300)[1] > 250
+    assert play(chooser, {1: 1, 2: 6, 4: 7}, 1500)[2] > 900
+
+
+def test_what_is_far_from_the_best_is_tried_less_often() -> None:
+    chosen = play(DraftSteps(flat()), {1: 4, 2: 5, 4: 1}, 2000)
+    assert chosen[2] > 2 * chosen[4] > 8
+
+
+def test_many_requests_weigh_the_rows_of_all() -> None:
+    """Rows are nearly free for one request, and not for sixteen."""
+    costs = PassCost(lambda tokens, _: 1.0 if tokens <= 16 else tokens / 16)
+    gains = {1: 4.0, 2: 4.0, 4: 4.0}
+    assert play(DraftSteps(costs), gains, 400)[1] > 300
+    assert play(DraftSteps(costs), gains, 400, requests=16)[0] > 300
+
+
+def test_lengths_and_temperatures_are_kept_apart() -> None:
+    chooser = DraftSteps(flat())
+    play(chooser, {1: 6, 2: 6, 4: 6}, 100)
+    assert chooser.choose(LENGTH, 1, is_greedy=True) == 1
+    for steps in (1, 2, 4):
+        for _ in range(4):
+            assert chooser.choose(LENGTH, 1, is_greedy=False) == steps, "nothing is known of these"
+            chooser.observe(LENGTH, steps, is_greedy=False, tokens=1, alone=steps, verified=LENGTH)
+    assert chooser.choose(LENGTH, 1, is_greedy=False) == 0
+    chooser.observe(LENGTH, 3, is_greedy=False, tokens=8, alone=0, verified=1)  # a number that nobody chose
+    assert chooser.choose(LENGTH, 1, is_greedy=True) == 1
