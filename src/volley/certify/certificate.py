@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from volley.certify import checks
 from volley.certify.checks import Check, Questions
 from volley.certify.options import CertifyConfig
 from volley.certify.sampled import check_server, check_way, plain_engine, ways
+from volley.certify.structured import check_json
 from volley.certify.subject import EngineSubject, ServerSubject
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError
@@ -28,6 +29,7 @@ from volley.models.adapter import drafter_fingerprint
 from volley.train.features import fingerprint
 
 Say = Callable[[str], None]
+JSON_PROMPTS = 4
 
 FINDINGS = {
     "greedy": "acceptance: greedy answers are not the target's",
@@ -45,6 +47,7 @@ FINDINGS = {
     "sampled trees": "trees: sampled draft trees are accepted by a rule that is biased on them",
     "seeds": "seeds do not repeat answers",
     "n": "several answers to one prompt are not what they should be",
+    "json": "answers are not of the schema that was asked for",
 }
 """What the first failed check means, in the order of its being asked for: a fault that comes earlier explains those behind it."""
 
@@ -87,7 +90,7 @@ class Certificate:
             "subject": self.subject,
             "settings": self.settings,
             "seconds": round(self.seconds, 1),
-            "checks": [asdict(check) for check in self.checks],
+            "checks": [{**asdict(check), "outcome": check.outcome} for check in self.checks],
         }
         return {**body, "sha256": digest(body)}
 
@@ -172,12 +175,15 @@ def _server_checks(
     yield from check_server(subject, reference, lambda _: chosen, greedy, config, 4)
     yield checks.check_seeds(questions)
     yield _check_choices(subject, chosen[0], greedy)
+    yield check_json(subject, reference, chosen[:JSON_PROMPTS])
 
 
 def _check_choices(subject: ServerSubject, prompt: str, greedy: Any) -> Check:
     replies = subject.choices(prompt, greedy, 3)
+    if replies is None:  # some give several only where they sample
+        replies = subject.choices(prompt, replace(greedy, temperature=1.0, top_k=1), 3)
     if replies is None:
-        return Check("n", True, "not offered by this server")
+        return Check("n", True, "not offered by this server", judged=False)
     passed = len(replies) == 3 and len({reply.tokens for reply in replies}) == 1
     return Check(
         "n",
@@ -199,7 +205,7 @@ def _answer_checks(questions: Questions) -> Iterator[Check]:
 
 def _said(check: Check, say: Say) -> Check:
     chance = "" if check.p_value is None else f" (p = {check.p_value:.2g})"
-    say(f"  {'passed' if check.passed else 'FAILED'}  {check.name}: {check.detail}{chance}")
+    say(f"  {check.outcome}  {check.name}: {check.detail}{chance}")
     return check
 
 
@@ -236,5 +242,6 @@ def to_html(certificate: dict[str, Any]) -> str:
 
 def _row(check: dict[str, Any]) -> str:
     p_value = "" if check["p_value"] is None else format(check["p_value"], ".2g")
-    cells = [html.escape(check["name"]), "passed" if check["passed"] else "<b>FAILED</b>", html.escape(check["detail"])]
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in [*cells, p_value]) + "</tr>"
+    cells = [html.escape(check["name"]), check["outcome"], html.escape(check["detail"])]
+    mark = "" if check["passed"] else " class=warning"
+    return f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in [*cells, p_value]) + "</tr>"

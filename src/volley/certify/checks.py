@@ -16,7 +16,10 @@ AT_ONCE = 8
 
 @dataclass
 class Check:
-    """What was looked at and what came of it. ``p_value`` is ``None`` where nothing is left to chance."""
+    """What was looked at and what came of it. ``p_value`` is ``None`` where nothing is left to chance.
+
+    What could not be ``judged`` fails nothing.
+    """
 
     name: str
     passed: bool
@@ -24,6 +27,11 @@ class Check:
     p_value: float | None = None
     sample: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
+    judged: bool = True
+
+    @property
+    def outcome(self) -> str:
+        return "FAILED" if not self.passed else "passed" if self.judged else "not judged"
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,7 @@ def check_stop(questions: Questions) -> Check:
     (whole,) = questions.subject.ask(questions.prompts[:1], questions.greedy)
     middle = whole.text[len(whole.text) // 2 :].strip()[:4]
     if not middle:
-        return Check("stop", True, "the answer is too short to be stopped")
+        return Check("stop", True, "the answer is too short to be stopped", judged=False)
     (cut,) = questions.subject.ask(questions.prompts[:1], replace(questions.greedy, stop=(middle,)))
     expected = whole.text.split(middle)[0]
     passed = cut.text == expected
@@ -168,23 +176,36 @@ def check_seeds(questions: Questions) -> Check:
 
 
 def check_penalties(questions: Questions) -> Check:
-    """Where an answer's own log-probabilities say that a penalty changes the next token, it does."""
+    """Where an answer's own log-probabilities say that a penalty changes the next token, it does.
+
+    Some servers count a prompt's tokens as well: an answer of one that leaves out a word of its prompt before is not judged.
+    """
     plain = questions.ask(questions.greedy)
     params = replace(questions.greedy, presence_penalty=PENALTY, frequency_penalty=PENALTY)
-    penalised = questions.ask(params)
-    predicted = 0
-    for before, after in zip(plain, penalised, strict=True):
+    judged = 0
+    for prompt, before, after in zip(questions.prompts, plain, questions.ask(params), strict=True):
         found = _first_change(before, questions.tie)
         if found is None:
             continue
         at, token = found
-        predicted += 1
-        if after.tokens[:at] != before.tokens[:at] or at >= len(after.tokens) or after.tokens[at] == before.tokens[at]:
-            got = after.tokens[at] if at < len(after.tokens) else "the end"
+        parted = next((i for i in range(at) if after.tokens[i : i + 1] != before.tokens[i : i + 1]), at)
+        if parted < at and isinstance(prompt, str) and str(before.tokens[parted]) in prompt:
+            continue
+        judged += 1
+        if parted < at or after.tokens[at : at + 1] == before.tokens[at : at + 1] or at >= len(after.tokens):
+            want = token if parted == at else before.tokens[parted]
+            got = after.tokens[parted] if parted < len(after.tokens) else "the end"
             return Check(
-                "penalties", False, f"token {at} should be {token!r} after penalties and is {got!r}", sample=predicted
+                "penalties", False, f"token {parted} should be {want!r} after penalties and is {got!r}", sample=judged
             )
-    return Check("penalties", True, f"{predicted} answers change where penalties make them", sample=predicted)
+    if not judged:
+        return Check(
+            "penalties",
+            True,
+            f"of none of {len(plain)} answers is it known where penalties change it; give more prompts, or longer answers",
+            judged=False,
+        )
+    return Check("penalties", True, f"{judged} answers change where penalties make them", sample=judged)
 
 
 def _first_change(reply: Reply, tie: float) -> tuple[int, Token] | None:

@@ -12,6 +12,8 @@ from volley.errors import EndpointError
 from volley.types import SamplingParams
 
 TOP = 20
+REFUSALS = (400, 404, 405, 422, 501)
+"""HTTP statuses of a server that does not offer what it was asked for."""
 _PART = "\ufffd"
 """Stands for a part of a character: tokens that are written so cannot be told apart, and their places are not judged."""
 Token = int | str
@@ -26,6 +28,14 @@ class Reply:
     text: str
     finish_reason: str
     top: tuple[dict[Token, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Structured:
+    """A chat's answer to a ``response_format``."""
+
+    text: str
+    finish_reason: str
 
 
 class Subject(Protocol):
@@ -101,6 +111,25 @@ class ServerSubject:
             return None
         return [_reply(choice) for choice in raw["choices"]]
 
+    def structured(
+        self, asked: Sequence[tuple[str, float]], schema: dict[str, Any] | None, max_tokens: int
+    ) -> list[Structured] | None:
+        """Answers to chats of a prompt at a temperature, eight at once, in JSON of ``schema``; ``None`` if that is refused."""
+        with ThreadPoolExecutor(8) as pool:
+            try:
+                return list(pool.map(lambda one: self._structured(*one, schema, max_tokens), asked))
+            except _Refused:
+                return None
+
+    def _structured(self, prompt: str, temperature: float, schema: dict[str, Any] | None, most: int) -> Structured:
+        body: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        body |= {"temperature": temperature, "max_tokens": most}
+        if schema is not None:
+            form = {"name": "answer", "schema": schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
+        choice = self._json("POST", "/chat/completions", body)["choices"][0]
+        return Structured(choice["message"].get("content") or "", choice.get("finish_reason") or "stop")
+
     def _ask(self, prompt: str, params: SamplingParams) -> Reply:
         return _reply(self._json("POST", "/completions", self._body(prompt, params))["choices"][0])
 
@@ -131,7 +160,7 @@ class ServerSubject:
             raise EndpointError(
                 f"{self.url}{path}: {type(error).__name__} {error}; is an OpenAI-compatible server there?"
             ) from None
-        kind = _Refused if response.status_code in (400, 422) else EndpointError
+        kind = _Refused if response.status_code in REFUSALS else EndpointError
         raise kind(f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL, model and key")
 
 

@@ -22,9 +22,7 @@ def to_html(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[s
     if any(row["kind"] == "eval" for row in log):
         parts.append(f"<h2>Training</h2>{image(_curves(log))}")
     parts.append(f"<h2>Trials</h2><p>{html.escape(done['choose']['why'])}</p>{_trials(done.get('trials', []))}")
-    rows = [
-        [check["name"], "passed" if check["passed"] else "FAILED", check["detail"]] for check in certificate["checks"]
-    ]
+    rows = [[check["name"], check["outcome"], check["detail"]] for check in certificate["checks"]]
     parts.append(f"<h2>Certificate: {html.escape(certificate['verdict'])}</h2>{_table(['check', '', 'outcome'], rows)}")
     exports = [[form, where] for form, where in done["export"].items() if form != "seconds"]
     parts.append(f"<h2>Exports</h2>{_table(['format', 'where, or why not'], exports)}")

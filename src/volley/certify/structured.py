@@ -1,0 +1,78 @@
+"""Whether a server that is asked for JSON of a schema answers with it, drafting or not."""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import permutations, product
+from typing import Any
+
+from volley.certify.checks import Check
+from volley.certify.subject import ServerSubject, Structured
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"verdict": {"enum": ["yes", "no", "unclear"]}, "sure": {"type": "boolean"}},
+    "required": ["verdict", "sure"],
+    "additionalProperties": False,
+}
+"""Every answer ends soon, whatever the model would rather say."""
+MAX_TOKENS = 96
+TEMPERATURES = (0.0, 1.0)
+NAME = "json"
+
+
+def check_json(subject: ServerSubject, plain: ServerSubject | None, prompts: Sequence[str]) -> Check:
+    """Greedy and sampled answers to a ``response_format``, eight at once.
+
+    Not judged where the server refuses the field, and where greedy answers show that it does not look at it, unless ``plain`` does.
+    """
+    asked = [(prompt, temperature) for temperature in TEMPERATURES for prompt in prompts]
+    replies = subject.structured(asked, SCHEMA, MAX_TOKENS)
+    if replies is None:
+        return Check(NAME, True, "not offered by this server", judged=False)
+    wrong = [reply for reply in replies if not is_right(reply)]
+    if wrong and _ignores(subject, prompts, replies):
+        honoured = plain.structured(asked[: len(prompts)], SCHEMA, MAX_TOKENS) if plain is not None else None
+        if honoured is None or not all(map(is_right, honoured)):
+            return Check(NAME, True, "not offered by this server: response_format changes nothing", judged=False)
+    if wrong:
+        detail = f"{len(wrong)} of {len(replies)} answers are not of the schema; the first is {wrong[0].text[:60]!r}"
+        return Check(NAME, False, detail, sample=len(replies))
+    cut = sum(reply.finish_reason == "length" for reply in replies)
+    note = f"; {cut} were cut off in white space or before their end" if cut else ""
+    return Check(NAME, True, f"{len(replies)} answers of the schema that was asked for{note}", sample=len(replies))
+
+
+def _ignores(subject: ServerSubject, prompts: Sequence[str], replies: Sequence[Structured]) -> bool:
+    """Whether greedy answers are those that the server gives without a schema."""
+    free = subject.structured([(prompt, 0.0) for prompt in prompts], None, MAX_TOKENS)
+    return free is not None and [one.text for one in free] == [one.text for one in replies[: len(prompts)]]
+
+
+def is_right(reply: Structured) -> bool:
+    """Whether an answer is of the schema; one that was cut off must be the beginning of such an answer."""
+    if reply.finish_reason != "length":
+        return is_of_schema(reply.text)
+    compact = "".join(reply.text.split())
+    return any(whole.startswith(compact) for whole in _compact_answers())
+
+
+def _compact_answers() -> Iterator[str]:
+    """All answers of the schema, without white space; servers may ask for the properties in either order."""
+    for verdict, sure in product(SCHEMA["properties"]["verdict"]["enum"], (True, False)):
+        for pairs in permutations({"verdict": verdict, "sure": sure}.items()):
+            yield json.dumps(dict(pairs), separators=(",", ":"))
+
+
+def is_of_schema(text: str) -> bool:
+    """Whether a text is JSON of ``SCHEMA``."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    properties = SCHEMA["properties"]
+    return (
+        isinstance(found, dict)
+        and set(found) == set(properties)
+        and found["verdict"] in properties["verdict"]["enum"]
+        and isinstance(found["sure"], bool)
+    )

@@ -1,0 +1,96 @@
+"""What a check says where it cannot judge: it neither passes nor fails."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from volley.certify.checks import PENALTY, Questions, check_penalties, greedy_params
+from volley.certify.structured import check_json
+from volley.certify.subject import Reply, ServerSubject, Structured
+from volley.types import SamplingParams
+
+GOOD = '{"verdict": "no", "sure": true}'
+
+
+class Answers(ServerSubject):
+    """A server whose answers are known: with a schema, and without one."""
+
+    def __init__(self, formed: Sequence[str] | None, free: str = "Well", finish_reason: str = "stop") -> None:
+        self.formed, self.free, self.finish_reason = formed, free, finish_reason
+
+    def structured(
+        self, asked: Sequence[tuple[str, float]], schema: dict[str, Any] | None, max_tokens: int
+    ) -> list[Structured] | None:
+        if schema is None:
+            return [Structured(self.free, "stop") for _ in asked]
+        if self.formed is None:
+            return None
+        return [Structured(self.formed[index % len(self.formed)], self.finish_reason) for index in range(len(asked))]
+
+
+@pytest.mark.parametrize(
+    ("subject", "plain", "outcome"),
+    [
+        (Answers([GOOD]), None, "passed"),
+        (Answers(None), None, "not judged"),  # refused
+        (Answers(["Well"]), None, "not judged"),  # the field is not looked at
+        (Answers(["Well"]), Answers([GOOD]), "FAILED"),  # but it is without drafts
+        (Answers(["Well"]), Answers(None), "not judged"),
+        (Answers([GOOD, '{"verdict": "no"'], finish_reason="stop"), None, "FAILED"),
+        (Answers(['{"verdict":\n  "no"', '{ "sure": fal'], finish_reason="length"), None, "passed"),
+        (Answers(['{"verdict": "no", "more'], finish_reason="length"), None, "FAILED"),
+        (Answers(['{"verdict": "maybe", "sure": true}']), None, "FAILED"),
+        (Answers(['{"verdict": "no", "sure": 1}']), None, "FAILED"),
+        (Answers(['{"verdict": "no", "sure": true, "more": 1}']), None, "FAILED"),
+        (Answers(["[]"]), None, "FAILED"),
+    ],
+)
+def test_json_is_offered_or_not_or_wrong(subject: Answers, plain: Answers | None, outcome: str) -> None:
+    assert check_json(subject, plain, ["One", "Two"]).outcome == outcome
+
+
+def reply(tokens: str, *top: dict[str, float]) -> Reply:
+    rows = (*top, *({token: -0.1, "~": -9.0} for token in tokens[len(top) :]))
+    return Reply(tuple(tokens), tokens, "stop", tuple(dict(row) for row in rows))
+
+
+class Repeating:
+    """Says one thing without penalties, and another with them."""
+
+    def __init__(self, plain: Reply, penalised: str) -> None:
+        self.plain, self.penalised = plain, reply(penalised)
+
+    def ask(
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams], concurrency: int = 1
+    ) -> list[Reply]:
+        assert isinstance(params, SamplingParams)
+        return [self.penalised if params.presence_penalty else self.plain for _ in prompts]
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+REPEATS = reply("aba", {"a": -0.1, "b": -3.0}, {"b": -0.1, "c": -3.0}, {"a": -0.1, "c": -0.1 - PENALTY, "~": -9.0})
+"""The second "a" gives way to "c"."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "plain", "penalised", "outcome"),
+    [
+        ("xyz", REPEATS, "abc", "passed"),
+        ("xyz", REPEATS, "aba", "FAILED"),
+        ("xyz", REPEATS, "ab", "FAILED"),
+        ("xyz", REPEATS, "acc", "FAILED"),
+        ("xbz", REPEATS, "acc", "not judged"),  # a server that counts the prompt's tokens too
+        ("xyz", reply("abc"), "abc", "not judged"),  # nothing comes twice
+    ],
+)
+def test_penalties_are_judged_where_it_is_known_what_they_change(
+    prompt: str, plain: Reply, penalised: str, outcome: str
+) -> None:
+    subject = Repeating(plain, penalised)
+    questions = Questions(subject, None, [prompt], [prompt], lambda asked, _: list(asked), greedy_params(8))
+    found = check_penalties(questions)
+    assert found.outcome == outcome
+    assert ("give more prompts" in found.detail) == (plain is not REPEATS or prompt == "xbz")
