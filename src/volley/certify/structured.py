@@ -25,7 +25,7 @@ def check_json(subject: ServerSubject, plain: ServerSubject | None, prompts: Seq
 
     Not judged where the server refuses the field, and where greedy answers show that it does not look at it, unless ``plain`` does.
     """
-    asked = [(prompt, temperature) for temperature in TEMPERATURES for prompt in prompts]
+    asked = [(prompt, temperature) for temperature, prompt in product(TEMPERATURES, prompts)]
     replies = subject.structured(asked, SCHEMA, MAX_TOKENS)
     if replies is None:
         return Check(NAME, True, "not offered by this server", judged=False)
