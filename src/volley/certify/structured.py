@@ -23,7 +23,7 @@ NAME = "json"
 def check_json(subject: ServerSubject, plain: ServerSubject | None, prompts: Sequence[str]) -> Check:
     """Greedy and sampled answers to a ``response_format``, eight at once.
 
-    Not judged where the server refuses the field, and where greedy answers show that it does not look at it, unless ``plain`` does.
+    Not judged where the server refuses the field, or greedy answers show that it does not look at it and ``plain`` neither.
     """
     asked = [(prompt, temperature) for temperature, prompt in product(TEMPERATURES, prompts)]
     replies = subject.structured(asked, SCHEMA, MAX_TOKENS)
