@@ -117,7 +117,7 @@ class ServerSubject:
         """Answers to chats of a prompt at a temperature, eight at once, in JSON of ``schema``; ``None`` if that is refused."""
         with ThreadPoolExecutor(8) as pool:
             try:
-                return list(pool.map(lambda one: self._structured(*one, schema, max_tokens), asked))
+                return list(pool.map(lambda one: self._structured(one[0], one[1], schema, max_tokens), asked))
             except _Refused:
                 return None
 
