@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from jsonschema import validate
+from jsonschema import ValidationError, validate
 from openai import OpenAI
 
 from tests.serve.running import MODEL, Running, Tiny, running
@@ -18,7 +18,8 @@ from volley import SamplingParams
 from volley.chat import render_chat
 from volley.decode.grammars import Grammars
 from volley.decode.thinking import ThinkingBudget
-from volley.serve.calls import grammar_of_answer
+from volley.errors import ConfigError
+from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.formats import load_format
 from volley.serve.messages import Tool, Tools
 
@@ -184,32 +185,172 @@ def test_strict_tools_bind_calls_wherever_they_begin(server: Running) -> None:
     assert grammar_of_answer(load_format("hermes"), loose, None, engine.tokenizer, is_thinking=False) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "special", "call", "is_alone"),
-    [
-        ("mistral", True, '[TOOL_CALLS]weather[ARGS]{"city":"Bern","days":3}', False),
-        ("mistral", False, '[TOOL_CALLS]weather[ARGS]{"city":"Bern","days":3}', False),
-        ("llama3", False, '{"name": "weather", "parameters": {"city":"Bern","days":3}}', True),
-    ],
-)
-def test_strict_tools_of_other_formats(tiny: Tiny, name: str, special: bool, call: str, is_alone: bool) -> None:
+MARKERS = {
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+    "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"],
+    "gpt_oss": ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>"],
+}
+"""Special tokens of models of these formats."""
+IN_FORM = {
+    "mistral": '[TOOL_CALLS]weather[ARGS]{"city":"Bern","days":3}',
+    "llama3": '{"name": "weather", "parameters": {"city":"Bern","days":3}}',
+    "qwen3_5": "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "gemma4": '<|tool_call>call:weather{city:<|"|>Bern<|"|>,days:3}<tool_call|>',
+    "gpt_oss": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Bern","days":3}',
+}
+"""A call in each format."""
+
+
+def strict_rule(tiny: Tiny, name: str, tools: list[Any], *, is_special: bool = True) -> tuple[Any, Any]:
+    """What makes rules of answers in a format whose tools are strict, and a tokenizer that has the format's special tokens."""
     tokenizer = copy.deepcopy(tiny.plain.tokenizer)
-    if special:
-        tokenizer.add_special_tokens({"extra_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]})
-    strict = Tool.model_validate({"type": "function", "function": {**WEATHER["function"], "strict": True}})
-    grammar = grammar_of_answer(load_format(name), Tools(tools=[strict]), None, tokenizer, is_thinking=False)
+    if is_special and name in MARKERS:
+        tokenizer.add_special_tokens({"extra_special_tokens": MARKERS[name]})
+    offered = Tools(tools=[Tool.model_validate(tool) for tool in tools])
+    grammar = grammar_of_answer(load_format(name), offered, None, tokenizer, is_thinking=False)
     assert grammar is not None
     grammars = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
-    texts = {"": True, "Sun [x]": True, ' {"x": 1}': True, "[THINK]Is it?[/THINK]Yes.": True, call: True}
+    return lambda: grammars.rule(grammar), tokenizer
+
+
+def in_strict(tool: Any, **changes: Any) -> Any:
+    return {"type": "function", "function": {**tool["function"], "strict": True, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_special"),
+    [("mistral", True), ("mistral", False), ("llama3", False), ("qwen3_5", False), ("gemma4", True), ("gpt_oss", True)],
+)
+def test_strict_tools_of_other_formats(tiny: Tiny, name: str, is_special: bool) -> None:
+    make, tokenizer = strict_rule(tiny, name, [in_strict(WEATHER)], is_special=is_special)
+    call = IN_FORM[name]
+    texts = {"": True, "Sun [x]": True, ' {"x": 1}': True, call: True}
     texts |= {
         call.replace("Bern", "Oslo"): False,
         call.replace("weather", "time"): False,
         call.replace("3", "null"): False,
     }
-    texts |= {f"See: {call}": True, f"See: {call.replace('Bern', 'Oslo')}": is_alone, f"See: {call}{call}": True}
+    is_alone = name == "llama3"
+    match name:
+        case "gpt_oss":
+            texts["<|channel|>analysis<|message|>Is it?<|end|><|start|>assistant" + call] = True
+            texts[call + "<|call|>"] = True
+            texts["<|channel|>final<|message|>Sun to=functions.x, and {rain}."] = True
+            first = ' to=functions.weather<|channel|>commentary json<|message|>{"city":"Bern","days":3}'
+            texts |= {first: True, first.replace("Bern", "Oslo"): False, first.replace("weather", "time"): False}
+        case "gemma4":
+            texts["<|channel>thought\nIs it?<channel|>Yes." + call + call] = True
+        case "mistral":
+            texts["[THINK]Is it?[/THINK]Yes."] = True
+    if name != "gpt_oss":
+        texts |= {f"See: {call}": True, f"See: {call.replace('Bern', 'Oslo')}": is_alone, f"See: {call}{call}": True}
     for text, is_allowed in texts.items():
-        rule, token_ids = grammars.rule(grammar), tokenizer.encode(text, add_special_tokens=False)
+        rule, token_ids = make(), tokenizer.encode(text, add_special_tokens=False)
         assert (rule.num_allowed(token_ids) == len(token_ids)) is is_allowed, text
+
+
+TYPES: Any = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 5},
+        "code": {"type": "string", "pattern": "^[a-c]/x$"},
+        "size": {"anyOf": [{"type": "number", "minimum": 2}, {"type": "null"}]},
+        "who": {"$ref": "#/$defs/who"},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
+        "mode": {"enum": ["a b", "c"]},
+    },
+    "required": ["text", "who"],
+    "additionalProperties": False,
+    "$defs": {
+        "who": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "child": {"anyOf": [{"$ref": "#/$defs/who"}, {"type": "null"}]}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    },
+}
+WHO: Any = {"name": 'x "y', "child": {"name": "", "child": None}}
+VALUES: list[tuple[dict[str, Any], bool]] = [
+    ({"text": "", "who": {"name": "a"}}, True),
+    ({"text": "a\n<b", "code": "b/x", "size": 2.5, "who": WHO, "tags": ["a", "}"], "mode": "a b"}, True),
+    ({"text": "a", "size": None, "who": WHO, "tags": ["a"]}, True),
+    ({"text": "abcdef", "who": WHO}, False),
+    ({"text": "a", "code": "d/x", "who": WHO}, False),
+    ({"text": "a", "size": 1, "who": WHO}, False),
+    ({"text": "a"}, False),
+    ({"who": WHO}, False),
+    ({"text": "a", "who": {}}, False),
+    ({"text": "a", "who": {"name": 1}}, False),
+    ({"text": "a", "who": WHO, "tags": []}, False),
+    ({"text": "a", "who": WHO, "tags": ["a", "b", "c"]}, False),
+    ({"text": "a", "who": WHO, "mode": "d"}, False),
+    ({"text": "a", "who": WHO, "more": "d"}, False),
+]
+
+
+def in_notation(name: str, arguments: dict[str, Any]) -> str:
+    def quoted(value: Any) -> str:
+        if isinstance(value, str):
+            return f'<|"|>{value}<|"|>'
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{quoted(own)}" for key, own in value.items()) + "}"
+        return "[" + ",".join(map(quoted, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+    if name == "gemma4":
+        return f"<|tool_call>call:f{quoted(arguments)}<tool_call|>"
+    texts = {
+        key: own if isinstance(own, str) else json.dumps(own, separators=(",", ":")) for key, own in arguments.items()
+    }
+    inside = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+    return f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
+def test_notations_follow_schemas(tiny: Tiny, name: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": TYPES, "strict": True}}
+    make, tokenizer = strict_rule(tiny, name, [tool])
+    for arguments, is_allowed in VALUES:
+        assert is_valid(arguments) is is_allowed, "the case is what it says"
+        text = in_notation(name, arguments)
+        rule, token_ids = make(), tokenizer.encode(text, add_special_tokens=False)
+        assert (rule.num_allowed(token_ids) == len(token_ids)) is is_allowed, text
+
+
+def is_valid(arguments: Any) -> bool:
+    try:
+        validate(arguments, TYPES)
+    except ValidationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "properties": {"x": {"type": "string", "format": "date"}}}, "'format'"),
+        ({"type": "object", "properties": {}, "required": ["x"]}, "'x', which is no property"),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, "'additionalProperties'"),
+        ({"type": "object", "properties": {"x": {"allOf": [{"type": "string"}]}}}, "'allOf'"),
+        ({"type": "object", "properties": [1]}, "cannot be read"),
+    ],
+)
+def test_what_a_notation_cannot_express_is_refused(tiny: Tiny, name: str, schema: Any, message: str) -> None:
+    """Of a strict tool. A loose one beside it may be called with anything, and a forced call is written as JSON."""
+    odd = {"type": "function", "function": {"name": "odd", "parameters": schema}}
+    with pytest.raises(ConfigError, match=message):
+        strict_rule(tiny, name, [in_strict(odd)])
+    make, tokenizer = strict_rule(tiny, name, [in_strict(WEATHER), odd])
+    text = in_notation(name, {"x": "y", "z": {"a": [1, "b"]}})
+    text = text.replace("function=f", "function=odd").replace("call:f", "call:odd")
+    token_ids = tokenizer.encode(text + "So.", add_special_tokens=False)
+    assert make().num_allowed(token_ids) == len(token_ids)
+    call = load_format(name).call
+    assert call is not None
+    assert not can_bind(call, [Tool.model_validate(odd)])
+    assert can_bind(call, [Tool.model_validate(WEATHER)])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -324,17 +465,57 @@ def test_bad_fields_are_named(server: Running, body: Any, param: str, message: s
     assert error["param"] == param
 
 
-def test_a_notation_that_is_not_json_is_replaced_when_a_call_is_forced(tiny: Tiny, tmp_path: Path) -> None:
-    """Qwen 3.5's, here. It reasons as it always does."""
+def streamed(client: OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], int]:
+    """Names and arguments of the calls that a stream brings, and how many deltas they came in."""
+    calls: list[tuple[str, str]] = []
+    deltas = 0
+    for chunk in ask(client, **asked, stream=True):
+        for part in chunk.choices[0].delta.tool_calls or []:
+            if part.index == len(calls):
+                calls.append(("", ""))
+            name, arguments = calls[part.index]
+            calls[part.index] = name + (part.function.name or ""), arguments + (part.function.arguments or "")
+            deltas += 1
+    return calls, deltas
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
+def test_calls_are_forced_in_notations_that_are_not_json(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """The model reasons as it always does, and the client gets JSON, whole or as it is written."""
     file = tmp_path / "chat.jinja"
-    file.write_text(TEMPLATE + "{# <function= #}")
-    with running(tiny.engine(), chat_template=file) as server, openai_client(server) as client:
-        assert server.service.form is not None
-        assert server.service.form.name == "qwen3_5"
-        extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
-        (choice,) = ask(client, tool_choice=NAMED, extra_body=extra).choices
-        assert choice.message.reasoning_content
-        validate(json.loads(choice.message.tool_calls[0].function.arguments), SCHEMA)
+    file.write_text(TEMPLATE)
+    schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "why": {"type": "string", "maxLength": 12}}}
+    schema["required"] = [*schema["properties"]]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}
+    asked: Any = {"tools": [tool], "tool_choice": NAMED, "max_tokens": 200}
+    with running(tiny.engine(), chat_template=file, answer_format=name) as server, openai_client(server) as client:
+        for temperature in (0, 1):
+            (choice,) = ask(client, **asked, temperature=temperature).choices
+            (call,) = choice.message.tool_calls
+            assert choice.finish_reason == "stop"
+            validate(json.loads(call.function.arguments), schema)
+            calls, deltas = streamed(client, **asked, temperature=temperature)
+            assert calls == [(call.function.name, call.function.arguments)]
+            assert deltas > 4, "arguments come before the call is complete"
+        if name == "qwen3_5":
+            extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
+            (choice,) = ask(client, **asked, extra_body=extra).choices
+            assert choice.message.reasoning_content
+            validate(json.loads(choice.message.tool_calls[0].function.arguments), schema)
+        several = {**asked, "tool_choice": "required", "extra_body": {"ignore_eos": True}}
+        (choice,) = ask(client, **several).choices
+        calls, _ = streamed(client, **several)
+        assert calls == [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+        assert len(calls) > 1
+        odd: Any = {"type": "object", "properties": {"x": {"type": "string", "format": "date"}}, "required": ["x"]}
+        odd["additionalProperties"] = False
+        tool = in_strict(tool, parameters=odd)
+        (choice,) = ask(client, **{**asked, "tools": [tool]}).choices
+        assert json.loads(choice.message.tool_calls[0].function.arguments).keys() == {"x"}, "forced as plain JSON"
+        with pytest.raises(openai.BadRequestError, match="'format'") as error:
+            ask(client, tools=[tool])
+        assert error.value.param == "tools"
+        assert ask(client, tools=[in_strict(WEATHER)], max_tokens=5).choices[0].finish_reason == "length"
 
 
 def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_path: Path) -> None:

@@ -23,21 +23,20 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """The types that a value may have under a schema; empty if it does not say."""
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
+    """The types that a value may have under a schema; empty if it does not say. Of parts inside parts down to ``depth``."""
     schema = resolved(schema, root)
-    types: set[str] = set()
-    declared = schema.get("type")
-    types |= {declared} if isinstance(declared, str) else set(declared or ())
-    if not types:
-        values = (
-            schema["enum"] if isinstance(schema.get("enum"), list) else [schema[k] for k in ("const",) if k in schema]
-        )
-        types |= {_type_of(value) for value in values}
-    if not types:
+    declared, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(declared, str | list):
+        types = {declared} if isinstance(declared, str) else {one for one in declared if isinstance(one, str)}
+    elif isinstance(values, list):
+        types = {_type_of(value) for value in values}
+    else:
+        types = {one for key, one in (("properties", "object"), ("items", "array")) if key in schema}
         for key in ("anyOf", "oneOf", "allOf"):
-            for part in schema.get(key) or ():
-                types |= types_of(part, root) if part is not schema else set()
+            parts = schema.get(key)
+            for part in parts if isinstance(parts, list) and depth else ():
+                types |= types_of(part, root, depth - 1)
     return types | ({"null"} if schema.get("nullable") and types else set())
 
 

@@ -3,14 +3,14 @@
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from volley.errors import ConfigError
 from volley.grammar import Grammar
 from volley.serve.formats import AnswerFormat, CallText
 from volley.serve.messages import NamedTool, Tool, Tools
-
-_COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+from volley.serve.notations import any_arguments_in_lark, arguments_in_lark, in_json
 
 
 def grammar_of_answer(
@@ -23,16 +23,15 @@ def grammar_of_answer(
     """
     offered = tools.offered
     call = form.call if form is not None and offered else None
-    call = call if call is not None and call.is_json else None
     rules: list[str] = []
     if tools.is_forced:
         assert call is not None, "a format with calls is chosen where one is forced"
         if own is not None:
             raise ConfigError("a call is forced, so nothing else can be asked of the answer; leave one of both out")
         is_single = isinstance(tools.tool_choice, NamedTool) or not tools.parallel_tool_calls
-        rules += ["start: BEFORE calls", *_calls(call, offered, tokenizer, is_single=is_single)]
+        rules += ["start: BEFORE calls", *_calls(call, offered, tokenizer, is_single=is_single, binds_all=True)]
     elif own is not None and call is not None:
-        calls = _calls(call, offered, tokenizer, is_single=not tools.parallel_tool_calls)
+        calls = _calls(call, offered, tokenizer, is_single=not tools.parallel_tool_calls, binds_all=False)
         rules += ["start: BEFORE (calls | answer)", *calls, f"answer: {_in_lark(own)}"]
     elif own is not None and is_thinking:
         rules += ["start: BEFORE answer", f"answer: {_in_lark(own)}"]
@@ -49,29 +48,34 @@ def grammar_of_answer(
     return Grammar.lark("\n".join(rules).replace("BEFORE", before + " SPACE?" if before else "") + "\nSPACE: /\\s+/\n")
 
 
-def _calls(call: CallText, tools: Sequence[Tool], tokenizer: Any, *, is_single: bool) -> list[str]:
+def _calls(call: CallText, tools: Sequence[Tool], tokenizer: Any, *, is_single: bool, binds_all: bool) -> list[str]:
     """Rules for ``calls``: one of the tools, or several where the format can write them."""
-    names = " | ".join(f"call_{index}" for index in range(len(tools)))
     more = "" if is_single or call.between is None else f" ({_literal(call.between, tokenizer)} call)*"
-    rules = [f"calls: call{more}", f"call: {names}"]
+    return [f"calls: call{more}", *_call(call, call.begin, tools, tokenizer, binds_all=binds_all)]
+
+
+def _call(call: CallText, begin: str, tools: Sequence[Tool], tokenizer: Any, *, binds_all: bool) -> list[str]:
+    """Rules for ``call``, which begins with ``begin``."""
+    rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     for index, tool in enumerate(tools):
-        before = _literal(call.begin + tool.function.name + call.middle, tokenizer)
-        rules.append(f"call_{index}: {before} {_arguments(tool)} {_literal(call.end, tokenizer)}")
-    return rules
+        before = _literal(begin + tool.function.name + call.middle, tokenizer)
+        rules.append(f"call_{index}: {before} arguments_{index} {_literal(call.end, tokenizer)}")
+    return rules + _arguments(call, tools, tokenizer, binds_all=binds_all)
 
 
 def _strict_anywhere(call: CallText, tools: Sequence[Tool], tokenizer: Any) -> Grammar | None:
     """Text with calls in it, whose arguments follow their schemas; ``None`` if it cannot be told where a call begins.
 
-    It begins with a special token that nothing else has, with a marker that is text, or with the answer itself.
+    The format says it, or a call begins with a special token, with a marker that is text, or with the answer itself.
     """
-    special = _special_in(call.begin, tokenizer)
-    own = next((token for token in special if call.begin.startswith(token)), None)
-    marker = re.match(r"<\w+>|\[\w+\]", call.begin)
-    if own is not None and own == call.begin:
-        opening, number = own, tokenizer.convert_tokens_to_ids(own)
+    if call.anywhere:
+        return _as_format_says(call, tools, tokenizer)
+    special = next((token for token in _special_in(call.begin, tokenizer) if call.begin.startswith(token)), None)
+    marker = re.match(r"<\|?\w+>|\[\w+\]", call.begin)
+    if special is not None:
+        opening, number = special, tokenizer.convert_tokens_to_ids(special)
         rules = ["start: free (opening call free)*", f"opening: <[{number}]>", f"free: <[^{number}]>*"]
-    elif marker is not None and not special:
+    elif marker is not None and not _special_in(call.begin, tokenizer):
         opening = marker[0]
         rules = ["start: (opening call)* TEXT", f"opening[suffix={json.dumps(opening)}]: TEXT", "TEXT: /(?s:.*)/"]
     elif call.begin.startswith("{") and call.between is None:
@@ -79,21 +83,50 @@ def _strict_anywhere(call: CallText, tools: Sequence[Tool], tokenizer: Any) -> G
         rules = ["start: call | TEXT", r'TEXT: /(?s:.*)/ & ~/\s*(<\|python_tag\|>\s*)?\{\s*"name"\s*:(?s:.*)/']
     else:
         return None
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    calls = _call(call, call.begin.removeprefix(opening), tools, tokenizer, binds_all=False)
+    return Grammar.lark("\n".join([*rules, *calls]) + "\n")
+
+
+def _as_format_says(call: CallText, tools: Sequence[Tool], tokenizer: Any) -> Grammar:
+    """The format's own grammar of answers with calls in them."""
+    rules = []
+    for rule in call.anywhere:
+        head, body = rule.split(": ", 1)
+        if "{name}" in body:
+            named = [body.replace("{name}", tool.function.name) for tool in tools]
+            body = " | ".join(own.replace("{arguments}", f"arguments_{index}") for index, own in enumerate(named))
+        rules.append(f"{head}: " + re.sub(r'"([^"]*)"', lambda found: _literal(found[1], tokenizer), body))
+    return Grammar.lark("\n".join([*rules, *_arguments(call, tools, tokenizer, binds_all=False)]) + "\n")
+
+
+def _arguments(call: CallText, tools: Sequence[Tool], tokenizer: Any, *, binds_all: bool) -> list[str]:
+    """Rules ``arguments_0`` and so on. If not all are bound, those of loose tools may be anything where they must."""
+    rules = []
     for index, tool in enumerate(tools):
-        before = _literal(call.begin.removeprefix(opening) + tool.function.name + call.middle, tokenizer)
-        rules.append(f"call_{index}: {before} {_arguments(tool)} {_literal(call.end, tokenizer)}")
-    return Grammar.lark("\n".join(rules) + "\n")
+        name = f"arguments_{index}"
+        try:
+            rules += arguments_in_lark(name, tool.schema_of_arguments, call, partial(_literal, tokenizer=tokenizer))
+        except ConfigError:
+            if binds_all or tool.function.strict:
+                raise
+            rules += any_arguments_in_lark(name, call, partial(_literal, tokenizer=tokenizer))
+    return rules
 
 
-def _arguments(tool: Tool) -> str:
-    return "%json " + json.dumps(tool.schema_of_arguments | _COMPACT)
+def can_bind(call: CallText, tools: Sequence[Tool]) -> bool:
+    """Whether the notation of a call can express what all tools take."""
+    try:
+        for tool in tools:
+            arguments_in_lark("arguments", tool.schema_of_arguments, call, json.dumps)
+    except ConfigError:
+        return False
+    return True
 
 
 def _in_lark(grammar: Grammar) -> str:
     """A grammar as a part of another one."""
     if grammar.kind == "json_schema":
-        return "%json " + json.dumps(json.loads(grammar.source) | _COMPACT)
+        return in_json(json.loads(grammar.source))
     if grammar.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(grammar.source)))
     raise ConfigError(
@@ -117,4 +150,4 @@ def _literal(text: str, tokenizer: Any) -> str:
         for part in parts
         if part
     ]
-    return " ".join(spelt)
+    return " ".join(spelt) or '""'

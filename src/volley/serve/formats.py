@@ -44,6 +44,9 @@ class CallText:
     """The arguments stand between tags, one by one."""
     quote: str | None = None
     """The arguments are JSON with bare keys, and this around texts."""
+    anywhere: tuple[str, ...] = ()
+    """A grammar of answers with calls in them, in Lark, where ``begin`` does not tell a call from anything else. Rules with
+    ``{name}`` stand for one alternative of each tool, whose ``{arguments}`` they hold."""
 
     @property
     def is_json(self) -> bool:
@@ -102,7 +105,8 @@ def load_format(name: str) -> AnswerFormat:
 
 def _call_text(data: Mapping[str, Any]) -> CallText:
     parameter = data.get("parameter")
-    return CallText(**{**data, "parameter": ParameterText(**parameter) if parameter else None})
+    own = {"parameter": ParameterText(**parameter) if parameter else None, "anywhere": tuple(data.get("anywhere", ()))}
+    return CallText(**{**data, **own})
 
 
 def plain_calls(form: AnswerFormat | None) -> AnswerFormat:

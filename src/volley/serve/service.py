@@ -13,7 +13,7 @@ from volley.engine.engine import Engine
 from volley.errors import ConfigError
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
-from volley.serve.calls import grammar_of_answer
+from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, shutting_down
 from volley.serve.formats import AnswerFormat, format_of, plain_calls
@@ -142,7 +142,7 @@ class Service:
     def _form_of(self, body: ChatRequest) -> AnswerFormat | None:
         """How the answer is written; ``None``: it is nothing but text. A forced call needs no format of the model's own."""
         form = self.form
-        if body.is_forced and (form is None or form.call is None or not form.call.is_json):
+        if body.is_forced and (form is None or form.call is None or not can_bind(form.call, body.offered)):
             return plain_calls(form)
         if body.offered and not body.is_forced:
             problem = None

@@ -1,0 +1,268 @@
+"""Grammars of calls' arguments in the notation of the model: JSON, texts between tags, or JSON with bare keys."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from volley.errors import ConfigError
+from volley.serve.arguments import resolved, types_of
+from volley.serve.formats import CallText, ParameterText
+
+_COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+_NOTES = {
+    "$defs",
+    "$id",
+    "$schema",
+    "default",
+    "definitions",
+    "deprecated",
+    "description",
+    "examples",
+    "nullable",
+    "title",
+}
+_SHAPES = {"$ref", "allOf", "anyOf", "const", "enum", "oneOf", "type"}
+_LIMITS = {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
+_KEYWORDS = {
+    "integer": _LIMITS,
+    "number": _LIMITS,
+    "string": {"minLength", "maxLength", "pattern"},
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+}
+_SCALARS = ("boolean", "integer", "null", "number")
+
+Schema = Mapping[str, Any]
+Literal = Callable[[str], str]
+"""A text as Lark writes it."""
+
+
+def in_json(schema: Schema) -> str:
+    """JSON without white space under a schema, in Lark."""
+    return "%json " + json.dumps({**schema, **_COMPACT})
+
+
+def arguments_in_lark(name: str, schema: Schema, call: CallText, literal: Literal) -> list[str]:
+    """Rules of which ``name`` (lower case) is arguments under ``schema`` as a call has them.
+
+    Raises :class:`ConfigError` if the notation of the call cannot express the schema.
+    """
+    if call.is_json:
+        return [f"{name}: {in_json(schema)}"]
+    try:
+        if call.parameter is not None:
+            return _Tagged(name, schema, literal, call.parameter).arguments()
+        assert call.quote is not None, "there is no other notation"
+        return _Quoted(name, schema, literal, call.quote).arguments()
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the schema of a tool's parameters cannot be read ({error!r}); see json-schema.org"
+        ) from None
+
+
+def any_arguments_in_lark(name: str, call: CallText, literal: Literal) -> list[str]:
+    """Rules of which ``name`` is arguments of any kind."""
+    terminal = name.upper()
+    if call.parameter is not None:
+        tags = call.parameter
+        opening = f"{json.dumps(tags.begin)} /[^>\\n]+/ {json.dumps(tags.middle)}"
+        text = f"(/(?s:.*)/ & ~/(?s:.*){_quoted(tags.end.strip())}(?s:.*)/) {json.dumps(tags.end)}"
+        return [f"{name}: {terminal}*", f"{terminal}: {opening} {text}"]
+    if call.quote is not None:
+        return [f'{name}: "{{" ({terminal}? {literal(call.quote)})* /(?s:.*)\\}}/', f"{terminal}: /(?s:.+)/"]
+    return [f"{name}: {in_json({'type': 'object'})}"]
+
+
+def _unknown(keywords: set[str]) -> ConfigError:
+    return ConfigError(
+        f"the model's notation of calls cannot be bound by {sorted(keywords)[0]!r}; leave that keyword out of the schema, "
+        "leave out strict, or force the call with tool_choice"
+    )
+
+
+class _Rules:
+    """Rules that are made for one schema."""
+
+    def __init__(self, name: str, schema: Schema, literal: Literal) -> None:
+        self.name, self.root, self.literal = name, schema, literal
+        self.rules: list[str] = []
+        self._count = 0
+
+    def _add(self, body: str, *, is_terminal: bool = False) -> str:
+        """The name of a new rule."""
+        self._count += 1
+        name = f"{self.name}_{self._count}"
+        self.rules.append(f"{name.upper() if is_terminal else name}: {body}")
+        return name.upper() if is_terminal else name
+
+    def _text(self, schema: Schema, outside: str) -> str:
+        """The body of a terminal for a text that does not hold ``outside``."""
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        body = f"/(?s:.{{{low},{high}}})/" if low or high != "" else "/(?s:.*)/"
+        if (pattern := schema.get("pattern")) is not None:
+            body += f" & /{_anywhere(pattern)}/"
+        return f"({body} & ~/(?s:.*){_quoted(outside)}(?s:.*)/)"
+
+    def _members(self, members: Sequence[tuple[str, bool]], between: str) -> str:
+        """The rule for members of an object in their order, each with whether it is required."""
+        first = later = '""'
+        for body, is_required in reversed(members):
+            mark = "" if is_required else f" | {first}"
+            ahead = f"{body} {later}{mark}"
+            mark = "" if is_required else f" | {later}"
+            behind = f"{between} {body} {later}{mark}"
+            first, later = self._add(ahead), self._add(behind)
+        return first
+
+    def _properties(self, schema: Schema) -> list[tuple[str, Schema, bool]]:
+        """Name, schema, and whether it is required."""
+        if isinstance(schema.get("additionalProperties"), Mapping):
+            raise _unknown({"additionalProperties"})
+        required = schema.get("required", [])
+        properties = schema.get("properties", {})
+        if missing := [name for name in required if name not in properties]:
+            raise ConfigError(f"required names {missing[0]!r}, which is no property; add it to properties")
+        return [(name, own, name in required) for name, own in properties.items()]
+
+    def _own_object(self) -> Schema:
+        schema = resolved(self.root, self.root)
+        self._allow(schema, "object")
+        if unknown := set(schema) & (_SHAPES - {"type", "$ref"}):
+            raise _unknown(unknown)
+        return schema
+
+    def _allow(self, schema: Schema, *types: str) -> None:
+        known = _NOTES | _SHAPES | {keyword for one in types for keyword in _KEYWORDS.get(one, set())}
+        if unknown := set(schema) - known:
+            raise _unknown(unknown)
+
+
+class _Tagged(_Rules):
+    """Arguments one by one, in the order of the schema. Those that are no texts are JSON."""
+
+    def __init__(self, name: str, schema: Schema, literal: Literal, tags: ParameterText) -> None:
+        super().__init__(name, schema, literal)
+        self.tags = tags
+
+    def arguments(self) -> list[str]:
+        parts = []
+        for name, own, is_required in self._properties(self._own_object()):
+            part = self._add(f"{self.literal(self.tags.begin + name + self.tags.middle)} {self._value(own)}")
+            parts.append(part if is_required else f"{part}?")
+        body = " ".join(parts) or '""'
+        return [*self.rules, f"{self.name}: {body}"]
+
+    def _value(self, schema: Schema) -> str:
+        """A value and what closes it."""
+        own, end = resolved(schema, self.root), self.literal(self.tags.end)
+        types = types_of(own, self.root)
+        if "string" not in types and types:
+            defs = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root}
+            return f"{in_json({**defs, **own})} {end}"
+        if types - {"string", "null"}:
+            raise ConfigError(
+                "a text that may also be a number or a structure cannot be bound in the model's notation of calls"
+            )
+        text = self._string(own)
+        return f"({text} | {self.literal('null' + self.tags.end)})" if "null" in types else text
+
+    def _string(self, schema: Schema) -> str:
+        chosen = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if chosen is not None:
+            texts = [self.literal(text + self.tags.end) for text in chosen if isinstance(text, str)]
+            return f"({' | '.join(texts)})"
+        if set(schema) & {"allOf", "anyOf", "oneOf"}:
+            parts = [resolved(part, self.root) for key in ("anyOf", "oneOf") for part in schema.get(key, [])]
+            if "allOf" in schema or not parts:
+                raise _unknown({"allOf"})
+            return f"({' | '.join(self._string(part) for part in parts if types_of(part, self.root) != {'null'})})"
+        self._allow(schema, "string")
+        body = f"{self._text(schema, self.tags.end.strip())} {json.dumps(self.tags.end)}"
+        return self._add(body, is_terminal=True)
+
+
+class _Quoted(_Rules):
+    """JSON with bare keys and quotes of its own."""
+
+    def __init__(self, name: str, schema: Schema, literal: Literal, quote: str) -> None:
+        super().__init__(name, schema, literal)
+        self.quote = quote
+        self._of_references: dict[str, str] = {}
+
+    def arguments(self) -> list[str]:
+        return [f"{self.name}: {self._object(self._own_object())}", *self.rules]
+
+    def _value(self, schema: Any) -> str:
+        if isinstance(reference := schema.get("$ref"), str):
+            if more := set(schema) - _NOTES - {"$ref"}:
+                raise _unknown(more)
+            return self._referred(reference)
+        if "allOf" in schema:
+            raise _unknown({"allOf"})
+        if "enum" in schema or "const" in schema:
+            values = schema.get("enum", [schema.get("const")])
+            return f"({' | '.join(self.literal(self._spelt(value)) for value in values)})"
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                if more := set(schema) - _NOTES - {key}:
+                    raise _unknown(more)
+                return f"({' | '.join(map(self._value, schema[key]))})"
+        types = sorted(types_of(schema, self.root)) or ["array", *_SCALARS, "object", "string"]
+        scalars = [one for one in types if one in _SCALARS]
+        self._allow(schema, *types)
+        makers = {"string": self._string, "array": self._array, "object": self._object}
+        parts = [maker(schema) for one, maker in makers.items() if one in types]
+        if scalars:
+            limits = {key: own for key, own in schema.items() if key in _LIMITS}
+            parts.append(in_json({**limits, "type": scalars}))
+        return f"({' | '.join(parts)})"
+
+    def _referred(self, reference: str) -> str:
+        if reference not in self._of_references:
+            self._count += 1
+            self._of_references[reference] = name = f"{self.name}_{self._count}"
+            self.rules.append(f"{name}: {self._value(resolved({'$ref': reference}, self.root))}")
+        return self._of_references[reference]
+
+    def _spelt(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self.quote}{value}{self.quote}"
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{key}:{self._spelt(own)}" for key, own in value.items()) + "}"
+        return "[" + ",".join(map(self._spelt, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+    def _string(self, schema: Schema) -> str:
+        quote = self.literal(self.quote)
+        text = self._add(self._text(schema, self.quote), is_terminal=True)
+        return f"({quote} {text} {quote}" + (f" | {quote} {quote})" if self._may_be_empty(schema) else ")")
+
+    @staticmethod
+    def _may_be_empty(schema: Schema) -> bool:
+        return not schema.get("minLength") and "pattern" not in schema
+
+    def _array(self, schema: Schema) -> str:
+        low, high = schema.get("minItems", 0), schema.get("maxItems")
+        item = self._add(self._value(schema.get("items", {"type": [*_SCALARS, "string"]})))
+        if high == 0:
+            return '"[" "]"'
+        more = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
+        return f'("[" {item} {more} "]"' + (' | "[" "]")' if low == 0 else ")")
+
+    def _object(self, schema: Schema) -> str:
+        members = [
+            (self._add(f"{self.literal(name + ':')} {self._value(own)}"), is_required)
+            for name, own, is_required in self._properties(schema)
+        ]
+        return f'"{{" {self._members(members, self.literal(","))} "}}"'
+
+
+def _quoted(text: str) -> str:
+    """A text as a regular expression between slashes."""
+    return "".join(character if character.isalnum() else f"\\x{ord(character):02x}" for character in text)
+
+
+def _anywhere(pattern: str) -> str:
+    """An expression for whole texts in which a schema's ``pattern`` occurs."""
+    before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if pattern.endswith("$") else "(?s:.*)"
+    inside = pattern.removeprefix("^").removesuffix("$").replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
+    return f"{before}({inside}){after}"
