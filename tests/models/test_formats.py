@@ -147,8 +147,8 @@ def foreign() -> dict[str, Any]:
     ("changes", "message"),
     [
         (
-            {"speculators_model_type": "eagle3"},
-            "speculators_model_type is 'eagle3'; volley reads 'dflash', 'dflash2' and 'dspark'",
+            {"speculators_model_type": "eagle"},
+            "speculators_model_type is 'eagle'; volley reads 'dflash', 'dflash2', 'dspark' and 'eagle3'",
         ),
         ({"dflash_context_residual": True}, "dflash_context_residual are not supported"),
         ({"conv_kernel": 4}, "conv_kernel are not supported"),

@@ -15,6 +15,9 @@ from volley.bench.ties import is_tie
 from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.engine import Engine
 from volley.files import write_atomically
+from volley.models.draft_model import load_drafter
+from volley.models.drafter import Drafter
+from volley.models.eagle import is_eagle_checkpoint
 from volley.models.target import Target
 from volley.prompts import Message
 from volley.proposers.autoregressive import AutoregressiveProposer
@@ -30,18 +33,20 @@ def without_drafter(engine: Engine) -> Engine:
 
 
 def with_draft_model(engine: Engine, path: str, tokens: int) -> Engine:
-    """An engine on the same weights for which a plain draft model drafts so many tokens."""
+    """An engine on the same weights for which a plain draft model, or an EAGLE-3 drafter, drafts so many tokens."""
     target = engine.target
+    if is_eagle_checkpoint(path):
+        return _beside(engine, drafter=load_drafter(path, target, "bf16"))
     model = Target.from_pretrained(path, target.dtype, target.device)
     return _beside(engine, AutoregressiveProposer(model, target.vocab_size, 1 + tokens))
 
 
-def _beside(engine: Engine, proposer: Proposer | None = None) -> Engine:
+def _beside(engine: Engine, proposer: Proposer | None = None, drafter: Drafter | None = None) -> Engine:
     capacity: CapacityConfig = engine.capacity
     if engine.target.device.type != "cpu":  # where the first pool left a tenth of the memory
         capacity = CapacityConfig(**{**asdict(capacity), "num_pages": None})
     config = DecodingConfig(kv_dtype=engine.config.kv_dtype)
-    return Engine(engine.target, config=config, capacity=capacity, proposer=proposer)
+    return Engine(engine.target, drafter, config=config, capacity=capacity, proposer=proposer)
 
 
 def run_bench(
@@ -61,7 +66,8 @@ def run_bench(
     plain = without_drafter(engine)
     runners: dict[Case, Runner] = {case: engine_runner(plain if case == PLAIN else engine, case) for case in cases}
     if config.draft_model is not None:
-        case = Case("draft-model", replace(PLAIN.decoding, block_size=1 + config.draft_tokens))
+        name = "eagle-3" if is_eagle_checkpoint(config.draft_model) else "draft-model"
+        case = Case(name, replace(PLAIN.decoding, block_size=1 + config.draft_tokens))
         runners[case] = engine_runner(with_draft_model(engine, config.draft_model, config.draft_tokens), case)
     notes: list[str] = []
     target = engine.target

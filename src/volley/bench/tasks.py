@@ -85,7 +85,8 @@ class BenchConfig:
     against: tuple[str, ...] = ()
     """Peers: ``transformers`` is its own generate, plain and with each speculation it offers."""
     draft_model: str | None = None
-    """A plain draft model to compare with: folder or hub name of a smaller causal LM with the target's tokenizer."""
+    """A drafter that writes token by token, to compare with: folder or hub name of a smaller causal LM with the target's
+    tokenizer, or of an EAGLE-3 drafter."""
     draft_tokens: int = 4
     """Tokens that the draft model drafts."""
     raw: bool = False

@@ -69,6 +69,7 @@ NO_DRAFT = Ask(Shape.CHAIN, Rule.GREEDY)
 class Drafted(Protocol):
     """What drafting and verification need to know of a request."""
 
+    request_id: int
     params: SamplingParams
     noise: PositionNoise
     draft_table: BlockTable

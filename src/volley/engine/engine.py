@@ -19,6 +19,7 @@ from volley.decode.rules import TokenRule, make_rules
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.engine.capacity import fit_engine
+from volley.engine.drafting import make_draft_model, make_proposer
 from volley.engine.exactness import check_exact
 from volley.engine.pacing import Pacing
 from volley.engine.recurrent import make_recurrent
@@ -44,7 +45,6 @@ from volley.procedures.make import make_procedures
 from volley.procedures.request import Procedure, Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
-from volley.proposers.block import BlockProposer
 from volley.types import GenerationResult, Proposal, SamplingParams, TextChunk, Verdict
 
 OnVerified = Callable[[Request, Proposal, Verdict], None]
@@ -104,7 +104,7 @@ class Engine:
         self.inexact = check_exact(self.target, self.runner.store, self.config)
         """Why a token's logits may depend on what else is in the pass; ``None``: they do not, to the bit."""
         if proposer is None and self.draft_model is not None:
-            proposer = BlockProposer(self.draft_model, self.config)
+            proposer = make_proposer(self.draft_model, self.config)
         self.proposer = proposer
         """What drafts, if anything does: the drafter's, or one's own."""
         costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds)
@@ -128,7 +128,7 @@ class Engine:
             if window is not None:
                 slots = ring_pages(drafter.config.block_size, window, size) * capacity.max_running * size
             kv = make_store(config.draft_kv_dtype, drafter.kv_shapes, slots, target.dtype, target.device)
-            model = DraftModel(drafter, kv, target.attention, target.embed, target.head, window)
+            model = make_draft_model(drafter, kv, target, window)
             others.append(DraftRing(model, window, size, capacity.max_running) if window else DraftContext(model))
         self.recurrent = make_recurrent(target, capacity, window)
         if self.recurrent is not None:

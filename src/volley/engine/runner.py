@@ -27,7 +27,7 @@ class Runner:
         self.target, self.store, self.recurrent = target, store, recurrent
         self._taps: Taps | None = None
         if model is not None:
-            self._taps = Taps(target.model, model.drafter.config.target_layer_ids)
+            self._taps = Taps(target.model, model.taps)
             weakref.finalize(self, self._taps.close)  # a target outlives the engines made on it
 
     def close(self) -> None:

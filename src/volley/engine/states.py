@@ -197,7 +197,20 @@ class DraftContext(SequenceState):
         if sum(run.end - run.start for run in runs) < len(features):  # else all of them stay, in their order
             rows = _on_device(kept, features.device)
             features = features[rows].clone() if isinstance(rows, slice) else features[rows]
+        if self.model.reads_next:
+            features = self._with_next(step, members, runs, features)
         self.backlog.add(features, runs, adapter)
+
+    def _with_next(self, step: Step, members: list[int], runs: list[KeptRun], features: Tensor) -> Tensor:
+        """``features`` with the token after each, which is known by now; what the next draft begins with is noted."""
+        following, end = list[int](), 0
+        for index, run in zip(members, runs, strict=True):
+            request, tokens = step.works[index].request, step.works[index].verdict.token_ids
+            after = (request.token_ids + tokens)[run.start + 1 : run.end + 1]
+            following += after + [0] * (run.end - run.start - len(after))  # none comes after a prompt that is only read
+            end += run.end - run.start
+            request.tapped = features[end - 1].clone()
+        return self.model.with_next(features, torch.tensor(following, device=features.device))
 
 
 def _on_device(parts: list[slice | Tensor], device: torch.device) -> slice | Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from volley.errors import ConfigError, MismatchError, check_keys, unknown_key
+from volley.models.eagle_format import NUM_TAPS, EagleConfig
 from volley.models.variants import CONVOLUTION_KEYS, plain
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -113,6 +114,8 @@ class DrafterConfig:
     """Width of the target's states where the drafter has another; then embedding and head are the drafter's own."""
     draft_window: int | None = None
     """Tokens of context that are enough for its drafts, measured when it was trained; ``None``: not measured."""
+    eagle: EagleConfig | None = None
+    """It is an EAGLE-3 drafter; block, mask token and head mean nothing then, and the taps may be left to the target's depth."""
     own_embedding: bool = False
     """Whether the checkpoint brings input embeddings. Known by its tensors, so not part of ``config.json``."""
 
@@ -125,7 +128,14 @@ class DrafterConfig:
             object.__setattr__(self, "causal_layers", ())
         problems = [
             (self.block_size < 2, f"block_size is {self.block_size}; a block needs an anchor and at least one slot"),
-            (not self.target_layer_ids, "target_layer_ids is empty; name the target layers the drafter was trained on"),
+            (
+                self.eagle is not None and self.num_hidden_layers != 1,
+                f"num_hidden_layers is {self.num_hidden_layers}; volley reads EAGLE-3 drafters of one layer",
+            ),
+            (
+                not self.target_layer_ids and self.eagle is None,
+                "target_layer_ids is empty; name the target layers the drafter was trained on",
+            ),
             (
                 any(not -1 <= i < (self.num_target_layers or i + 1) for i in self.target_layer_ids),
                 f"target_layer_ids {list(self.target_layer_ids)} do not all lie in a target of "
@@ -170,6 +180,10 @@ class DrafterConfig:
             if wrong:
                 raise ConfigError(f"drafter config: {message}")
 
+    @property
+    def num_taps(self) -> int:
+        return len(self.target_layer_ids) or NUM_TAPS
+
     def window_for(self, asked: int | None) -> int | None:
         """Tokens of context to draft from, ``None`` for all: as ``asked``, where 0 means all and ``None`` the drafter's own."""
         return (self.draft_window if asked is None else asked) or None
@@ -194,7 +208,7 @@ class DrafterConfig:
             for what, drafted, have in pairs
             if drafted != have
         ]
-        if max(self.target_layer_ids) >= num_layers:
+        if max(self.target_layer_ids, default=0) >= num_layers:
             found.append(f"the drafter taps layer {max(self.target_layer_ids)}, this target has {num_layers} layers")
         return found
 
@@ -207,6 +221,7 @@ class DrafterConfig:
             (self.head is not None and self.head.type in ("gated", "rnn"), "DSpark's head with a gate or a state"),
             (self.conv_kernel_size is not None, "DFlash 2's convolutions"),
             (bool(self.causal_layers), "causal blocks"),
+            (self.eagle is not None, "EAGLE-3's layer"),
             (self.target_hidden_size is not None, "a width of its own"),
         ]
         return " and ".join(name for there, name in parts if there) or None
@@ -266,8 +281,11 @@ class DrafterConfig:
             raise ConfigError("drafter config has no 'dflash_config'; is this a DFlash drafter in z-lab's format?")
         check_keys("dflash_config key", dflash, _DFLASH_KEYS)
         values = {key: raw[key] for key in own if key in raw}
-        for key in ("rope_parameters", "rope_scaling", "layer_types", "causal_layers"):
-            if not isinstance(raw.get(key), dict if key.startswith("rope") else list) and raw.get(key) is not None:
+        for key in ("rope_parameters", "rope_scaling", "layer_types", "causal_layers", "eagle"):
+            if (
+                not isinstance(raw.get(key), dict if key.startswith(("rope", "eagle")) else list)
+                and raw.get(key) is not None
+            ):
                 raise ConfigError(f"drafter config: {key} is {raw[key]!r}, which is not of the type it must have")
         rope = raw.get("rope_parameters") or {}
         values.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
@@ -290,6 +308,9 @@ class DrafterConfig:
             values["sliding_window"] = None
         if raw.get("head") is not None:
             values["head"] = HeadConfig.from_json(raw["head"])
+        if raw.get("eagle") is not None:
+            check_keys("eagle key", raw["eagle"], EagleConfig.__dataclass_fields__)
+            values["eagle"] = EagleConfig(**raw["eagle"])
         required = {name for name, f in cls.__dataclass_fields__.items() if f.default is f.default_factory}
         missing = sorted(required - set(values))
         if missing:

@@ -1,7 +1,7 @@
 """What a folder with a drafter or a target is, and what is wrong with it, from its config and the headers of its weight files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from volley.errors import VolleyError
 from volley.files import read_json
 from volley.models.checkpoint import DrafterConfig
-from volley.models.drafter import Drafter
+from volley.models.eagle import drafter_class
+from volley.models.eagle_format import is_eagle
 from volley.models.export import TargetShape
 from volley.models.formats import (
     CONFIDENCE,
@@ -64,7 +65,7 @@ def diagnose(path: Path, target: str | None = None) -> Diagnosis:
         if is_target(raw):
             return _diagnose_target(path)
         form = detect(raw)
-        found.title = f"a DFlash drafter in {TITLES[form]}"
+        found.title = "an EAGLE-3 drafter" if form == "eagle3" else f"a DFlash drafter in {TITLES[form]}"
         config = parse_config(raw)
     except VolleyError as error:
         found.problems.append(str(error))
@@ -93,6 +94,7 @@ def is_target(raw: Mapping[str, Any]) -> bool:
         bool(kinds)
         and kinds[0].endswith(ends)
         and not {"dflash_config", "markov_rank", "speculators_config"} & set(raw)
+        and not is_eagle(raw)
     )
 
 
@@ -185,7 +187,9 @@ def _stored_tensors(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
 def _weight_problems(config: DrafterConfig, tensors: Mapping[str, StoredTensor]) -> list[str]:
     try:
         with torch.device("meta"):
-            expected = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+            expected = {
+                name: tuple(tensor.shape) for name, tensor in drafter_class(config)(config).state_dict().items()
+            }
     except VolleyError as error:
         return [str(error)]
     optional = {"t2d"} | ({"d2t"} if config.draft_vocab_size == config.vocab_size else set())
@@ -224,7 +228,7 @@ def _describe(config: DrafterConfig) -> dict[str, str]:
     reduced = f", drafts {own} of them" if own and own < config.vocab_size else ""
     brings = ["embedding"] * config.own_embedding + ["head"] * bool(own)
     depth = "an unknown number of layers" if config.num_target_layers is None else f"{config.num_target_layers} layers"
-    return {
+    facts = {
         "layers": f"{config.num_hidden_layers} of hidden size {config.hidden_size}, MLP {config.intermediate_size}, "
         f"{heads}{slides}",
         "block size": f"{config.block_size}, anchor included",
@@ -233,6 +237,15 @@ def _describe(config: DrafterConfig) -> dict[str, str]:
         "vocabulary": f"{config.vocab_size} tokens{reduced}; mask token {config.mask_token_id}",
         "sequential head": f"{config.head.type}, rank {config.head.rank}" if config.head else "none",
         "brings its own": " and ".join(brings) or "neither embedding nor head: they are the target's",
+    }
+    if config.eagle is None:
+        return facts
+    on = ", ".join(name for name, value in asdict(config.eagle).items() if value)
+    return facts | {
+        "block size": f"{config.block_size} at most, anchor included: a pass for each token",
+        "taps": f"{taps} (0-based)" if taps else "three, as the target's depth decides",
+        "vocabulary": f"{config.vocab_size} tokens{reduced}",
+        "as published": f"with {on}" if on else "by the authors",
     }
 
 

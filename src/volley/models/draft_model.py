@@ -1,5 +1,6 @@
 """A drafter at work: its K/V, its adapters, and what it borrows from its target. One class serves volley's engine and others'."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -14,7 +15,8 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
 from volley.models.adapter import Adapter, adapted, drafter_fingerprint
 from volley.models.domino import BoundRecurrent, DominoHead, RecurrentMarkovTables
-from volley.models.drafter import Drafter
+from volley.models.drafter import Drafter, read_drafter
+from volley.models.eagle import drafter_class
 from volley.models.fused import FusedDecoder
 from volley.models.heads import BoundHead, Projection
 from volley.models.inject import Injection
@@ -22,8 +24,14 @@ from volley.models.products import check_weights as check_product_weights
 from volley.models.target import Target
 from volley.native import Weights
 
+Inject = Callable[[Tensor, Tensor, slice | Tensor], None]
+"""``inject(features [T, F], positions [T], kv_slots [T])`` writes the drafter's K/V of these tokens."""
+
 
 class DraftModel:
+    reads_next = False
+    """Whether the K/V of a token need the token after it as well (:meth:`with_next`)."""
+
     def __init__(
         self,
         drafter: Drafter,
@@ -39,9 +47,11 @@ class DraftModel:
         config = drafter.config
         self.drafter, self.store, self.embed, self.head = drafter, store, embed, head
         self.window, self.windows = window, drafter.windows(window)
+        self.taps = config.target_layer_ids
+        """The layers of the target whose states it reads."""
         self._attention = attention
         self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
-        self._injection = Injection(drafter, store)
+        self._inject = self.make_injection()
         self.bound_head: BoundHead | BoundRecurrent | None = None
         if isinstance(drafter.head, DominoHead):
             self.bound_head = BoundRecurrent(drafter.head, lambda ids: drafter.embed(ids, embed), drafter.drafted)
@@ -51,6 +61,14 @@ class DraftModel:
             self.bound_head = BoundHead(
                 drafter.head, config.head.candidates, embed, head, config.vocab_size, drafter.drafted
             )
+
+    def make_injection(self) -> Inject:
+        """What makes K/V of features."""
+        return Injection(self.drafter, self.store)
+
+    def with_next(self, features: Tensor, token_ids: Tensor) -> Tensor:
+        """Features ``[T, taps · H]`` of tokens with what is needed of those after them, ``token_ids [T]``."""
+        return features
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +87,7 @@ class DraftModel:
 
     def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor, adapter: Adapter | None) -> None:
         """Project the target's features ``[T, taps · H]`` of tokens that stay into K/V at ``kv_slots [T]``."""
-        injection = self._injection if adapter is None else adapter.injection
+        injection = self._inject if adapter is None else adapter.injection
         injection(features, positions, kv_slots)
 
     def states(self, segments: list[Segment], token_ids: Tensor, adapter: Adapter | None = None) -> Tensor:
@@ -125,7 +143,8 @@ class DraftModel:
 
 def load_drafter(path: str | Path, target: Target, weights: Weights) -> Drafter:
     """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them."""
-    drafter = Drafter.from_pretrained(path, dtype=target.dtype).to(target.device)
+    folder, checkpoint = read_drafter(path)
+    drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
     check_product_weights(weights, target.device, target.dtype)
     drafter.fuse(weights, None if weights == "bf16" else target.head_weight)
     return drafter

@@ -20,7 +20,7 @@ from volley.errors import ConfigError
 from volley.files import check_weights, save_tensors, write_atomically
 from volley.memory import kernels
 from volley.models.accelerate import accelerate, share
-from volley.models.checkpoint import DrafterConfig
+from volley.models.checkpoint import Checkpoint, DrafterConfig
 from volley.models.convolution import BlockConvolution
 from volley.models.domino import DominoHead, RecurrentMarkovTables
 from volley.models.formats import drafter_folder, read_checkpoint, weight_files
@@ -184,6 +184,12 @@ def _make_head(config: DrafterConfig) -> SequentialHead | DominoHead | None:
     return ResidualHead(config.hidden_size, head.rank, with_context=head.type == "residual")
 
 
+def read_drafter(path: Path | str) -> tuple[Path, Checkpoint]:
+    """The folder of a drafter given by folder or hub name, and what is in it."""
+    folder = drafter_folder(drafter_path(path))
+    return folder, read_checkpoint(folder)
+
+
 class Drafter(nn.Module):
     """A drafter for one target. Weight names are z-lab's; embedding and head are the target's.
 
@@ -197,7 +203,7 @@ class Drafter(nn.Module):
         self.config = config
         self.folder: Path | None = None  # where it was loaded from
         width = config.target_hidden_size or config.hidden_size
-        self.fc = nn.Linear(len(config.target_layer_ids) * width, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.num_taps * width, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -314,8 +320,17 @@ class Drafter(nn.Module):
         """Load a folder or hub name in any format of ``formats.py``; every missing, unknown or misshapen weight is an error that
         names it.
         """
-        path = drafter_folder(drafter_path(path))
-        checkpoint = read_checkpoint(path)
+        folder, checkpoint = read_drafter(path)
+        if checkpoint.config.eagle is not None:
+            raise ConfigError(
+                f"{path} is an EAGLE-3 drafter, which volley decodes and measures with (generate, serve, bench) and does nothing "
+                "else with; give a block drafter"
+            )
+        return cls.from_checkpoint(folder, checkpoint, dtype)
+
+    @classmethod
+    def from_checkpoint(cls, path: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Self:
+        """What was read of folder ``path``, as a drafter."""
         with torch.device("meta"):
             drafter = cls(checkpoint.config)
         drafter.rotary = Rotary(checkpoint.config)  # the only tensors that are in no file

@@ -8,6 +8,7 @@ speculators   ``transformer_layer_config`` holds the layers' shape, ``aux_hidden
               reduced vocabulary ``d2t [N]`` (target id − draft id) and ``t2d [V]`` (whether a token is in it) are stored
 transformers  the class that ``generate(speculation_type="dflash")`` drives: no embedding, no head, two other names
 dspark        DeepSpec's: z-lab's with ``markov_rank`` and two more tensors; read, and written in the speculators format
+eagle3        EAGLE-3 drafters, as their authors publish them and as speculators writes them (``eagle_format.py``); read only
 gguf          llama.cpp's file (``gguf/drafter.py``)
 """
 
@@ -24,12 +25,14 @@ from torch import Tensor
 from volley.errors import CheckpointError, ConfigError
 from volley.files import BUNDLED_DRAFTERS, load_tensors, read_json, save_tensors, write_atomically
 from volley.models.checkpoint import Checkpoint, DrafterConfig, HeadConfig
+from volley.models.eagle_format import from_eagle, is_eagle
+from volley.models.eagle_format import own_name as eagle_name
 from volley.models.gguf.drafter import obstacles_in_gguf, read_gguf, write_gguf
 from volley.models.gguf.file import is_gguf
 from volley.models.variants import CONVOLUTION_KEYS, SELECTOR_KEYS, markov_head
 from volley.models.variants import own_name as variant_name
 
-Format = Literal["zlab", "speculators", "sglang", "transformers", "dspark", "gguf"]
+Format = Literal["zlab", "speculators", "sglang", "transformers", "dspark", "eagle3", "gguf"]
 
 TITLES: Mapping[Format, str] = {
     "zlab": "z-lab's format",
@@ -37,6 +40,7 @@ TITLES: Mapping[Format, str] = {
     "sglang": "SGLang's format",
     "transformers": "transformers' format",
     "dspark": "DeepSpec's format (DSpark)",
+    "eagle3": "EAGLE-3's format",
     "gguf": "GGUF",
 }
 _TRANSFORMERS_TYPE = "muse_glimmer_assistant"  # the only DFlash assistant class that transformers has
@@ -62,6 +66,8 @@ _SPECULATORS_KEYS = {
 
 def detect(raw: Mapping[str, Any]) -> Format:
     """The format of a ``config.json``; an error if it is no drafter's."""
+    if is_eagle(raw):
+        return "eagle3"
     if "speculators_model_type" in raw or "speculators_config" in raw:
         return "speculators"
     if raw.get("model_type") == _TRANSFORMERS_TYPE:
@@ -86,6 +92,8 @@ def parse_config(raw: Mapping[str, Any]) -> DrafterConfig:
         raw = _from_transformers(raw)
     elif form == "dspark":
         raw = _from_dspark(raw)
+    elif form == "eagle3":
+        raw = from_eagle(raw)
     return DrafterConfig.from_json(raw)
 
 
@@ -110,7 +118,7 @@ def read_raw(folder: Path) -> dict[str, Any]:
 
 def own_name(name: str) -> str:
     """volley's name of a tensor."""
-    return {theirs: own for own, theirs in _TRANSFORMERS_NAMES.items()}.get(name, variant_name(name))
+    return {theirs: own for own, theirs in _TRANSFORMERS_NAMES.items()}.get(name, variant_name(eagle_name(name)))
 
 
 def drafter_folder(path: Path) -> Path:
@@ -128,6 +136,12 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a folder: one, or the shards that its index names."""
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if whole.exists() or not index.exists():
+        pickled = path / "pytorch_model.bin"
+        if not whole.exists() and pickled.exists():
+            raise CheckpointError(
+                f"{pickled} is a pickle; write it as {whole.name}, with safetensors.torch.save_file(torch.load({pickled.name!r}, "
+                f"weights_only=True), {whole.name!r})"
+            )
         return [whole]
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -139,7 +153,9 @@ def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) ->
     """``config`` with what only the stored tensors tell: whether there is an embedding, and a head of the drafter's own."""
     rows = shapes["lm_head.weight"][0] if shapes.get("lm_head.weight") else None
     reduced = config.draft_vocab_size if config.draft_vocab_size != config.vocab_size else None
-    return replace(config, own_embedding="embed_tokens.weight" in shapes, draft_vocab_size=reduced or rows)
+    eagle = config.eagle and replace(config.eagle, qk_norm="layers.0.self_attn.q_norm.weight" in shapes)
+    own_embedding = "embed_tokens.weight" in shapes
+    return replace(config, own_embedding=own_embedding, draft_vocab_size=reduced or rows, eagle=eagle)
 
 
 def width_problem(config: DrafterConfig) -> str | None:
@@ -287,7 +303,9 @@ def _markov(head: HeadConfig) -> dict[str, Any]:
 def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = raw.get("speculators_model_type")
     if kind not in ("dflash", "dflash2", "dspark"):
-        raise ConfigError(f"speculators_model_type is {kind!r}; volley reads 'dflash', 'dflash2' and 'dspark'")
+        raise ConfigError(
+            f"speculators_model_type is {kind!r}; volley reads 'dflash', 'dflash2', 'dspark' and 'eagle3'"
+        )
     if (kind == "dspark") != (raw.get("markov_rank") is not None):
         raise ConfigError(
             f"speculators_model_type is {kind!r} with markov_rank {raw.get('markov_rank')!r}; only dspark has one"

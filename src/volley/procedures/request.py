@@ -103,6 +103,8 @@ class Request:
     procedure: Procedure
     rules: tuple[TokenRule, ...] = ()
     """What changes its logits: penalties, biases, rules of its own."""
+    tapped: Tensor | None = None
+    """The target's features ``[taps · H]`` of the last token with K/V, where a drafter's next token needs them."""
     adapter: Adapter | None = None
     """Drafts for this request; ``None``: the drafter as it is."""
     prefix_root: bytes | None = b""

@@ -1,11 +1,12 @@
-"""A plain draft model: another causal LM with the target's tokenizer, which writes a chain token by token.
+"""What writes a chain token by token, and a plain draft model that does: another causal LM with the target's tokenizer.
 
-It is the baseline that a block drafter is compared with. It keeps K/V of its own for the texts that it drafted for last, and
+The draft model is a baseline for block drafters. It keeps K/V of its own for the texts that it drafted for last, and
 finds what of them still holds by comparing tokens. So nothing need tell it what was accepted, or which requests have ended.
 """
 
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import Any
@@ -17,7 +18,7 @@ from volley.decode.constrained import Following, walk_constrained
 from volley.decode.propose import Transitions, walk_best, walk_coupled, walk_sampled
 from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens, confidences
-from volley.decode.work import Rule, Work
+from volley.decode.work import Drafted, Rule, Work
 from volley.errors import MismatchError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
@@ -30,6 +31,53 @@ _WALKS = {Rule.GREEDY: walk_best, Rule.MATCH: walk_coupled, Rule.SPECULATIVE: wa
 _PAGE = 16
 
 
+class ChainProposer(Proposer):
+    """Needs as many passes as it drafts tokens."""
+
+    @abstractmethod
+    def open(self, works: Works) -> list[Work[Any]]:
+        """Get ready to :meth:`read` the anchors of ``works``; returns those that there is room to draft for."""
+
+    @abstractmethod
+    def read(self, requests: Sequence[Drafted], token_ids: list[int]) -> Tensor:
+        """Logits ``[n, V]`` after one more token of each of n requests."""
+
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        drafted = self.open(works)
+        for work in (work for work in drafted if constraints(work.request.rules)):
+            work.proposal = walk_constrained(self._following(work), work, with_confidence=with_confidence)
+        free = [work for work in drafted if not constraints(work.request.rules)]
+        for (rule, _), group in groupby(sorted(free, key=_sort_key), key=_alike):
+            members = list(group)
+            sure: list[float] = [0.0] * sum(work.ask.positions for work in members)
+            proposals = _WALKS[rule](self._transitions(members, sure), members)
+            starts = _starts(members)
+            for work, proposal, start in zip(members, proposals, starts, strict=True):
+                work.proposal = proposal
+                if with_confidence:
+                    proposal.confidence = sure[start : start + work.ask.positions]
+        return 0.0
+
+    def _transitions(self, works: Works, sure: list[float]) -> Transitions:
+        """Logits after tokens, one position of each block at a time and in order; ``sure`` is told how sure they are."""
+        owner = [work for work in works for _ in range(work.ask.positions)]
+
+        def after(rows: list[int], token_ids: list[int]) -> Tensor:
+            requests = [owner[row].request for row in rows]
+            logits = self.read(requests, token_ids)
+            if sure:
+                for row, probability in zip(rows, confidences(logits), strict=True):
+                    sure[row] = probability
+            parts = zip(requests, torch.split(logits, 1), strict=True)
+            return torch.cat([apply_rules(own.rules, row, [()]) if own.rules else row for own, row in parts])
+
+        return after
+
+    def _following(self, work: Work[Any]) -> Following:
+        """The same for one block, without the rules of its request."""
+        return lambda _, token: self.read([work.request], [token])
+
+
 @dataclass
 class _Text:
     """What the draft model has read of one request."""
@@ -40,8 +88,8 @@ class _Text:
     """Tokens between these and the anchor."""
 
 
-class AutoregressiveProposer(Proposer):
-    """Needs as many passes of ``model`` as it drafts tokens."""
+class AutoregressiveProposer(ChainProposer):
+    """Drafts with a model of its own."""
 
     def __init__(self, model: Target, vocab_size: int, block_size: int = 8, num_tokens: int = 2**16) -> None:
         """``vocab_size`` is the target's; K/V of ``num_tokens`` are kept."""
@@ -58,21 +106,8 @@ class AutoregressiveProposer(Proposer):
         self._texts: OrderedDict[int, _Text] = OrderedDict()  # by request id, least recently drafted for first
         self._seconds: dict[int, float] = {}
 
-    def propose(self, works: Works, *, with_confidence: bool) -> float:
-        drafted = [work for work in works if self._open(work, works)]
-        for work in (work for work in drafted if constraints(work.request.rules)):
-            work.proposal = walk_constrained(self._following(work), work, with_confidence=with_confidence)
-        free = [work for work in drafted if not constraints(work.request.rules)]
-        for (rule, _), group in groupby(sorted(free, key=_sort_key), key=_alike):
-            members = list(group)
-            sure: list[float] = [0.0] * sum(work.ask.positions for work in members)
-            proposals = _WALKS[rule](self._transitions(members, sure), members)
-            starts = _starts(members)
-            for work, proposal, start in zip(members, proposals, starts, strict=True):
-                work.proposal = proposal
-                if with_confidence:
-                    proposal.confidence = sure[start : start + work.ask.positions]
-        return 0.0
+    def open(self, works: Works) -> list[Work[Any]]:
+        return [work for work in works if self._open(work, works)]
 
     def _open(self, work: Work[Any], works: Works) -> bool:
         """Have a text for the work's request that ends before its anchor; False, and no draft, where there is no room."""
@@ -92,29 +127,10 @@ class AutoregressiveProposer(Proposer):
             self.pool.release(self._texts.pop(idle).table)
         return bool(needed <= self.model.context_length)
 
-    def _transitions(self, works: Works, sure: list[float]) -> Transitions:
-        """Logits after tokens, one position of each block at a time and in order; ``sure`` is told how sure they are."""
-        owner = [work for work in works for _ in range(work.ask.positions)]
-
-        def after(rows: list[int], token_ids: list[int]) -> Tensor:
-            requests = [owner[row].request for row in rows]
-            logits = self._read([self._texts[request.request_id] for request in requests], token_ids)
-            if sure:
-                for row, probability in zip(rows, confidences(logits), strict=True):
-                    sure[row] = probability
-            parts = zip(requests, torch.split(logits, 1), strict=True)
-            return torch.cat([apply_rules(own.rules, row, [()]) if own.rules else row for own, row in parts])
-
-        return after
-
-    def _following(self, work: Work[Any]) -> Following:
-        """The same for one block, without the rules of its request."""
-        text = self._texts[work.request.request_id]
-        return lambda _, token: self._read([text], [token])
-
     @torch.inference_mode()
-    def _read(self, texts: list[_Text], token_ids: list[int]) -> Tensor:
-        """Logits ``[n, V]`` after one more token of each text, and after what was unread of it."""
+    def read(self, requests: Sequence[Drafted], token_ids: list[int]) -> Tensor:
+        """What was not read of a text is read first."""
+        texts = [self._texts[request.request_id] for request in requests]
         segments, tokens, last = list[Segment](), list[int](), list[int]()
         for text, token in zip(texts, token_ids, strict=True):
             new = [*text.unread, token]

@@ -1,0 +1,25 @@
+"""Which kind of model and which proposer go with a drafter."""
+
+from volley.config import DraftingConfig
+from volley.memory.kv_store import KVStore
+from volley.models.draft_model import DraftModel
+from volley.models.drafter import Drafter
+from volley.models.eagle import EagleDrafter
+from volley.models.eagle_model import EagleModel
+from volley.models.target import Target
+from volley.proposers.base import Proposer
+from volley.proposers.block import BlockProposer
+from volley.proposers.eagle import EagleProposer
+
+
+def make_draft_model(drafter: Drafter, store: KVStore, target: Target, window: int | None) -> DraftModel:
+    """``drafter`` at work for ``target``, with its K/V in ``store``."""
+    borrowed = (target.attention, target.embed, target.head)
+    if isinstance(drafter, EagleDrafter):
+        return EagleModel(drafter, store, *borrowed, window, target.num_layers)
+    return DraftModel(drafter, store, *borrowed, window)
+
+
+def make_proposer(model: DraftModel, config: DraftingConfig) -> Proposer:
+    """What drafts with ``model``."""
+    return EagleProposer(model, config) if isinstance(model, EagleModel) else BlockProposer(model, config)

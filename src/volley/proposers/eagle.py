@@ -1,0 +1,77 @@
+"""EAGLE-3's proposals: a chain of as many passes of its layer as it has tokens, side by side for all requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from volley.config import DraftingConfig
+from volley.decode.sampling import best_tokens
+from volley.decode.work import Drafted, Work
+from volley.errors import ConfigError
+from volley.memory.batch import RaggedBatch, Segment
+from volley.models.eagle_model import EagleModel
+from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
+from volley.proposers.autoregressive import ChainProposer
+from volley.proposers.base import Works
+
+
+@dataclass
+class _Chain:
+    """Where the next step of a request's draft stands, and the state ``[H]`` that it reads."""
+
+    position: int
+    state: Tensor
+
+
+class EagleProposer(ChainProposer):
+    def __init__(self, model: EagleModel, config: DraftingConfig) -> None:
+        self.model = model
+        self.block_size = model.drafter.config.block_size
+        self.configure(config)
+        self._chains: dict[int, _Chain] = {}
+        self._seconds: dict[int, float] = {}
+
+    def configure(self, config: DraftingConfig) -> None:
+        if config.denoising_steps > 1:
+            raise ConfigError(
+                f"denoising_steps is {config.denoising_steps}, and an EAGLE-3 drafter writes token by token; use 1"
+            )
+
+    def open(self, works: Works) -> list[Work[Any]]:
+        states = self.model.eagle.fused_states(torch.stack([work.request.tapped for work in works]))
+        self._chains = {
+            work.request.request_id: _Chain(work.request.length - 2, state)
+            for work, state in zip(works, states, strict=True)
+        }
+        return list(works)
+
+    def read(self, requests: Sequence[Drafted], token_ids: list[int]) -> Tensor:
+        chains = [self._chains[request.request_id] for request in requests]
+        segments = [
+            Segment(request.draft_table, chain.position, 1) for request, chain in zip(requests, chains, strict=True)
+        ]
+        batch, _ = RaggedBatch.on_device(segments, token_ids, [0], self.model.device)
+        logits, states = self.model.advance(batch, self.model.store, torch.stack([chain.state for chain in chains]))
+        for chain, state in zip(chains, states, strict=True):
+            chain.position, chain.state = chain.position + 1, state
+        return logits
+
+    @torch.inference_mode()
+    def seconds(self, tokens: int, requests: int) -> float:
+        """Of all steps, and of the K/V of a token of each request."""
+        if requests not in self._seconds:
+            model, eagle = self.model, self.model.eagle
+            context = min(CONTEXT, eagle.rotary.length - 1)
+            lengths = spread(requests, requests)
+            batch, store = made_up(lengths, eagle.kv_shapes, model.dtype, model.device, causal=True, context=context)
+            tapped = torch.zeros(requests, eagle.fc.in_features, dtype=model.dtype, device=model.device)
+            states = eagle.fused_states(tapped)
+            embeddings = eagle.embed(batch.token_ids, model.embed)
+            making = fastest(lambda: eagle.keys_values(embeddings, eagle.fused_states(tapped), batch.positions))
+            self._seconds[requests] = fastest(lambda: best_tokens(model.advance(batch, store, states)[0]))
+            self._seconds[-requests] = making
+        steps = -(-tokens // requests) - 1
+        return steps * self._seconds[requests] + self._seconds[-requests]

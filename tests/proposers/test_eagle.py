@@ -1,0 +1,197 @@
+"""EAGLE-3's chains: what its definition drafts, and lossless whatever they are."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests import eagle
+from tests.chi_square import chi_square_p, joint_counts
+from tests.tiny import Pair, greedy, make_pair, random_prompts
+from volley import Engine, SamplingParams
+from volley.config import DecodingConfig
+from volley.decode.work import Work
+from volley.errors import ConfigError
+from volley.models.draft_model import load_drafter
+from volley.models.eagle_model import EagleModel
+from volley.proposers.base import Proposer, Works
+from volley.proposers.eagle import EagleProposer
+from volley.types import GenerationResult
+
+PROMPTS = random_prompts(5, longest=30, seed=4)
+COUNT = 24
+PARAMS = SamplingParams(max_tokens=COUNT)
+SWITCHES: list[dict[str, Any]] = [
+    {},
+    {"norm_before_residual": True, "qk_norm": True},
+    {"norm_before_fc": True, "norm_output": True},
+    {"fc_norm": True, "own_embedding": True},
+]
+
+
+def drafting(pair: Pair, folder: Path, **options: Any) -> Engine:
+    drafter = load_drafter(folder, pair.target, "bf16")
+    return Engine(pair.target, drafter, **{"policy": "fixed", "page_size": 4, "num_pages": 200, **options})
+
+
+def run(engine: Engine, params: SamplingParams = PARAMS) -> list[GenerationResult]:
+    results = list(engine.generate(PROMPTS, params))
+    engine.check_integrity()
+    return results
+
+
+class Watched(Proposer):
+    """Notes what another proposer drafts after each text."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self.inner, self.block_size = inner, inner.block_size
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        seconds = self.inner.propose(works, with_confidence=with_confidence)
+        self.seen += [(list(work.request.token_ids), work.proposal.token_ids) for work in works]
+        return seconds
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=lambda switches: "+".join(switches) or "as published")
+def test_chains_are_those_of_the_definition(pair: Pair, tmp_path: Path, switches: dict[str, bool]) -> None:
+    folder = eagle.checkpoint(tmp_path, **switches)
+    engine = drafting(pair, folder, prefix_caching=False, max_batch_tokens=23)
+    assert engine.proposer is not None
+    watched = engine.proposer = Watched(engine.proposer)
+    run(engine)
+    weights = load_file(folder / "model.safetensors")
+    assert len(watched.seen) > 80
+    for text, drafted in watched.seen[::3]:
+        assert drafted == eagle.dense_draft(pair.hf, weights, text, len(drafted), **switches)
+
+
+def test_a_reduced_vocabulary_drafts_its_tokens_only(pair: Pair, tmp_path: Path) -> None:
+    some = [1, 2, 5, 8, 13, 21, 34]
+    folder = eagle.checkpoint(tmp_path, drafted=some)
+    engine = drafting(pair, folder)
+    assert engine.proposer is not None
+    watched = engine.proposer = Watched(engine.proposer)
+    assert [result.token_ids for result in run(engine)] == expected()
+    weights = load_file(folder / "model.safetensors")
+    text, drafted = watched.seen[5]
+    assert drafted == eagle.dense_draft(pair.hf, weights, text, len(drafted))
+    assert {token for _, drafted in watched.seen for token in drafted} <= set(some)
+
+
+class Knowing(EagleProposer):
+    """Knows four of five tokens of each answer: a random drafter is hardly ever right."""
+
+    def open(self, works: Works) -> list[Work[Any]]:
+        self.drafted = dict.fromkeys((work.request.request_id for work in works), 0)
+        return super().open(works)
+
+    def read(self, requests: Sequence[Any], token_ids: list[int]) -> Tensor:
+        logits = super().read(requests, token_ids)
+        for row, request in zip(logits, requests, strict=True):
+            at = request.num_output + self.drafted[request.request_id]
+            answer = expected()[PROMPTS.index(request.token_ids[: request.num_prompt])]
+            if at < COUNT and (at + request.num_prompt) % 5:
+                row[answer[at]] = 100.0
+            self.drafted[request.request_id] += 1
+        return logits
+
+
+@functools.cache
+def expected() -> list[list[int]]:
+    hf = make_pair().hf
+    return [greedy(hf, prompt, COUNT) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_batch_tokens": 9, "max_running": 2},
+        {"num_pages": 18},
+        {"draft_window": 12},
+        {"policy": "goodput"},
+        {"policy": None, "block_size": 3},
+        {"draft_kv_dtype": "int8"},
+    ],
+    ids=["usual", "chunks", "preemption", "window", "goodput", "shorter blocks", "int8 K/V"],
+)
+def test_greedy_answers_are_the_targets(pair: Pair, tmp_path: Path, options: dict[str, Any]) -> None:
+    engine = drafting(pair, eagle.checkpoint(tmp_path), **options)
+    assert isinstance(engine.draft_model, EagleModel)
+    engine.proposer = Knowing(engine.draft_model, engine.config)
+    results = run(engine)
+    assert [result.token_ids for result in results] == expected()
+    lengths = [length for result in results for length in result.stats.accepted_lengths]
+    assert sum(lengths) / len(lengths) > 1.5, "drafts must have been kept for this to mean anything"
+    assert [result.token_ids for result in run(engine)] == expected(), "with prefixes in the cache"
+
+
+def test_penalties_and_seeds(pair: Pair, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=COUNT, seed=3, repetition_penalty=1.3, presence_penalty=0.2)
+    plain = run(Engine(pair.target, page_size=4, num_pages=200), params)
+    drafted = run(drafting(pair, eagle.checkpoint(tmp_path)), params)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+
+
+class Overrated(Watched):
+    """Says that the tokens were drawn from other distributions."""
+
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        seconds = super().propose(works, with_confidence=with_confidence)
+        for work in works:
+            if work.proposal.draft_probs is not None:
+                work.proposal.draft_probs = work.proposal.draft_probs.roll(1, dims=-1)
+        return seconds
+
+
+V, TOKENS, SEEDS = 4, 4, 1500
+
+
+def law(folder: Path, *, biased: bool) -> tuple[float, float]:
+    """How probable the answers without seeds are under the target's own law, and accepted tokens of each."""
+    pair = make_pair(2, vocab_size=V, initializer_range=0.2, drafter={"vocab_size": V, "mask_token_id": 3})
+    eagle.write(folder, eagle.config(vocab_size=V, draft_vocab_size=V), eagle.tensors(vocab=V))
+    params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
+    engine = drafting(pair, folder, max_running=256, num_pages=2000, verification="speculative")
+    if biased:
+        assert engine.proposer is not None
+        engine.proposer = Overrated(engine.proposer)
+    prompt = [1, 3, 2, 2]
+    results = list(engine.generate([prompt] * SEEDS, [replace(params, seed=None)] * SEEDS))
+    found = torch.tensor([result.token_ids for result in results])[:, :3]
+    prefixes = torch.cartesian_prod(*[torch.arange(V)] * 2)
+    ids = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], dim=1)
+    with torch.inference_mode():
+        laws = (pair.hf(input_ids=ids).logits[:, 3:].double() / 1.2).softmax(-1)
+    first, second = (laws[:, at].gather(1, prefixes[:, at, None]) for at in range(2))
+    accepted = sum(n - 1 for result in results for n in result.stats.accepted_lengths)
+    return chi_square_p(joint_counts(found, V), (first * second * laws[:, 2]).flatten()), accepted / SEEDS
+
+
+def test_sampled_answers_follow_the_targets_law(tmp_path: Path) -> None:
+    probability, accepted = law(tmp_path, biased=False)
+    assert probability > 1e-3
+    assert accepted > 0.4, "drafts must have been accepted for this to mean anything"
+
+
+def test_a_wrong_distribution_is_seen(tmp_path: Path) -> None:
+    assert law(tmp_path, biased=True)[0] < 1e-6
+
+
+def test_what_it_has_no_use_for_is_refused(pair: Pair, tmp_path: Path) -> None:
+    folder = eagle.checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="writes token by token; use 1"):
+        drafting(pair, folder, denoising_steps=2)
+    with pytest.raises(ConfigError, match="tree_nodes is 4"):
+        drafting(pair, folder, tree_nodes=4)
+    engine = drafting(pair, folder)
+    with pytest.raises(ConfigError, match="takes no adapters"):
+        engine.load_adapter("mine", tmp_path)
+    assert engine.config == DecodingConfig(policy="fixed")
