@@ -2,34 +2,44 @@
 
     python benchmarks/diffusion_curve.py --target path/to/model --prompts prompts.jsonl --thresholds 0.5 0.7 0.9 0.99
 
-``prompts.jsonl`` has ``{"prompt": "…"}`` in each line. *Nats* are per token of the texts written, under the model's own
-autoregressive mode. *Distinct* is the share of different pairs of tokens; a low one means that the texts repeat themselves, which
-makes their nats low too. DiffusionGemma has no threshold: give ``--steps``.
+``prompts.jsonl`` has ``{"prompt": "…"}`` or ``{"messages": […]}`` in each line. They go through the chat template, if there is
+one; ``--raw`` leaves it out. *Nats* are per token of the texts written, under the model's own autoregressive mode, or under
+another model of the same tokenizer, ``--scorer``. *Distinct* is the share of different pairs of tokens; a low one means that the
+texts repeat themselves, which makes their nats low too. DiffusionGemma has no threshold: give ``--steps``.
 
-With ``--server http://host:8000`` that server answers, all prompts at once, and the model in ``--target`` only scores its texts.
+All prompts are answered at once, by each setting in turn, ``--repeats`` times; tokens per second are medians and ranges. With
+``--server http://host:8000`` that server answers, and the model in ``--target`` only scores its texts.
 """
 
 import argparse
 import json
+import statistics
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
+from volley.prompts import load_prompts
+
+AUTOREGRESSIVE = DiffusionParams(mode="autoregressive")
 
 
-def nats(engine: Engine, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """The mean over the answer of −log p(token | text before), each token by a pass over all before it."""
-    text, total = [*prompt, *answer], 0.0
-    for end in range(len(prompt), len(text)):
-        total -= float(engine.next_logits(text[:end]).log_softmax(dim=-1)[text[end]])
-    return total / len(answer)
+def nats(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> float:
+    """The mean over answers of −log p(token | text before) per token."""
+    causal = AUTOREGRESSIVE if engine.target.diffusion is not None else None
+    read = SamplingParams(max_tokens=0, prompt_logprobs=0, diffusion=causal)
+    pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if answer]
+    scores = []
+    for (_, answer), result in zip(pairs, engine.generate([p + a for p, a in pairs], read), strict=True):
+        assert result.prompt_logprobs is not None
+        scores.append(-statistics.fmean(result.prompt_logprobs[-len(answer) :]))
+    return statistics.fmean(scores) if scores else float("nan")
 
 
 def distinct(answers: Sequence[Sequence[int]]) -> float:
@@ -39,11 +49,11 @@ def distinct(answers: Sequence[Sequence[int]]) -> float:
 
 Answers = list[tuple[list[int], float]]
 """Token ids of each, and its tokens per pass."""
-Answer = Callable[[Sequence[str], SamplingParams], Answers]
+Answer = Callable[[Sequence[list[int]], SamplingParams], Answers]
 
 
 def by(engine: Engine) -> Answer:
-    def answer(prompts: Sequence[str], params: SamplingParams) -> Answers:
+    def answer(prompts: Sequence[list[int]], params: SamplingParams) -> Answers:
         results: list[GenerationResult] = list(engine.generate(prompts, params))
         return [(result.token_ids, result.stats.tokens_per_pass) for result in results]
 
@@ -53,7 +63,7 @@ def by(engine: Engine) -> Answer:
 def by_server(url: str, engine: Engine) -> Answer:
     """``engine`` has the tokenizer, since a server says texts."""
 
-    def ask(prompt: str, params: SamplingParams) -> tuple[list[int], float]:
+    def ask(prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
         assert params.diffusion is not None
         said = {name: value for name, value in asdict(params.diffusion).items() if value is not None}
         body = {"prompt": prompt, "diffusion": said, "ignore_eos": params.ignore_eos}
@@ -66,30 +76,73 @@ def by_server(url: str, engine: Engine) -> Answer:
         tokens = engine.tokenizer(found["choices"][0]["text"], add_special_tokens=False)["input_ids"]
         return list(tokens), details.get("tokens_per_pass", 1.0)
 
-    def answer(prompts: Sequence[str], params: SamplingParams) -> Answers:
+    def answer(prompts: Sequence[list[int]], params: SamplingParams) -> Answers:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: ask(prompt, params), prompts))
 
     return answer
 
 
-def row(engine: Engine, answer: Answer, name: str, prompts: Sequence[str], params: SamplingParams) -> str:
-    started = time.perf_counter()
-    found = answer(prompts, params)
-    seconds = time.perf_counter() - started
-    answers = [tokens for tokens, _ in found]
-    scores = [nats(engine, engine.encode(p), own) for p, own in zip(prompts, answers, strict=True) if own]
-    passes = sum(per_pass for _, per_pass in found) / len(found)
-    speed, mean = sum(map(len, answers)) / seconds, sum(scores) / max(1, len(scores))
-    return f"| {name} | {passes:.2f} | {speed:.0f} | {mean:.2f} | {distinct(answers):.2f} |"
+@dataclass
+class Setting:
+    name: str
+    params: SamplingParams
+    answers: Answers = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+
+    def run(self, answer: Answer, prompts: Sequence[list[int]]) -> None:
+        started = time.perf_counter()
+        self.answers = answer(prompts, self.params)
+        self.speeds.append(sum(len(tokens) for tokens, _ in self.answers) / (time.perf_counter() - started))
+
+    def row(self, first: "Setting", scorer: Engine, prompts: Sequence[list[int]]) -> str:
+        texts = [tokens for tokens, _ in self.answers]
+        passes = statistics.fmean(per_pass for _, per_pass in self.answers)
+        ratios = [own / plain for own, plain in zip(self.speeds, first.speeds, strict=True)]
+        columns = [
+            self.name,
+            f"{passes:.2f}",
+            f"{statistics.median(self.speeds):.0f} ({min(self.speeds):.0f}–{max(self.speeds):.0f})",
+            f"{statistics.median(ratios):.2f}",
+            f"{nats(scorer, prompts, texts):.2f}",
+            f"{distinct(texts):.2f}",
+        ]
+        return f"| {' | '.join(columns)} |"
+
+
+def make_settings(options: argparse.Namespace) -> list[Setting]:
+    def setting(name: str, **own: object) -> Setting:
+        diffusion = DiffusionParams(**own)  # type: ignore[arg-type]
+        return Setting(
+            name,
+            SamplingParams(
+                temperature=options.temperature,
+                seed=0,
+                max_tokens=options.max_tokens,
+                ignore_eos=not options.stop,
+                diffusion=diffusion,
+            ),
+        )
+
+    found = [setting(mode, mode=mode) for mode in ("autoregressive", "self")]
+    for length in options.lengths:
+        canvas = f", canvas {length}" if length else ""
+        for steps in options.steps:
+            found.append(setting(f"{steps} steps{canvas}", canvas_length=length, max_steps=steps))
+        for threshold in [] if options.steps else options.thresholds:
+            found.append(setting(f"threshold {threshold:g}{canvas}", canvas_length=length, threshold=threshold))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--limit", type=int, default=8, help="prompts, the first ones")
+    parser.add_argument("--limit", type=int, default=8, help="prompts, the first ones behind --skip")
+    parser.add_argument("--skip", type=int, default=0, help="prompts, the first ones: those that chose a setting")
+    parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--stop", action="store_true", help="answers may end before they are so long")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.99])
     parser.add_argument(
@@ -99,32 +152,27 @@ def main() -> None:
         "--lengths", type=int, nargs="+", default=[None], help="of canvases; by default the checkpoint's"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--threads", type=int, help="by default torch's choice")
+    parser.add_argument("--scorer", help="model that scores the texts; by default the target itself")
     parser.add_argument("--server", help="URL of a server of the same model, which answers instead")
     options = parser.parse_args()
-    lines = options.prompts.read_text(encoding="utf-8").splitlines()[: options.limit]
-    prompts = [json.loads(line)["prompt"] for line in lines]
-    engine = Engine.from_pretrained(options.target, dtype=getattr(torch, options.dtype), prefix_caching=False)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
+    engine = Engine.from_pretrained(options.target, dtype=dtype, prefix_caching=False)
+    scorer = Engine.from_pretrained(options.scorer, drafter=None, dtype=dtype) if options.scorer else engine
+    is_raw = options.raw or not engine.tokenizer.chat_template
+    chosen = load_prompts(options.prompts)[options.skip :][: options.limit]
+    prompts = [engine.encode(one.raw if is_raw else list(one.messages)) for one in chosen]
     answer = by(engine) if options.server is None else by_server(options.server, engine)
-
-    def params(**own: object) -> SamplingParams:
-        diffusion = DiffusionParams(**own)  # type: ignore[arg-type]
-        return SamplingParams(
-            temperature=options.temperature, seed=0, max_tokens=options.max_tokens, ignore_eos=True, diffusion=diffusion
-        )
-
-    print("| | tokens per pass | tokens/s | nats per token | distinct |\n|---|---|---|---|---|")
-    for mode in ("autoregressive", "self"):
-        print(row(engine, answer, mode, prompts, params(mode=mode)), flush=True)
-    for length in options.lengths:
-        canvas = f", canvas {length}" if length else ""
-        for steps in options.steps:
-            print(
-                row(engine, answer, f"{steps} steps{canvas}", prompts, params(canvas_length=length, max_steps=steps)),
-                flush=True,
-            )
-        for threshold in [] if options.steps else options.thresholds:
-            own = params(canvas_length=length, threshold=threshold)
-            print(row(engine, answer, f"threshold {threshold:g}{canvas}", prompts, own), flush=True)
+    settings = make_settings(options)
+    for _ in range(options.repeats):
+        for setting in settings:
+            setting.run(answer, prompts)
+    print("| | tokens per pass | tokens/s | ratio | nats per token | distinct |\n|---|---|---|---|---|---|")
+    for setting in settings:
+        print(setting.row(settings[0], scorer, prompts), flush=True)
 
 
 if __name__ == "__main__":

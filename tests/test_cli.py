@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 import volley.cli
 from volley.cli import app, main
-from volley.errors import ConfigError, InputError
+from volley.errors import CheckpointError, ConfigError, InputError
+from volley.files import BUNDLED_TARGETS
 from volley.models.drafter import Drafter
 from volley.train.options import TrainConfig
 
@@ -196,6 +197,27 @@ def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.
     assert out.count("yes") == 3
     monkeypatch.setattr("volley.console.Comparison.identical", property(lambda self: False))
     out, _ = run("demo", code=1)
+    assert "NOT identical" in out
+
+
+def test_the_diffusion_demo_paints_and_compares(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "both"
+    monkeypatch.setitem(BUNDLED_TARGETS, "reference-diffusion", folder)
+    monkeypatch.setattr("volley.console.DEMO_TOKENS", 12)
+    with pytest.raises(CheckpointError, match="is missing; install volley again"):
+        run("demo", "--diffusion")
+    shutil.copytree(tiny_pair.target, folder)
+    config = json.loads((folder / "config.json").read_text())
+    both = {"block_diffusion": {"mask_token_id": 3, "canvas_length": 4, "threshold": 0.0}}
+    (folder / "config.json").write_text(json.dumps({**config, **both}))
+    out, _ = run("demo", "--diffusion", "--dtype", "float32")
+    assert out.count("tokens a pass") == out.count("yes") == 3
+    assert "The tokens were identical to plain decoding's." in out
+    assert "░" not in out, "no terminal: only what stays"
+    monkeypatch.setattr("volley.console.Comparison.identical", property(lambda self: False))
+    out, _ = run("demo", "--diffusion", "--dtype", "float32", code=1)
     assert "NOT identical" in out
 
 

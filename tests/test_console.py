@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,10 @@ from rich.console import Console
 
 from tests.conftest import TinyPair
 from volley import Engine
-from volley.console import Comparison, Paper, explain_difference
-from volley.types import GenerationResult, GenerationStats
+from volley.console import Comparison, Paper, demo_diffusion, explain_difference
+from volley.models.diffusion import JOINT
+from volley.models.target import Target
+from volley.types import MASKED, GenerationResult, GenerationStats
 
 
 def answer(token_ids: list[int]) -> GenerationResult:
@@ -47,6 +50,22 @@ def test_only_a_tie_explains_a_difference(dtype: torch.dtype, gap: float, tied: 
     assert other is None, "a third token, whatever ties there"
     assert (explanation is not None) == tied
     assert explanation is None or "token 2" in explanation
+
+
+def test_the_diffusion_demo_leaves_only_text_on_a_terminal(
+    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("volley.console.DEMO_TOKENS", 14)
+    target = Target.from_pretrained(tiny_pair.target, torch.float32)
+    target.diffusion = replace(JOINT, mask_token_id=3)
+    engine, screen = Engine(target), Screen(200)
+    out = Console(file=screen, force_terminal=True, width=200, height=40, highlight=False, markup=False, emoji=False)
+    written = []
+    monkeypatch.setattr(screen, "write", lambda text, write=screen.write: (written.append(text), write(text))[1])
+    assert demo_diffusion(engine, out)
+    assert any(MASKED in text for text in written), "canvases are shown while they are denoised"
+    assert MASKED not in screen.shown, "and taken back"
+    assert screen.shown.count("tokens a pass") == 3
 
 
 def test_next_logits_are_the_targets_and_leave_no_page_behind(tiny_pair: TinyPair) -> None:

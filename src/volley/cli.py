@@ -255,12 +255,14 @@ def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, 
 def demo(
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",
+    diffusion: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
 ) -> None:
     """Decode three prompts with the bundled pair: τ, speed against plain decoding, and that tokens were identical."""
     from volley import console
 
-    engine = load_engine(ModelOptions(dtype=dtype, threads=threads))
-    if not console.demo(engine, console.stdout()):
+    target = "reference-diffusion" if diffusion else None
+    engine = load_engine(ModelOptions(target=target, dtype=dtype, threads=threads))
+    if not (console.demo_diffusion if diffusion else console.demo)(engine, console.stdout()):
         raise typer.Exit(1)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -13,10 +13,12 @@ from rich.text import Text
 from volley.bench.run import without_drafter
 from volley.bench.ties import first_difference, tied_logits
 from volley.prompts import Conversation, Message
-from volley.types import GenerationResult, SamplingParams
+from volley.types import DiffusionMode, DiffusionParams, GenerationResult, SamplingParams
 
 if TYPE_CHECKING:
     from volley.engine.engine import Engine
+
+_Way = tuple["Engine", SamplingParams]
 
 DEMO_PROMPTS = {
     "math": "A baker makes 4 trays of 12 rolls each morning and sells 35 of them. The rest are packed in bags of 13. "
@@ -27,6 +29,7 @@ DEMO_PROMPTS = {
 DEMO_TOKENS = 128
 WARM_UP = SamplingParams(max_tokens=16)
 """Lets the first call's one-time costs pass before anything is timed."""
+_CAUSAL_MODES: tuple[DiffusionMode, DiffusionMode] = ("self", "autoregressive")
 DRAFTED = "green"
 SKETCHED = "dim"
 
@@ -137,10 +140,20 @@ def explain_difference(engine: "Engine", compared: Comparison, prompt: Any) -> s
 
 def compare(engine: "Engine", plain: "Engine", prompt: Any, params: SamplingParams) -> Comparison:
     """Decode with both engines, one after the other, with nothing cached."""
+    return _compare(prompt, (engine, params), (plain, params))
+
+
+def compare_modes(engine: "Engine", prompt: Any, params: SamplingParams) -> Comparison:
+    """A diffusion language model that drafts for itself, and that writes one token at a time."""
+    modes = [(engine, replace(params, diffusion=DiffusionParams(mode=mode))) for mode in _CAUSAL_MODES]
+    return _compare(prompt, *modes)
+
+
+def _compare(prompt: Any, speculative: _Way, plain: _Way) -> Comparison:
     results = []
-    for each in (plain, engine):
-        each.reset_prefix_cache()
-        results += list(each.generate([prompt], params))
+    for engine, params in (plain, speculative):
+        engine.reset_prefix_cache()
+        results += list(engine.generate([prompt], params))
     return Comparison(speculative=results[1], plain=results[0])
 
 
@@ -178,6 +191,31 @@ def demo(engine: "Engine", out: Console) -> bool:
     out.print()
     if out.is_terminal:
         out.print(Text.assemble("Text in ", ("this colour", DRAFTED), " was drafted, the rest is the target's own.\n"))
+    return _report(engine, rows, out)
+
+
+def demo_diffusion(engine: "Engine", out: Console) -> bool:
+    """Paint three answers while they are denoised, then let the model draft for itself; False if that changed a token without a
+    tie to explain it."""
+    rows: dict[str, Comparison] = {}
+    params = SamplingParams(max_tokens=DEMO_TOKENS)
+    for name, text in DEMO_PROMPTS.items():
+        prompt: list[Message] = [{"role": "user", "content": text}]
+        if not rows:
+            compare_modes(engine, prompt, WARM_UP)
+        out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
+        painted = stream(engine, prompt, replace(params, diffusion=DiffusionParams(stream_drafts=True)), out).stats
+        passes = painted.denoising_steps + painted.commit_passes
+        out.print(f"{painted.output_tokens} tokens in {passes} passes: {painted.tokens_per_pass:.2f} tokens a pass")
+        rows[name] = compare_modes(engine, prompt, params)
+    out.print(
+        "\nThe same model drafting a canvas and verifying it causally, beside one token at a time:\n", soft_wrap=True
+    )
+    return _report(engine, rows, out)
+
+
+def _report(engine: "Engine", rows: dict[str, Comparison], out: Console) -> bool:
+    """The demo's prompts in a table; False if tokens differed without a tie to explain it."""
     out.print(comparison_table(rows))
     explained = True
     for name, row in rows.items():

@@ -31,6 +31,7 @@ def test_a_server_gives_the_curve_that_the_engine_gives(
         str(tmp_path),
         "--prompts",
         str(prompts),
+        "--raw",
         "--max-tokens",
         "12",
         "--dtype",
@@ -42,9 +43,11 @@ def test_a_server_gives_the_curve_that_the_engine_gives(
         main()
         rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
         assert [row[1].strip() for row in rows] == ["autoregressive", "self", *(f"threshold {t}" for t in THRESHOLDS)]
-        return [row[2].strip() for row in rows]
+        return [
+            row[2].strip() for row in rows if row[1].strip() != "self"
+        ]  # how often that drafts depends on the clock
 
     here = passes()
-    assert float(here[2]) > float(here[3]), "a lower threshold takes fewer passes"
+    assert float(here[1]) > float(here[2]), "a lower threshold takes fewer passes"
     with running(Engine.from_pretrained(tmp_path, dtype=torch.float32)) as server:
         assert passes("--server", server.url) == here
