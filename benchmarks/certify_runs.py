@@ -4,17 +4,26 @@ A pair without a fault is certified ``--runs`` times, each with noise of its own
 fall below 0.05, 0.01 and 0.001, which is as many parts of all where tests are true. Then the same with a fault: with the chance
 ``--planted`` / (1 − p) of each token, p the likeliest's probability on average, the likeliest token comes instead of it.
 
-    python benchmarks/certify_runs.py --runs 100 --bias 0.1              # a random pair
-    python benchmarks/certify_runs.py --bundled --runs 1 --bias 0.03     # the bundled pair
+    python benchmarks/certify_runs.py --runs 100 --bias 0.1                                                  # a random pair
+    python benchmarks/certify_runs.py --runs 4 --bias 0.01 --pieces 25 --planted 0.01 --ways sampled         # a bias of 1 %
+    python benchmarks/certify_runs.py --runs 4 --bias 0.01 --pieces 25 --ways sampled                        # and none
+    python benchmarks/certify_runs.py --bundled --runs 5 --bias 0.03                                         # the bundled pair
+
+Each piece of a run is a line of ``--out``; the same command goes on where it was stopped, by ``--seconds`` or otherwise. The
+pieces of a run are tested together, as one sample of the size that ``--bias`` states.
 """
 
 import argparse
 import copy
+import json
+import math
 import random
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
@@ -22,57 +31,118 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from volley import DecodingConfig, Engine
+from volley.bench.report import machine
 from volley.certify.checks import Check
 from volley.certify.options import CertifyConfig
-from volley.certify.sampled import check_way, ways
+from volley.certify.sampled import Sampled, Way, draw_way, verdicts, ways
+from volley.certify.statistics import Deviations
 from volley.decode.work import Work
+from volley.files import write_atomically
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
+from volley.prompts import read_jsonl
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig
 from volley.train.shape import drafter_config
+from volley.types import SamplingParams
 
 LEVELS = (0.05, 0.01, 0.001)
+PARTS = ("every", "bonus")
 
 
 def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    path = options.out / f"{name_of(options)}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = [row for _, row in read_jsonl(path)] if path.exists() else []
+    if len(done) < options.runs * options.pieces:
+        engine = bundled() if options.bundled else tiny()
+        if options.planted:
+            engine.procedure = engine.procedures.speculative = Biased(engine.config, options.planted, len(done))
+        prompts = [[random.Random(row).randrange(5, 45) for _ in range(8)] for row in range(8)]
+        if options.bundled:
+            prompts = [engine.encode(text) for text in ("Once upon a time", "def sort(", "To list files", "3 + 5 =")]
+        started = time.monotonic()
+        while len(done) < options.runs * options.pieces and time.monotonic() - started < options.seconds:
+            done.append(draw_piece(engine, prompts, options, len(done)))
+            write_atomically(path, "".join(json.dumps(piece) + "\n" for piece in done))
+    report(done, options)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--bias", type=float, default=0.1, help="what the sample size is for")
+    parser.add_argument("--bias", type=float, default=0.1, help="what the sample size of a run is for")
+    parser.add_argument("--pieces", type=int, default=1, help="of a run")
+    parser.add_argument("--ways", default="", help="names of ways, with commas; by default all that the pair has")
     parser.add_argument(
-        "--planted", type=float, default=0.0, help="points by which the likeliest token comes too often"
+        "--planted", type=float, default=0.0, help="points by which the likeliest token comes too often, over 100"
     )
     parser.add_argument("--bundled", action="store_true")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further run after so many")
-    options = parser.parse_args()
-    engine = bundled() if options.bundled else tiny()
-    if options.planted:
-        engine.procedure = engine.procedures.speculative = Biased(engine.config, options.planted)
-    prompts = [[random.Random(row).randrange(5, 45) for _ in range(8)] for row in range(8)]
-    if options.bundled:
-        prompts = [engine.encode(text) for text in ("Once upon a time", "def sort(", "To list files", "3 + 5 =")]
-    started, found, alarms, done = time.monotonic(), list[Check](), 0, 0
-    for seed in range(options.runs):
-        if time.monotonic() - started > options.seconds:
-            break
-        checks = run(engine, prompts, CertifyConfig(bias=options.bias, seed=seed, max_tokens=32))
-        alarms += any(not check.passed for check in checks)
-        found += checks
-        done += 1
-    report(found, alarms, done, time.monotonic() - started)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further piece after so many")
+    parser.add_argument("--out", type=Path, default=Path("runs/certify"))
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
 
 
-def run(engine: Engine, prompts: Sequence[list[int]], config: CertifyConfig) -> list[Check]:
-    todo = ways(engine, config.max_tokens)
-    return [check for way in todo for check in check_way(engine, prompts, way, config, 4 * len(todo))]
+def name_of(options: argparse.Namespace) -> str:
+    """Of the file that holds what was drawn with these options."""
+    parts = ["bundled" if options.bundled else "tiny", f"bias-{options.bias:g}", f"pieces-{options.pieces}"]
+    parts += [f"planted-{options.planted:g}"] if options.planted else []
+    return "-".join([*parts, *options.ways.replace(" ", "").split(",")]).rstrip("-")
 
 
-def report(checks: Sequence[Check], alarms: int, runs: int, seconds: float) -> None:
-    values = [check.p_value for check in checks if check.p_value is not None]
+def draw_piece(
+    engine: Engine, prompts: Sequence[list[int]], options: argparse.Namespace, number: int
+) -> dict[str, Any]:
+    """Sums of deviations over the tokens of each way."""
+    started, chosen = time.monotonic(), options.ways.split(",") if options.ways else ()
+    todo = ways(engine, 32)
+    wanted = math.ceil(CertifyConfig(bias=options.bias).sample_size(4 * len(todo)) / options.pieces)
+    sums = {}
+    for way in todo:
+        if not chosen or way.name in chosen:
+            found = draw_way(engine, prompts, way, wanted, number)
+            sums[way.name] = {part: vars(getattr(found, part)) | {"random": None} for part in PARTS}
+    return {"tests": 4 * len(todo), "ways": sums, "seconds": round(time.monotonic() - started, 1)}
+
+
+def pooled(pieces: Sequence[dict[str, Any]], config: CertifyConfig) -> list[Check]:
+    """The checks of a run, from its pieces."""
+    checks = []
+    for name in pieces[0]["ways"]:
+        found = Sampled(*(_sum([piece["ways"][name][part] for piece in pieces]) for part in PARTS))
+        checks += verdicts(Way(name, SamplingParams()), found, config, pieces[0]["tests"])
+    return checks
+
+
+def _sum(parts: Sequence[dict[str, Any]]) -> Deviations:
+    whole = Deviations(random.Random(0))
+    for part in parts:
+        for field in ("count", "hits", "variance", "impossible"):
+            setattr(whole, field, getattr(whole, field) + part[field])
+        whole.bins = [sum(pair) for pair in zip(whole.bins, part["bins"], strict=True)]
+    return whole
+
+
+def report(done: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    config, size = CertifyConfig(bias=options.bias), options.pieces
+    runs = [pooled(done[at : at + size], config) for at in range(0, len(done) - size + 1, size)]
+    checks = [check for run in runs for check in run]
+    alarms = sum(any(not check.passed for check in run) for run in runs)
     tokens = sum(check.sample for check in checks if not check.name.endswith("bonus"))
-    print(f"{runs} runs, {len(values)} checks, {tokens} tokens, {seconds:.0f} s: {alarms} runs with an alarm")
+    seconds = sum(piece["seconds"] for piece in done[: len(runs) * size])
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    print(f"{machine(options.threads)['cpu']}, commit {commit.strip()}; {name_of(options)}: {len(done)} pieces")
+    print(f"{len(runs)} runs, {len(checks)} checks, {tokens} tokens, {seconds:.0f} s: {alarms} runs with an alarm")
+    for name in {check.name: None for check in checks}:
+        shifts = [f"{100 * check.facts['shift']:+.2f}" for check in checks if check.name == name]
+        failed = sum(not check.passed for check in checks if check.name == name)
+        print(f"{name}: {failed} alarms; the likeliest token came {', '.join(shifts[:8])} points from expected")
+    values = [check.p_value for check in checks if check.p_value is not None]
     for level in LEVELS:
         below = sum(value < level for value in values)
         print(
@@ -83,9 +153,9 @@ def report(checks: Sequence[Check], alarms: int, runs: int, seconds: float) -> N
 class Biased(Speculative):
     """The likeliest token comes too often."""
 
-    def __init__(self, config: DecodingConfig, points: float) -> None:
+    def __init__(self, config: DecodingConfig, points: float, seed: int) -> None:
         super().__init__(config)
-        self.points, self.random = points, random.Random(0)
+        self.points, self.random = points, random.Random(seed)
 
     def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
         super().absorb(works, logits)

@@ -87,13 +87,16 @@ def ways(engine: Engine, tokens: int) -> list[Way]:
 
 def check_way(engine: Engine, prompts: Sequence[list[int]], way: Way, config: CertifyConfig, tests: int) -> list[Check]:
     """Draw answers until there are enough tokens, score them, test them: all tokens, then those behind whole drafts."""
-    wanted, before = config.sample_size(tests), engine.config
+    return verdicts(way, draw_way(engine, prompts, way, config.sample_size(tests), config.seed), config, tests)
+
+
+def draw_way(engine: Engine, prompts: Sequence[list[int]], way: Way, wanted: int, seed: int) -> Sampled:
+    """At least ``wanted`` tokens of sampled answers, scored."""
+    before = engine.config
     settings = {"policy": None, "block_size": engine.proposer.block_size if engine.proposer else 1, **way.decoding}
     engine.reconfigure(replace(before, **settings))
     # Noise of its own for each way, whatever ``random`` was seeded with: the tests must not share tokens with each other.
-    found = Sampled(
-        Deviations(Random(f"{config.seed}/{way.name}")), Deviations(Random(f"{config.seed}/{way.name}/bonus"))
-    )
+    found = Sampled(Deviations(Random(f"{seed}/{way.name}")), Deviations(Random(f"{seed}/{way.name}/bonus")))
     scorer = plain_engine(engine)
     try:
         while found.every.count < wanted:
@@ -102,7 +105,7 @@ def check_way(engine: Engine, prompts: Sequence[list[int]], way: Way, config: Ce
                 _compare(scorer, request, way.params, bonus, found)
     finally:
         engine.reconfigure(before)
-    return _verdicts(way, found, config, tests)
+    return found
 
 
 def _draw(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[tuple[Request, set[int]]]:
@@ -163,7 +166,8 @@ def score(engine: Engine, token_ids: Sequence[int]) -> Tensor:
     return torch.cat(procedure.logits[request.request_id])
 
 
-def _verdicts(way: Way, found: Sampled, config: CertifyConfig, tests: int) -> list[Check]:
+def verdicts(way: Way, found: Sampled, config: CertifyConfig, tests: int) -> list[Check]:
+    """Of all tokens, and of those behind whole drafts where there are enough; ``tests`` share the certificate's alpha."""
     checks = []
     for name, deviations in ((way.name, found.every), (f"{way.name}: bonus", found.bonus)):
         if not deviations.count or (deviations is found.bonus and deviations.count < 100):
