@@ -242,7 +242,7 @@ def test_a_mask_that_takes_too_long_is_an_error_of_the_request() -> None:
             return "ParserTooComplex\nmore"
 
     with pytest.raises(InputError, match=r"too complex here \(ParserTooComplex\)"):
-        GrammarRule(Broken(), np.full(1, 255, dtype=np.uint8), []).mask([])
+        GrammarRule(Broken(), np.full(8, 255, dtype=np.uint8), []).mask([])
 
 
 def test_sets_of_tokens() -> None:

@@ -155,7 +155,9 @@ class Given(Constraint):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_p": 0.7}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.6}, {"temperature": 0.6, "top_p": 0.7}, {"top_k": 3}, {"min_p": 0.1}], ids=str
+)
 def test_laws_under_a_mask_are_those_of_the_masked_logits(sampling: dict[str, float], dtype: torch.dtype) -> None:
     size, chance = 5000, np.random.default_rng(3)
     masks = [np.packbits(chance.random(size) < share, bitorder="little") for share in (0.0005, 0.4, 0.001, 0.99)]
@@ -167,6 +169,22 @@ def test_laws_under_a_mask_are_those_of_the_masked_logits(sampling: dict[str, fl
         torch.testing.assert_close(found, token_probs(apply_rules([rule], logits, paths), params))
         alone = [allowed_probs([rule], logits[row : row + 1], [path], params) for row, path in enumerate(paths)]
         assert torch.equal(found, torch.cat(alone)), "a row depends on itself alone"
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 200, 1000])
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.9, 1.0])
+def test_the_softmax_of_what_a_mask_allows(size: int, share: float) -> None:
+    """In one loop in C, and by PyTorch's operations."""
+    allowed = np.random.default_rng(size).random(size) < share
+    allowed[size // 2] = True
+    rule, params = Given([np.packbits(allowed, bitorder="little")]), SamplingParams(temperature=0.5)
+    logits = 40 * torch.randn(1, size, generator=torch.Generator().manual_seed(size))
+    logits[0, ::7] = -torch.inf
+    logits[0, size // 2] = 300.0
+    found = allowed_probs([rule], logits, [(0,)], params)
+    torch.testing.assert_close(found, token_probs(apply_rules([rule], logits, [(0,)]), params))
+    assert not found[0, torch.from_numpy(~allowed)].any(), "0 to the bit"
+    assert not found[0, logits[0] == -torch.inf].any()
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 200, 1000])

@@ -192,11 +192,12 @@ class GrammarRule(Constraint):
 
     def __init__(self, matcher: Any, kept: Bits, end_token_ids: Sequence[int]) -> None:
         """``kept`` are the tokens that the grammar may allow, of all that the tokenizer has, in whole words of 64."""
-        self._matcher, self._kept = matcher, kept
+        self._matcher, self._kept = matcher, kept.view(np.uint64)
         self._ends = end_token_ids
         self._at: list[int] = []  # the path on which the matcher stands
         self._masks: dict[tuple[int, ...], Bits | None] = {}
-        self._words = np.zeros_like(kept)
+        self._words = np.zeros_like(self._kept)
+        self._address = self._words.ctypes.data, self._words.nbytes
 
     def take(self, token_id: int) -> None:
         self._masks.clear()
@@ -222,11 +223,11 @@ class GrammarRule(Constraint):
             if before is None or path[-1] in self._ends or not is_in(path[-1], before):
                 return None
         self._go_to(path)
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(*self._address)
         if self._matcher.is_error():
             raise InputError(f"the grammar is too complex here ({_first_line(self._matcher.get_error())}); simplify it")
-        words = self._words.view(np.uint64) & self._kept.view(np.uint64)
-        if not words.any():
+        words = self._words & self._kept
+        if not np.bitwise_or.reduce(words):
             return None
         mask: Bits = words.view(np.uint8)
         if self._ends and self._matcher.is_accepting():

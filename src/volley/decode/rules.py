@@ -138,6 +138,8 @@ def allowed_probs(
     That of :func:`apply_rules` and then :func:`token_probs`. Where few tokens are allowed, only these are looked at; a row's
     result depends on that row and its mask alone.
     """
+    if len(bound) == 1 and _is_plain(params) and native.has_masks and logits.device.type == "cpu":
+        return _allowed_softmax(bound[0], logits, paths, params)
     few: dict[int, Tensor] = {}
     for row, path in enumerate(paths):
         masks = [mask for rule in bound if (mask := rule.mask(path)) is not None]
@@ -151,6 +153,24 @@ def allowed_probs(
         probs[others] = token_probs(apply_rules(bound, logits[others], [paths[row] for row in others]), params)
     for row, among in few.items():
         probs[row, among] = token_probs(logits[row, among][None], params)[0]
+    return probs
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether nothing but the temperature shapes the distribution."""
+    return params.temperature > 0 and params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0
+
+
+def _allowed_softmax(
+    rule: Constraint, logits: Tensor, paths: Sequence[Sequence[int]], params: SamplingParams
+) -> Tensor:
+    logits = logits.float().contiguous()
+    probs = torch.empty_like(logits)
+    for row, own, path in zip(logits, probs, paths, strict=True):
+        if (mask := rule.mask(path)) is None:
+            own.copy_(token_probs(row[None], params)[0])
+        else:
+            native.allowed_softmax(row, mask, own, params.temperature)
     return probs
 
 

@@ -79,6 +79,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "gated_silu": [c_void_p, c_void_p, c_int64, c_int64],
     "linear": [POINTER(_Product), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
     "forbid": [c_void_p, c_void_p, c_int64],
+    "allowed_softmax": [c_void_p, c_void_p, c_void_p, c_int64, c_float],
     "paged_attention": [POINTER(_AttentionCall), POINTER(_Plan)],
     "decode": [
         *(POINTER(_Layer), c_int64, POINTER(_Shape), POINTER(_Plan)),
@@ -160,6 +161,15 @@ def forbid(row: Tensor, allowed: NDArray[np.uint8]) -> None:
     assert row.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
     assert 8 * allowed.nbytes >= len(row), "every token has a bit"
     _functions().forbid(row.data_ptr(), allowed.ctypes.data, len(row))
+
+
+def allowed_softmax(row: Tensor, allowed: NDArray[np.uint8], out: Tensor, temperature: float) -> None:
+    """The softmax of ``row [V] / temperature`` over the tokens with a bit in ``allowed [≥ V / 8]``, and 0 for all others, in
+    ``out [V]``; both fp32 and contiguous.
+    """
+    assert row.dtype == out.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
+    assert 8 * allowed.nbytes >= len(row), "every token has a bit"
+    _functions().allowed_softmax(row.data_ptr(), allowed.ctypes.data, out.data_ptr(), len(row), 1 / temperature)
 
 
 # -- products -----------------------------------------------------------------------------------------------------------
