@@ -115,7 +115,7 @@ def dense_draft(hf: PreTrainedModel, weights: Tensors, text: Sequence[int], coun
     table = weights.get("embed_tokens.weight", hf.get_input_embeddings().weight)
     tokens, drafts = list(text[1:]), list[int]()
     for _ in range(count):
-        own = _layer(weights, embedding(torch.tensor(tokens), table), states, **switches)
+        own = layer(weights, embedding(torch.tensor(tokens), table), states, **switches)
         logits = _norm(own, weights["norm.weight"])[-1] @ weights["lm_head.weight"].T
         best = int(logits.argmax())
         drafts.append(best + int(weights["d2t"][best]) if "d2t" in weights else best)
@@ -124,7 +124,7 @@ def dense_draft(hf: PreTrainedModel, weights: Tensors, text: Sequence[int], coun
     return drafts
 
 
-def _layer(weights: Tensors, embeddings: Tensor, states: Tensor, **switches: bool) -> Tensor:
+def layer(weights: Tensors, embeddings: Tensor, states: Tensor, **switches: bool) -> Tensor:
     def part(name: str) -> Tensor:
         return weights[f"midlayer.{name}.weight"]
 
