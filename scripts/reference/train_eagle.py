@@ -61,8 +61,8 @@ def unroll(drafter: EagleDrafter, tapped: Tensor, embeddings: Tensor, steps: int
     """Each step's normed states ``[B, T, H]``.
 
     ``tapped [B, T, 3 · H]`` are the target's states of tokens, ``embeddings [B, T, H]`` those of the tokens after them. Step s at
-    position p stands s tokens behind the last state of the target, that of position p − s. It sees the keys of step 0 up to there,
-    and one of each step since then. Positions before s have none, and are of no use.
+    position p stands s tokens behind the last state of the target, that of position p − s. It sees the keys of step 0 up to
+    there, and one of each step since then. Positions before s have none, and are of no use.
     """
     shape, length = embeddings.shape, embeddings.shape[1]
     positions = torch.arange(length).expand(shape[:2]).flatten()

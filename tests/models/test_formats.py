@@ -1,6 +1,7 @@
 """Drafters in other programs' formats: round trips, what a format cannot hold, and what can be wrong with a file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -468,7 +469,8 @@ def test_a_foreign_dspark_drafter_is_understood(tmp_path: Path) -> None:
     save_tensors(tmp_path / "model.safetensors", {**tensors, "confidence_head.proj.weight": torch.ones(1, 37)})
     (tmp_path / "config.json").write_text(json.dumps(deepspec()))
     read = read_checkpoint(tmp_path)
-    assert_equal(Checkpoint(found, own.tensors), read)
+    confidence = {"confidence_head.proj.weight": torch.ones(1, 37), "confidence_head.proj.bias": torch.zeros(1)}
+    assert_equal(Checkpoint(replace(found, confidence_width=37), {**own.tensors, **confidence}), read)
     assert Drafter.from_pretrained(tmp_path).head is not None
     assert diagnose(tmp_path).problems == []
 

@@ -116,6 +116,8 @@ class DrafterConfig:
     """Tokens of context that are enough for its drafts, measured when it was trained; ``None``: not measured."""
     eagle: EagleConfig | None = None
     """It is an EAGLE-3 drafter; block, mask token and head mean nothing then, and the taps may be left to the target's depth."""
+    confidence_width: int | None = None
+    """Numbers that DSpark's confidence head reads, a state and perhaps a row of the Markov head. Known by its tensors."""
     own_embedding: bool = False
     """Whether the checkpoint brings input embeddings. Known by its tensors, so not part of ``config.json``."""
 
@@ -166,6 +168,12 @@ class DrafterConfig:
             (
                 len(self.causal_layers) not in (0, self.num_hidden_layers),
                 f"causal_layers has {len(self.causal_layers)} entries for {self.num_hidden_layers} layers",
+            ),
+            (
+                self.confidence_width
+                not in (None, self.hidden_size, self.hidden_size + (self.head.rank if self.head else 0)),
+                f"the confidence head reads {self.confidence_width} numbers; it must be a state of {self.hidden_size}, or that "
+                "and a row of the Markov head",
             ),
             (
                 (self.conv_kernel_size is None) != (self.conv_group_size is None),
@@ -271,7 +279,7 @@ class DrafterConfig:
     def from_json(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
         """Parse a z-lab config of any kind; unknown and missing keys are errors that name them."""
         raw = plain(raw)
-        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids", "own_embedding"}
+        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids", "own_embedding", "confidence_width"}
         read = own | {"dflash_config", "rope_parameters", "use_sliding_window"}
         check_keys("drafter config key", [key for key in raw if key not in _IGNORED_KEYS], read)
         if raw.get("attention_bias"):

@@ -15,7 +15,7 @@ from volley.models.eagle import drafter_class
 from volley.models.eagle_format import is_eagle
 from volley.models.export import TargetShape
 from volley.models.formats import (
-    CONFIDENCE,
+    CONFIDENCE_BIAS,
     TITLES,
     Format,
     detect,
@@ -174,8 +174,6 @@ def _stored_tensors(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in stored.keys():  # noqa: SIM118
-                    if name.startswith(CONFIDENCE):
-                        continue
                     part = stored.get_slice(name)
                     tensors[own_name(name)] = StoredTensor(tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError) as error:
@@ -193,7 +191,7 @@ def _weight_problems(config: DrafterConfig, tensors: Mapping[str, StoredTensor])
     except VolleyError as error:
         return [str(error)]
     optional = {"t2d"} | ({"d2t"} if config.draft_vocab_size == config.vocab_size else set())
-    problems = [f"{name} is missing" for name in sorted(set(expected) - set(tensors))]
+    problems = [f"{name} is missing" for name in sorted(set(expected) - set(tensors) - {CONFIDENCE_BIAS})]
     problems += [f"{name} belongs to no part of a drafter" for name in sorted(set(tensors) - set(expected) - optional)]
     for name in sorted(set(expected) & set(tensors)):
         if tensors[name].shape != expected[name]:
@@ -236,6 +234,7 @@ def _describe(config: DrafterConfig) -> dict[str, str]:
         "for a target of": f"{depth}, hidden size {config.hidden_size}, {config.vocab_size} tokens",
         "vocabulary": f"{config.vocab_size} tokens{reduced}; mask token {config.mask_token_id}",
         "sequential head": f"{config.head.type}, rank {config.head.rank}" if config.head else "none",
+        **({"confidence": "a head of its own"} if config.confidence_width else {}),
         "brings its own": " and ".join(brings) or "neither embedding nor head: they are the target's",
     }
     if config.eagle is None:

@@ -18,7 +18,7 @@ from volley.models.domino import BoundRecurrent, DominoHead, RecurrentMarkovTabl
 from volley.models.drafter import Drafter, read_drafter
 from volley.models.eagle import drafter_class
 from volley.models.fused import FusedDecoder
-from volley.models.heads import BoundHead, Projection
+from volley.models.heads import BoundHead, MarkovTables, Projection
 from volley.models.inject import Injection
 from volley.models.products import check_weights as check_product_weights
 from volley.models.target import Target
@@ -128,6 +128,19 @@ class DraftModel:
             places = torch.cat([torch.arange(segment.length) for segment in batch.segments]).to(self.device)
         states: Tensor = drafter(embeddings, batch.positions, attend, places)
         return states
+
+    def accept_rates(self, hidden: Tensor, before: list[int]) -> list[float]:
+        """How likely the tokens at positions of states ``hidden [R, H]`` are accepted, by the drafter's confidence head.
+
+        ``before`` are the tokens before them.
+        """
+        head, tables = self.drafter.confidence_head, self.drafter.head
+        assert head is not None
+        rows = hidden[:, :0]
+        if isinstance(tables, MarkovTables):
+            rows = tables.markov_w1(torch.tensor(before, device=hidden.device))
+        rates: list[float] = head(hidden, rows).tolist()
+        return rates
 
     def _decoder(self, drafter: Drafter) -> FusedDecoder | None:
         if drafter.fused is None:

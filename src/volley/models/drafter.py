@@ -25,7 +25,15 @@ from volley.models.convolution import BlockConvolution
 from volley.models.domino import DominoHead, RecurrentMarkovTables
 from volley.models.formats import drafter_folder, read_checkpoint, weight_files
 from volley.models.fused import fits, layer_shape, layer_weights
-from volley.models.heads import GatedMarkovTables, MarkovTables, Projection, ResidualHead, Selector, SequentialHead
+from volley.models.heads import (
+    ConfidenceHead,
+    GatedMarkovTables,
+    MarkovTables,
+    Projection,
+    ResidualHead,
+    Selector,
+    SequentialHead,
+)
 from volley.models.joined import JoinedWeights
 from volley.models.loading import drafter_path
 from volley.models.products import make_product
@@ -209,6 +217,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
         self.head = _make_head(config)
+        self.confidence_head = None if config.confidence_width is None else ConfidenceHead(config.confidence_width)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
         self.lm_head: nn.Linear | None = None
         self.d2t: Tensor | None

@@ -12,7 +12,7 @@ from volley.errors import CheckpointError, ConfigError, VolleyError
 from volley.files import check_weights, write_atomically
 from volley.models.checkpoint import Checkpoint, DrafterConfig
 from volley.models.drafter import Drafter
-from volley.models.formats import Format, drafter_folder, read_checkpoint, write_checkpoint
+from volley.models.formats import Format, drafter_folder, read_checkpoint, without_confidence, write_checkpoint
 from volley.models.heads import ResidualHead
 from volley.models.loading import load_causal_lm, load_config
 
@@ -140,8 +140,9 @@ class TargetEnds:
 
 def without_head(checkpoint: Checkpoint) -> Checkpoint:
     """The plain DFlash drafter that a sequential head was added to."""
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith("head.")}
-    return Checkpoint(replace(checkpoint.config, head=None), tensors)
+    plain = without_confidence(checkpoint)
+    tensors = {name: tensor for name, tensor in plain.tensors.items() if not name.startswith("head.")}
+    return Checkpoint(replace(plain.config, head=None), tensors)
 
 
 def with_tables(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError
 from volley.files import BUNDLED_DRAFTERS, load_tensors, read_json, save_tensors, write_atomically
-from volley.models.checkpoint import Checkpoint, DrafterConfig, HeadConfig
+from volley.models.checkpoint import Checkpoint, DrafterConfig
 from volley.models.eagle_format import from_eagle, is_eagle
 from volley.models.eagle_format import own_name as eagle_name
 from volley.models.gguf.drafter import obstacles_in_gguf, read_gguf, write_gguf
@@ -49,7 +49,9 @@ _MARKOV_KEYS = {
     "markov_rank", "markov_head_type", "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
     "use_aux_hidden_state",
 }  # fmt: skip
-CONFIDENCE = "confidence_head."  # an estimate of what is accepted; volley has its own
+_CONFIDENCE = "confidence_head.proj."
+CONFIDENCE_BIAS = f"{_CONFIDENCE}bias"
+"""May be left out."""
 _TRANSFORMERS_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _SHAPE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -155,7 +157,9 @@ def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) ->
     reduced = config.draft_vocab_size if config.draft_vocab_size != config.vocab_size else None
     eagle = config.eagle and replace(config.eagle, qk_norm="layers.0.self_attn.q_norm.weight" in shapes)
     own_embedding = "embed_tokens.weight" in shapes
-    return replace(config, own_embedding=own_embedding, draft_vocab_size=reduced or rows, eagle=eagle)
+    width = shapes[f"{_CONFIDENCE}weight"][-1] if shapes.get(f"{_CONFIDENCE}weight") else None
+    config = replace(config, eagle=eagle, confidence_width=width)
+    return replace(config, own_embedding=own_embedding, draft_vocab_size=reduced or rows)
 
 
 def width_problem(config: DrafterConfig) -> str | None:
@@ -175,7 +179,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     path = drafter_folder(path)
     config = parse_config(read_raw(path))
     stored = (pair for file in weight_files(path) for pair in load_tensors(file).items())
-    tensors = {own_name(name): tensor for name, tensor in stored if not name.startswith(CONFIDENCE)}
+    tensors = {own_name(name): tensor for name, tensor in stored}
+    if f"{_CONFIDENCE}weight" in tensors:
+        tensors.setdefault(CONFIDENCE_BIAS, tensors[f"{_CONFIDENCE}weight"].new_zeros(1))
     config = with_stored(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     in_vocabulary, problem = tensors.pop("t2d", None), width_problem(config)
     if problem:
@@ -238,6 +244,8 @@ def write_checkpoint(
     problems = obstacles(checkpoint.config, form)
     if problems:
         raise ConfigError(f"the drafter cannot be written in {TITLES[form]}: {'; '.join(problems)}")
+    if form not in ("zlab", "speculators"):
+        checkpoint = without_confidence(checkpoint)
     if form == "gguf":
         assert verifier is not None
         write_gguf(path, checkpoint, verifier)
@@ -256,6 +264,12 @@ def write_checkpoint(
     raw["dtype"] = checkpoint.dtype
     write_atomically(path / "config.json", json.dumps(raw, indent=2) + "\n")
     save_tensors(path / "model.safetensors", tensors, {"format": "pt"})
+
+
+def without_confidence(checkpoint: Checkpoint) -> Checkpoint:
+    """The same drafter, whose confidence is the probability of its tokens."""
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith(_CONFIDENCE)}
+    return Checkpoint(replace(checkpoint.config, confidence_width=None), tensors)
 
 
 def _shape(config: DrafterConfig) -> dict[str, Any]:
@@ -292,12 +306,16 @@ def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: 
         "sample_from_anchor": config.sample_from_anchor,
         "num_target_layers": config.num_target_layers,
         "tie_word_embeddings": False,
-        **({} if config.head is None else _markov(config.head)),
+        **({} if config.head is None else _markov(config)),
     }
 
 
-def _markov(head: HeadConfig) -> dict[str, Any]:
-    return {"markov_rank": head.rank, "markov_head_type": "vanilla", "enable_confidence_head": False}
+def _markov(config: DrafterConfig) -> dict[str, Any]:
+    assert config.head is not None
+    width = config.confidence_width
+    confidence = {} if width is None else {"confidence_head_with_markov": width > config.hidden_size}
+    own = {"markov_rank": config.head.rank, "markov_head_type": "vanilla"}
+    return {**own, "enable_confidence_head": width is not None, **confidence}
 
 
 def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:

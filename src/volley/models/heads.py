@@ -125,6 +125,23 @@ class Selector(nn.Module):
         return rows * own
 
 
+class ConfidenceHead(nn.Module):
+    """DSpark's: how likely a position's token is accepted if those before it are, ``sigmoid(w·[h; W1_c] + b)``.
+
+    ``W1_c`` is the Markov head's row of the token before, and may be left out.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Probabilities ``[R]`` in fp32 for states ``[R, H]`` and rows ``[R, r]``."""
+        features = torch.cat([hidden, rows], dim=-1)[:, : self.proj.in_features].float()
+        bias = self.proj.bias.float()
+        return linear(features, self.proj.weight.float(), bias)[:, 0].sigmoid()
+
+
 SequentialHead = ResidualHead | MarkovTables | Selector
 
 

@@ -67,9 +67,25 @@ class BlockProposer(Proposer):
                 _choose(works, noisy)
             elif works:
                 walking = _walk(works, self.model.bound_head, hidden, noisy)
+            if with_confidence and self.model.drafter.confidence_head is not None:
+                self._note_accept_rates(works, hidden)
         if with_confidence:
             _note_confidence(works, logits)
         return walking
+
+    def _note_accept_rates(self, works: Works, hidden: Tensor) -> None:
+        """Note what the drafter's own head says of chains with ``hidden [Σ k, H]``.
+
+        A rate depends on the tokens before its position alone, so what is cut by it stays lossless.
+        """
+        each = list(zip(works, torch.split(hidden, _sizes(works)), strict=True))
+        chains = [(work, rows) for work, rows in each if work.ask.shape is not Shape.TREE]
+        if not chains:
+            return
+        before = [token for work, _ in chains for token in (work.request.anchor, *work.proposal.token_ids[:-1])]
+        rates = iter(self.model.accept_rates(torch.cat([rows for _, rows in chains]), before))
+        for work, rows in chains:
+            work.proposal.confidence = list(islice(rates, len(rows)))
 
     def _blocks(self, works: Works) -> list[Tensor]:
         """Token ids of each block: the anchor and masks, ``[1 + k]``, or ``[k]`` where the anchor's own state drafts."""
@@ -284,7 +300,7 @@ def _note_confidence(works: Works, logits: Tensor) -> None:
     greedy walks have noted it already.
     """
     for work in works:
-        if work.proposal.draft_probs is not None:
+        if work.proposal.draft_probs is not None and not work.proposal.confidence:
             work.proposal.confidence = work.proposal.draft_probs.amax(dim=-1).tolist()
     row = 0
     for is_known, members in groupby(works, lambda work: bool(work.proposal.confidence)):
