@@ -128,7 +128,12 @@ class DrafterConfig:
             object.__setattr__(self, "target_hidden_size", None)
         if not any(self.causal_layers):
             object.__setattr__(self, "causal_layers", ())
-        problems = [
+        for wrong, message in (*self._problems_of_drafting(), *self._problems_of_layers()):
+            if wrong:
+                raise ConfigError(f"drafter config: {message}")
+
+    def _problems_of_drafting(self) -> list[tuple[bool, str]]:
+        return [
             (self.block_size < 2, f"block_size is {self.block_size}; a block needs an anchor and at least one slot"),
             (
                 self.eagle is not None and self.num_hidden_layers != 1,
@@ -151,6 +156,10 @@ class DrafterConfig:
                 self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size,
                 f"draft_vocab_size is {self.draft_vocab_size}; it must be between 1 and the vocabulary of {self.vocab_size}",
             ),
+        ]
+
+    def _problems_of_layers(self) -> list[tuple[bool, str]]:
+        return [
             (self.hidden_act != "silu", f"hidden_act {self.hidden_act!r} is not supported; drafters use 'silu'"),
             (
                 self.num_attention_heads % self.num_key_value_heads != 0,
@@ -184,9 +193,6 @@ class DrafterConfig:
                 "layer_types has 'sliding_attention' but sliding_window is not set; give the window in tokens",
             ),
         ]
-        for wrong, message in problems:
-            if wrong:
-                raise ConfigError(f"drafter config: {message}")
 
     @property
     def num_taps(self) -> int:
