@@ -55,7 +55,7 @@ def main() -> None:
     for dtype in ("float32", "bfloat16"):
         for window in map(int, options.windows.split(",")):
             engine = Engine.from_pretrained(
-                dtype=getattr(torch, dtype), policy="fixed", draft_window=window or None, num_pages=256
+                dtype=getattr(torch, dtype), policy="fixed", draft_window=window, num_pages=256
             )
             prompts = [engine.encode(list(chat.messages)) for chat in chats]
             print(row(engine, prompts, params, f"{dtype} | {window or 'none'}"), flush=True)

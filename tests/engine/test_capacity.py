@@ -8,7 +8,7 @@ from tests.tiny import make_pair
 from volley import DecodingConfig, Engine
 from volley.config import CapacityConfig
 from volley.engine.capacity import Capacity, fit, fit_engine
-from volley.engine.states import ring_pages
+from volley.engine.states import num_rings, ring_pages
 from volley.errors import ConfigError
 from volley.memory.device import Device
 
@@ -26,7 +26,7 @@ def sizes(config: CapacityConfig, device: Device, **changes: Any) -> Capacity:
         asked.append(tokens)
         return 6 * GIB
 
-    values = {"per_token": QWEN3_8B + DRAFTER, "per_request": 0, "context_length": 40960, "pass_bytes": pass_bytes}
+    values = {"per_token": QWEN3_8B + DRAFTER, "per_ring": 0, "context_length": 40960, "pass_bytes": pass_bytes}
     found = fit(config, device, **{**values, **changes})
     wanted = [found.max_batch_tokens] if device.free_bytes is not None and config.num_pages is None else []
     assert asked == wanted  # one pass of the largest size, and none where nobody needs to know
@@ -46,8 +46,8 @@ def test_a_gpu_is_filled() -> None:
 
 
 def test_rings_and_passes_are_left_room_for() -> None:
-    plain, ringed = (sizes(CapacityConfig(), gpu(139), per_request=size) for size in (0, 100 * 2**20))
-    assert (plain.num_pages - ringed.num_pages) * 16 * (QWEN3_8B + DRAFTER) == pytest.approx(0.9 * 25 * GIB, rel=0.01)
+    plain, ringed = (sizes(CapacityConfig(), gpu(139), per_ring=size) for size in (0, 100 * 2**20))
+    assert (plain.num_pages - ringed.num_pages) * 16 * (QWEN3_8B + DRAFTER) == pytest.approx(0.9 * 25.8 * GIB, rel=0.01)
 
 
 def test_what_is_given_stays() -> None:
@@ -62,7 +62,7 @@ def test_what_is_given_stays() -> None:
 def test_memory_may_be_given_instead_of_pages() -> None:
     config = CapacityConfig(kv_mib=100, page_size=4, max_running=2)
     assert sizes(config, CPU, per_token=2**10).num_pages == 100 * 2**20 // 2**12
-    assert sizes(config, CPU, per_token=2**10, per_request=2**20).num_pages == 98 * 2**20 // 2**12
+    assert sizes(config, CPU, per_token=2**10, per_ring=2**20).num_pages == (100 - num_rings(2)) * 2**20 // 2**12
     for wrong in ({"kv_mib": 0}, {"kv_mib": 1, "num_pages": 1}):
         with pytest.raises(ConfigError, match="kv_mib"):
             CapacityConfig(**wrong)

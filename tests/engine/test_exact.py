@@ -93,7 +93,7 @@ def test_forced_preemption(weights: Weights, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_prefix_hits(weights: Weights) -> None:
     pair = loaded(weights)
-    engine = Engine(pair.target, pair.drafter, policy="fixed", draft_window=0)
+    engine = Engine(pair.target, pair.drafter, policy="fixed")
     for attempt in range(2):
         results = list(engine.generate(CHATS, GREEDY))
         assert tokens(results) == plain(weights, GREEDY)

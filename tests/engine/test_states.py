@@ -18,6 +18,7 @@ from volley.engine.states import (
     Sequences,
     SequenceState,
     TargetPages,
+    num_rings,
     ring_pages,
 )
 from volley.engine.step import Step
@@ -29,7 +30,14 @@ from volley.procedures.request import Request
 from volley.types import Proposal, SamplingParams, Verdict
 
 SIZE, PAGES, BLOCK, VOCAB = 4, 14, 5, 3
-PROMPTS = [[0, 1, 2, 0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 1, 1, 0], [2, 2], [1] * 9, [0, 1, 2, 0, 1]]
+PROMPTS = [
+    [0, 1, 2, 0, 1, 2, 0, 1, 2, 0],
+    [0, 1, 2, 0, 1, 2, 0, 1, 2, 1, 1, 1, 0],
+    [2, 2],
+    [1] * 9,
+    [0, 1, 2, 0, 1],
+    [0, 1, 2, 0, 1, 2, 0, 1, *[2] * 20],
+]
 
 
 def mark(token_ids: list[int]) -> float:
@@ -50,6 +58,15 @@ class Remembering(DraftModel):
         self.positions[kv_slots] = positions
 
 
+class Shift(float):
+    """An adapter that adds to what is kept."""
+
+    digest = b"shifted"
+
+
+SHIFT = Shift(0.25)
+
+
 class World:
     """States of random requests, of which a text's every token is known by its mark."""
 
@@ -65,7 +82,7 @@ class World:
             self.model = Remembering(PAGES * SIZE)
             self.drafting: DraftContext = DraftContext(self.model, most_waiting)
         else:
-            self.model = Remembering(ring_pages(BLOCK, window, SIZE) * SIZE * 3)
+            self.model = Remembering(ring_pages(BLOCK, window, SIZE) * SIZE * num_rings(3))
             self.drafting = DraftRing(self.model, window, SIZE, 3, most_waiting)
         self.sequences = Sequences(pages, [self.drafting])
         self.running: list[Request] = []
@@ -73,10 +90,12 @@ class World:
         self.found: dict[Request, int] = {}
         """How much of each running request was known when it was admitted."""
         self.cached = 0
+        self.shortened = 0
+        """How often a window was not found whole."""
 
     def arrive(self) -> None:
         prompt = self.chance.choice(PROMPTS)
-        adapter: Any = self.chance.choice([None, None, 0.25])
+        adapter: Any = self.chance.choice([None, None, SHIFT])
         root = b"adapted" if adapter and self.window is None else b""
         self.waiting.append(request(prompt, SamplingParams(max_tokens=12), adapter=adapter, prefix_root=root))
 
@@ -87,6 +106,7 @@ class World:
                 self.running.append(self.waiting.pop(0))
                 self.found[own] = own.computed
                 self.cached += own.computed
+                self.shortened += own.draft_table.first > max(0, own.computed - (self.window or 0))
             else:
                 assert (own.computed, own.table.pages) == (0, [])
 
@@ -95,6 +115,10 @@ class World:
             own = self.running.pop(self.chance.randrange(len(self.running)))
             self.sequences.release(own)
             self.waiting.insert(0, own)
+
+    def forget(self) -> None:
+        """Windows go before prefixes do, or both."""
+        (self.drafting if self.chance.random() < 0.7 else self.sequences).forget()
 
     def work(self, own: Request) -> Work[Request]:
         if not own.is_decoding:
@@ -166,7 +190,7 @@ class World:
 
     def go_on(self, count: int) -> None:
         for _ in range(count):
-            getattr(self, self.chance.choice(["arrive", "admit", "step", "step", "preempt"]))()
+            getattr(self, self.chance.choice(["arrive", "admit", "step", "step", "preempt", "forget"]))()
             self.check()
 
     def check(self) -> None:
@@ -187,16 +211,18 @@ class World:
                     self.check_context(own)
 
     def check_context(self, own: Request) -> None:
-        first = 0 if self.window is None else max(own.computed - self.window, self.found[own])
+        table = own.draft_table
+        assert table.first <= self.found[own] if self.window else table.first == 0
+        first = 0 if self.window is None else max(own.computed - self.window, table.first)
         expected = [mark(own.token_ids[: p + 1]) + (own.adapter or 0) for p in range(first, own.computed)]  # type: ignore[operator]
-        where = own.draft_table.slot_array(first, own.computed)
+        where = table.slot_array(first, own.computed)
         assert self.model.kept[where].tolist() == expected
         assert self.model.positions[where].tolist() == list(range(first, own.computed))
 
 
 CHANCES = st.integers(0, 2**32 - 1).map(random.Random)
 ACTIONS = st.lists(
-    st.sampled_from(["arrive", "arrive", "admit", "admit", "step", "step", "step", "preempt"]), max_size=60
+    st.sampled_from(["arrive", "arrive", "admit", "admit", "step", "step", "step", "preempt", "forget"]), max_size=60
 )
 
 
@@ -221,11 +247,13 @@ def test_whatever_arrives_and_is_preempted_what_is_kept_is_the_text_s_own(
     world.sequences.check_integrity([])
 
 
-def test_prefixes_were_found_above() -> None:
+@pytest.mark.parametrize("window", [None, 6])
+def test_prefixes_were_found_above(window: int | None) -> None:
     """Or the property would say nothing about them."""
-    world = World(random.Random(0), prefix_caching=True, window=None)
-    world.go_on(300)
+    world = World(random.Random(0), prefix_caching=True, window=window)
+    world.go_on(400)
     assert world.cached > 50
+    assert (world.shortened > 5) == (window is not None)
 
 
 @pytest.mark.parametrize("fault", ["not moved", "one too many", "drafted too soon", "forgotten"])

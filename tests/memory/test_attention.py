@@ -76,7 +76,11 @@ def by_definition(
     for segment, offset, (keys, values) in zip(batch.segments, batch.offsets, histories, strict=False):
         groups = queries.shape[1] // keys.shape[1]
         for row in range(segment.length):
-            seen = [k for k in range(segment.end) if visible(segment, row, k, options.window, options.symmetric)]
+            seen = [
+                k
+                for k in range(segment.table.first, segment.end)
+                if visible(segment, row, k, options.window, options.symmetric)
+            ]
             for head in range(queries.shape[1]):
                 scores = keys[seen, head // groups] @ queries[offset + row, head] * options.scale
                 if options.softcap is not None:
@@ -126,6 +130,8 @@ def check(
     tables = make_tables(layout, page_size, pages, span)
     segments = [Segment(table, *shape) for table, shape in zip(tables, shapes, strict=True)]
     for segment in segments:
+        if layout == "ring":
+            segment.table.first = max(0, int(torch.randint(-segment.start, segment.start + 1, ())))
         if trees and segment.causal and torch.rand(()) < 0.5:
             segment.parents = tuple(int(torch.randint(node, ())) for node in range(1, segment.length))
         elif trees and segment.causal and torch.rand(()) < 0.5:

@@ -99,6 +99,9 @@ def test_random_ragged_batches(  # type: ignore[no-untyped-def]
         Segment(table, start, length, kind != "b", random_parents(length) if kind == "t" else None)
         for table, (start, length, kind) in zip(made, shapes, strict=True)
     ]
+    if layout == "ring":
+        for segment in segments:
+            segment.table.first = max(0, int(torch.randint(-segment.start, segment.start + 1, ())))
     with tiles(wanted=with_tiles):
         check(Case(segments, heads, AttentionOptions(heads[2] ** -0.5, window)))
 

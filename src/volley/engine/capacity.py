@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from volley.config import CapacityConfig, DecodingConfig
-from volley.engine.states import ring_pages
+from volley.engine.states import num_rings, ring_pages
 from volley.memory.device import Device, find_device, peak_bytes
 from volley.memory.kv_store import bytes_per_token
 from volley.models.drafter import Drafter
@@ -32,13 +32,13 @@ def fit(
     device: Device,
     *,
     per_token: int,
-    per_request: int,
+    per_ring: int,
     context_length: int,
     pass_bytes: Callable[[int], int],
 ) -> Capacity:
     """``config`` with what it leaves open as ``device`` can take it.
 
-    A token of the pool holds ``per_token`` bytes and a running request ``per_request`` more. ``pass_bytes(tokens)`` measures a
+    A token of the pool holds ``per_token`` bytes and a draft ring ``per_ring``. ``pass_bytes(tokens)`` measures a
     pass; it is asked only on a GPU.
     """
     given = {field.name: getattr(config, field.name) for field in fields(CapacityConfig)}
@@ -46,14 +46,14 @@ def fit(
     given["max_running"] = running = config.max_running or most_running
     given["max_batch_tokens"] = batch = config.max_batch_tokens or most_tokens
     if config.kv_mib is not None:
-        left = config.kv_mib * 2**20 - running * per_request
+        left = config.kv_mib * 2**20 - num_rings(running) * per_ring
         given["num_pages"] = max(1, int(left // (per_token * config.page_size)))
         given["kv_mib"] = None
     elif config.num_pages is None:
         if device.free_bytes is None:
             tokens = _tokens_on_cpu(per_token)
         else:
-            left = device.free_bytes - pass_bytes(batch) - running * per_request
+            left = device.free_bytes - pass_bytes(batch) - num_rings(running) * per_ring
             tokens = max(0, int(_SHARE * left)) // per_token
         given["num_pages"] = -(-max(tokens, min(context_length, 4096)) // config.page_size)
     return Capacity(**given)
@@ -66,19 +66,19 @@ def _tokens_on_cpu(per_token: int) -> int:
 
 def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target, drafter: Drafter | None) -> Capacity:
     """``config`` for an engine of these models, on the device where the target is."""
-    per_token, per_request = bytes_per_token(decoding.kv_dtype, target.kv_shapes, target.dtype), 0
+    per_token, per_ring = bytes_per_token(decoding.kv_dtype, target.kv_shapes, target.dtype), 0
     if drafter is not None:
         drafted, window, size = drafter.kv_shapes, drafter.config.window_for(decoding.draft_window), config.page_size
         own = bytes_per_token(decoding.draft_kv_dtype, drafted, target.dtype)
         if window is None:
             per_token += own
         else:
-            per_request = own * size * ring_pages(drafter.config.block_size, window, size)
+            per_ring = own * size * ring_pages(drafter.config.block_size, window, size)
     return fit(
         config,
         find_device(target.device),
         per_token=per_token,
-        per_request=per_request,
+        per_ring=per_ring,
         context_length=target.context_length,
         pass_bytes=lambda tokens: pass_bytes(target, tokens),
     )

@@ -25,7 +25,16 @@ from volley.engine.pacing import Pacing
 from volley.engine.recurrent import make_recurrent
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
-from volley.engine.states import DraftContext, DraftRing, Sequences, SequenceState, Snapshot, TargetPages, ring_pages
+from volley.engine.states import (
+    DraftContext,
+    DraftRing,
+    Sequences,
+    SequenceState,
+    Snapshot,
+    TargetPages,
+    num_rings,
+    ring_pages,
+)
 from volley.engine.step import Step, Timings, accept, propose
 from volley.errors import CapacityError, ConfigError, InputError
 from volley.files import REFERENCE
@@ -126,11 +135,11 @@ class Engine:
             check_pair(drafter, target)
             drafter.rotary.cover(min(target.context_length, slots) + drafter.config.block_size)
             if window is not None:
-                slots = ring_pages(drafter.config.block_size, window, size) * capacity.max_running * size
+                slots = ring_pages(drafter.config.block_size, window, size) * num_rings(capacity.max_running) * size
             kv = make_store(config.draft_kv_dtype, drafter.kv_shapes, slots, target.dtype, target.device)
             model = make_draft_model(drafter, kv, target, window)
             others.append(DraftRing(model, window, size, capacity.max_running) if window else DraftContext(model))
-        self.recurrent = make_recurrent(target, capacity, window)
+        self.recurrent = make_recurrent(target, capacity)
         if self.recurrent is not None:
             others.append(self.recurrent)
         self.sequences = Sequences(pages, others)
@@ -484,9 +493,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests in flight keep theirs."""
-        self.pool.forget()
-        if self.recurrent is not None:
-            self.recurrent.forget()
+        self.sequences.forget()
 
     def check_integrity(self) -> None:
         """Recount every page; raises ``AssertionError`` if the books are wrong."""

@@ -16,6 +16,7 @@ def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]
     suspects = [*running, *waiting[:1]]  # the first in the queue may have raised while it was admitted
     for request in [*running, *waiting]:
         scheduler.finish(request)
+    engine.reset_prefix_cache()
     faults = list[tuple[Request, Exception]]()
     for request in suspects:
         is_torn = request.stats.output_tokens != request.num_output  # the error struck while it was taking tokens

@@ -5,9 +5,9 @@ the last page boundary of a prompt, at the last one of the answer so far, and wh
 other prompts may part there too. The least recently used ones make room.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from volley.decode.work import Kind, Work
 from volley.engine.capacity import Capacity
@@ -30,18 +30,15 @@ class _Held:
 
     junction: int = 0
     """The first tokens, so many, that others had computed too and that had no snapshot."""
-    newest: int = 0
-    """Tokens before its newest snapshot."""
-    own: deque[bytes] = field(default_factory=deque)
-    """Snapshots within its answer, which later ones replace."""
+    own: bytes | None = None
+    """The snapshot within its answer, which a later one replaces."""
 
 
 class RecurrentStates(SequenceState):
     """Recurrent states of all requests and of prefixes; the last of the states, for it asks at which page others have matched."""
 
-    def __init__(self, store: RecurrentStore, page_size: int, *, prefix_caching: bool, window: int = 0) -> None:
-        """A draft ``window`` is computed again behind every hit, so snapshots lie that far before the ends of texts."""
-        self.store, self.page_size, self.prefix_caching, self.window = store, page_size, prefix_caching, window
+    def __init__(self, store: RecurrentStore, page_size: int, *, prefix_caching: bool) -> None:
+        self.store, self.page_size, self.prefix_caching = store, page_size, prefix_caching
         self.snapshots: OrderedDict[bytes, int] = OrderedDict()
         """Slots by the hash of the page that the states follow; least recently used first."""
         self._free = list(range(store.num_slots))
@@ -121,7 +118,7 @@ class RecurrentStates(SequenceState):
         if not self.prefix_caching:
             return []
         last = (request.prefill_end - 1) // size * size  # a prompt's last token is always computed
-        ends = sorted({self._held[request.request_id].junction, max(0, last - self.window) // size * size})
+        ends = sorted({self._held[request.request_id].junction, last})
         return [end for end in ends if request.computed < end <= request.computed + work.num_known]
 
     def _snapshots_of(self, index: int, work: Work[Request], rows: list[int]) -> list[Wanted]:
@@ -132,8 +129,8 @@ class RecurrentStates(SequenceState):
         if work.kind is Kind.PREFILL:
             ends = self._boundaries(work)
         else:
-            last, newest = end // size * size, self._held[request.request_id].newest
-            ends = [last] if last > first and last >= newest + self.window else []
+            last = end // size * size
+            ends = [last] if last > first else []
         wanted = []
         for boundary in ends:
             slot = self._snapshot(request, boundary, in_answer=work.kind is not Kind.PREFILL)
@@ -144,15 +141,13 @@ class RecurrentStates(SequenceState):
     def _snapshot(self, request: Request, boundary: int, *, in_answer: bool) -> int | None:
         """The slot of a new snapshot after so many tokens; ``None`` where there is one already, or no room."""
         held, digest = self._held[request.request_id], request.page_hashes[boundary // self.page_size - 1]
-        held.newest = boundary
         if digest in self.snapshots:
             self.snapshots.move_to_end(digest)
             return None
         slot = None
         if in_answer:
-            held.own.append(digest)
-            if len(held.own) > (2 if self.window else 1):  # the newest may lie too close to the end
-                slot = self.snapshots.pop(held.own.popleft(), None)
+            slot = self.snapshots.pop(held.own, None) if held.own else None
+            held.own = digest
         slot = self._take() if slot is None else slot
         if slot is not None:
             self.snapshots[digest] = slot
@@ -176,7 +171,7 @@ def _kept(work: Work[Request]) -> list[int]:
     return list(range(work.num_kept))
 
 
-def make_recurrent(target: Target, capacity: Capacity, window: int | None) -> RecurrentStates | None:
+def make_recurrent(target: Target, capacity: Capacity) -> RecurrentStates | None:
     """The states of a target's recurrent layers, if it has any: by default those of 256 prefixes too, as far as 1 GiB goes."""
     layout = target.recurrent
     if not layout:
@@ -184,4 +179,4 @@ def make_recurrent(target: Target, capacity: Capacity, window: int | None) -> Re
     most = max(_FEWEST, _BYTES // layout.bytes_per_state(target.dtype))
     num_states = capacity.num_states or min(capacity.max_running + _PREFIXES, most)
     store = RecurrentStore(layout, num_states, target.dtype, target.device)
-    return RecurrentStates(store, capacity.page_size, prefix_caching=capacity.prefix_caching, window=window or 0)
+    return RecurrentStates(store, capacity.page_size, prefix_caching=capacity.prefix_caching)

@@ -72,6 +72,9 @@ class SequenceState(ABC):
     def release(self, request: Request) -> None:
         """Forget a request."""
 
+    def forget(self) -> None:
+        """Drop what is kept for later requests."""
+
     def check_integrity(self, requests: Sequence[Request]) -> None:
         """Recount everything from the requests alive; raises ``AssertionError``."""
 
@@ -142,6 +145,9 @@ class TargetPages(SequenceState):
     def release(self, request: Request) -> None:
         self.pool.release(request.table)
         request.page_hashes = []
+
+    def forget(self) -> None:
+        self.pool.forget()
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
         self.pool.check_integrity(request.table for request in requests)
@@ -222,30 +228,84 @@ def _on_device(parts: list[slice | Tensor], device: torch.device) -> slice | Ten
 
 
 class DraftRing(DraftContext):
-    """The same for the last tokens only, on a ring of pages that every running request has to itself."""
+    """The same for the last tokens only, on a ring of pages for every running request.
+
+    A full page is never written again. It is found by its content, and a ring that comes round to it takes another page in its
+    place. So the ring behind a prefix hit begins with the window before it, as far as its pages are still there.
+    """
 
     def __init__(
         self, model: DraftModel, window: int, page_size: int, max_running: int, most_waiting: int = 256
     ) -> None:
         super().__init__(model, most_waiting)
-        self.window, self.page_size = window, page_size
-        self.pages = ring_pages(model.drafter.config.block_size, window, page_size)
-        self.pool = PagePool(self.pages * max_running, page_size)
+        self.window, self.page_size, self.block_size = window, page_size, model.drafter.config.block_size
+        self.num_pages = ring_pages(self.block_size, window, page_size)
+        self.pool = PagePool(self.num_pages * num_rings(max_running), page_size)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        if not request.draft_table.is_ring:
-            request.draft_table = BlockTable(self.page_size, is_ring=True)
-        return self.pool.grow(request.draft_table, self.pages * self.page_size)
+        """A ring, and room in it for a block behind the anchor."""
+        if not (request.draft_table.is_ring and request.draft_table.pages):
+            request.draft_table = self._begin(request)
+        self._enter(request.draft_table, request.length - 1, request.length - 1 + self.block_size)
+        return True
 
-    def match_prefix(self, request: Request, most: int) -> int:
-        """A ring starts empty: the window before the first block must be computed again to have its features."""
-        return max(0, most - self.window) // self.page_size * self.page_size
+    def _begin(self, request: Request) -> BlockTable:
+        """A ring with the pages known of the window before the request's next token."""
+        end = request.computed // self.page_size
+        earliest = max(0, request.computed - self.window) // self.page_size
+        known = dict[int, int]()
+        for number in range(end - 1, earliest - 1, -1):
+            page = self.pool.find(_digest(request, number))
+            if page is None:
+                break
+            known[number % self.num_pages] = page
+        fresh = iter(self.pool.take(self.num_pages - len(known)))
+        pages = [known[place] if place in known else next(fresh) for place in range(self.num_pages)]
+        table = BlockTable(self.page_size, pages, is_ring=True)
+        table.first = (end - len(known)) * self.page_size
+        return table
+
+    def _enter(self, table: BlockTable, start: int, end: int) -> None:
+        """Give positions ``[start, end)`` pages that may be written."""
+        last = (end - 1) // self.page_size
+        for number in range(max(start // self.page_size, last + 1 - self.num_pages), last + 1):
+            place = number % self.num_pages
+            table.pages[place] = self.pool.writable(table.pages[place])
+
+    def keep(self, step: Step) -> None:
+        for work in step.works:
+            first = work.request.computed
+            self._enter(work.request.draft_table, first, first + work.num_kept)
+        super().keep(step)
+        for work in step.works:
+            self._publish(work)
+
+    def _publish(self, work: Work[Request]) -> None:
+        """Let the pages be found that are full now, though their K/V may be made later."""
+        request, size = work.request, self.page_size
+        end = request.computed + work.num_kept
+        first = max(request.computed // size, (end - 1) // size + 1 - self.num_pages)
+        for number in range(first, min(end // size, len(request.page_hashes))):
+            self.pool.publish(request.draft_table.pages[number % self.num_pages], _digest(request, number))
 
     def release(self, request: Request) -> None:
         self.pool.release(request.draft_table)
 
+    def forget(self) -> None:
+        self.pool.forget()
+
     def check_integrity(self, requests: Sequence[Request]) -> None:
         self.pool.check_integrity(request.draft_table for request in requests)
+
+
+def _digest(request: Request, number: int) -> bytes:
+    """Of a full page of tokens, and of whatever drafts for them."""
+    return request.page_hashes[number] + (b"" if request.adapter is None else request.adapter.digest)
+
+
+def num_rings(max_running: int) -> int:
+    """Rings that a pool has pages for: some more than can be in use keep windows of prompts and answers."""
+    return max_running + 8
 
 
 def ring_pages(block_size: int, window: int, page_size: int) -> int:
@@ -305,6 +365,11 @@ class Sequences:
         for state in self.states:
             state.release(request)
         request.computed = 0
+
+    def forget(self) -> None:
+        """Drop what is kept for later requests."""
+        for state in self.states:
+            state.forget()
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
         for state in self.states:

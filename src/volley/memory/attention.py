@@ -37,9 +37,8 @@ class AttentionOptions(NamedTuple):
 
 def first_visible(segment: Segment, window: int | None) -> int:
     """The first position that any token of the segment may see."""
-    if window is None:
-        return 0
-    return max(0, segment.start - window + segment.causal)
+    first = segment.table.first
+    return first if window is None else max(first, segment.start - window + segment.causal)
 
 
 def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bool = False) -> Tensor:

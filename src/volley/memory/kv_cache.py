@@ -22,14 +22,16 @@ from volley.errors import CapacityError, ConfigError
 class BlockTable:
     """Which pages hold the K/V of one request's positions: position p lives in slot ``pages[p // size] · size + p % size``.
 
-    A *ring* table keeps a fixed number of pages and wraps around: it holds only the last ``len(pages) · size`` positions.
+    A *ring* table keeps a fixed number of pages and wraps around: it holds only the last ``len(pages) · size`` positions, and
+    none before ``first``.
     """
 
-    __slots__ = ("_runs", "is_ring", "page_size", "pages", "reserved", "state")
+    __slots__ = ("_runs", "first", "is_ring", "page_size", "pages", "reserved", "state")
 
     def __init__(self, page_size: int, pages: Iterable[int] = (), *, is_ring: bool = False) -> None:
         self.page_size = page_size
         self.is_ring = is_ring
+        self.first = 0
         self.pages: list[int] = []
         self.reserved: range = range(0)
         self.state: int | None = None  # the slot of the request's recurrent states, if the model has any
@@ -167,9 +169,25 @@ class PagePool:
             start = _tightest_run(candidates, length)
             if start is not None:
                 return list(range(start, start + need))
+        return self._any(need)
+
+    def _any(self, need: int) -> list[int]:
+        """Pages that cost least, wherever they are: unreserved ones, and cached ones last."""
         order: list[int] = [p for p in np.flatnonzero(self._refs == 0).tolist() if p not in self._cached]
         order.sort(key=lambda page: (int(self._reserved[page]), page))
         return [*order, *self._cached][:need]
+
+    def take(self, count: int) -> list[int]:
+        """Pages for a ring, least recently released ones if all others are in use; there must be as many."""
+        assert count <= self.num_available, "a ring asks for what the pool was made for"
+        return self._take(self._any(count))
+
+    def writable(self, page: int) -> int:
+        """``page`` where one holder alone knows it, else another in its place."""
+        if self._refs[page] == 1 and page not in self._hash_of:
+            return page
+        self._drop(page)
+        return self.take(1)[0]
 
     def _reserve(self, table: BlockTable, run: range) -> None:
         self._reserved[run.start : run.stop] += 1
@@ -221,14 +239,20 @@ class PagePool:
         parent = root
         for start in range(0, len(token_ids) - self.page_size, self.page_size):
             parent = self.page_hash(parent, token_ids[start : start + self.page_size])
-            page = self._page_of.get(parent)
+            page = self.find(parent)
             if page is None:
                 break
-            self._refs[page] += 1
-            self._cached.pop(page, None)
             table.extend([page])
             hashes.append(parent)
         return hashes
+
+    def find(self, digest: bytes) -> int | None:
+        """Take the page of that content, if there is one."""
+        page = self._page_of.get(digest)
+        if page is not None:
+            self._refs[page] += 1
+            self._cached.pop(page, None)
+        return page
 
     def publish(self, page: int, digest: bytes) -> None:
         """Make a full, final page findable. The first page of a content wins; a later twin stays private."""

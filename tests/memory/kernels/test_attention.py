@@ -33,6 +33,8 @@ def make_segments(shapes: list[tuple[int, int, bool]], page_size: int, window: i
     for (start, length, causal), count in zip(shapes, counts, strict=True):
         table = BlockTable(page_size, order[:count], is_ring=ring and window is not None)
         order = order[count:]
+        if table.is_ring:
+            table.first = max(0, int(torch.randint(-start, start + 1, ())))
         segments.append(Segment(table, start, length, causal))
     return segments
 
