@@ -47,7 +47,7 @@ def test_a_gpu_is_filled() -> None:
 
 def test_rings_and_passes_are_left_room_for() -> None:
     plain, ringed = (sizes(CapacityConfig(), gpu(139), per_ring=size) for size in (0, 100 * 2**20))
-    assert (plain.num_pages - ringed.num_pages) * 16 * (QWEN3_8B + DRAFTER) == pytest.approx(0.9 * 25.8 * GIB, rel=0.01)
+    assert (plain.num_pages - ringed.num_pages) * 16 * (QWEN3_8B + DRAFTER) == pytest.approx(0.9 * 25.4 * GIB, rel=0.01)
 
 
 def test_what_is_given_stays() -> None:

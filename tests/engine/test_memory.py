@@ -45,13 +45,13 @@ def test_a_draft_window_keeps_the_drafters_cache_constant_over_8k_tokens() -> No
     size = block_proposer(engine).model.store.nbytes
     prompt = [7 * i % VOCAB for i in range(8192 - 40)]
     request = engine.add_request(prompt, SamplingParams(max_tokens=40))
-    pages: set[tuple[int, ...]] = set()
+    counts: set[int] = set()
     while request.finish_reason is None:
         engine.step()
-        pages.add(tuple(request.draft_table.pages))
+        counts.add(len(request.draft_table.pages))
     assert len(request.token_ids) == 8192
-    assert len(pages - {()}) == 1, "the same pages from the first chunk to the last token"
-    assert size == block_proposer(engine).model.store.nbytes < engine.runner.store.nbytes / 50
+    assert len(counts - {0}) == 1, "as many pages from the first chunk to the last token"
+    assert size == block_proposer(engine).model.store.nbytes < engine.runner.store.nbytes / 20
 
 
 class Everything(Policy):

@@ -305,7 +305,7 @@ def _digest(request: Request, number: int) -> bytes:
 
 def num_rings(max_running: int) -> int:
     """Rings that a pool has pages for: some more than can be in use keep windows of prompts and answers."""
-    return max_running + 8
+    return max_running + 4
 
 
 def ring_pages(block_size: int, window: int, page_size: int) -> int:
