@@ -433,15 +433,33 @@ def held_out(
     return {domain: {k: round(sum(v) / len(v), 4) for k, v in sums.items()} for domain, sums in found.items()}
 
 
+def score(folder: Path, data: Path) -> None:
+    """Print what :func:`held_out` finds of a saved model, as it is stored; of a causal LM only ``causal`` means anything."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.set_attn_implementation("clean_and_noisy")
+    found = held_out(model, tokenizer, data, tokenizer.convert_tokens_to_ids("<|mask|>"))
+    names = list(next(iter(found.values())))
+    print(f"| domain | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    for domain, losses in found.items():
+        print(f"| {domain} | " + " | ".join(f"{losses[name]:.3f}" for name in names) + " |")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True, help="folder of the target to begin with")
     parser.add_argument("--responses", type=Path, help="what volley collect took from the target")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("diffusion"))
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--causal-weight", type=float, default=0.5, help="of the next-token loss")
     parser.add_argument("--compile", action="store_true", help="compile a layer: a minute, then faster steps")
+    parser.add_argument(
+        "--score", action="store_true", help="only measure --target on held-out text, a model of both kinds"
+    )
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    Trainer(options).run()
+    if options.score:
+        score(options.target, options.data)
+    else:
+        options.out.mkdir(parents=True, exist_ok=True)
+        Trainer(options).run()

@@ -294,13 +294,19 @@ def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) 
 
 
 def test_nothing_leaks_in_a_long_run_of_arrivals_aborts_and_preemptions(model: Masked) -> None:
-    chance = random.Random(0)
+    arrive_and_leave(model, 150)
+
+
+def arrive_and_leave(model: Masked, turns: int) -> int:
+    """Requests of all three modes come, are aborted and preempted, and the books are recounted in each turn; how many came."""
+    chance, came = random.Random(0), 0
     engine = Engine(model.target, num_pages=24, max_running=6, max_batch_tokens=40, **BLOCKS)
     alive: list[Request] = []
-    for turn in range(150):
+    for turn in range(turns):
         if len(alive) < 8 and chance.random() < 0.5:
             prompt = [chance.randrange(MASK) for _ in range(chance.choice([2, 8, 30]))]
             alive.append(engine.add_request(prompt, replace(mixed(turn), max_tokens=chance.choice([3, 16, 21]))))
+            came += 1
         if alive and chance.random() < 0.1:
             engine.abort(chance.choice(alive))
         if engine.scheduler.running and chance.random() < 0.1:
@@ -309,6 +315,8 @@ def test_nothing_leaks_in_a_long_run_of_arrivals_aborts_and_preemptions(model: M
         engine.check_integrity()
         alive = [request for request in alive if request.finish_reason is None]
     run(engine, alive)
+    assert not any(request.canvas for request in alive)
+    return came
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

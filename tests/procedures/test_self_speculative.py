@@ -152,10 +152,10 @@ class Independent(SelfSpeculative):
         return PositionNoise(request.noise.seed)
 
 
-def draws(engine: Engine, procedure: Any, count: int, params: SamplingParams) -> tuple[Tensor, float]:
-    """Two tokens after the first of each of ``count`` answers with seeds of their own, and their mean acceptance length."""
+def draws(engine: Engine, procedure: Any, count: int, params: SamplingParams, first: int = 0) -> tuple[Tensor, float]:
+    """Three tokens of each of ``count`` answers with the seeds from ``first`` on, and their mean acceptance length."""
     requests = []
-    for seed in range(count):
+    for seed in range(first, first + count):
         _, own = engine.procedures.choose(replace(params, seed=seed))
         requests.append(engine.add_request([1, 2], own, procedure))
     while engine.has_work:

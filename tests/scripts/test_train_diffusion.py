@@ -147,7 +147,9 @@ def test_updates_of_muon_are_orthogonal() -> None:
     assert bool(((sizes > 0.6) & (sizes < 1.3)).all())
 
 
-def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(options: argparse.Namespace, tmp_path: Path) -> None:
+def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(
+    options: argparse.Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = training.Trainer(options)
     trainer.read()
     assert trainer.names.count("responses") == 1
@@ -167,6 +169,10 @@ def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(options: argparse
     bundle.write_diffusion(options.out, tmp_path / "diffusion")
     assert "| math | " in (tmp_path / "diffusion" / "README.md").read_text()
     answers(tmp_path / "diffusion")
+    training.score(tmp_path / "diffusion", options.data)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| math")]
+    losses = [float(loss) for loss in row.split("|")[2:-1]]
+    assert losses == pytest.approx([report["held_out"]["math"][name] for name in report["held_out"]["math"]], abs=0.02)
     check_shortened(options.out / "model", tmp_path / "diffusion")
 
 

@@ -1,0 +1,88 @@
+"""What the tests of canvases check, on longer runs: that nothing leaks, and that self-speculation draws what the model draws.
+
+    python -m benchmarks.diffusion_checks leaks --turns 2000
+    python -m benchmarks.diffusion_checks draws --draws 20000
+
+``leaks``: requests of all modes come, are aborted and preempted at random; in each turn every page is recounted. ``draws``: tiny
+random models. The chi-square test of three tokens, for drafts of 1, 2, 4 passes and of a number chosen at random, and of fewer
+draws with a planted bias, which must be seen; then the acceptance lengths of canvases drawn with the verifier's noise and with
+noise of their own.
+"""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.chi_square import chi_square_p, joint_counts
+from tests.engine.test_diffusion import arrive_and_leave
+from tests.procedures.test_denoising import masked_model
+from tests.procedures.test_self_speculative import Independent, Unmatched, V, Whim, draws, exact, target
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.models.diffusion import FAST_DLLM, SDAR
+from volley.procedures.self_speculative import SelfSpeculative
+
+AT_ONCE = 500
+
+
+def check_leaks(turns: int) -> None:
+    for name, family in (("SDAR", SDAR), ("Fast-dLLM v2", FAST_DLLM)):
+        came = arrive_and_leave(masked_model(family), turns)
+        print(f"{name}: {turns} turns, {came} requests, nothing leaked", flush=True)
+
+
+def many_draws(engine: Engine, procedure: Any, count: int, params: SamplingParams) -> tuple[Tensor, float]:
+    """Tokens of ``count`` answers, and their mean acceptance length."""
+    parts = [draws(engine, procedure, AT_ONCE, params, first) for first in range(0, count, AT_ONCE)]
+    return torch.cat([tokens for tokens, _ in parts]), sum(length for _, length in parts) / len(parts)
+
+
+def engine_of(own: Any) -> Engine:
+    return Engine(own, max_running=AT_ONCE, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
+
+
+def check_draws(count: int) -> None:
+    own = target(vocab_size=V)
+    engine, distribution = engine_of(own), exact(own)
+    assert own.diffusion is not None
+    params = SamplingParams(temperature=1.0, max_tokens=3)
+    for steps in (1, 2, 4, None):
+        asked = replace(params, diffusion=DiffusionParams(mode="self", canvas_length=3, max_steps=steps))
+        for kind in (SelfSpeculative, Unmatched):
+            procedure = kind(own, own.diffusion, engine.procedure, Whim())
+            tokens, _ = many_draws(engine, procedure, AT_ONCE if kind is Unmatched else count, asked)
+            p = chi_square_p(joint_counts(tokens, V), distribution)
+            said = "planted bias" if kind is Unmatched else "drafts"
+            print(f"{said}, passes {steps or 'at random'}: p = {p:.2g} over {len(tokens)} draws", flush=True)
+    flat = target()
+    with torch.no_grad():
+        flat.model.get_output_embeddings().weight.mul_(0.3)  # flat distributions: what is drawn is the noise's choice
+    engine = engine_of(flat)
+    assert flat.diffusion is not None
+    for steps in (1, 2, 4):
+        diffusion = DiffusionParams(mode="self", canvas_length=4, max_steps=steps)
+        asked = SamplingParams(temperature=1.0, max_tokens=9, diffusion=diffusion)
+        shared, apart = (
+            many_draws(engine, kind(flat, flat.diffusion, engine.procedure), AT_ONCE, asked)[1]
+            for kind in (SelfSpeculative, Independent)
+        )
+        print(f"acceptance length, passes {steps}: coupled {shared:.2f}, independent {apart:.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["leaks", "draws"])
+    parser.add_argument("--turns", type=int, default=2000)
+    parser.add_argument("--draws", type=int, default=20_000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.what == "leaks":
+        check_leaks(options.turns)
+    else:
+        check_draws(options.draws)
+
+
+if __name__ == "__main__":
+    main()
