@@ -3,6 +3,7 @@
 import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,9 +14,10 @@ from tests.serve.running import Tiny, running
 from volley.certify.certificate import certify_server
 from volley.certify.checks import greedy_params
 from volley.certify.options import CertifyConfig
-from volley.certify.subject import ServerSubject
+from volley.certify.subject import Reply, ServerFailure, ServerSubject
 from volley.cli import app
 from volley.errors import EndpointError
+from volley.types import SamplingParams
 
 PROMPTS = ["Once upon a time", "The cat sat on", "Two birds fly over", "Rain fell while"]
 QUICK = CertifyConfig(bias=0.45, max_tokens=12, prompts_used=4)
@@ -69,6 +71,29 @@ def test_a_server_may_refuse_several_answers(tiny: Tiny) -> None:
         found = subject.choices(PROMPTS[0], greedy_params(4), 2)
         assert found is not None
         assert len(found) == 2
+
+
+def test_a_server_that_breaks_down_has_failed_what_it_was_asked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over one parameter, and then over everything."""
+    ask = ServerSubject.ask
+
+    def break_down(self: ServerSubject, prompts: Any, params: Any, concurrency: int = 1) -> list[Reply]:
+        if isinstance(params, SamplingParams) and params.top_k:
+            raise ServerFailure("HTTP 500")
+        return ask(self, prompts, params, concurrency)
+
+    monkeypatch.setattr(ServerSubject, "ask", break_down)
+    monkeypatch.setattr("volley.certify.sampled.MOST_ROUNDS", 1)
+    few = CertifyConfig(bias=0.45, max_tokens=8, prompts_used=2)
+    with running(tiny.plain) as server:
+        found = certify_server(f"{server.url}/v1", PROMPTS, few, say=lambda _: None)
+        assert [check.name for check in found.failed] == ["top_k"]
+        assert "the server broke down: HTTP 500" in found.failed[0].detail
+        assert found.finding == "top_k: the server breaks down"
+        assert found.checks[-1].name == "json", "the others were made"
+        monkeypatch.setattr(ServerSubject, "is_there", lambda self: False)
+        gone = certify_server(f"{server.url}/v1", PROMPTS, few, say=lambda _: None)
+    assert gone.checks[-1].name == "top_k"
 
 
 def test_nobody_there() -> None:

@@ -1,5 +1,6 @@
 """A server that recalibrates: what it keeps, when training stops, how drafters are swapped, and what it refuses."""
 
+import asyncio
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from tests.conftest import TinyPair
 from tests.engine.test_reload import other_drafter
@@ -23,6 +25,7 @@ from volley import Engine
 from volley.errors import ConfigError
 from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.export import export
 from volley.recalibrate.companion import Recalibrator
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import entries, read
@@ -35,12 +38,12 @@ SCRIPT = """
     folder = json.loads(sys.argv[1])["folder"]
     with open(folder + "/pid", "w") as file:
         file.write(str(os.getpid()))
-    while not os.path.exists(folder + "/events"):
+    while not os.path.exists(folder + "/die"):
         time.sleep(0.01)
-    for line in open(folder + "/events"):
-        print(line.strip(), flush=True)
-    os.remove(folder + "/events")
-    time.sleep(600 if not os.path.exists(folder + "/die") else 0)
+        if os.path.exists(folder + "/events"):
+            for line in open(folder + "/events"):
+                print(line.strip(), flush=True)
+            os.remove(folder + "/events")
 """
 """Stands for the training process: says what the test has written for it."""
 
@@ -81,10 +84,20 @@ class Learning:
 
     def candidate(self, name: str = "rounds/000001/full", **changes: Any) -> dict[str, Any]:
         """A drafter with other weights, and the verdict that lets it through."""
-        other_drafter(Drafter.from_pretrained(self.pair.drafter)).save_pretrained(self.folder / name)
+        drafter = other_drafter(Drafter.from_pretrained(self.pair.drafter))
+        drafter.fc.weight.data *= changes.get("round", 1) + 1
+        drafter.save_pretrained(self.folder / name)
         event = {"event": "judged", "round": 1, "folder": name, "kind": "full", "trained_until": 7, "swap": True}
+        learnt = self.learnt
+        event |= {"base": learnt.base, "before": learnt.current.folder}
         figures = {"gain": 0.5, "error": 0.1, "tau": 3.0, "tau_before": 2.0, "tau_base": 2.0, "rows": 40, "reason": ""}
         return {**event, **figures, **changes}
+
+    @property
+    def learnt(self) -> Learnt:
+        found = Learnt.load(self.folder)
+        assert found is not None
+        return found
 
     def serves(self, server: Running, name: str) -> bool:
         wanted = drafter_fingerprint(Drafter.from_pretrained(self.folder / name))
@@ -159,8 +172,7 @@ def test_a_better_drafter_takes_over_between_steps_and_is_there_after_a_restart(
         assert seen['volley:recalibration_candidates_total{kind="full"}'] == 1
         assert seen["volley:recalibration_gain"] == 0.5
         assert seen["volley:recalibration_drift"] == 0
-    learnt = Learnt.load(learning.folder)
-    assert learnt is not None
+    learnt = learning.learnt
     assert (learnt.current.folder, learnt.current.trained_until, learnt.seen_round) == ("rounds/000001/full", 7, 1)
     assert learnt.previous is not None
     assert learnt.previous.tau == 2.0
@@ -171,8 +183,7 @@ def test_a_better_drafter_takes_over_between_steps_and_is_there_after_a_restart(
         Drafter.from_pretrained(learning.pair.drafter).save_pretrained(learning.folder / BASE)
         learning.tell(back)
         wait_until(lambda: learning.serves(server, BASE))
-    learnt = Learnt.load(learning.folder)
-    assert learnt is not None
+    learnt = learning.learnt
     assert (learnt.swaps, learnt.roll_backs) == (2, 1)
 
 
@@ -185,9 +196,83 @@ def test_another_given_drafter_begins_anew(learning: Learning, tmp_path: Path) -
     learning.pair = learning.pair._replace(drafter=other)
     with learning.server() as server:
         assert learning.serves(server, BASE)
-    learnt = Learnt.load(learning.folder)
-    assert learnt is not None
+    learnt = learning.learnt
     assert (learnt.current.folder, learnt.seen_round) == (BASE, 1)
+
+
+def reload(server: Running) -> bool:
+    """What SIGUSR1 does."""
+    return asyncio.run_coroutine_threadsafe(server.service.reload_drafter(), server.service.worker.loop).result(30)
+
+
+def test_a_reload_begins_anew_from_the_operators_drafter(learning: Learning, tmp_path: Path) -> None:
+    """Also where what was learnt serves; a verdict about the drafter of before swaps nothing in, and one of today does."""
+    folder = tmp_path / "given"
+    shutil.copytree(learning.pair.drafter, folder)
+    learning.pair = learning.pair._replace(drafter=folder)
+    want = learning.tiny.answer("Hello", max_tokens=40, ignore_eos=True)
+    body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    with learning.server() as server:
+        first = learning.learnt.base
+        learning.tell(learning.candidate())
+        wait_until(lambda: learning.learnt.current.folder == "rounds/000001/full")
+        late = learning.candidate("rounds/000002/full", round=2)
+        torch.manual_seed(7)
+        Drafter(Drafter.from_pretrained(folder).config).save_pretrained(folder)
+        assert reload(server)
+        wait_until(lambda: learning.learnt.base != first)
+        assert learning.learnt.current.folder == BASE
+        assert learning.serves(server, BASE)
+        assert learning.learnt.base == drafter_fingerprint(Drafter.from_pretrained(folder))
+        learning.tell(late)
+        wait_until(lambda: learning.learnt.seen_round == 2)
+        assert learning.serves(server, BASE), "it was judged against another drafter"
+        learning.tell(learning.candidate("rounds/000003/full", round=3))
+        wait_until(lambda: learning.serves(server, "rounds/000003/full"))
+        assert server.complete("Hello", **body).json()["choices"][0]["text"] == want
+        assert reload(server), "the same drafter again: what was learnt of it is set aside"
+        wait_until(lambda: learning.serves(server, BASE))
+        wait_until(lambda: learning.learnt.current.folder == BASE)
+        assert server.complete("Hello", **body).json()["choices"][0]["text"] == want
+
+
+def test_a_reloaded_drafter_that_cannot_be_trained_serves_as_it_is(
+    learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, whole = tmp_path / "given", learning.pair.drafter
+    shutil.copytree(whole, folder)
+    learning.pair = learning.pair._replace(drafter=folder)
+    with learning.server() as server:
+        wait_until(lambda: (learning.folder / "pid").exists())
+        export(whole, folder, "zlab", target=str(learning.pair.target), draft_vocab_size=100, counts=[1] * 260)
+        assert reload(server)
+        wait_until(lambda: "the new drafter serves as it is" in caplog.text)
+        wait_until(lambda: state_of(learning.folder) == "gone")
+        assert server.complete("Hello", max_tokens=4, ignore_eos=True).status_code == 200
+        (learning.folder / "pid").unlink()
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
+        assert reload(server)
+        wait_until(lambda: (learning.folder / "pid").exists())
+
+
+def test_a_state_that_cannot_be_written_stops_nothing(learning: Learning, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk: the better drafter serves, and the next verdicts are heard."""
+    with learning.server() as server:
+        learning.tell(learning.candidate())
+        wait_until(lambda: server.metrics().get('volley:recalibration_swaps_total{kind="full"}') == 1)
+        second = learning.candidate("rounds/000002/full", round=2)
+        state = learning.folder / "state.json"
+        state.unlink()
+        (state / "nothing can be written here").mkdir(parents=True)
+        learning.tell(second)
+        wait_until(lambda: learning.serves(server, "rounds/000002/full"))
+        wait_until(lambda: server.metrics()["volley:recalibration_failures_total"] >= 2)
+        assert "what serves cannot be noted" in caplog.text
+        shutil.rmtree(state)
+        learning.tell({"event": "failed", "round": 3, "reason": "it could not"})
+        wait_until(lambda: state.exists() and learning.learnt.seen_round == 3)
+        assert learning.learnt.current.folder == "rounds/000002/full"
 
 
 def test_a_torn_candidate_is_refused_and_one_that_is_not_better_is_counted(learning: Learning) -> None:
@@ -203,8 +288,7 @@ def test_a_torn_candidate_is_refused_and_one_that_is_not_better_is_counted(learn
         assert 'volley:recalibration_swaps_total{kind="full"}' not in seen
         assert seen["volley:recalibration_drift"] == 0.5
         assert server.engine.drafter is before
-    learnt = Learnt.load(learning.folder)
-    assert learnt is not None
+    learnt = learning.learnt
     assert (learnt.seen_round, learnt.swaps) == (3, 0)
 
 
@@ -234,7 +318,6 @@ def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning) ->
 def test_a_training_process_that_dies_is_counted_and_serving_goes_on(learning: Learning) -> None:
     with learning.server() as server:
         (learning.folder / "die").touch()
-        learning.tell({"event": "ready"})
         wait_until(lambda: server.metrics()["volley:recalibration_failures_total"] == 1)
         assert server.complete("Hello", max_tokens=4).status_code == 200
 
@@ -304,6 +387,11 @@ def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_
                     answered = client.post(f"{url}/v1/completions", json={**body, "prompt": prompts})
                     assert answered.status_code == 200
             wait_until(lambda: logged("a drafter took over"), 600)
+            wait_until(lambda: Learnt.load(folder).swaps == 1)
+            learnt = Learnt.load(folder)
+            process.send_signal(signal.SIGUSR1)
+            wait_until(lambda: logged("a drafter was reloaded"))
+            wait_until(lambda: Learnt.load(folder).current.folder == BASE)
             children = subprocess.run(
                 ["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True, check=True
             )
@@ -313,6 +401,4 @@ def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_
             wait_until(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
         finally:
             process.kill()
-    learnt = Learnt.load(folder)
-    assert learnt is not None
     assert (learnt.current.folder, learnt.swaps) == ("rounds/000001/full", 1)

@@ -1,6 +1,7 @@
 """What is kept of what was served: bounded by size, age and client, whole after a kill, erased on command."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -90,9 +91,39 @@ def test_another_target_and_a_second_server_are_refused_with_the_remedy(tmp_path
     with pytest.raises(ConfigError, match=r"another server recalibrates in .*; stop it"):
         opened(tmp_path)
     reservoir.close()
-    with pytest.raises(ConfigError, match=r"another target .* volley reservoir erase"):
+    with pytest.raises(ConfigError, match=r"another target .* volley reservoir erase .* --all") as refused:
         Reservoir(tmp_path).open("other")
     opened(tmp_path).close()
+    _, _, remedy = str(refused.value).rpartition("volley ")
+    assert CliRunner().invoke(app, remedy.split()).exit_code == 0
+    other = Reservoir(tmp_path)
+    other.open("other")
+    other.close()
+
+
+def test_where_nothing_was_kept_the_command_says_what_would_be(tmp_path: Path) -> None:
+    opened(tmp_path)
+    shown = CliRunner().invoke(app, ["reservoir", "show", str(tmp_path)])
+    assert "0 answers of 0 clients" in shown.stdout
+    assert "nothing was kept yet" in shown.stdout
+
+
+def test_a_disk_without_space_leaves_no_torn_row(tmp_path: Path) -> None:
+    """A limit of the process stands for the disk: a file cannot grow beyond it."""
+    reservoir = opened(tmp_path)
+    reservoir.add("a", [1], [2, 3], 0.0)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+            reservoir.add("a", [4], list(range(1000)), 0.0)
+        except ConfigError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert [row.response for row in read(tmp_path, entries(tmp_path))] == [[2, 3]]
+    assert len(list((tmp_path / "rows").iterdir())) == 1, "nothing half-written is left"
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_store_whole(tmp_path: Path) -> None:

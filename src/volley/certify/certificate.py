@@ -21,7 +21,7 @@ from volley.certify.checks import Check, Questions
 from volley.certify.options import CertifyConfig
 from volley.certify.sampled import check_server, check_way, plain_engine, ways
 from volley.certify.structured import check_json
-from volley.certify.subject import EngineSubject, ServerSubject
+from volley.certify.subject import EngineSubject, ServerFailure, ServerSubject
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError
 from volley.files import read_json, write_atomically
@@ -29,6 +29,8 @@ from volley.models.adapter import drafter_fingerprint
 from volley.train.features import fingerprint
 
 Say = Callable[[str], None]
+Steps = list[tuple[str, Callable[[], Sequence[Check]]]]
+"""Names of checks, and how to make them."""
 JSON_PROMPTS = 4
 
 FINDINGS = {
@@ -73,8 +75,9 @@ class Certificate:
     @property
     def finding(self) -> str | None:
         """The likeliest fault: that of the first check in the order of ``FINDINGS`` that failed."""
-        names = {check.name.rpartition(": ")[2] for check in self.failed}
-        return next((what for name, what in FINDINGS.items() if name in names), None)
+        names = {check.name.rpartition(": ")[2] for check in self.failed if "broke" not in check.facts}
+        broke = (f"{check.name}: the server breaks down" for check in self.failed if "broke" in check.facts)
+        return next((what for name, what in FINDINGS.items() if name in names), next(broke, None))
 
     def to_json(self) -> dict[str, Any]:
         body = {
@@ -128,8 +131,8 @@ def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyCo
         engine.block_size = engine.proposer.block_size
     found = []
     try:
-        for check in _answer_checks(questions):
-            found.append(_said(check, say))
+        for _, check in (*_before_sampling(questions), *_parameters(questions)):
+            found += [_said(one, say) for one in check()]
     finally:
         engine.reconfigure(before)
     todo = ways(engine, config.max_tokens)
@@ -163,6 +166,7 @@ def certify_server(
 def _server_checks(
     subject: ServerSubject, reference: ServerSubject | None, prompts: Sequence[str], config: CertifyConfig
 ) -> Iterator[Check]:
+    """A server that breaks down over a check has failed it, and is asked on as long as it is there."""
     chosen, greedy = list(prompts[: config.prompts_used]), checks.greedy_params(config.max_tokens)
     nonce = f"{time.time_ns():x}"
 
@@ -171,11 +175,21 @@ def _server_checks(
 
     longer = [f"{prompt} {prompt} {prompt} {prompt}" for prompt in chosen]
     questions = Questions(subject, reference, chosen, longer, fresh, greedy)
-    yield from _answer_checks(questions)
-    yield from check_server(subject, reference, lambda _: chosen, greedy, config, 4)
-    yield checks.check_seeds(questions)
-    yield _check_choices(subject, chosen[0], greedy)
-    yield check_json(subject, reference, chosen[:JSON_PROMPTS])
+    todo: Steps = [
+        *_before_sampling(questions),
+        ("sampled", lambda: check_server(subject, reference, lambda _: chosen, greedy, config, 4)),
+        *_parameters(questions),
+        ("seeds", lambda: [checks.check_seeds(questions)]),
+        ("n", lambda: [_check_choices(subject, chosen[0], greedy)]),
+        ("json", lambda: [check_json(subject, reference, chosen[:JSON_PROMPTS])]),
+    ]
+    for name, check in todo:
+        try:
+            yield from check()
+        except ServerFailure as error:
+            yield Check(name, False, f"the server broke down: {error}", facts={"broke": True})
+            if not subject.is_there():
+                return
 
 
 def _check_choices(subject: ServerSubject, prompt: str, greedy: Any) -> Check:
@@ -192,15 +206,22 @@ def _check_choices(subject: ServerSubject, prompt: str, greedy: Any) -> Check:
     )
 
 
-def _answer_checks(questions: Questions) -> Iterator[Check]:
-    yield checks.check_greedy(questions)
-    yield checks.check_prefix_cache(questions)
-    for concurrency in (8, 32):
-        yield checks.check_concurrency(questions, concurrency)
-    yield checks.check_narrow(questions, "top_k", top_k=1)
-    yield checks.check_top_p(questions)
-    yield checks.check_penalties(questions)
-    yield checks.check_stop(questions)
+def _before_sampling(questions: Questions) -> Steps:
+    return [
+        ("greedy", lambda: [checks.check_greedy(questions)]),
+        ("prefix cache", lambda: [checks.check_prefix_cache(questions)]),
+        ("concurrency 8", lambda: [checks.check_concurrency(questions, 8)]),
+        ("concurrency 32", lambda: [checks.check_concurrency(questions, 32)]),
+    ]
+
+
+def _parameters(questions: Questions) -> Steps:
+    return [
+        ("top_k", lambda: [checks.check_narrow(questions, "top_k", top_k=1)]),
+        ("top_p", lambda: [checks.check_top_p(questions)]),
+        ("penalties", lambda: [checks.check_penalties(questions)]),
+        ("stop", lambda: [checks.check_stop(questions)]),
+    ]
 
 
 def _said(check: Check, say: Say) -> Check:

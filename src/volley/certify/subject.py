@@ -94,6 +94,13 @@ class ServerSubject:
     def close(self) -> None:
         self.client.close()
 
+    def is_there(self) -> bool:
+        try:
+            self._json("GET", "/models", None)
+        except EndpointError:
+            return False
+        return True
+
     def ask(
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams], concurrency: int = 1
     ) -> list[Reply]:
@@ -157,11 +164,16 @@ class ServerSubject:
             if response.is_success:
                 return dict(response.json())
         except (httpx.HTTPError, ValueError, TypeError) as error:
-            raise EndpointError(
+            raise ServerFailure(
                 f"{self.url}{path}: {type(error).__name__} {error}; is an OpenAI-compatible server there?"
             ) from None
-        kind = _Refused if response.status_code in REFUSALS else EndpointError
+        status = response.status_code
+        kind = _Refused if status in REFUSALS else ServerFailure if status >= 500 else EndpointError
         raise kind(f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL, model and key")
+
+
+class ServerFailure(EndpointError):
+    """The server broke down over a request, or is gone."""
 
 
 class _Refused(EndpointError):

@@ -22,7 +22,12 @@ def show(folder: _Folder) -> None:
         f"{len(found)} answers of {len({entry.client for entry in found})} clients, "
         f"{sum(entry.tokens for entry in found)} tokens; {held} answers are held out"
     )
-    if found:
+    if not found:
+        typer.echo(
+            "nothing was kept yet: answers of two tokens and more are kept as they are served; with "
+            '--recalibrate-requests asked, those of requests that say "recalibrate": true'
+        )
+    else:
         typer.echo(f"the oldest is of {time.strftime('%Y-%m-%d %H:%M', time.localtime(found[0].seconds))}")
 
 

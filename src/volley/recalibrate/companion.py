@@ -18,7 +18,7 @@ from typing import Any
 from volley.engine.engine import Engine
 from volley.engine.reload import replace_drafter
 from volley.errors import ConfigError
-from volley.files import REFERENCE
+from volley.files import REFERENCE, write_atomically
 from volley.models.adapter import drafter_fingerprint
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
@@ -66,7 +66,7 @@ class Recalibrator:
         self.reservoir = Reservoir(self.folder, most_tokens=config.reservoir_tokens, most_days=config.reservoir_days)
         self.reservoir.open(fingerprint(engine.target.model))
         try:
-            self.learnt = self._find_learnt()
+            self.learnt = self._find_learnt(drafter_of(engine))
             self._go_on()
         except BaseException:
             self.reservoir.close()
@@ -79,27 +79,27 @@ class Recalibrator:
         self._timer: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
         service.worker.on_finished.append(self.record)
         service.worker.on_held.append(self._held)
         service.on_reloaded.append(self._reloaded)
 
     # -- what was learnt -----------------------------------------------------------------------------------------------
-    def _find_learnt(self) -> Learnt:
-        """What the folder says of this drafter; where it was given another one, that begins anew."""
-        assert self._engine.drafter is not None
-        given = drafter_fingerprint(self._engine.drafter)
+    def _find_learnt(self, drafter: Drafter) -> Learnt:
+        """What the folder says of ``drafter``, which was given; where it was given another one, that begins anew."""
+        given = drafter_fingerprint(drafter)
         mark, found = self.folder / BASE / "fingerprint", Learnt.load(self.folder)
+        if not mark.exists() or mark.read_text() != given:
+            source = self._engine.drafter_source
+            copy = drafter if source is None else Drafter.from_pretrained(source[0])
+            copy.save_pretrained(self.folder / BASE)
+            write_atomically(mark, given)
         if found is None or found.base != given:
             rounds = [int(path.name) for path in (self.folder / "rounds").glob("*") if path.name.isdigit()]
             if found is not None:
                 log.info("the server was given another drafter; what was learnt from the last one is set aside")
             found = Learnt(given, seen_round=max(rounds, default=0))
             found.save(self.folder)
-        if not mark.exists() or mark.read_text() != given:
-            source = self._engine.drafter_source
-            copy = self._engine.drafter if source is None else Drafter.from_pretrained(source[0])
-            copy.save_pretrained(self.folder / BASE)
-            mark.write_text(given)
         return found
 
     def _go_on(self) -> None:
@@ -124,15 +124,30 @@ class Recalibrator:
     def _load(self, folder: str) -> Drafter:
         return load_drafter(self.folder / folder, self._engine.target, self._weights)
 
-    def _reloaded(self) -> None:
+    def _reloaded(self, drafter: Drafter) -> None:
         """The operator has put another drafter in the place of the one that the server was given."""
 
         async def begin_anew() -> None:
-            self.learnt = await asyncio.to_thread(self._find_learnt)
-            self.learnt = replace(self.learnt, current=Standing(), previous=None)
-            self.learnt.save(self.folder)
+            async with self._changing:
+                learnt = await asyncio.to_thread(self._find_learnt, drafter)
+                self.learnt = replace(learnt, current=Standing(), previous=None)
+                await self._save()
+                if drafter_fingerprint(drafter_of(self._engine)) != self.learnt.base:  # a candidate came in between
+                    await asyncio.wrap_future(self._service.worker.swap(drafter, {}))
+            await self._train_if_possible()
 
         self._reloading = asyncio.create_task(begin_anew())
+
+    async def _train_if_possible(self) -> None:
+        """Begin to train, or end it where the drafter that serves is of a kind that is not trained."""
+        try:
+            check_drafter(drafter_of(self._engine))
+        except ConfigError as error:
+            log.error("the new drafter serves as it is", extra={"fields": {"reason": str(error)}})
+            await self._end_training()
+        else:
+            if self._following is None or self._following.done():
+                self._following = asyncio.create_task(self._follow())
 
     # -- keeping, in the engine's thread and in the writer's ---------------------------------------------------------
     def record(self, job: Job, request: Request) -> None:
@@ -171,13 +186,16 @@ class Recalibrator:
         self._is_stopping = True
         if self._timer is not None:
             self._timer.cancel()
+        await self._end_training()
+        self._waiting.put(None)
+        await asyncio.to_thread(self._writer.join)
+        self.reservoir.close()
+
+    async def _end_training(self) -> None:
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         await self._kill()
-        self._waiting.put(None)
-        await asyncio.to_thread(self._writer.join)
-        self.reservoir.close()
 
     async def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -249,21 +267,36 @@ class Recalibrator:
     async def _act(self, event: dict[str, Any]) -> None:
         if event["event"] == "ready":
             return
-        if event["event"] == "failed":
+        async with self._changing:
+            if event["event"] == "failed":
+                self.figures.failed.inc()
+                log.error("a candidate could not be made", extra={"fields": {"reason": event["reason"]}})
+            elif "kind" in event:
+                await self._judged(event)
+            self.learnt = replace(self.learnt, seen_round=max(self.learnt.seen_round, int(event["round"])))
+            await self._save()
+
+    async def _save(self) -> None:
+        """Note what serves; where the disk takes no more, the server goes on and a restart finds what was noted last."""
+        try:
+            await asyncio.to_thread(self.learnt.save, self.folder)
+        except (ConfigError, OSError) as error:
             self.figures.failed.inc()
-            log.error("a candidate could not be made", extra={"fields": {"reason": event["reason"]}})
-        elif "kind" in event:
-            await self._judged(event)
-        self.learnt = replace(self.learnt, seen_round=max(self.learnt.seen_round, int(event["round"])))
-        await asyncio.to_thread(self.learnt.save, self.folder)
+            log.error(
+                "what serves cannot be noted; a restart may not know it", extra={"fields": {"reason": str(error)}}
+            )
 
     async def _judged(self, event: dict[str, Any]) -> None:
         fields = {key: event[key] for key in ("round", "kind", "gain", "error", "tau", "tau_before", "rows", "reason")}
         if self.learnt.current.tau is None:
             self.learnt = replace(self.learnt, current=replace(self.learnt.current, tau=event["tau_before"]))
-        is_swapped = event["swap"] and await self._swap(event)
+        is_swapped = event["swap"] and self._is_of_today(event) and await self._swap(event)
         self.figures.judged(event, self.learnt.current.tau, is_swapped=is_swapped)
         log.info("a drafter took over" if is_swapped else "a candidate was judged", extra={"fields": fields})
+
+    def _is_of_today(self, event: dict[str, Any]) -> bool:
+        """Whether a verdict is about the drafter that serves: it may have been given before an operator's reload."""
+        return (event.get("base"), event.get("before")) == (self.learnt.base, self.learnt.current.folder)
 
     async def _swap(self, event: dict[str, Any]) -> bool:
         chosen = Standing(event["folder"], event["kind"], event["trained_until"], event["tau"])
@@ -275,7 +308,7 @@ class Recalibrator:
             self.figures.failed.inc()
             return False
         self.learnt = self.learnt.swapped(chosen, int(event["round"]))
-        await asyncio.to_thread(self.learnt.save, self.folder)
+        await self._save()
         self._service.metrics.holds(memory_of(self._engine))
         return True
 
@@ -296,6 +329,11 @@ def _check(service: Service, engine: Engine, target: str) -> None:
         )
     if Path(target).suffix == ".gguf":
         raise ConfigError(f"{target} cannot be trained for; give --target the folder that it was converted from")
+    check_drafter(drafter)
+
+
+def check_drafter(drafter: Drafter) -> None:
+    """Refuse a drafter that cannot be trained, with the remedy."""
     config = drafter.config
     own = config.own_embedding or config.draft_vocab_size
     if own or config.untrained is not None or (config.head is not None and config.head.type == "dspark"):
@@ -303,3 +341,8 @@ def _check(service: Service, engine: Engine, target: str) -> None:
             "volley does not train drafters of this kind (an embedding, a vocabulary or a head of its own); name the one "
             "that it was exported from, or leave --recalibrate out"
         )
+
+
+def drafter_of(engine: Engine) -> Drafter:
+    assert engine.drafter is not None, "it was checked at the start"
+    return engine.drafter

@@ -96,7 +96,7 @@ class Reservoir:
             self.close()
             raise ConfigError(
                 f"{self.folder} holds what another target has served; give another folder, or erase this one: "
-                f"volley reservoir erase {self.folder}"
+                f"volley reservoir erase {self.folder} --all"
             )
         self._read_names()
 

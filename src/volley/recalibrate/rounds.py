@@ -126,7 +126,8 @@ class Recalibration:
         """The best candidate of the last round if it was not worse than the drafter that serves, which is where others begin."""
         if last and self._verdict(last).exists():
             verdict = read_json(self._verdict(last))
-            if verdict.get("gain", -1.0) > 0 and (self.folder / verdict["folder"]).is_dir():
+            is_of_today = verdict.get("base") == self.learnt.base
+            if is_of_today and verdict.get("gain", -1.0) > 0 and (self.folder / verdict["folder"]).is_dir():
                 return str(verdict["folder"])
         return self.learnt.current.folder
 
@@ -237,6 +238,8 @@ class Recalibration:
         event = {
             **verdict.to_json(),
             **asdict(best),
+            "base": learnt.base,
+            "before": learnt.current.folder,
             "tau": verdict.tau,
             "swap": verdict.is_better,
             "tau_base": None if base is None else verdict.tau_before * _over(replayed, base),

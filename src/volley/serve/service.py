@@ -64,8 +64,8 @@ class Service:
         self.memory = memory(engine)
         self.draining = False
         self.companions: list[Companion] = []
-        self.on_reloaded: list[Callable[[], None]] = []
-        """Called by the event loop when :meth:`reload_drafter` has replaced the drafter."""
+        self.on_reloaded: list[Callable[[Drafter], None]] = []
+        """Called by the event loop with the new drafter when :meth:`reload_drafter` has replaced the old one."""
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
         self._template = config.read_chat_template() or str(engine.tokenizer.chat_template or "")
@@ -87,7 +87,7 @@ class Service:
         self.metrics.reloads.labels("done").inc()
         log.info("a drafter was reloaded", extra={"fields": fields})
         for listener in self.on_reloaded:
-            listener()
+            listener(drafter)
         return True
 
     def _load_drafter(self) -> Drafter:

@@ -1,0 +1,48 @@
+"""vLLM's server is certified as a black box: alone it passes, and with drafts its CPU build's known fault is found."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.running import running
+from volley.certify.certificate import Certificate, certify_server
+from volley.certify.options import CertifyConfig
+from volley.files import REFERENCE
+
+pytest.importorskip("vllm")
+
+PROMPTS = [
+    "Question: Tom has 3 apples and buys 5 more. How many apples does he have?\nAnswer:",
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+    "To list all files in a directory",
+    "import numpy as np\n\n",
+]
+QUICK = CertifyConfig(bias=0.1, max_tokens=16, prompts_used=4)
+
+
+def certify(log: Path, *arguments: str) -> Certificate:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(REFERENCE / "target")]
+    command += ["--served-model-name", "reference", "--dtype", "float32", "--enforce-eager", "--max-logprobs", "20"]
+    command += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(2**27), *arguments]
+    with running(command, log) as url:
+        certificate = certify_server(f"{url}/v1", PROMPTS, QUICK)
+    print(json.dumps(certificate.to_json(), indent=1))
+    return certificate
+
+
+def test_vllm_alone_passes(tmp_path: Path) -> None:
+    certificate = certify(tmp_path / "log")
+    assert [check.name for check in certificate.failed] == []
+    assert {"json", "n", "penalties"} <= {check.name for check in certificate.checks if check.judged}
+
+
+def test_the_fault_of_sampled_drafts_is_found(tmp_path: Path) -> None:
+    """Verification reads temperatures that were never written, and top_k in a pass without drafts breaks the server down."""
+    drafting = {"method": "dflash", "model": str(REFERENCE / "drafter-dflash"), "num_speculative_tokens": 7}
+    certificate = certify(tmp_path / "log", "--speculative-config", json.dumps(drafting))
+    failed = {check.name for check in certificate.failed}
+    assert {"greedy", "prefix cache", "concurrency 8"} <= {check.name for check in certificate.checks} - failed
+    assert "sampled" in failed
+    assert certificate.finding == "acceptance at temperatures above 0 is biased"
