@@ -12,7 +12,7 @@ Every row is printed, and saved to ``--out``, as soon as it is measured.
 
 import argparse
 import json
-import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +20,12 @@ from statistics import median
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.stretch import stretch
 from volley import Engine, GenerationResult, SamplingParams, Target
 from volley.engine.states import DraftRing
-from volley.files import REFERENCE, read_json, write_atomically
+from volley.files import REFERENCE, write_atomically
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,24 +45,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=None)
     return parser.parse_args()
-
-
-def stretched(folder: Path, factor: float, place: Path) -> Path:
-    """A copy of a target, in ``place``, whose rotary embedding is stretched."""
-    if factor == 1:
-        return folder
-    copy = place / "target"
-    shutil.copytree(folder, copy)
-    config = read_json(copy / "config.json")
-    trained = config["max_position_embeddings"]
-    config["max_position_embeddings"] = int(factor * trained)
-    config["rope_parameters"] |= {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": trained,
-    }
-    write_atomically(copy / "config.json", json.dumps(config, indent=2) + "\n")
-    return copy
 
 
 def read_text(path: Path, enough: int) -> str:
@@ -151,7 +136,9 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as place:
-        folder = stretched(arguments.target, arguments.stretch, Path(place))
+        folder = arguments.target
+        if arguments.stretch != 1:
+            folder = stretch(folder, arguments.stretch, Path(place) / "target")
         target = Target.from_pretrained(folder, getattr(torch, arguments.dtype), arguments.device)
         lengths = sorted(map(int, arguments.lengths.split(",")))
         lengths = [length for length in lengths if length <= target.context_length]

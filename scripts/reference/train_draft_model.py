@@ -82,7 +82,7 @@ def main() -> None:
         losses.append(loss.item())
         state["step"] += 1
         state["seconds"] += time.monotonic() - started
-        if state["step"] % 50 == 0:
+        if state["step"] % 50 == 0 or state["seconds"] >= 60 * options.minutes:
             print(f"step {state['step']} {state['seconds']:.0f} s loss {sum(losses) / len(losses):.3f}", flush=True)
             losses.clear()
             save(checkpoint, {"model": student.state_dict(), "optimizer": optimizer.state_dict(), "state": state})

@@ -185,6 +185,7 @@ def test_a_policy_keeps_what_it_learnt_from_run_to_run() -> None:
         ({"temperatures": (-1.0,)}, "each must be 0 or more"),
         ({"against": ("transformer",)}, r"unknown peer 'transformer'; did you mean 'transformers'\?"),
         ({"against": ("transformers",), "concurrency": 2}, "one prompt at a time"),
+        ({"score": True, "ignore_eos": True}, "behind the end of an answer cannot be judged"),
     ],
 )
 def test_unusable_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -212,6 +213,7 @@ def test_the_first_prompts_of_each_dataset_can_be_left_out(tmp_path: Path) -> No
 def test_repeats_have_seeds_of_their_own_or_none() -> None:
     assert [BenchConfig(seed=5).params(1.0, repeat).seed for repeat in (0, 1)] == [5, 6]
     assert BenchConfig(unseeded=True).params(1.0, 0).seed is None
+    assert [BenchConfig(ignore_eos=one).params(1.0, 0).ignore_eos for one in (False, True)] == [False, True]
 
 
 def test_cases_are_plain_and_every_block_size_with_every_step_count_or_tree() -> None:

@@ -76,6 +76,8 @@ class BenchConfig:
     """Prompts decoded at once."""
     max_tokens: int = 128
     """Longest answer."""
+    ignore_eos: bool = False
+    """Decode on behind the end of an answer, so that every answer has max_tokens: for lengths that few answers reach."""
     repeats: int = 3
     """Times that everything is measured."""
     seed: int = 0
@@ -120,6 +122,8 @@ class BenchConfig:
                 raise unknown_key("peer", peer, ("transformers",))
         if self.against and self.concurrency > 1:
             raise ConfigError("transformers speculates for one prompt at a time; measure against it with concurrency 1")
+        if self.ignore_eos and self.score:
+            raise ConfigError("what stands behind the end of an answer cannot be judged; give score or ignore_eos")
         if self.raw and self.thinking is not None:
             raise ConfigError(
                 "raw prompts go without the chat template, which thinking is a setting of; give one of them"
@@ -143,7 +147,9 @@ class BenchConfig:
         from volley.types import SamplingParams
 
         seed = None if self.unseeded else self.seed + repeat
-        return SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=seed)
+        return SamplingParams(
+            temperature=temperature, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos, seed=seed
+        )
 
     def cases(self, drafter_block_size: int | None, decoding: DecodingConfig | None = None) -> list[Case]:
         """Plain decoding, then every policy, and every block size with every step count or tree; plain alone without a
