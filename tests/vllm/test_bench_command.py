@@ -1,0 +1,40 @@
+"""``vllm bench serve``, the command itself, against volley's server."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.running import running
+from volley.files import REFERENCE
+
+pytest.importorskip("vllm")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    command = [sys.executable, "-c", "import sys; from volley.cli import main; sys.exit(main())", "serve"]
+    with running([*command, "--threads", "1"], tmp_path_factory.mktemp("server") / "log") as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("backend", "endpoint"), [("openai-chat", "/v1/chat/completions"), ("openai", "/v1/completions")]
+)
+def test_vllms_bench_command_runs_unchanged(server: str, tmp_path: Path, backend: str, endpoint: str) -> None:
+    command = [sys.executable, "benchmarks/vllm_command.py", "bench", "serve"]
+    command += ["--backend", backend, "--endpoint", endpoint, "--base-url", server, "--model", "volley-reference"]
+    command += ["--tokenizer", str(REFERENCE / "target"), "--dataset-name", "random", "--ignore-eos"]
+    command += ["--random-input-len", "32", "--random-output-len", "16", "--num-prompts", "4"]
+    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (4, 0)
+    assert result["total_output_tokens"] == 64, "as many as were asked for"
+    assert result["mean_ttft_ms"] > 0
