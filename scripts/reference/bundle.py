@@ -116,11 +116,15 @@ def shorten(file: Path) -> None:
     save_tensors(file, weights, {"format": "pt"})
 
 
-def write_diffusion(source: Path, out: Path) -> None:
+def write_diffusion(source: Path, out: Path, threshold: float | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for file in (source / "model").iterdir():
         shutil.copy(file, out / file.name)
     shorten(out / "model.safetensors")
+    if threshold is not None:
+        config = json.loads((out / "config.json").read_text())
+        config["block_diffusion"]["threshold"] = threshold
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     report = json.loads((source / "report.json").read_text())
     names = list(next(iter(report["held_out"].values())))
     rows = [" | ".join([domain, *(f"{loss:.3f}" for loss in of.values())]) for domain, of in report["held_out"].items()]
@@ -174,10 +178,13 @@ if __name__ == "__main__":
     parser.add_argument("--dflash", type=Path, help="folder of the training of the plain DFlash drafter")
     parser.add_argument("--markov", type=Path, help="folder of the training of the drafter with a Markov head")
     parser.add_argument("--diffusion", type=Path, help="folder of the training of the diffusion model")
+    parser.add_argument(
+        "--threshold", type=float, help="the diffusion model's own, chosen by benchmarks/diffusion_curve.py"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.diffusion is not None:
-        write_diffusion(options.diffusion, options.out / "diffusion")
+        write_diffusion(options.diffusion, options.out / "diffusion", options.threshold)
     if options.target is not None:
         write_target(options.target, options.out / "target")
     for kind in ("drafter", "dflash", "markov"):

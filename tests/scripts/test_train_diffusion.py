@@ -166,7 +166,7 @@ def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(
     trainer.finish()
     report = json.loads((options.out / "report.json").read_text())
     assert set(report["held_out"]["math"]) == {"causal", "bound 4", "bound 8", "bound 16"}
-    bundle.write_diffusion(options.out, tmp_path / "diffusion")
+    bundle.write_diffusion(options.out, tmp_path / "diffusion", 0.7)
     assert "| math | " in (tmp_path / "diffusion" / "README.md").read_text()
     answers(tmp_path / "diffusion")
     training.score(tmp_path / "diffusion", options.data)
@@ -191,7 +191,7 @@ def check_shortened(source: Path, bundled: Path) -> None:
 def answers(folder: Path) -> None:
     target = load_target(folder, torch.float32, "cpu")
     assert target.diffusion is not None
-    assert target.diffusion.mask_token_id == MASK
+    assert (target.diffusion.mask_token_id, target.diffusion.defaults.threshold) == (MASK, 0.7)
     engine = Engine(target)
     asked = [{"role": "user", "content": "How do I add?"}]
     found = {}
