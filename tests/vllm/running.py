@@ -22,11 +22,14 @@ def running(command: Sequence[str], log: Path) -> Iterator[str]:
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
         try:
-            wait_for(lambda: is_healthy(process, port, log), 240)
+            wait_for(lambda: is_healthy(process, port, log), 600)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:  # it does not hear while it loads
+                process.kill()
 
 
 def is_healthy(process: "subprocess.Popen[bytes]", port: int, log: Path) -> bool:
