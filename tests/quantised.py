@@ -95,6 +95,25 @@ def save_gptq(
     _save(model, folder, {**settings, "checkpoint_format": version}, replaced)
 
 
+def save_symmetric_gptq(model: PreTrainedModel, folder: Path, bits: int, group: int) -> None:
+    """The same without zero points, and without an order of inputs; ``group`` −1 is a scale for each output."""
+    replaced = {}
+    for name, weight in linear_weights(model).items():
+        size, half = weight.shape[1] if group == -1 else group, 2 ** (bits - 1)
+        parts = weight.float().view(len(weight), -1, size)
+        scales = (parts.abs().amax(-1) / (half - 1)).half()
+        codes = (parts / scales[..., None].float()).round().clamp(-half, half - 1)
+        weight.copy_((codes * scales[..., None].float()).view(weight.shape).to(weight.dtype))
+        zeros = torch.full((scales.shape[1], len(weight)), half - 1)  # the older format stores zeros less one
+        replaced[name] = {
+            "qweight": _pack(codes.view(weight.shape).long() + half, bits).T,
+            "qzeros": _pack(zeros, bits),
+            "scales": scales.T,
+        }
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True}
+    _save(model, folder, settings, replaced)
+
+
 def save_awq(model: PreTrainedModel, folder: Path) -> None:
     """Quantise the linear layers as AutoAWQ stores them, without its calibration; ``model`` becomes what the file says."""
     replaced = {}

@@ -200,6 +200,7 @@ def test_inspecting_a_target_says_how_it_is_quantised(tmp_path: Path, monkeypatc
         "quantised by": "compressed-tensors",
         "its weights": "8-bit int, a scale a channel; decoded when loaded",
         "its inputs": "8-bit int, a scale a token, found anew; rounded so in every pass",
+        "its codes": "rounded anew by --weights",
         "not quantised": "lm_head",
     }
     assert found.problems == []

@@ -19,7 +19,7 @@ from volley import native
 from volley.memory import kernels
 from volley.models.fused import LINEAR, FusedLayer
 from volley.models.joined import join_layers
-from volley.models.products import Product, is_linear, make_product
+from volley.models.products import Product, codes_of, is_linear, make_product
 from volley.models.residency import MappedFiles, trim
 from volley.native import Weights
 
@@ -154,7 +154,8 @@ def _release(layer: nn.Module, files: MappedFiles) -> None:
 
 
 def _share(layers: Sequence[nn.Linear], weights: Weights, files: MappedFiles | None) -> None:
-    share(layers, make_product(torch.cat([layer.weight.detach() for layer in layers]), weights=weights))
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    share(layers, make_product(weight, weights=weights, stored=codes_of(layers)))
     if files is not None:
         for layer in layers:
             _release(layer, files)
@@ -173,7 +174,7 @@ def share(layers: Sequence[nn.Linear], together: Product) -> None:
 
 def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: MappedFiles | None) -> None:
     """One linear layer of ``model``, whose weight may be that of an embedding as well."""
-    product = make_product(layer.weight, weights=weights)
+    product = make_product(layer.weight, weights=weights, stored=codes_of([layer]))
     layer.forward = product  # type: ignore[method-assign, assignment]
     tied = [module for module in model.modules() if type(module) is nn.Embedding and module.weight is layer.weight]
     if files is None or (tied and not isinstance(product, native.Product)):

@@ -34,6 +34,7 @@ from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import CLASSES
 from volley.models.loading import load_config
 from volley.models.quantised import Quantisation, check_packages, quantisation_of
+from volley.models.stored_codes import agreeing
 from volley.models.target import check_config
 
 
@@ -137,7 +138,12 @@ def _gguf_weights(file: GGUFFile) -> str:
 
 
 def _describe_quantisation(quantisation: Quantisation) -> dict[str, str]:
+    kernels = agreeing(quantisation)
+    kept = (
+        f"the kernels of --weights {kernels} compute with them as they are" if kernels else "rounded anew by --weights"
+    )
     return {
+        "its codes": kept,
         "quantised by": quantisation.method,
         "its weights": f"{quantisation.weights}; decoded when loaded",
         "its inputs": f"{quantisation.inputs}; rounded so in every pass" if quantisation.inputs else "not rounded",

@@ -21,7 +21,7 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
-from volley.models.products import is_linear
+from volley.models.products import codes_of, is_linear
 from volley.native import Weights
 
 _TOLERANCE = 2**-6
@@ -330,4 +330,5 @@ def _is_silu(mlp: Any) -> bool:
 def _joined(layers: Sequence[nn.Linear], weights: Weights) -> native.Product:
     biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
     weight = torch.cat([layer.weight.detach() for layer in layers])
-    return native.Product(weight, torch.cat(biases) if biases else None, weights)
+    stored = None if weights == "bf16" else codes_of(layers)
+    return native.Product(weight, torch.cat(biases) if biases else None, weights, stored)

@@ -1,5 +1,6 @@
 """Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, or a GGUF file."""
 
+import logging
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +26,14 @@ from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import load_model as load_gguf
 from volley.models.gguf.target import read_config
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
+from volley.models.packed import folder_of
 from volley.models.products import check_weights
-from volley.models.quantised import load_model
+from volley.models.quantised import load_model, quantisation_of
+from volley.models.stored_codes import attach
 from volley.native import TargetWeights, Weights
 
 _CPU = torch.device("cpu")
+log = logging.getLogger("volley")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -70,7 +74,12 @@ def load_for_codes(
     if weights != "bf16" and is_gguf(path) and "moe" not in GGUFFile(path).architecture:
         model, unread = open_model(path, dtype, weights)
         return model, unread.fill
-    return load_causal_lm(path, dtype, device=device), filled
+    model = load_causal_lm(path, dtype, device=device)
+    quantisation = None if weights == "bf16" or is_gguf(path) else quantisation_of(AutoConfig.from_pretrained(path))
+    if quantisation is not None:
+        known = attach(model, folder_of(path), quantisation, weights)
+        log.warning("%s: %s layers compute with their stored codes; others are rounded anew", path, known or "no")
+    return model, filled
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:

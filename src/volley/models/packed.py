@@ -29,11 +29,14 @@ class PackedFormat:
     decode: Callable[[Stored, Mapping[str, Any]], Tensor]
 
 
+def folder_of(path: str | Path) -> Path:
+    """Where the weights of a folder or hub name are."""
+    return Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=["*.safetensors*"]))
+
+
 def dense_tensors(path: str | Path, form: PackedFormat, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a folder or hub name by its name, packed ones decoded to fp32."""
-    folder = (
-        Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=["*.safetensors*"]))
-    )
+    folder = folder_of(path)
     where: dict[str, Any] = {}
     try:
         for file in weight_files(folder):

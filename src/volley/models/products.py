@@ -1,6 +1,6 @@
 """Products with fixed weights on a CPU: bf16, or int8 and int4 codes of it, laid out once as the machine reads them fastest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeGuard, get_args
 
 import torch
@@ -34,17 +34,33 @@ def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) ->
         )
 
 
-def make_product(weight: Tensor, bias: Tensor | None = None, weights: Weights = "bf16") -> Product:
+def codes_of(layers: Sequence[nn.Module]) -> native.Codes | None:
+    """The codes that the weights of several layers are stored in, one below the other; ``None`` unless all of them are.
+
+    ``models/stored_codes.py`` lets layers know theirs.
+    """
+    asked = [getattr(layer, "stored_codes", None) for layer in layers]
+    found = [ask() for ask in asked if ask is not None]
+    if len(found) < len(layers) or any(codes is None for codes in found):
+        return None
+    codes, scales = zip(*found, strict=True)
+    return native.Codes(torch.cat(codes), torch.cat(scales))
+
+
+def make_product(
+    weight: Tensor, bias: Tensor | None = None, weights: Weights = "bf16", stored: native.Codes | None = None
+) -> Product:
     """``x @ weight.T + bias`` of ``weight [out, in]`` and ``bias [out]`` in bf16; the result holds a copy of the weight.
 
-    A weight whose inputs are too few for codes, or of an odd number, stays bf16. On a CPU for which oneDNN has no bf16 products
-    the copy is in fp32: PyTorch's own take three times as long for a block of rows.
+    ``stored`` are codes of that kind that the weight is in already. A weight whose inputs are too few for codes, or of an odd
+    number, stays bf16. On a CPU for which oneDNN has no bf16 products the copy is in fp32: PyTorch's own take three times as long
+    for a block of rows.
     """
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
     for kind in (weights, "bf16"):
         if native.fits(weight, kind):
-            return native.Product(weight, bias, kind)
+            return native.Product(weight, bias, kind, stored if kind != "bf16" else None)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         wide, wide_bias = weight.float(), None if bias is None else bias.float()
         return lambda x: linear(x.float(), wide, wide_bias).bfloat16()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -180,6 +180,16 @@ def fits(weight: Tensor, kind: Weights) -> bool:
     return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else GROUP) == 0
 
 
+class Codes(NamedTuple):
+    """A weight in whole numbers: ``codes [out, in]`` (int8), in int4 from −8 to 7, and fp32 ``scales``.
+
+    int8 has ``[out]`` of these, int4 ``[out, in / 64]``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
 class Product:
     """``x @ weight.T + bias`` for ``weight [out, in]`` and ``bias [out]`` in bf16, of which it holds a copy laid out anew.
 
@@ -187,10 +197,11 @@ class Product:
     for every 64 inputs of a row.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kind: Weights) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, kind: Weights, stored: Codes | None = None) -> None:
+        """``stored`` are codes of that kind that the weight is already in; otherwise it is rounded to some."""
         self.kind = kind
         self.outputs, self.inputs = weight.shape
-        self._codes, self._scales = _lay_out(weight, kind)
+        self._codes, self._scales = _lay_out(weight, kind, stored)
         self._bias = None if bias is None else bias.bfloat16().contiguous()
         number = ("bf16", "int8", "int4").index(kind)
         self.struct = _Product(
@@ -275,35 +286,39 @@ def _blocks(codes: Tensor, together: int) -> Tensor:
     return codes.view(outputs // BLOCK, BLOCK, inputs // together, together).transpose(1, 2).contiguous()
 
 
-def _lay_out_bf16(weight: Tensor) -> tuple[Tensor, None]:
-    return _blocks(weight, 2), None
-
-
-def _lay_out_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scales = quantise_int8(weight)
+def _lay_out_int8(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return _blocks((codes.to(torch.int16) + 128).to(torch.uint8), 4), scales
 
 
-def _lay_out_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scales = quantise_int4(weight)
+def _lay_out_int4(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     blocks = _blocks((codes + 8).to(torch.uint8), 4)
     pairs = blocks.view(len(blocks), -1, 2, BLOCK * 4)  # a byte has the codes of one quad of inputs and of the next
     grouped = scales.view(len(blocks), BLOCK, -1).transpose(1, 2).contiguous()
     return (pairs[:, :, 0] | pairs[:, :, 1] << 4).contiguous(), grouped
 
 
-_LAYOUTS = {"bf16": _lay_out_bf16, "int8": _lay_out_int8, "int4": _lay_out_int4}
+def _padded(rows: Tensor) -> Tensor:
+    """``rows`` and zeros, as many as blocks need."""
+    return torch.cat((rows, rows.new_zeros(-len(rows) % BLOCK, *rows.shape[1:])))
 
 
-def _lay_out(weight: Tensor, kind: Weights) -> tuple[Tensor, Tensor | None]:
+def _laid_out(weight: Tensor, kind: Weights, stored: Codes | None) -> tuple[Tensor, Tensor | None]:
+    """Some rows of a weight."""
+    if kind == "bf16":
+        return _blocks(_padded(weight), 2), None
+    quantise, lay_out = (quantise_int8, _lay_out_int8) if kind == "int8" else (quantise_int4, _lay_out_int4)
+    codes, scales = quantise(_padded(weight)) if stored is None else map(_padded, stored)
+    return lay_out(codes, scales)
+
+
+def _lay_out(weight: Tensor, kind: Weights, stored: Codes | None = None) -> tuple[Tensor, Tensor | None]:
     """Codes and scales of ``weight [out, in]``, made of some rows after others: quantising takes many times their memory."""
     whole: tuple[Tensor | None, ...] = ()
     blocks, step = -(-len(weight) // BLOCK), max(_LAID_OUT_AT_ONCE // weight.shape[1] // BLOCK, 1) * BLOCK
     for first in range(0, len(weight), step):
-        rows = weight[first : first + step]
-        rows = torch.cat((rows, rows.new_zeros(-len(rows) % BLOCK, rows.shape[1])))
-        parts = _LAYOUTS[kind](rows)
-        own = len(rows) // BLOCK
+        rows = slice(first, first + step)
+        own = -(-len(weight[rows]) // BLOCK)
+        parts = _laid_out(weight[rows], kind, stored and Codes(*(part[rows] for part in stored)))
         if not whole:
             whole = tuple(x if x is None else x.new_empty(blocks * len(x) // own, *x.shape[1:]) for x in parts)
         for x, part in zip(whole, parts, strict=True):
