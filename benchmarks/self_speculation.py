@@ -4,8 +4,9 @@
 
 Every prompt is answered greedily at batch 1 in every way, in turn. Speeds are output tokens per second of the whole request, each
 over that of the same weights writing one token at a time for the same prompt. *Tokens per pass* counts the target's passes behind
-the prompt; a drafter's own are in its speed only. *The same* counts answers whose tokens are those of plain decoding; text
-that is denoised (``threshold``) is another text. Weights are fp32 unless ``--dtype`` says otherwise.
+the prompt; a drafter's own are in its speed only. *The same* counts answers whose tokens are those of plain decoding, and of the
+others those that part where the target's own logits tie; text that is denoised (``threshold``) is another text. Weights are fp32
+unless ``--dtype`` says otherwise.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
+from volley.bench.ties import is_tie
 from volley.prompts import load_prompts
 
 PLAIN = "one token at a time"
@@ -27,6 +29,7 @@ class Way:
     engine: Engine
     diffusion: DiffusionParams | None = None
     results: list[GenerationResult] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> GenerationResult:
         self.engine.reset_prefix_cache()
@@ -58,17 +61,27 @@ def ways_of(options: argparse.Namespace) -> dict[str, list[Way]]:
     return {"diffusion model": own, "target": others}
 
 
+def agreement(way: Way, plain: Way) -> str:
+    pairs = zip(way.prompts, way.results, plain.results, strict=True)
+    differ = [(prompt, own.token_ids, one.token_ids) for prompt, own, one in pairs if own.token_ids != one.token_ids]
+    said = f"{len(way.results) - len(differ)} of {len(way.results)}"
+    is_denoised = way.diffusion is not None and way.diffusion.mode is None
+    if differ and not is_denoised:
+        dtype = plain.engine.target.dtype
+        said += f", {sum(is_tie(plain.engine, *answers, dtype) for answers in differ)} ties"
+    return said
+
+
 def row(model: str, way: Way, plain: Way) -> str:
     ratios = [speed(own) / speed(one) for own, one in zip(way.results, plain.results, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
-    same = sum(own.token_ids == one.token_ids for own, one in zip(way.results, plain.results, strict=True))
     columns = [
         model,
         way.name,
         f"{way.tokens_per_pass:.2f}",
         f"{statistics.median(map(speed, way.results)):.1f}",
         f"{middle:.2f} ({low:.2f}–{high:.2f})",
-        f"{same} of {len(ratios)}",
+        agreement(way, plain),
     ]
     return f"| {' | '.join(columns)} |"
 
@@ -99,6 +112,7 @@ def main() -> None:
                 result = way.answer(prompt, params)
                 if place:  # the first is for warming up
                     way.results.append(result)
+                    way.prompts.append(prompt)
     print("| model | way | tokens per pass | tokens/s | ratio (quartiles) | the same |\n|---|---|---|---|---|---|")
     for model, own in ways.items():
         for way in own:

@@ -37,7 +37,7 @@ def test_a_lower_threshold_takes_fewer_passes(engine: Engine) -> None:
     for threshold in (0.5, 0.9):
         results = list(engine.generate(CHATS, params("diffusion", threshold=threshold)))
         gains.append(sum(result.stats.tokens_per_pass for result in results) / len(results))
-    assert gains[0] > gains[1] > 1.2
+    assert gains[0] > gains[1] > 1
 
 
 def test_its_card_says_what_it_was_made_of() -> None:

@@ -44,7 +44,7 @@ def test_numbers_are_powers_of_two_up_to_the_masks() -> None:
 def test_the_number_with_the_most_tokens_per_second_is_chosen(gains: dict[int, float], token: float, best: int) -> None:
     chosen = play(DraftSteps(flat(token=token)), gains, 12_000)
     assert chosen[best] > 10_500
-    assert all(chosen[steps] >= 5 for steps in gains), "the others are tried again"
+    assert all(chosen[steps] >= 3 for steps in gains), "the others are tried again"
 
 
 def test_a_choice_follows_what_drafts_gain() -> None:
@@ -55,7 +55,7 @@ def test_a_choice_follows_what_drafts_gain() -> None:
 
 def test_what_is_far_from_the_best_is_tried_less_often() -> None:
     chosen = play(DraftSteps(flat()), {1: 4, 2: 5, 4: 1}, 2000)
-    assert chosen[2] > 2 * chosen[4] > 8
+    assert chosen[2] > 2 * chosen[4] > 6
 
 
 def test_many_requests_weigh_the_rows_of_all() -> None:
@@ -70,10 +70,22 @@ def test_lengths_and_temperatures_are_kept_apart() -> None:
     chooser = DraftSteps(flat())
     play(chooser, {1: 6, 2: 6, 4: 6}, 100)
     assert chooser.choose(LENGTH, 1, is_greedy=True) == 1
-    for steps in (1, 2, 4):
-        for _ in range(4):
-            assert chooser.choose(LENGTH, 1, is_greedy=False) == steps, "nothing is known of these"
-            chooser.observe(LENGTH, steps, is_greedy=False, tokens=1, alone=steps, verified=LENGTH)
+    for _ in range(4):
+        assert chooser.choose(LENGTH, 1, is_greedy=False) == 1, "nothing is known of these"
+        chooser.observe(LENGTH, 1, is_greedy=False, tokens=1, alone=1, verified=LENGTH)
     assert chooser.choose(LENGTH, 1, is_greedy=False) == 0
     chooser.observe(LENGTH, 3, is_greedy=False, tokens=8, alone=0, verified=1)  # a number that nobody chose
     assert chooser.choose(LENGTH, 1, is_greedy=True) == 1
+
+
+@pytest.mark.parametrize(("tokens", "tried"), [(1, []), (4, [2] * 4)])
+def test_more_passes_are_tried_at_once_only_where_they_are_likely_to_pay(tokens: int, tried: list[int]) -> None:
+    """1.6 times the tokens for twice the passes is what is hoped for."""
+    chooser = DraftSteps(flat())
+    chosen = []
+    for _ in range(12):
+        steps = chooser.choose(LENGTH, 1, is_greedy=True)
+        chosen.append(steps)
+        chooser.observe(LENGTH, steps, is_greedy=True, tokens=tokens, alone=steps, verified=LENGTH)
+    assert chosen[:4] == [1] * 4
+    assert [steps for steps in chosen if steps > 1] == tried

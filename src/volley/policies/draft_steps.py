@@ -11,7 +11,8 @@ import numpy as np
 
 from volley.policies.cost import FloatArray, PassCost
 
-_ENOUGH = 4  # cycles with each number of passes before the first choice
+_ENOUGH = 4  # cycles with a number of passes before its mean is believed
+_HOPE = 1.6  # times the tokens of half as many passes, until then
 _REMEMBERED = 64  # cycles that a mean looks back to
 _REVIEW = 32  # cycles that a choice serves
 _APART = 32  # cycles at least between two that try a number which is not the best
@@ -62,9 +63,8 @@ class DraftSteps:
         if own is None:
             own = self._drafts[length, is_greedy] = _Drafts({steps: _Tried() for steps in candidates(length)})
         self._cycle += 1
-        for steps, tried in own.tried.items():
-            if tried.cycles < _ENOUGH:
-                return steps
+        if length > 1 and own.tried[1].cycles < _ENOUGH:
+            return 1
         if self._cycle >= own.until or 2 * abs(requests - own.requests) >= own.requests:
             self._review(own, length, requests)
         for steps, every in own.others.items():
@@ -74,15 +74,17 @@ class DraftSteps:
         return own.best
 
     def _review(self, own: _Drafts, length: int, requests: int) -> None:
-        own.until, own.requests = self._cycle + _REVIEW, requests
-        seconds, rates = {0: self.costs(requests, requests)}, dict[int, float]()
+        seconds, rates, tokens = {0: self.costs(requests, requests)}, dict[int, float](), 1.0
         rates[0] = 1 / seconds[0]
         for steps, tried in own.tried.items():
-            tokens, alone, verified = tried.means.tolist()
+            hoped = (min(_HOPE * tokens, length), steps, length)
+            tokens, alone, verified = tried.means.tolist() if tried.cycles >= _ENOUGH else hoped
             seconds[steps] = self._pass(verified, requests) + alone * self._pass(length, requests)
             rates[steps] = tokens / seconds[steps]
         best = max(rates, key=rates.__getitem__)
         own.best = best if rates[best] > _WORTHWHILE * rates[0] else 0
+        is_known = own.best == 0 or own.tried[own.best].cycles >= _ENOUGH
+        own.until, own.requests = self._cycle + (_REVIEW if is_known else 1), requests
         own.others.clear()
         for steps in own.tried.keys() - {own.best}:
             lost = max(0.0, 1 - rates[steps] / rates[own.best]) * seconds[steps] / seconds[own.best]
