@@ -4,28 +4,35 @@
 
 Two servers run on one machine and take turns, so that a machine that is faster at one minute than at the next is so for both.
 Answers have 32 to 96 tokens, math, code and chats in turn. The first requests of a level, as many as are in flight at once, are
-left out: they arrive together, which no later ones do. Writes samples.json and table.md into --out. Ctrl-C keeps whole rounds.
+left out: they arrive together, which no later ones do. A round takes all levels once; none is begun that --minutes would not see
+the end of, and percentiles are over the requests of all rounds. Levels are kept in --out/samples.json as they are done: the same
+command goes on from there, so that more minutes give more rounds. Writes table.md too, with a table of each kind of load.
 """
 
 import argparse
 import asyncio
-import json
+import contextlib
 import os
 import random
 import re
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.kept import Kept
 from volley.bench.load import Level, LoadConfig, Sample, percentiles, run_level
-from volley.files import make_folder, write_atomically
+from volley.files import write_atomically
 from volley.prompts import load_prompts
 
 CASES = {"plain": ["--drafter", "none"], "volley": []}
@@ -86,28 +93,55 @@ async def one_level(url: str, kind: str, load: float, options: argparse.Namespac
     return levels[0].seconds, samples
 
 
-Runs = dict[tuple[str, float, str], list[tuple[float, list[Sample]]]]
+Runs = dict[tuple[str, float, str], list[list[Sample]]]
 
 
-def measure(urls: dict[str, str], options: argparse.Namespace, runs: Runs) -> None:
+def levels_of(options: argparse.Namespace) -> list[tuple[str, float]]:
     closed, rates = (
         [float(part) for part in given.split(",") if part] for given in (options.concurrency, options.rates)
     )
-    levels = [("closed", load) for load in closed] + [("open", rate) for rate in rates]
-    for number in range(-1, options.rounds):
-        for kind, load in levels if number >= 0 else levels[:1]:  # once to warm up
-            for case in sorted(urls, reverse=number % 2 == 0):
-                found = asyncio.run(one_level(urls[case], kind, load, options))
-                if number >= 0:
-                    runs[kind, load, case].append(found)
-                    print(number, kind, load, case, f"{found[0]:.1f} s", file=sys.stderr)
-            if number >= 0:
-                print(table(runs), flush=True)
+    return [("closed", load) for load in closed] + [("open", rate) for rate in rates]
 
 
-def summary(found: list[tuple[float, list[Sample]]]) -> dict[str, Any]:
-    samples = [sample for _, own in found for sample in own]
-    spans = [max(s.started + s.total for s in own) - min(s.started for s in own) for _, own in found]
+def measure(urls: dict[str, str], options: argparse.Namespace, kept: Kept) -> None:
+    """Both cases of a level come after one another, in an order that changes from round to round."""
+    levels, done = levels_of(options), {(row["round"], row["kind"], row["load"], row["case"]) for row in kept.rows}
+    end, longest = time.monotonic() + 60 * options.minutes, dict.fromkeys(levels, 0.0)
+    for row in kept.rows:
+        level = row["kind"], row["load"]
+        longest[level] = max(longest.get(level, 0.0), row["seconds"])
+    for url in urls.values():  # to warm up
+        asyncio.run(one_level(url, "closed", 2.0, argparse.Namespace(**{**vars(options), "requests": 4})))
+    for number in range(options.rounds):
+        for kind, load in levels:
+            left = [case for case in sorted(urls, reverse=number % 2 == 0) if (number, kind, load, case) not in done]
+            if left and time.monotonic() + len(left) * longest[kind, load] > end:
+                print(f"no time for round {number} of {load:g} {kind}; the same command goes on", file=sys.stderr)
+                return
+            for case in left:
+                seconds, samples = asyncio.run(one_level(urls[case], kind, load, options))
+                longest[kind, load] = max(longest[kind, load], seconds)
+                told = [asdict(sample) | {"gaps": [round(gap, 5) for gap in sample.gaps]} for sample in samples]
+                kept.add(round=number, kind=kind, load=load, case=case, seconds=seconds, samples=told)
+                print(f"round {number}: {load:g} {kind}, {case}, {seconds:.0f} s", file=sys.stderr)
+
+
+def runs_of(kept: Kept) -> Runs:
+    """Samples of each level and case, round by round, of rounds in which both cases were measured."""
+    rounds: dict[tuple[int, str, float], dict[str, list[Sample]]] = defaultdict(dict)
+    for row in kept.rows:
+        samples = [Sample(**sample) for sample in row["samples"]]
+        rounds[row["round"], row["kind"], row["load"]][row["case"]] = samples
+    runs: Runs = defaultdict(list)
+    for (_, kind, load), cases in rounds.items():
+        for case in CASES if len(cases) == len(CASES) else ():
+            runs[kind, load, case].append(cases[case])
+    return runs
+
+
+def summary(found: list[list[Sample]]) -> dict[str, Any]:
+    samples = [sample for own in found for sample in own]
+    spans = [max(s.started + s.total for s in own) - min(s.started for s in own) for own in found]
     return {
         "first": percentiles([sample.first for sample in samples]),
         "gap": percentiles([gap for sample in samples for gap in sample.gaps]),
@@ -117,14 +151,16 @@ def summary(found: list[tuple[float, list[Sample]]]) -> dict[str, Any]:
     }
 
 
-def table(runs: Runs) -> str:
+def table(runs: Runs, wanted: str) -> str:
+    """A table of one kind of load."""
     lines = [
         "| load | case | requests | TTFT ms p50 / p90 / p99 | p99 to plain's | gap ms p50 / p99 | tokens/s | to plain's |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
-    for (kind, load, case), found in runs.items():
-        own = summary(found)
-        plain = summary(runs[kind, load, "plain"]) if (kind, load, "plain") in runs else own
+    for (kind, load, case), found in sorted(runs.items(), key=lambda item: item[0][:2]):
+        if kind != wanted:
+            continue
+        own, plain = summary(found), summary(runs[kind, load, "plain"])
         first = " / ".join(f"{1000 * own['first'][name]:.0f}" for name in ("p50", "p90", "p99"))
         gap = " / ".join(f"{1000 * own['gap'][name]:.0f}" for name in ("p50", "p99"))
         ratio = own["first"]["p99"] / plain["first"]["p99"]
@@ -141,12 +177,13 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with gsm8k_test.jsonl and so on")
     parser.add_argument("--out", type=Path, default=Path("first-tokens"))
     parser.add_argument("--concurrency", default="1,8,32,64")
-    parser.add_argument("--rates", default="", help="requests a second, arriving at random")
+    parser.add_argument("--rates", default="2", help="requests a second, arriving at random")
     parser.add_argument(
-        "--requests", type=int, default=100, help="of a level and round, at least --per-flight for each in flight"
+        "--requests", type=int, default=40, help="of a level and round, at least --per-flight for each in flight"
     )
-    parser.add_argument("--per-flight", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--per-flight", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=7.0, help="for levels; servers take half a minute to start")
     parser.add_argument("--datasets", default="gsm8k,humaneval,mt-bench", help="taken by turns")
     parser.add_argument("--num-prompts", type=int, default=40, help="of each dataset")
     parser.add_argument("--skip-prompts", type=int, default=0, help="of each; 40 to report, 0 to choose a setting")
@@ -154,22 +191,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each server")
     parser.add_argument("--options", default="", help="more options of the server that speculates")
     options = parser.parse_args()
-    make_folder(options.out)
-    runs: Runs = defaultdict(list)
-    with ExitStack() as stack:
+    named = ("requests", "per_flight", "datasets", "num_prompts", "skip_prompts", "seed", "threads", "options")
+    kept = Kept(options.out / "samples.json", {name: getattr(options, name) for name in named})
+    with ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         urls = {}
         for case, own in CASES.items():
             more = options.options.split() if case == "volley" else []
             urls[case] = stack.enter_context(serving([*own, *more], options.threads))
-        try:
-            measure(urls, options, runs)
-        except KeyboardInterrupt:
-            print("interrupted; this is what was measured", file=sys.stderr)
-    report = [
-        {"load": load, "kind": kind, "case": case, **summary(found)} for (kind, load, case), found in runs.items()
-    ]
-    write_atomically(options.out / "report.json", json.dumps(report, indent=1) + "\n")
-    write_atomically(options.out / "table.md", table(runs))
+        measure(urls, options, kept)
+    runs = runs_of(kept)
+    tables = {kind: table(runs, kind) for kind in ("closed", "open") if any(key[0] == kind for key in runs)}
+    shown = "\nPoisson arrivals:\n\n".join(tables[kind] for kind in tables)
+    print(shown)
+    write_atomically(options.out / "table.md", shown)
 
 
 if __name__ == "__main__":

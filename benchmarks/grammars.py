@@ -1,20 +1,21 @@
 """Answers under grammars: whether they are valid, what masks cost, and what speculation brings.
 
-    python benchmarks/grammars.py valid --schemas 1000 --concurrency 1,8,32
+    python benchmarks/grammars.py valid --schemas 1000 --concurrency 1,8,32 --max-tokens 160 --out valid
     python benchmarks/grammars.py masks --text shared/data
-    python benchmarks/grammars.py speed --schemas 20 --rounds 3
+    python benchmarks/grammars.py speed
 
 ``valid`` answers generated schemas with the bundled pair (or ``--target`` and ``--drafter``), a third of them greedy, a third
 sampled and a third sampled with a seed, and checks every answer with the jsonschema package. An answer that was cut at
---max-tokens is checked as far as it goes: its tokens must be a beginning that the grammar allows.
+--max-tokens is checked as far as it goes: its tokens must be a beginning that the grammar allows. What is done is kept in --out
+after every few answers, and the same command goes on from there.
 
 ``masks`` times, for a vocabulary of 151,936 tokens (``--tokenizer``, or BPE trained on the JSONL files of a folder), the masks of
 a chain of 15 draft tokens along answers to such schemas, and what applying them takes. It counts CPU time and compares it with a
 pass of ``--pass-ms``. A greedy pass pays for the masks and for choices under them, a sampled one for the masks and for what
 distributions under them take beyond those of free rows.
 
-``speed`` compares the default policy with plain decoding in turn, under grammars and without, on the same prompts. Each prints a
-Markdown table; ``valid`` exits with 1 if an answer was wrong.
+``speed`` compares the default policy with plain decoding in turn, under grammars and without, on the same prompts; it begins no
+round that --minutes would not see the end of. Each prints a Markdown table; ``valid`` exits with 1 if an answer was wrong.
 """
 
 import argparse
@@ -34,6 +35,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.kept import Kept
 from volley import Engine, Grammar, SamplingParams
 from volley.decode.grammars import Grammars
 from volley.decode.rules import Constraint, allowed_choices, allowed_probs
@@ -154,37 +158,63 @@ def params_for(index: int, schema: dict[str, Any], max_tokens: int) -> SamplingP
 
 
 def check_valid(
-    engine: Engine, schemas: list[dict[str, Any]], max_tokens: int
-) -> tuple[Counter[str], list[str], float]:
-    """How many answers ended how, what was wrong with any, and τ; as many run at once as the engine holds."""
+    engine: Engine, schemas: dict[int, dict[str, Any]], max_tokens: int
+) -> tuple[Counter[str], list[str], list[int]]:
+    """How many answers ended how, what was wrong with any, and tokens and cycles; as many run at once as the engine holds.
+
+    The number of a schema decides whether its answer is sampled.
+    """
     ended, problems, taken = Counter[str](), list[str](), list[int]()
-    each = [params_for(index, schema, max_tokens) for index, schema in enumerate(schemas)]
-    for schema, result in zip(schemas, engine.generate(map(ask, schemas), each), strict=True):
+    each = [params_for(number, schema, max_tokens) for number, schema in schemas.items()]
+    for schema, result in zip(schemas.values(), engine.generate(map(ask, schemas.values()), each), strict=True):
         ended[result.finish_reason] += 1
         taken += result.stats.accepted_lengths
         if (problem := problem_of(result, schema, engine.grammars)) is not None:
             problems.append(f"{problem}\n{json.dumps(schema)}\n{result.text}")
     engine.check_integrity()
-    return ended, problems, statistics.mean(taken)
+    return ended, problems, [sum(taken), len(taken)]
 
 
 def run_valid(options: argparse.Namespace) -> int:
-    schemas, wrong = [make_schema(seed) for seed in range(options.schemas)], 0
-    print(
-        "| at once | policy | schemas | complete | cut at the limit | wrong | τ | seconds |\n|---|---|---|---|---|---|---|---|"
-    )
+    named = ("policy", "target", "drafter", "dtype", "max_tokens")
+    kept = Kept(options.out / "valid.json", {name: getattr(options, name) for name in named})
     for concurrency in map(int, options.concurrency.split(",")):
-        engine = load(options, max_running=concurrency)
-        started = time.perf_counter()
-        ended, problems, tau = check_valid(engine, schemas, options.max_tokens)
-        seconds = time.perf_counter() - started
-        policy = options.policy or "default"
-        counts = f"{len(schemas)} | {ended['stop']} | {ended['length']} | {len(problems)}"
-        print(f"| {concurrency} | {policy} | {counts} | {tau:.2f} | {seconds:.0f} |", flush=True)
-        wrong += len(problems)
-        for problem in problems[:5]:
-            print(problem, file=sys.stderr)
-    return int(wrong > 0)
+        done = {number for row in kept.rows if row["at_once"] == concurrency for number in row["schemas"]}
+        left = [number for number in range(options.schemas) if number not in done]
+        if not left:
+            continue
+        engine, size = load(options, max_running=concurrency), max(10, 3 * concurrency)
+        for start in range(0, len(left), size):
+            schemas = {number: make_schema(number) for number in left[start : start + size]}
+            started = time.perf_counter()
+            ended, problems, (tokens, cycles) = check_valid(engine, schemas, options.max_tokens)
+            seconds = time.perf_counter() - started
+            kept.add(
+                at_once=concurrency,
+                schemas=[*schemas],
+                ended=ended,
+                problems=problems,
+                tokens=tokens,
+                cycles=cycles,
+                seconds=seconds,
+            )
+            told = f"{len(done) + start + len(schemas)} of {options.schemas} schemas, {concurrency} at once"
+            print(f"{told}: {len(problems)} wrong, {seconds:.0f} s", *problems[:5], sep="\n", file=sys.stderr)
+    print(valid_table(kept.rows, options.policy or "default"))
+    return int(any(row["problems"] for row in kept.rows))
+
+
+def valid_table(rows: list[dict[str, Any]], policy: str) -> str:
+    lines = ["| at once | policy | schemas | complete | cut at the limit | wrong | τ | seconds |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for concurrency in dict.fromkeys(row["at_once"] for row in rows):
+        own = [row for row in rows if row["at_once"] == concurrency]
+        ended = sum((Counter(row["ended"]) for row in own), Counter[str]())
+        wrong, seconds = sum(len(row["problems"]) for row in own), sum(row["seconds"] for row in own)
+        tau = sum(row["tokens"] for row in own) / sum(row["cycles"] for row in own)
+        counts = f"{sum(len(row['schemas']) for row in own)} | {ended['stop']} | {ended['length']} | {wrong}"
+        lines.append(f"| {concurrency} | {policy} | {counts} | {tau:.2f} | {seconds:.0f} |")
+    return "\n".join(lines)
 
 
 def load(options: argparse.Namespace, **more: Any) -> Engine:
@@ -291,16 +321,23 @@ def run_speed(options: argparse.Namespace) -> int:
     engine, schemas = load(options, max_running=1), [make_schema(seed) for seed in range(options.schemas)]
     drafting = engine.config
     rates: dict[tuple[str, str], list[list[float]]] = {}
+    started, longest = time.monotonic(), 0.0
     for round_ in range(options.rounds + 1):
+        begun = time.monotonic()
+        if round_ > 1 and begun - started + longest > 60 * options.minutes:
+            print(f"no time for round {round_} of {options.rounds}", file=sys.stderr)
+            break
         for form in ("grammar", "free"):
             for kind in ("plain", "drafting"):
                 if kind == "plain":
                     engine.block_size = 1
                 else:
                     engine.reconfigure(drafting)
-                found = [speed_of(engine, schema, form, options) for schema in schemas]
+                found = [speed_of(engine, schema, form, options) for schema in (schemas if round_ else schemas[:3])]
                 if round_:  # the first warms up
                     rates.setdefault((form, kind), []).append(found)
+        longest = max(longest, time.monotonic() - begun)
+        print(f"round {round_}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
     print("| answers | plain, ms a token | default policy | speedup, median over prompts |\n|---|---|---|---|")
     for form in ("grammar", "free"):
         plain, fast = (
@@ -325,7 +362,7 @@ def arguments() -> argparse.Namespace:
     for name, run in (("valid", run_valid), ("masks", run_masks), ("speed", run_speed)):
         command = commands.add_parser(name)
         command.set_defaults(run=run)
-        command.add_argument("--schemas", type=int, default=1000 if name == "valid" else 40)
+        command.add_argument("--schemas", type=int, default={"valid": 1000, "masks": 40, "speed": 20}[name])
         if name == "masks":
             source = command.add_mutually_exclusive_group(required=True)
             source.add_argument("--text", type=Path, help="folder of JSONL files to train a tokenizer on")
@@ -337,11 +374,13 @@ def arguments() -> argparse.Namespace:
             command.add_argument("--drafter")
             command.add_argument("--policy")
             command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-            command.add_argument("--max-tokens", type=int, default=256)
+            command.add_argument("--max-tokens", type=int, default=160 if name == "valid" else 96)
         if name == "valid":
             command.add_argument("--concurrency", default="1,8,32")
+            command.add_argument("--out", type=Path, default=Path("grammars"))
         if name == "speed":
             command.add_argument("--rounds", type=int, default=3)
+            command.add_argument("--minutes", type=float, default=4.0)
             command.add_argument("--temperature", type=float, default=0.0)
     return parser.parse_args()
 

@@ -8,6 +8,10 @@ calls go to all of them, streamed or whole; some clients leave at random moments
 small that requests are preempted. Drafters are reloaded now and then. Every answer, sampled ones with their seeds too, is
 compared with what plain decoding gave for the same body before the load began. Prints a Markdown table and writes it, with all
 problems, into --out, also when it is interrupted. Exits with 1 if anything was wrong.
+
+The server allows a request --request-seconds, and clients wait longer than that, so that a slow machine makes no errors. When the
+minutes are over, requests that are under way have --grace-minutes to end. What was found is kept every few seconds, and the same
+command goes on with the minutes that are left.
 """
 
 import argparse
@@ -22,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +37,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.grammars import make_schema
+from benchmarks.kept import Kept
 from tests.models.test_adapter import make_adapter
 from volley import Engine
-from volley.files import REFERENCE, make_folder, write_atomically
+from volley.files import REFERENCE, make_folder, read_json, write_atomically
 from volley.models.drafter import Drafter
 from volley.prompts import load_prompts
 from volley.serve.config import ServeConfig
@@ -45,6 +50,7 @@ from volley.serve.service import Service
 LEAVING = 0.12  # of the requests, whose clients go before the end
 MALFORMED = 0.03
 RELOAD_SECONDS = 20.0
+KEEP_SECONDS = 10
 REFERENCE_MODEL = "plain"
 NAMES = ("pair", "pair:one", "pair:two", "blocks", REFERENCE_MODEL)
 SIZES = {"num_pages": 128, "max_running": 24, "max_batch_tokens": 256}
@@ -73,8 +79,23 @@ class Outcome:
     statuses: Counter[int] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
-    """Resident MiB, once a second."""
+    """Resident MiB of this process, once a second."""
     seconds: float = 0.0
+    """Of load, in this process and in those that were stopped."""
+    runs: int = 0
+
+    @classmethod
+    def begun(cls, file: Path) -> "Outcome":
+        """What was found before, if anything was, for one more run."""
+        held = read_json(file) if file.exists() else {}
+        statuses = Counter({int(status): count for status, count in held.pop("statuses", {}).items()})
+        outcome = cls(**{**held, "counts": Counter(held.get("counts", {})), "statuses": statuses})
+        outcome.runs += 1
+        return outcome
+
+    def keep(self, file: Path) -> None:
+        kept = {name: getattr(self, name) for name in ("counts", "statuses", "problems", "seconds", "runs")}
+        write_atomically(file, json.dumps(kept, indent=1) + "\n")
 
     def problem(self, kind: str, text: str) -> None:
         self.counts[kind] += 1
@@ -213,17 +234,24 @@ async def malformed(client: httpx.AsyncClient, ask: Ask, chance: random.Random, 
         outcome.problem("accepted", f"{response.status_code} {response.text[:200]}")
 
 
+async def references(client: httpx.AsyncClient, offered: list[Ask], options: argparse.Namespace) -> list[Any]:
+    """What plain decoding answers."""
+    kept = Kept(options.out / "expected.json", {name: getattr(options, name) for name in ("seed", "different")})
+    for ask in offered[len(kept.rows) :]:
+        found = await read(client, ask, REFERENCE_MODEL, stream=False, leave_after=None, outcome=Outcome())
+        kept.add(choices=found)
+    print(f"{len(kept.rows)} reference answers", file=sys.stderr)
+    return [row["choices"] for row in kept.rows]
+
+
 async def attack(services: list[Service], url: str, options: argparse.Namespace, outcome: Outcome) -> None:
-    chance = random.Random(options.seed)
-    offered = asks(options.data_dir, options.different, chance)
-    limits = httpx.Limits(max_connections=options.concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        expected = [
-            await read(client, ask, REFERENCE_MODEL, stream=False, leave_after=None, outcome=Outcome())
-            for ask in offered
-        ]
-        print(f"{len(expected)} reference answers", file=sys.stderr)
-        end = time.monotonic() + 60 * options.minutes
+    offered = asks(options.data_dir, options.different, random.Random(options.seed))
+    chance = random.Random(f"{options.seed} {outcome.runs}")
+    limits, patience = httpx.Limits(max_connections=None), options.request_seconds + 300
+    async with httpx.AsyncClient(base_url=url, timeout=patience, limits=limits) as client:
+        expected = await references(client, offered, options)
+        begun, before, preempted = time.monotonic(), outcome.seconds, outcome.counts["preemptions"]
+        end = begun + 60 * options.minutes - before
 
         async def worker() -> None:
             while time.monotonic() < end:
@@ -233,9 +261,16 @@ async def attack(services: list[Service], url: str, options: argparse.Namespace,
                 else:
                     await one(client, offered[number], expected[number], chance, outcome)
 
+        def note() -> None:
+            outcome.seconds = before + time.monotonic() - begun
+            outcome.counts["preemptions"] = preempted + preemptions(services)
+            outcome.keep(options.out / "outcome.json")
+
         async def watch() -> None:
             while True:
                 outcome.memory.append(resident_mib())
+                if len(outcome.memory) % KEEP_SECONDS == 0:
+                    note()
                 await asyncio.sleep(1)
 
         async def reload() -> None:
@@ -249,12 +284,17 @@ async def attack(services: list[Service], url: str, options: argparse.Namespace,
                         outcome.problem("refused", f"{service.model}: a drafter that was there before")
 
         watching = [asyncio.create_task(watch()), asyncio.create_task(reload())]
+        workers = [asyncio.create_task(worker()) for _ in range(options.concurrency)]
         try:
-            await asyncio.gather(*(worker() for _ in range(options.concurrency)))
+            done, late = await asyncio.wait(workers, timeout=max(end - begun, 0) + 60 * options.grace_minutes)
+            outcome.counts["unfinished"] += len(late)
+            for task in done:
+                task.result()
         finally:
-            for task in watching:
+            for task in [*watching, *workers]:
                 task.cancel()
-            outcome.seconds = 60 * options.minutes + time.monotonic() - end
+            await asyncio.gather(*watching, *workers, return_exceptions=True)
+            note()
 
 
 def resident_mib() -> float:
@@ -282,7 +322,7 @@ def make_services(folder: Path, config: ServeConfig) -> list[Service]:
         torch.manual_seed(seed)
         make_adapter(folder / name, drafter)
         adapters.append(f"{name}={folder / name}")
-    with_adapters = ServeConfig(port=0, adapters=tuple(adapters))
+    with_adapters = replace(config, adapters=tuple(adapters))
     pair = Engine.from_pretrained(dtype=torch.float32, **SIZES)
     blocks = Engine.from_pretrained(dtype=torch.float32, policy="fixed", **SIZES)
     plain = Engine.from_pretrained(drafter=None, dtype=torch.float32, **SIZES)
@@ -312,11 +352,11 @@ def preemptions(services: list[Service]) -> int:
     return int(sum(service.metrics.preemptions._value.get() for service in services))
 
 
-def table(outcome: Outcome, services: list[Service]) -> str:
+def table(outcome: Outcome) -> str:
     kinds = ("chat", "text", "long", "sampled", "penalised", "many", "schema", "tools")
     counts = outcome.counts
     rows = {
-        "minutes": f"{outcome.seconds / 60:.1f}",
+        "minutes, and processes they were in": f"{outcome.seconds / 60:.1f}, {outcome.runs}",
         "answers read to the end and compared": sum(counts[kind] for kind in kinds),
         "of them " + ", ".join(kinds): ", ".join(str(counts[kind]) for kind in kinds),
         "by model " + ", ".join(NAMES): ", ".join(str(counts[f"of {name}"]) for name in NAMES),
@@ -326,11 +366,13 @@ def table(outcome: Outcome, services: list[Service]) -> str:
         "malformed requests, refused": counts["malformed"] - counts["accepted"],
         "failed": counts["failed"],
         "5xx": sum(number for status, number in outcome.statuses.items() if status >= 500),
-        "preemptions": preemptions(services),
+        "requests under way when time was over": counts["unfinished"],
+        "preemptions": counts["preemptions"],
         "drafters reloaded": counts["reloaded"],
         "pages leaked": counts["leaked"],
-        "resident MiB after a third, and at the end": f"{outcome.memory[len(outcome.memory) // 3]:.0f}, {outcome.memory[-1]:.0f}",
     }
+    if memory := outcome.memory:
+        rows["resident MiB after a third, and at the end"] = f"{memory[len(memory) // 3]:.0f}, {memory[-1]:.0f}"
     return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows.items())
 
 
@@ -342,18 +384,21 @@ def main() -> None:
     parser.add_argument("--different", type=int, default=160, help="requests that are told apart")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak"))
+    parser.add_argument("--request-seconds", type=float, default=3600, help="that the server allows a request")
+    parser.add_argument("--grace-minutes", type=float, default=3, help="for what is under way when time is over")
     options = parser.parse_args()
     torch.set_num_threads(1)
     make_folder(options.out)
-    outcome = Outcome()
-    config = ServeConfig(port=0)
+    outcome = Outcome.begun(options.out / "outcome.json")
+    config = ServeConfig(port=0, request_timeout=options.request_seconds)
     with tempfile.TemporaryDirectory() as folder:
         services = make_services(Path(folder), config)
         with serving(services, config) as url:
             with contextlib.suppress(KeyboardInterrupt):
                 asyncio.run(attack(services, url, options, outcome))
             check_left_behind(services, outcome)
-        shown = table(outcome, services)
+            outcome.keep(options.out / "outcome.json")
+        shown = table(outcome)
     write_atomically(options.out / "table.md", shown)
     write_atomically(options.out / "problems.json", json.dumps(outcome.problems, indent=1) + "\n")
     print(shown)

@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jsonschema
 import pytest
@@ -42,11 +44,39 @@ def test_the_bundled_pairs_answers_are_valid(
 ) -> None:
     settle(monkeypatch, token=0.01)
     engine = Engine.from_pretrained(dtype=torch.float32, max_running=concurrency)
-    schemas = [script.make_schema(seed) for seed in range(100 * concurrency, 100 * concurrency + 8)]
-    ended, problems, tau = script.check_valid(engine, schemas, 80)
+    schemas = {seed: script.make_schema(seed) for seed in range(100 * concurrency, 100 * concurrency + 8)}
+    ended, problems, (tokens, cycles) = script.check_valid(engine, schemas, 80)
     assert problems == []
     assert ended["stop"] > 2
-    assert tau > 1.5
+    assert tokens > 1.5 * cycles
+
+
+def test_what_was_checked_is_not_checked_again(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+
+    def check(engine: Engine, schemas: dict[int, Any], max_tokens: int) -> tuple[Counter[str], list[str], list[int]]:
+        asked.extend(schemas)
+        return Counter(stop=len(schemas)), ["wrong"] if 3 in schemas else [], [2 * len(schemas), len(schemas)]
+
+    monkeypatch.setattr(script, "check_valid", check)
+    monkeypatch.setattr(script, "load", lambda options, **more: None)
+    command = ["grammars.py", "valid", "--concurrency", "1,2", "--out", str(tmp_path)]
+
+    def run(schemas: int, *more: str) -> int:
+        asked.clear()
+        monkeypatch.setattr(sys, "argv", [*command, "--schemas", str(schemas), *more])
+        options = script.arguments()
+        return int(options.run(options))
+
+    assert run(4) == 1, "an answer was wrong"
+    assert asked == [0, 1, 2, 3] * 2
+    assert run(6) == 1, "and still is"
+    assert asked == [4, 5] * 2
+    assert "| 2 | default | 6 | 6 | 0 | 1 | 2.00 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="another max_tokens"):
+        run(6, "--max-tokens", "7")
 
 
 def test_a_wrong_answer_would_be_seen(script: ModuleType) -> None:
