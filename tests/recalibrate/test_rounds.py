@@ -67,11 +67,47 @@ def test_a_round_begins_from_a_candidate_that_was_better_if_not_by_enough(kept: 
     verdict = kept.folder / "rounds/000001/verdict.json"
     event = json.loads(verdict.read_text())
     verdict.write_text(json.dumps({**event, "gain": 0.01, "swap": False}))
-    kept.serve(30, seed=1)
+    kept.serve(15, seed=1)
     assert work.work()
     plan = json.loads((kept.folder / "rounds/000002/plan.json").read_text())
     assert plan["init"] == "rounds/000001/full"
     assert not (kept.folder / "rounds/000001/train.jsonl").exists(), "prompts of past rounds go"
+
+
+def test_a_candidate_that_was_not_surely_better_takes_over_by_what_is_served_since(kept: Kept) -> None:
+    kept.serve(60)
+    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=25, recalibrate_tokens=1500)
+    assert work.work()
+    verdict = kept.folder / "rounds/000001/verdict.json"
+    event = {**json.loads(verdict.read_text()), "gain": 0.01, "swap": False}
+    verdict.write_text(json.dumps(event))
+    kept.events[:] = [event]
+    act(kept)
+    kept.serve(15, seed=1)
+    assert not work.work(), "too little was served since"
+    kept.serve(15, seed=2)
+    assert work.work()
+    found = kept.events[-1]
+    assert (found["round"], found["folder"], found["swap"]) == (0, "rounds/000001/full", True)
+    assert found["rows"] >= 16
+    act(kept)
+    assert (kept.learnt.current.folder, kept.learnt.seen_round, kept.learnt.roll_backs) == ("rounds/000001/full", 1, 0)
+
+
+def test_a_candidate_for_a_drafter_that_is_gone_is_not_looked_at_again(kept: Kept) -> None:
+    kept.serve(60)
+    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_tokens=1500)
+    assert work.work()
+    verdict = kept.folder / "rounds/000001/verdict.json"
+    event = {**json.loads(verdict.read_text()), "gain": 0.01, "swap": False, "base": "another"}
+    verdict.write_text(json.dumps(event))
+    kept.events[:] = [event]
+    act(kept)
+    kept.serve(20, seed=1)
+    assert not work.work()
+    kept.serve(60, seed=2)
+    assert work.work()
+    assert json.loads((kept.folder / "rounds/000002/plan.json").read_text())["init"] == BASE
 
 
 def test_random_tokens_never_swap_a_drafter_in(kept: Kept) -> None:

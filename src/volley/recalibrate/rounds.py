@@ -58,7 +58,7 @@ class Recalibration:
         self.folder, self.target, self.path, self.config, self._tell = folder, target, path, config, tell
         self.rounds = folder / "rounds"
         self.ranks = Ranks(str(target.device))
-        self._judged_until = -1
+        self._judged_until = {"former": -1, "pending": -1}
         self._told = 0
 
     @property
@@ -109,8 +109,9 @@ class Recalibration:
         """Copy what the round learns from; the plan comes last, and with it the round."""
         found = entries(self.folder)
         chosen = choose_rows(found, RECENT * self.config.recalibrate_tokens, number)
-        init = self._init(number - 1)
-        self._clean({*self.learnt.in_use, init})
+        learnt = self.learnt
+        init = next((one.folder for one in self._pending(learnt)), learnt.current.folder)
+        self._clean({*learnt.in_use, init})
         folder = self._round(number)
         make_folder(folder)
         rows = [
@@ -122,14 +123,14 @@ class Recalibration:
         write_atomically(folder / "plan.json", json.dumps(asdict(plan)) + "\n")
         return number
 
-    def _init(self, last: int) -> str:
-        """The best candidate of the last round if it was not worse than the drafter that serves, which is where others begin."""
-        if last and self._verdict(last).exists():
-            verdict = read_json(self._verdict(last))
-            is_of_today = verdict.get("base") == self.learnt.base
-            if is_of_today and verdict.get("gain", -1.0) > 0 and (self.folder / verdict["folder"]).is_dir():
-                return str(verdict["folder"])
-        return self.learnt.current.folder
+    def _pending(self, learnt: Learnt) -> list[Standing]:
+        """The last round's best candidate, if it was better than the drafter that serves, but not surely."""
+        last = self._last_number()
+        verdict = read_json(self._verdict(last)) if last and self._verdict(last).exists() else {}
+        if verdict.get("base") != learnt.base or verdict.get("swap") or verdict.get("gain", -1.0) <= 0:
+            return []
+        pending = Standing(verdict["folder"], verdict["kind"], verdict["trained_until"])
+        return [pending] if pending.folder != learnt.current.folder and (self.folder / pending.folder).is_dir() else []
 
     def _clean(self, kept: set[str]) -> None:
         """Remove drafters that neither serve nor did before, with what they learnt from."""
@@ -208,14 +209,20 @@ class Recalibration:
         return [one for one in [*former, Standing()] if one.folder != learnt.current.folder][: 1 + len(former)]
 
     def _look_back(self) -> bool:
-        """Judge the drafters of before on what was served since; true if there was enough of it."""
-        learnt, found = self.learnt, entries(self.folder)
-        since = [entry for entry in found if entry.number > max(self._judged_until, learnt.current.trained_until)]
-        former = self._former(learnt)
-        if not former or len(since) < 2 * LEAST_ROWS:
+        """Judge the drafters of before, and a candidate that was not surely better, on what was served since."""
+        learnt = self.learnt
+        others = {"former": self._former(learnt), "pending": self._pending(learnt)}
+        return any(self._judge_again(learnt, name, found) for name, found in others.items())
+
+    def _judge_again(self, learnt: Learnt, name: str, others: Sequence[Standing]) -> bool:
+        """Tell who of ``others`` is better; false where too little was served that no training has seen."""
+        found = entries(self.folder)
+        until = max([self._judged_until[name], learnt.current.trained_until, *(one.trained_until for one in others)])
+        since = [entry for entry in found if entry.number > until]
+        if not others or len(since) < 2 * LEAST_ROWS:
             return False
-        self._judged_until = found[-1].number
-        best, event = self._compare(learnt, former)
+        self._judged_until[name] = found[-1].number
+        best, event = self._compare(learnt, others)
         if best is not None:
             self._tell({**event, "event": "judged", "round": 0})
         return best is not None
