@@ -156,7 +156,7 @@ def test_inspect_says_what_it_is(tmp_path: Path) -> None:
     assert found.facts["taps"] == "0, 1, 2 (0-based)"
     assert found.facts["vocabulary"] == "50 tokens, drafts 3 of them"
     assert found.facts["as published"] == "with norm_before_fc"
-    assert found.facts["loads in"].startswith("volley; not in vLLM")
+    assert found.facts["loads in"] == "volley, and what else reads EAGLE-3"
 
 
 def test_what_else_drafters_are_for_refuses_it(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def diagnose(path: Path, target: str | None = None) -> Diagnosis:
         found.facts["weights"] = f"{len(tensors)} tensors, {dtypes}, {size / 2**20:.1f} MiB"
     if config is not None:
         config = with_stored(config, {name: tensor.shape for name, tensor in tensors.items()})
-        found.facts = {**_describe(config), **found.facts, "loads in": _engines(config)}
+        engines = "volley, and what else reads EAGLE-3" if config.eagle else _engines(config)
+        found.facts = {**_describe(config), **found.facts, "loads in": engines}
         if tensors:
             found.problems += [problem for problem in (width_problem(config),) if problem]
             found.problems += _weight_problems(config, tensors) + _vocabulary_problems(config, path, tensors)

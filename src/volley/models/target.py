@@ -338,6 +338,11 @@ def check_config(config: Any) -> None:
     types = set(getattr(text, "layer_types", None) or ())
     check_family(text.model_type, types)
     others = sorted(types - _ATTENTION_LAYERS - _STATELESS_LAYERS - RECURRENT_LAYERS)
+    if "chunked_attention" in others:
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers of type chunked_attention: where a chunk begins does not reach the attention function, "
+            "and its other layers scale queries by their place in the pass, not in the text (Llama 4). Use another target"
+        )
     if others:
         raise UnsupportedModelError(
             f"{config.model_type} has layers of type {', '.join(others)}; only full and sliding-window attention and the "
