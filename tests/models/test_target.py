@@ -202,7 +202,7 @@ def test_chunked_attention_is_refused_by_name() -> None:
     config = tf.Llama4TextConfig(**SHAPE, head_dim=8, vocab_size=50, num_hidden_layers=4, moe_layers=[])
     with pytest.raises(
         UnsupportedModelError,
-        match="llama4_text has layers of type chunked_attention: where a chunk begins .*by their place in the pass",
+        match=r"llama4_text has layers of type chunked_attention: where a chunk begins .*by their place in the pass",
     ):
         build(config)
 

@@ -340,8 +340,8 @@ def check_config(config: Any) -> None:
     others = sorted(types - _ATTENTION_LAYERS - _STATELESS_LAYERS - RECURRENT_LAYERS)
     if "chunked_attention" in others:
         raise UnsupportedModelError(
-            f"{config.model_type} has layers of type chunked_attention: where a chunk begins does not reach the attention function, "
-            "and its other layers scale queries by their place in the pass, not in the text (Llama 4). Use another target"
+            f"{config.model_type} has layers of type chunked_attention: where a chunk begins does not reach the attention "
+            "function, and its other layers scale queries by their place in the pass, not in the text. Use another target"
         )
     if others:
         raise UnsupportedModelError(
