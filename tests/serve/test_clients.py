@@ -1,0 +1,125 @@
+"""docs/clients.md: its table says what the server takes, and its examples run."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.running import MODEL, Tiny, running
+from tests.serve.test_tools import TEMPLATE
+from volley.serve.protocol import (
+    _WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from volley.serve.responses import ResponsesRequest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
+TABLE = PAGE[PAGE.index("## Fields") : PAGE.index("## How calls")]
+SHARED = "chats and completions"
+SECTIONS: dict[str, tuple[Any, ...]] = {
+    SHARED: (ChatRequest, CompletionRequest),
+    "/v1/completions": (CompletionRequest,),
+    "/v1/chat/completions": (ChatRequest,),
+    "/v1/responses": (ResponsesRequest,),
+    "/tokenize": (TokenizeRequest,),
+    "/detokenize": (DetokenizeRequest,),
+}
+NO_FIELDS = {"strict", "message", "usage"}
+"""Of a tool, and of answers."""
+
+
+def taken(model: Any) -> set[str]:
+    return {own.alias or name for name, own in model.model_fields.items()}
+
+
+def refused(model: Any) -> set[str]:
+    return set(getattr(model, "unsupported", {}))
+
+
+def ignored(model: Any) -> set[str]:
+    return set(model.without_effect if model is ResponsesRequest else _WITHOUT_EFFECT if refused(model) else ())
+
+
+def rows() -> list[tuple[str, list[str], str]]:
+    """Section, names of fields, and what volley does with them, of each row of the table."""
+    found, section = [], ""
+    for line in TABLE.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) != 4 or cells[0] in ("field", "---"):
+            continue
+        if heading := re.match(r"\*\*`?([^`*]+)`?\*\*", cells[0]):
+            section = heading[1]
+        else:
+            found.append((section, re.findall(r"`([\w.*]+)`", cells[0]), cells[3]))
+    return found
+
+
+def test_every_row_is_true() -> None:
+    for section, names, told in rows():
+        fields = {name.split(".")[0] for name in names} - NO_FIELDS
+        for model in SECTIONS[section]:
+            known = taken(model) | refused(model) | ignored(model)
+            for name in fields - {"guided_*"}:
+                assert name in known, f"{model.__name__} knows no {name}"
+            if told.startswith("yes"):
+                assert fields <= taken(model), f"{names} are taken: {told}"
+            elif told.startswith("refused"):
+                assert fields <= refused(model), f"{names} are refused: {told}"
+            elif told == "ignored":
+                assert fields <= ignored(model), f"{names} are ignored"
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != SHARED])
+def test_every_field_has_a_row(section: str) -> None:
+    (model,) = SECTIONS[section]
+    sections = {section, SHARED} if model in SECTIONS[SHARED] else {section}
+    named = {name.split(".")[0] for own, names, _ in rows() if own in sections for name in names}
+    for name in taken(model) | refused(model) | ignored(model):
+        assert name in named or ("guided_*" in named and name.startswith("guided_")), f"{name} of {section} has no row"
+
+
+def blocks(client: str, language: str = "") -> list[str]:
+    """The code of one client's example."""
+    part = PAGE[PAGE.index(f"### {client}\n") :]
+    part = part[: part.index("\n## ") if "\n### " not in part[4:] else part.index("\n### ", 4)]
+    return re.findall(rf"```{language}\n(.*?)```", part, re.DOTALL)
+
+
+def test_the_examples_of_openai_and_curl_run(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(TEMPLATE)
+    with running(tiny.engine(), chat_template=file) as server:
+        here = (("http://127.0.0.1:8000", server.url), ("volley-reference", MODEL))
+        chat, responses = blocks("openai", "python")
+        known: dict[str, Any] = {}  # a random model needs bounds
+        chat = chat.replace('"type": "string"', '"type": "string", "maxLength": 5')
+        chat = chat.replace('"required": ["city"]', '"required": ["city"], "additionalProperties": False')
+        for code in (chat, responses):
+            for there, own in here:
+                code = code.replace(there, own)
+            code = code.replace("messages=messages", "messages=messages, max_tokens=120, seed=1")
+            code = code.replace("input=items", "input=items, max_output_tokens=120")
+            exec(code, known)
+        assert capsys.readouterr().out
+        assert [message["role"] for message in known["messages"] if isinstance(message, dict)] == ["user", "tool"]
+        assert known["items"][1].type == "function_call"
+        if shutil.which("curl") is None:
+            pytest.skip("there is no curl")
+        (commands,) = blocks("curl")
+        for command in commands.replace("\\\n", " ").strip().splitlines():
+            line = command.replace(here[0][0], here[0][1]).replace(
+                '"thinking_token_budget": 200', '"thinking_token_budget": 9'
+            )
+            line = line.replace('"messages"', '"max_tokens": 20, "messages"') if "completions" in line else line
+            done = subprocess.run([*shlex.split(line), "-s"], capture_output=True, text=True, timeout=60)
+            answer = json.loads(done.stdout)
+            assert "tokens" in answer or answer["choices"][0]["message"]["reasoning_content"], answer
+        server.settle()
