@@ -83,7 +83,8 @@ def certify(
         found = _certify_here(config, texts, target, drafter, dtype)
     found.write(out / "certificate.json")
     write_atomically(out / "certificate.html", to_html(found.to_json()))
-    _say(f"{found.verdict}{f': {found.finding}' if found.finding else ''}, after {found.seconds / 60:.1f} minutes; written to {out}/")
+    verdict = f"{found.verdict}{f': {found.finding}' if found.finding else ''}"
+    _say(f"{verdict}, after {found.seconds / 60:.1f} minutes; written to {out}/")
     if found.failed:
         raise typer.Exit(1)
 
