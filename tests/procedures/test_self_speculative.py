@@ -135,6 +135,20 @@ def test_drafts_that_are_right_are_made_and_others_are_left_out(monkeypatch: pyt
     assert 200 <= passes[True] < 280, "but for the first cycles it decodes plainly"
 
 
+def test_the_cost_table_learns_from_every_pass_but_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(table: PassCost, tokens: int, requests: int, seconds: float, read: int = 0) -> None:
+        seen.append((tokens, requests))
+
+    monkeypatch.setattr(PassCost, "observe", note)
+    params = SamplingParams(max_tokens=20, diffusion=DiffusionParams(mode="self", canvas_length=4, max_steps=1))
+    (result,) = Engine(target()).generate([[1, 2, 3]], params)
+    assert len(seen) == result.stats.denoising_steps + result.stats.commit_passes
+    assert {requests for _, requests in seen} == {1}
+    assert max(tokens for tokens, _ in seen) <= 8, "a draft behind its anchor, and the next canvas"
+
+
 class Unmatched(SelfSpeculative):
     """Planted: verification draws with the position's noise, and the first token of a draft is taken unseen."""
 
