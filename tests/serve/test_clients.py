@@ -1,16 +1,18 @@
 """docs/clients.md: its table says what the server takes, and its examples run."""
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serve.running import MODEL, Tiny, running
+from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_tools import TEMPLATE
 from volley.serve.protocol import (
     _WITHOUT_EFFECT,
@@ -21,7 +23,9 @@ from volley.serve.protocol import (
 )
 from volley.serve.responses import ResponsesRequest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+CLIENTS = ROOT / ".venv-clients" / "bin"
+PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 TABLE = PAGE[PAGE.index("## Fields") : PAGE.index("## How calls")]
 SHARED = "chats and completions"
 SECTIONS: dict[str, tuple[Any, ...]] = {
@@ -93,33 +97,63 @@ def blocks(client: str, language: str = "") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", part, re.DOTALL)
 
 
-def test_the_examples_of_openai_and_curl_run(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "chat.jinja"
+@pytest.fixture(scope="module")
+def server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    file = tmp_path_factory.mktemp("template") / "chat.jinja"
     file.write_text(TEMPLATE)
     with running(tiny.engine(), chat_template=file) as server:
-        here = (("http://127.0.0.1:8000", server.url), ("volley-reference", MODEL))
-        chat, responses = blocks("openai", "python")
-        known: dict[str, Any] = {}  # a random model needs bounds
-        chat = chat.replace('"type": "string"', '"type": "string", "maxLength": 5')
-        chat = chat.replace('"required": ["city"]', '"required": ["city"], "additionalProperties": False')
-        for code in (chat, responses):
-            for there, own in here:
-                code = code.replace(there, own)
-            code = code.replace("messages=messages", "messages=messages, max_tokens=120, seed=1")
-            code = code.replace("input=items", "input=items, max_output_tokens=120")
-            exec(code, known)
-        assert capsys.readouterr().out
-        assert [message["role"] for message in known["messages"] if isinstance(message, dict)] == ["user", "tool"]
-        assert known["items"][1].type == "function_call"
-        if shutil.which("curl") is None:
-            pytest.skip("there is no curl")
-        (commands,) = blocks("curl")
-        for command in commands.replace("\\\n", " ").strip().splitlines():
-            line = command.replace(here[0][0], here[0][1]).replace(
-                '"thinking_token_budget": 200', '"thinking_token_budget": 9'
-            )
-            line = line.replace('"messages"', '"max_tokens": 20, "messages"') if "completions" in line else line
-            done = subprocess.run([*shlex.split(line), "-s"], capture_output=True, text=True, timeout=60)
-            answer = json.loads(done.stdout)
-            assert "tokens" in answer or answer["choices"][0]["message"]["reasoning_content"], answer
+        yield server
         server.settle()
+
+
+def run(server: Running, command: list[str], **environment: str) -> str:
+    """What a command of the clients' own environment prints (``make .venv-clients/.installed``)."""
+    if not (CLIENTS / command[0]).exists():
+        pytest.skip(f"{command[0]} is not installed; make test-clients installs the clients")
+    own = {**os.environ, "OPENAI_API_KEY": "any", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **environment}
+    done = subprocess.run([CLIENTS / command[0], *command[1:]], env=own, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def for_server(code: str, server: Running) -> str:
+    return code.replace("http://127.0.0.1:8000", server.url).replace("volley-reference", MODEL)
+
+
+def test_the_examples_of_openai_run(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    known: dict[str, Any] = {}
+    for code in blocks("openai", "python"):
+        code = for_server(code, server).replace("messages=messages", "messages=messages, max_tokens=120, seed=1")
+        code = code.replace("input=items", "input=items, max_output_tokens=120")  # a random model needs bounds
+        code = code.replace('"type": "string"', '"type": "string", "maxLength": 5')
+        exec(code.replace('"required": ["city"]', '"required": ["city"], "additionalProperties": False'), known)
+    assert capsys.readouterr().out
+    assert [message["role"] for message in known["messages"] if isinstance(message, dict)] == ["user", "tool"]
+    assert known["items"][1].type == "function_call"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_examples_of_curl_run(server: Running) -> None:
+    (commands,) = blocks("curl")
+    for command in commands.replace("\\\n", " ").strip().splitlines():
+        line = for_server(command, server).replace('"thinking_token_budget": 200', '"thinking_token_budget": 9')
+        line = line.replace('"messages"', '"max_tokens": 20, "messages"') if "completions" in line else line
+        done = subprocess.run([*shlex.split(line), "-s"], capture_output=True, text=True, timeout=60)
+        answer = json.loads(done.stdout)
+        assert "tokens" in answer or answer["choices"][0]["message"]["reasoning_content"], answer
+
+
+def test_the_example_of_litellm_runs(server: Running) -> None:
+    (example,), chat = blocks("litellm", "python"), blocks("openai", "python")[0]
+    definitions = chat[chat.index("weather = {") : chat.index("answer = (")]
+    code = f"{definitions}{example}print(answer.choices[0].message.tool_calls[0].function.name)"
+    assert run(server, ["python", "-c", for_server(code, server)]).strip() == "weather"
+
+
+def test_the_examples_of_llm_run(server: Running, tmp_path: Path) -> None:
+    (models,), (commands,) = blocks("llm", "yaml"), blocks("llm")[-1:]
+    (tmp_path / "extra-openai-models.yaml").write_text(for_server(models, server))
+    for command in commands.strip().splitlines():
+        before = server.service.metrics.generation_tokens._value.get()
+        assert run(server, shlex.split(command.replace("max_tokens 100", "max_tokens 20")), LLM_USER_PATH=str(tmp_path))
+        assert server.service.metrics.generation_tokens._value.get() > before
