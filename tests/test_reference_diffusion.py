@@ -9,7 +9,6 @@ from volley import DiffusionParams, Engine, SamplingParams
 from volley.files import BUNDLED_TARGETS
 
 FOLDER = BUNDLED_TARGETS["reference-diffusion"]
-pytestmark = pytest.mark.skipif(not (FOLDER / "config.json").exists(), reason="its weights are not bundled yet")
 TOKENS = 40
 
 
