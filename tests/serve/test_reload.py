@@ -17,8 +17,12 @@ import pytest
 from tests.conftest import TinyPair
 from tests.engine.test_reload import other_drafter
 from tests.serve.running import MODEL, Running, Tiny, running, wait_until
-from volley import Engine
+from volley import Engine, SamplingParams
+from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
+from volley.serve.config import ServeConfig
+from volley.serve.service import Service
+from volley.serve.worker import End, Event, Failure, Job
 
 
 @pytest.fixture
@@ -63,6 +67,31 @@ def test_a_server_reloads_its_drafter_under_load(from_folder: tuple[Running, Pat
     assert seen['volley:drafter_reloads_total{result="done"}'] == 1
     assert seen['volley:drafter_reloads_total{result="refused"}'] == 1
     assert server.complete("Hello", max_tokens=4).status_code == 200
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_swap_that_nobody_waits_for_any_more_is_left_out(tiny: Tiny, tiny_pair: TinyPair, is_stopping: bool) -> None:
+    """The worker lives on; one that stops tells the others so."""
+    engine = tiny.engine()
+    worker = Service(engine, ServeConfig(), MODEL).worker
+    drafter, job = load_drafter(tiny_pair.drafter, tiny.target, "bf16"), Job([[4, 5]], [SamplingParams(max_tokens=1)])
+
+    async def events() -> list[Event]:
+        if is_stopping:
+            worker.stop_soon()
+        assert worker.swap(drafter, {}).cancel()
+        worker.submit(job)
+        worker.start(asyncio.get_running_loop())
+        found = [await job.events.get()]
+        while not isinstance(found[-1], End | Failure):
+            found.append(await job.events.get())
+        worker.stop_soon()
+        return found
+
+    last = asyncio.run(asyncio.wait_for(events(), 20))[-1]
+    assert isinstance(last, Failure if is_stopping else End)
+    assert worker.fatal is None
+    assert engine.drafter is tiny.drafter
 
 
 def test_without_a_folder_there_is_nothing_to_reload(server: Running) -> None:

@@ -216,7 +216,8 @@ class Worker:
         while not self._inbox.empty():
             command, job = self._inbox.get()
             if isinstance(job, Swap):
-                job.done.set_exception(Stopped())
+                if job.done.set_running_or_notify_cancel():
+                    job.done.set_exception(Stopped())
             elif command == "submit" and job is not None:
                 jobs[id(job)] = job
                 self._left += len(job.prompts)
@@ -240,6 +241,8 @@ class Worker:
         return True
 
     def _swap(self, swap: Swap) -> None:
+        if not swap.done.set_running_or_notify_cancel():  # nobody waits for it any more
+            return
         try:
             replace_drafter(self.engine, swap.drafter, swap.adapters)
             swap.done.set_result(None)
