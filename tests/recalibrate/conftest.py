@@ -1,5 +1,6 @@
 """A reservoir filled with the tiny pair's own answers."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from tests.conftest import TinyPair
 from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
+from volley.files import write_atomically
 from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
 from volley.models.target import Target
@@ -64,6 +66,11 @@ def plain(tiny_pair: TinyPair) -> Engine:
 @pytest.fixture
 def kept(tiny_pair: TinyPair, frozen: FrozenTarget, plain: Engine, tmp_path: Path) -> Iterator[Kept]:
     folder = tmp_path / "kept"
+    facts = {
+        "target": frozen.fingerprint,
+        "key": "00",
+    }  # which says what is held out: too little of 60 answers by some keys
+    write_atomically(folder / "reservoir.json", json.dumps(facts))
     reservoir = Reservoir(folder)
     reservoir.open(frozen.fingerprint)
     base = Drafter.from_pretrained(tiny_pair.drafter)
