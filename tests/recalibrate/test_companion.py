@@ -256,6 +256,29 @@ def test_a_reloaded_drafter_that_cannot_be_trained_serves_as_it_is(
         wait_until(lambda: (learning.folder / "pid").exists())
 
 
+def test_a_reloaded_drafter_that_the_disk_does_not_take_serves_as_it_is(
+    learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No verdict about the drafter of before counts any more; a restart with that one has all of it again."""
+    folder, whole = tmp_path / "given", learning.pair.drafter
+    shutil.copytree(whole, folder)
+    learning.pair = learning.pair._replace(drafter=folder)
+    with learning.server() as server:
+        wait_until(lambda: (learning.folder / "pid").exists())
+        weights = learning.folder / BASE / "model.safetensors"
+        weights.unlink()
+        (weights / "nothing can be written here").mkdir(parents=True)
+        other_drafter(Drafter.from_pretrained(folder)).save_pretrained(folder)
+        assert reload(server)
+        wait_until(lambda: "the new drafter serves as it is" in caplog.text)
+        wait_until(lambda: state_of(learning.folder) == "gone")
+        assert server.complete("Hello", max_tokens=4, ignore_eos=True).status_code == 200
+        shutil.rmtree(weights)
+    learning.pair = learning.pair._replace(drafter=whole)
+    with learning.server() as server:
+        assert learning.serves(server, BASE)
+
+
 def test_a_state_that_cannot_be_written_stops_nothing(learning: Learning, caplog: pytest.LogCaptureFixture) -> None:
     """A full disk: the better drafter serves, and the next verdicts are heard."""
     with learning.server() as server:
@@ -319,6 +342,18 @@ def test_a_training_process_that_dies_is_counted_and_serving_goes_on(learning: L
     with learning.server() as server:
         (learning.folder / "die").touch()
         wait_until(lambda: server.metrics()["volley:recalibration_failures_total"] == 1)
+        assert server.complete("Hello", max_tokens=4).status_code == 200
+
+
+def test_a_training_process_that_cannot_be_understood_is_ended_and_counted(
+    learning: Learning, caplog: pytest.LogCaptureFixture
+) -> None:
+    with learning.server() as server:
+        wait_until(lambda: (learning.folder / "pid").exists())
+        (learning.folder / "events").write_text("no event\n")
+        wait_until(lambda: server.metrics()["volley:recalibration_failures_total"] == 1)
+        assert state_of(learning.folder) == "gone"
+        assert "the training process has ended" in caplog.text
         assert server.complete("Hello", max_tokens=4).status_code == 200
 
 

@@ -145,13 +145,16 @@ def test_the_command_erases_under_a_running_server(tmp_path: Path) -> None:
         reservoir.add("a", [index], [2, 3], 0.0)
     copy = tmp_path / "rounds" / "1" / "train.jsonl"
     copy.parent.mkdir(parents=True)
-    copy.write_text("prompts")
+    half = copy.with_name(".train.jsonl.123")  # of a training that was killed while it wrote
+    for file in (copy, half):
+        file.write_text("prompts")
     shown = CliRunner().invoke(app, ["reservoir", "show", str(tmp_path)])
     assert "3 answers of 1 clients, 9 tokens" in shown.stdout
     erased = CliRunner().invoke(app, ["reservoir", "erase", str(tmp_path)])
     assert "3 answers erased" in erased.stdout
     assert entries(tmp_path) == []
     assert not copy.exists()
+    assert not half.exists()
     reservoir.add("a", [9], [2, 3], 0.0)
     assert (len(reservoir), reservoir.tokens) == (1, 3), "the server has noticed"
     refused = CliRunner().invoke(app, ["reservoir", "erase", str(tmp_path), "--all"])

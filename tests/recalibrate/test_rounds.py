@@ -110,6 +110,19 @@ def test_a_candidate_for_a_drafter_that_is_gone_is_not_looked_at_again(kept: Kep
     assert json.loads((kept.folder / "rounds/000002/plan.json").read_text())["init"] == BASE
 
 
+def test_a_round_that_outlives_its_drafter_swaps_nothing_in(kept: Kept) -> None:
+    """Its candidate may have another shape than the drafter that serves now, so that a higher τ says nothing."""
+    kept.serve(60)
+    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=3)
+    assert os.WIFSIGNALED(killed_at(work, 3))
+    other = replace(kept.learnt, base="another")
+    other.save(kept.folder)
+    assert work.work()
+    assert kept.events[-1]["event"] == "failed"
+    assert "another drafter in the meantime" in kept.events[-1]["reason"]
+    assert json.loads((kept.folder / "rounds/000001/plan.json").read_text())["base"] != other.base
+
+
 def test_random_tokens_never_swap_a_drafter_in(kept: Kept) -> None:
     """Noise has nothing to learn, however much of it comes."""
     rng = random.Random(0)

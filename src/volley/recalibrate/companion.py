@@ -75,7 +75,7 @@ class Recalibrator:
         self._waiting: queue.SimpleQueue[Kept | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="volley-reservoir", daemon=True)
         self._process: Process | None = None
-        self._is_paused = self._is_stopping = False
+        self._is_paused = False
         self._timer: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
@@ -92,6 +92,7 @@ class Recalibrator:
         if not mark.exists() or mark.read_text() != given:
             source = self._engine.drafter_source
             copy = drafter if source is None else Drafter.from_pretrained(source[0])
+            mark.unlink(missing_ok=True)
             copy.save_pretrained(self.folder / BASE)
             write_atomically(mark, given)
         if found is None or found.base != given:
@@ -126,26 +127,23 @@ class Recalibrator:
 
     def _reloaded(self, drafter: Drafter) -> None:
         """The operator has put another drafter in the place of the one that the server was given."""
+        self._reloading = asyncio.create_task(self._begin_anew(drafter))
 
-        async def begin_anew() -> None:
-            async with self._changing:
+    async def _begin_anew(self, drafter: Drafter) -> None:
+        """Train from ``drafter`` on; not at all where it is of a kind that is not trained, or where the disk takes no copy."""
+        async with self._changing:
+            if self._engine.drafter is not drafter:  # a candidate came in between
+                await asyncio.wrap_future(self._service.worker.swap(drafter, {}))
+            try:
+                check_drafter(drafter)
                 learnt = await asyncio.to_thread(self._find_learnt, drafter)
-                self.learnt = replace(learnt, current=Standing(), previous=None)
-                await self._save()
-                if drafter_fingerprint(drafter_of(self._engine)) != self.learnt.base:  # a candidate came in between
-                    await asyncio.wrap_future(self._service.worker.swap(drafter, {}))
-            await self._train_if_possible()
-
-        self._reloading = asyncio.create_task(begin_anew())
-
-    async def _train_if_possible(self) -> None:
-        """Begin to train, or end it where the drafter that serves is of a kind that is not trained."""
-        try:
-            check_drafter(drafter_of(self._engine))
-        except ConfigError as error:
-            log.error("the new drafter serves as it is", extra={"fields": {"reason": str(error)}})
-            await self._end_training()
-        else:
+            except Exception as error:
+                self.figures.failed.inc()
+                log.error("the new drafter serves as it is", extra={"fields": {"reason": str(error)}})
+                await self._end_training()
+                return
+            self.learnt = replace(learnt, current=Standing(), previous=None)
+            await self._save()
             if self._following is None or self._following.done():
                 self._following = asyncio.create_task(self._follow())
 
@@ -183,18 +181,16 @@ class Recalibrator:
 
     async def stop(self) -> None:
         """Nothing is lost by killing the process: it goes on where it was."""
-        self._is_stopping = True
         if self._timer is not None:
             self._timer.cancel()
+        await _ended(self._reloading)
         await self._end_training()
         self._waiting.put(None)
         await asyncio.to_thread(self._writer.join)
         self.reservoir.close()
 
     async def _end_training(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        await _ended(self._following)
         await self._kill()
 
     async def _kill(self) -> None:
@@ -207,16 +203,21 @@ class Recalibrator:
         """Keep a process running, and do as it says."""
         wait = RESTART_SECONDS[0]
         while True:
-            self._process = process = await self._spawn()
-            self._held(self._service.worker.held)
-            assert process.stdout is not None
-            async for line in process.stdout:
-                event = json.loads(line)
-                if event["event"] != "ready":
-                    wait = RESTART_SECONDS[0]
-                await self._act(event)
-            code = await process.wait()
-            fields = {"code": code, "log": str(self.folder / "training.log"), "again_in_seconds": wait}
+            fields: dict[str, Any] = {"log": str(self.folder / "training.log")}
+            try:
+                self._process = process = await self._spawn()
+                self._held(self._service.worker.held)
+                assert process.stdout is not None
+                async for line in process.stdout:
+                    event = json.loads(line)
+                    if event["event"] != "ready":
+                        wait = RESTART_SECONDS[0]
+                    await self._act(event)
+                fields["code"] = await process.wait()
+            except Exception as error:  # it could not be started, or what it says cannot be read
+                await self._kill()
+                fields["reason"] = str(error)
+            fields["again_in_seconds"] = wait
             log.error("the training process has ended; serving goes on", extra={"fields": fields})
             self.figures.failed.inc()
             await asyncio.sleep(wait)
@@ -271,7 +272,7 @@ class Recalibrator:
             if event["event"] == "failed":
                 self.figures.failed.inc()
                 log.error("a candidate could not be made", extra={"fields": {"reason": event["reason"]}})
-            elif "kind" in event:
+            elif "kind" in event and self._is_of_today(event):
                 await self._judged(event)
             self.learnt = replace(self.learnt, seen_round=max(self.learnt.seen_round, int(event["round"])))
             await self._save()
@@ -290,13 +291,13 @@ class Recalibrator:
         fields = {key: event[key] for key in ("round", "kind", "gain", "error", "tau", "tau_before", "rows", "reason")}
         if self.learnt.current.tau is None:
             self.learnt = replace(self.learnt, current=replace(self.learnt.current, tau=event["tau_before"]))
-        is_swapped = event["swap"] and self._is_of_today(event) and await self._swap(event)
+        is_swapped = event["swap"] and await self._swap(event)
         self.figures.judged(event, self.learnt.current.tau, is_swapped=is_swapped)
         log.info("a drafter took over" if is_swapped else "a candidate was judged", extra={"fields": fields})
 
     def _is_of_today(self, event: dict[str, Any]) -> bool:
         """Whether a verdict is about the drafter that serves: it may have been given before an operator's reload."""
-        return (event.get("base"), event.get("before")) == (self.learnt.base, self.learnt.current.folder)
+        return (event["base"], event["before"]) == (self.learnt.base, self.learnt.current.folder)
 
     async def _swap(self, event: dict[str, Any]) -> bool:
         chosen = Standing(event["folder"], event["kind"], event["trained_until"], event["tau"])
@@ -341,6 +342,13 @@ def check_drafter(drafter: Drafter) -> None:
             "volley does not train drafters of this kind (an embedding, a vocabulary or a head of its own); name the one "
             "that it was exported from, or leave --recalibrate out"
         )
+
+
+async def _ended(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait for its end."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def drafter_of(engine: Engine) -> Drafter:

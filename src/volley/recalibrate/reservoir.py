@@ -118,9 +118,9 @@ class Reservoir:
             self._lock = None
 
     def _read_names(self) -> None:
+        self._erased_at = _erased_at(self.folder)  # first, so that what is erased meanwhile is noticed
         self._entries = entries(self.folder)
         self._next = max(self._next, 1 + max((entry.number for entry in self._entries), default=-1))
-        self._erased_at = _erased_at(self.folder)
 
     # -- writing ---------------------------------------------------------------------------------------------------
     @property
@@ -204,7 +204,7 @@ def erase(folder: Path) -> int:
         (folder / "rows" / entry.name).unlink(missing_ok=True)
     for leftover in (folder / "rows").glob(".*"):  # of a process that was killed while it wrote
         leftover.unlink(missing_ok=True)
-    for copy in folder.glob("rounds/*/*.jsonl"):
+    for copy in folder.glob("rounds/*/*.jsonl*"):
         copy.unlink(missing_ok=True)
     write_atomically(folder / "erased", f"{time.time()}\n")
     return len(found)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from volley.errors import ConfigError
 from volley.files import make_folder, read_json, write_atomically
 from volley.models.adapter import adapted
 from volley.models.drafter import Drafter
@@ -42,6 +43,8 @@ class RoundPlan:
     """``plan.json`` of a round."""
 
     number: int
+    base: str
+    """Fingerprint of the drafter that the server was given."""
     init: str
     """Folder of the drafter that candidates begin from."""
     until: int
@@ -119,7 +122,7 @@ class Recalibration:
             for row in read(self.folder, chosen)
         ]
         write_atomically(folder / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        plan = RoundPlan(number, init, max(entry.number for entry in found))
+        plan = RoundPlan(number, learnt.base, init, max(entry.number for entry in found))
         write_atomically(folder / "plan.json", json.dumps(asdict(plan)) + "\n")
         return number
 
@@ -138,7 +141,7 @@ class Recalibration:
             if not any(name.startswith(f"rounds/{folder.name}/") for name in kept):
                 shutil.rmtree(folder, ignore_errors=True)
             else:
-                for rest in (*folder.glob("*.jsonl"), *folder.glob("run-*")):
+                for rest in (*folder.glob("*.jsonl*"), *folder.glob("run-*")):
                     shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
 
     def _finish(self, number: int) -> None:
@@ -198,6 +201,10 @@ class Recalibration:
     def _judge(self, plan: RoundPlan, made: Sequence[Standing]) -> Event:
         """The best of the candidates and of the drafters of before against the one that serves."""
         learnt = self.learnt
+        if plan.base != learnt.base:  # of another shape, a candidate may do better and be slower
+            raise ConfigError(
+                "the server was given another drafter in the meantime; the next round begins from that one"
+            )
         others = [*made, *self._former(learnt)]
         best, event = self._compare(learnt, others)
         if best is None:
