@@ -126,6 +126,52 @@ def test_prompt_logprobs_go_with_echo_and_not_with_a_stream(client: OpenAI) -> N
     assert error.value.param == "prompt_logprobs"
 
 
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPTS[2]}]
+
+
+@pytest.mark.parametrize(("count", "n"), [(0, 1), (3, 1), (2, 3)])
+def test_prompt_logprobs_of_chats_are_transformers_own(
+    client: OpenAI, tiny: Tiny, tiny_pair: TinyPair, count: int, n: int
+) -> None:
+    """They stand beside the choices, once: the whole conversation as the template writes it, markers included."""
+    tokens = tiny.plain.encode(CHAT)
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair.target, dtype=torch.float32)
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0].double().log_softmax(dim=-1)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=CHAT, temperature=0, max_tokens=4, n=n, extra_body={"prompt_logprobs": count}
+    )
+    first, *others = answer.prompt_logprobs  # type: ignore[attr-defined]
+    assert first is None
+    for token, row, told in zip(tokens[1:], want[:-1], others, strict=True):
+        assert list(map(int, told)) == list(dict.fromkeys([token, *row.topk(count).indices.tolist()]))
+        for key, own in told.items():
+            assert own["logprob"] == pytest.approx(float(row[int(key)]), rel=1e-3, abs=1e-5)
+            assert own["rank"] == 1 + int((row > row[int(key)]).sum())
+            assert own["decoded_token"] == tiny.plain.tokenizer.decode([int(key)])
+    assert [choice.message.content for choice in answer.choices] == [tiny.answer(CHAT, max_tokens=4)] * n
+    assert not hasattr(answer.choices[0], "prompt_logprobs")
+
+
+def test_prompt_logprobs_leave_the_rest_of_a_chat_alone(client: OpenAI) -> None:
+    asked = {"model": MODEL, "messages": CHAT, "max_tokens": 6, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 2}
+    without = client.chat.completions.create(**asked)
+    assert not hasattr(without, "prompt_logprobs")
+    answer = client.chat.completions.create(**asked, extra_body={"prompt_logprobs": 1})
+    for mine, theirs in zip(answer.choices, without.choices, strict=True):
+        assert mine.message == theirs.message
+        tokens = [[(token.token, round(token.logprob, 4)) for token in own.logprobs.content] for own in (mine, theirs)]
+        assert tokens[0] == tokens[1]
+    asked["stream"] = True
+    with pytest.raises(openai.BadRequestError, match="set stream to false") as error:
+        client.chat.completions.create(**asked, extra_body={"prompt_logprobs": 0})
+    assert error.value.param == "prompt_logprobs"
+    for wrong in (21, -1, 1.5, True):
+        with pytest.raises(openai.BadRequestError, match="prompt_logprobs") as error:
+            client.chat.completions.create(model=MODEL, messages=CHAT, extra_body={"prompt_logprobs": wrong})
+        assert error.value.param == "prompt_logprobs"
+
+
 def test_nothing_to_do_is_refused(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="set echo") as error:
         client.completions.create(model=MODEL, prompt="Hello", max_tokens=0)

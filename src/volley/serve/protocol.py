@@ -36,7 +36,6 @@ _OF_OTHERS: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "min_tokens": (0,),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
@@ -97,6 +96,8 @@ class _Request(Strict, GrammarFields):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Unsupported fields, each with the values that request nothing and are accepted."""
+    instead_of_streaming: ClassVar = "set stream to false"
+    """What a stream that asks for ``prompt_logprobs`` is told to do."""
 
     model: str | None = None
     stream: bool = False
@@ -117,6 +118,9 @@ class _Request(Strict, GrammarFields):
         {}, max_length=1024
     )
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served first.")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="vLLM's: the log-probabilities of the prompt's tokens, and of so many likeliest."
+    )
     diffusion: Diffusion | None = Field(None, description="For diffusion language models only.")
     recalibrate: bool | None = Field(
         None,
@@ -147,11 +151,13 @@ class _Request(Strict, GrammarFields):
         return kept
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Self:
+    def _suits_its_stream(self) -> Self:
         if "stream_options" in self.model_fields_set and not self.stream:
             raise refusal("stream_options", "stream_options is only allowed when stream is true")
         if self.diffusion is not None and self.diffusion.stream_drafts and not self.stream:
             raise refusal("diffusion.stream_drafts", "stream_drafts is only allowed when stream is true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refusal("prompt_logprobs", f"prompt_logprobs come with a whole answer; {self.instead_of_streaming}")
         return self
 
     def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:
@@ -168,6 +174,7 @@ class _Request(Strict, GrammarFields):
             ignore_eos=self.ignore_eos,
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
+            prompt_logprobs=self.prompt_logprobs,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
@@ -212,10 +219,11 @@ class ChatRequest(_Request, Tools, Reasoning):
 
 class CompletionRequest(_Request):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **{name: values for name, values in _OF_OTHERS.items() if name != "prompt_logprobs"},
+        **_OF_OTHERS,
         "add_special_tokens": (True,),
         "suffix": ("",),
     }
+    instead_of_streaming: ClassVar = "set stream to false, or use echo"
 
     prompt: (
         Text
@@ -226,18 +234,11 @@ class CompletionRequest(_Request):
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = Field(False, description="Begin the text, and the log-probabilities, with the prompt's.")
-    prompt_logprobs: int | None = Field(
-        None, ge=0, le=20, description="vLLM's: the log-probabilities of the prompt's tokens, and of so many likeliest."
-    )
 
     @model_validator(mode="after")
     def _something_is_asked(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise refusal("max_tokens", "max_tokens is 0, which asks for nothing; set echo to have the prompt scored")
-        if self.stream and self.prompt_logprobs is not None:
-            raise refusal(
-                "prompt_logprobs", "prompt_logprobs come with a whole answer; set stream to false, or use echo"
-            )
         return self
 
     def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:

@@ -123,6 +123,22 @@ class Dialect:
     def _usage(self, usage: Usage) -> Object:
         return usage.to_json()
 
+    def _prompt_logprobs(self, prompt: Sequence[int], choice: Choice, num_likeliest: int) -> list[Object | None]:
+        """vLLM's form: of each token of the prompt its own id and the likeliest ones, with their ranks; ``None`` of the first."""
+        scored = choice.scored
+        assert scored is not None, "a whole answer comes after its prompt"
+        told: list[Object | None] = [None]
+        tops = scored.top_logprobs or [[] for _ in scored.ranks]
+        for token, logprob, rank, top in zip(prompt[1:], scored.logprobs, scored.ranks, tops, strict=True):
+            own = {token: self._ranked(token, logprob, rank)}
+            for place, (likely, value) in enumerate(top[:num_likeliest], start=1):
+                own.setdefault(likely, self._ranked(likely, value, place))
+            told.append({str(one): ranked for one, ranked in own.items()})
+        return told
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> Object:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.spell(token)}
+
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
         """The first chunks of a choice, sent before its first token."""
         yield from ()
@@ -183,17 +199,30 @@ class ChatDialect(Dialect):
         *,
         parsers: Sequence[AnswerParser] = (),
         is_named: bool = False,
+        scored: Sequence[int] = (),
+        num_likeliest: int = 0,
         **options: bool,
     ) -> None:
-        """``parsers`` take the choices apart, if that is needed. ``is_named``: the request has named the function to call."""
+        """``parsers`` take the choices apart, if that is needed. ``is_named``: the request has named the function to call.
+
+        ``scored`` is the prompt if its log-probabilities are asked for, with ``num_likeliest`` others at each token.
+        """
         super().__init__(model, spell, **options)
         self.parsers = parsers
         self.is_named = is_named
+        self.scored, self.num_likeliest = scored, num_likeliest
         self._reasoning_tokens = 0
 
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
         delta = {"role": "assistant", "content": "", "refusal": None}
         yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
+        """As vLLM's: all choices have one prompt, so its log-probabilities stand beside them."""
+        own = super().whole(choices, usage)
+        if self.scored:
+            own["prompt_logprobs"] = self._prompt_logprobs(self.scored, choices[0], self.num_likeliest)
+        return own
 
     def _choice(self, index: int, choice: Choice) -> Object:
         message: Object = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -347,23 +376,9 @@ class CompletionDialect(Dialect):
             setattr(whole, name, getattr(whole, name) + getattr(choice, name))
         logprobs = self._logprobs(whole, 0)
         own = {"index": index, "text": whole.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
-        return own | {"prompt_logprobs": self._prompt_logprobs(index, choice)} if self.scored else own
-
-    def _prompt_logprobs(self, index: int, choice: Choice) -> list[Object | None]:
-        """vLLM's form: of each token of the prompt its own id and the likeliest ones, with their ranks; ``None`` of the first."""
-        scored = choice.scored
-        assert scored is not None, "a whole answer comes after its prompt"
-        told: list[Object | None] = [None]
-        tops = scored.top_logprobs or [[] for _ in scored.ranks]
-        for token, logprob, rank, top in zip(self.scored[index][1:], scored.logprobs, scored.ranks, tops, strict=True):
-            own = {token: self._ranked(token, logprob, rank)}
-            for place, (likely, value) in enumerate(top[: self.num_scored], start=1):
-                own.setdefault(likely, self._ranked(likely, value, place))
-            told.append({str(one): ranked for one, ranked in own.items()})
-        return told
-
-    def _ranked(self, token: int, logprob: float, rank: int) -> Object:
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.spell(token)}
+        if self.scored:
+            own["prompt_logprobs"] = self._prompt_logprobs(self.scored[index], choice, self.num_scored)
+        return own
 
     def _prompt(self, index: int, choice: Choice) -> Choice:
         """The prompt as if it were text of the answer. Nothing comes before its first token: that one has no probability."""

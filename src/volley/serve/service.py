@@ -108,6 +108,8 @@ class Service:
             continuous_usage=body.stream_options.continuous_usage_stats,
             parsers=parsers,
             is_named=isinstance(body.tool_choice, NamedTool),
+            scored=job.prompts[0] if body.prompt_logprobs is not None else (),
+            num_likeliest=body.prompt_logprobs or 0,
         )
         return job, dialect
 
@@ -136,7 +138,8 @@ class Service:
         await compile_grammar(self._engine.grammars, body)  # by itself, so that an error names its field
         is_thinking = bool(parsers) and parsers[0].is_thinking
         params = await self._bind(params, body, form, is_thinking=is_thinking)
-        choices = [params.for_choice(choice) for choice in range(body.n)]
+        others = replace(params, prompt_logprobs=None)  # one of the answers reads the prompt for all
+        choices = [params, *(others.for_choice(choice) for choice in range(1, body.n))]
         return self._submit(Job([token_ids] * body.n, choices, client, body.recalibrate)), parsers
 
     def _form_of(self, body: ChatRequest) -> AnswerFormat | None:
