@@ -1,5 +1,6 @@
 """Bodies, headers and clients that are wrong or hostile: a clear 4xx each, and everybody else is served."""
 
+import json
 import socket
 import threading
 import time
@@ -51,7 +52,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("chat", {**CHAT, "audio": {"voice": "x"}}, "audio", "not supported"),
         ("chat", {**CHAT, "tools": [{}]}, "tools.0.type", "required"),
         ("chat", {**CHAT, "stop": ["a", ""]}, "stop", "a string or up to 16 strings"),
-        ("chat", {**CHAT, "logit_bias": {"x": 1}}, "logit_bias.x.[key]", "match pattern"),
+        ("chat", {**CHAT, "logit_bias": {"x": 1}}, "logit_bias.x", "match pattern"),
         ("chat", {**CHAT, "logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
         ("chat", {**CHAT, "logit_bias": {"99999": 1}}, None, "logit_bias: token id 99999 is outside"),
         ("chat", {**CHAT, "messages": []}, "messages", "at least 1 item"),
@@ -70,21 +71,52 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ),
         ("chat", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages.0.mood", "unknown field"),
         ("chat", {}, "messages", "Field required"),
-        ("text", {"prompt": ""}, None, "the prompt is empty"),
+        ("text", {"prompt": ""}, "prompt", "the prompt is empty"),
+        ("text", {"prompt": ["a", ""]}, "prompt", "the prompt is empty"),
         ("text", {"prompt": []}, "prompt", "none of them empty"),
         ("text", {"prompt": [["a"]]}, "prompt", "a list of token ids"),
         ("text", {"prompt": [1, "a"]}, "prompt", "a list of token ids"),
-        ("text", {"prompt": [99999]}, None, "token id 99999 is outside the target's vocabulary of 260"),
+        ("text", {"prompt": [99999]}, "prompt", "token id 99999 is outside the target's vocabulary of 260"),
         ("text", {"prompt": ["a"] * 128, "n": 128}, "n", "this server holds"),
         ("text", {"prompt": "x" * 5000}, "prompt", "5000 in the prompt"),
         ("text", {"prompt": "x" * 900_000}, "prompt", "at least "),
         ("chat", {"messages": [{"role": "user", "content": "x" * 900_000}]}, "messages", "at least "),
         ("text", {**TEXT, "seed": 2**70}, "seed", ""),
+        ("text", {**TEXT, "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ("chat", {**CHAT, "max_completion_tokens": -1}, "max_completion_tokens", "greater than or equal to 1"),
+        ("text", {**TEXT, "stop": ""}, "stop", "none of them empty"),
+        ("text", {**TEXT, "stop": [None]}, "stop", "none of them empty"),
+        ("text", {**TEXT, "max_completion_tokens": 4}, "max_completion_tokens", "completion_tokens'; use max_tokens"),
+        ("text", {**TEXT, "messages": []}, "messages", "use prompt, or /v1/chat/completions"),
+        ("text", {**TEXT, "top_logprobs": 2}, "top_logprobs", "use logprobs, which is a number here"),
+        ("chat", {**CHAT, "prompt": "a"}, "prompt", "use messages, or /v1/completions"),
+        ("chat", {**CHAT, "reasoning": {"effort": "low"}}, "reasoning", "use reasoning_effort"),
+        ("chat", {**CHAT, "store": True}, "store", "set store to false"),
+        ("chat", {**CHAT, "cache_salt": "a"}, "cache_salt", "not supported"),
+        ("chat", {**CHAT, "messages": "Hello"}, "messages", "valid list"),
+        ("chat", {"messages": ["Hello"]}, "messages.0", "valid dictionary"),
+        ("chat", {"messages": [{"role": "user"}]}, "messages", "give it a text"),
+        ("chat", {"messages": [{"role": "user", "content": []}]}, "messages.0.content", "a list of text parts"),
+        ("chat", {"messages": [{"role": "user", "contnt": "x"}]}, "messages.0.contnt", "did you mean 'content'?"),
+        (
+            "chat",
+            {**CHAT, "stream": True, "stream_options": {"include_usge": True}},
+            "stream_options.include_usge",
+            "unknown field 'stream_options.include_usge'; did you mean 'include_usage'?",
+        ),
+        ("chat", {**CHAT, "structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "did you mean 'json'?"),
+        ("responses", {"input": "a", "max_tokens": 4}, "max_tokens", "use max_output_tokens"),
+        ("responses", {"input": "a", "response_format": {}}, "response_format", "use text.format"),
+        ("responses", {"input": "a", "max_output_tokens": -1}, "max_output_tokens", "greater than or equal to 1"),
+        ("responses", {"input": []}, "input", "at least 1 item"),
+        ("responses", {"input": [{"role": "user", "contnt": "x"}]}, "input.0.contnt", "did you mean 'content'?"),
+        ("responses", {"input": [{"type": "function_call", "call_id": "a"}]}, "input.0.name", "required"),
+        ("responses", {"input": "x" * 5000}, "input", "5019 in the input"),
         ("text", {**TEXT, "user": "me", "metadata": {"a": "b"}, "top_p": 0}, "top_p", "greater than 0"),
     ],
 )
 def test_bad_fields_are_named(server: Running, path: str, body: Any, param: str | None, message: str) -> None:
-    response = server.post({"chat": "chat/completions", "text": "completions"}[path], body)
+    response = server.post({"chat": "chat/completions", "text": "completions"}.get(path, path), body)
     assert response.status_code == 400
     error = error_of(response)
     assert message in error["message"]
@@ -97,7 +129,57 @@ def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
     assert server.post("completions", {**TEXT, "echo": False, "best_of": 1, "suffix": None}).status_code == 200
 
 
+ALONE = "\ud83d"
+"""Half of a character: JSON can say it, text cannot hold it."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": ALONE}, "prompt"),
+        ("completions", {"prompt": ["a", ALONE]}, "prompt.1"),
+        ("completions", {"prompt": "a", "stop": ALONE}, "stop"),
+        ("completions", {"prompt": "a", "stop": ["a", ALONE]}, "stop.1"),
+        ("chat/completions", {"messages": [{"role": "user", "content": ALONE}]}, "messages.0.content"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ALONE}]}]},
+            "messages.0.content.0.text",
+        ),
+        ("responses", {"input": [{"role": "user", "content": ALONE}]}, "input.0.content"),
+        ("completions", {"prompt": "a", ALONE: 1}, "\\ud83d"),
+    ],
+)
+def test_half_a_character_is_found(server: Running, path: str, body: Any, param: str) -> None:
+    """In the client's words: nothing of how types are checked here is in the message."""
+    response = server.client.post(f"/v1/{path}", content=json.dumps(body), headers=JSON)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert error["message"].startswith((f"{param}: the text is not valid Unicode", "unknown field"))
+
+
 JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
+        (b'{"prompt": "a",}', "(character 15)"),
+        (b"{'prompt': 'a'}", "not JSON: Expecting property name"),
+        (b'"prompt"', "must be a JSON object"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature: Input should be a finite number"),
+        (b'{"prompt": "a", "logit_bias": {"5": -Infinity}}', "logit_bias.5: Input should be a finite number"),
+    ],
+    ids=range(8),
+)
+def test_what_is_wrong_with_a_body_is_said(server: Running, content: bytes, message: str) -> None:
+    response = server.client.post("/v1/completions", content=content, headers=JSON)
+    assert response.status_code == 400
+    assert message in error_of(response)["message"]
 
 
 @pytest.mark.parametrize(
@@ -193,10 +275,26 @@ def key_server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_wrong_methods_and_paths(server: Running, method: str) -> None:
     response = server.client.request(method, "/v1/completions")
     assert response.status_code == 405
-    error_of(response)
+    assert error_of(response)["message"] == f"/v1/completions does not take {method}; use POST"
     response = server.client.request(method, "/v1/../etc/passwd")
     assert response.status_code in (404, 405)
     assert server.client.get("/dashboard/../../../app.py").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/chat/completions", "did you mean '/v1/chat/completions'?"),
+        ("/v1/v1/chat/completions", "did you mean '/v1/chat/completions'?"),
+        ("//v1/completions", "did you mean '/v1/completions'?"),
+        ("/v1/audio/speech", "/openapi.json lists the paths"),
+        ("/\ud83d\ude00", "/openapi.json lists the paths"),
+    ],
+)
+def test_wrong_paths_are_explained(server: Running, path: str, remedy: str) -> None:
+    response = server.client.post(path.encode("utf-16", "surrogatepass").decode("utf-16"), json=TEXT)
+    assert response.status_code == 404
+    assert remedy in error_of(response)["message"]
 
 
 def test_raw_nonsense_instead_of_http(server: Running) -> None:

@@ -30,9 +30,10 @@ def drafting_client(drafting: Running) -> Iterator[OpenAI]:
         yield client
 
 
-def test_models(client: OpenAI) -> None:
+def test_models(client: OpenAI, tiny: Tiny) -> None:
     (model,) = client.models.list().data
     assert model.id == MODEL
+    assert model.root == tiny.target.model.config._name_or_path  # type: ignore[attr-defined]
     assert client.models.retrieve(MODEL) == model
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("gpt-9")
@@ -83,6 +84,20 @@ def test_chat(client: OpenAI, tiny: Tiny) -> None:
     )
     assert again.usage is not None
     assert again.usage.completion_tokens == 1
+
+
+def test_what_gateways_add_to_messages_changes_nothing(client: OpenAI, tiny: Tiny) -> None:
+    """Marks where to cache, and the fields of an answer that comes back through a gateway."""
+    plain = [*CHAT, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Say more"}]
+    mark = {"cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "Say ", **mark}, {"type": "text", "text": "more"}]
+    parts[1]["prompt_cache_breakpoint"] = {"mode": "explicit"}
+    extra = {"annotations": [], "reasoning_details": [], "thinking_blocks": [], "refusal": None, "audio": None}
+    dressed: Any = [{**CHAT[0], **mark}, {**plain[1], **extra}, {"role": "user", "content": parts}]
+    answer = client.chat.completions.create(model=MODEL, messages=dressed, temperature=0, max_tokens=16)
+    assert answer.choices[0].message.content == tiny.answer(plain, max_tokens=16)
+    cut: Any = [*CHAT, {"role": "assistant", "content": None, "reasoning_content": "Well"}, *CHAT]
+    assert client.chat.completions.create(model=MODEL, messages=cut, max_tokens=1).choices, "cut off while it reasoned"
 
 
 def test_usage_says_what_was_drafted(drafting_client: OpenAI, tiny: Tiny) -> None:

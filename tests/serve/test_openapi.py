@@ -52,6 +52,7 @@ def test_the_document_covers_every_endpoint(server: Running) -> None:
         "/v1/models",
         "/v1/models/{model}",
         "/health",
+        "/ping",
         "/ready",
         "/metrics",
         "/version",

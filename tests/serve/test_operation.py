@@ -49,6 +49,16 @@ def test_a_client_may_set_a_deadline(server: Running) -> None:
         assert response.json()["error"]["param"] == "x-request-timeout"
 
 
+@pytest.mark.parametrize(
+    "path", ["/health", "/ping", "/ready", "/version", "/metrics", "/v1/models", f"/v1/models/{MODEL}"]
+)
+def test_load_balancers_may_ask_without_a_body(server: Running, path: str) -> None:
+    asked, head = server.client.get(path), server.client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == asked.headers["content-type"]
+    assert asked.content
+
+
 def test_a_bucket_empties_and_fills() -> None:
     now = [0.0]
     limit = RateLimit(120, clock=lambda: now[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -17,12 +18,14 @@ from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
 import volley
+from volley.errors import did_you_mean
 from volley.serve.answer import AnswerResponse
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error
+from volley.serve.fields import first_problem
 from volley.serve.gate import Gate, Refused
 from volley.serve.models import Models
-from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, first_problem
+from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from volley.serve.responses import ResponsesRequest
 
 log = logging.getLogger("volley.serve")
@@ -92,6 +95,9 @@ def create_app(models: Models, config: ServeConfig) -> FastAPI:
     for operations in app.openapi()["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's default for invalid bodies; this server answers 400
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods == {"GET"}:
+            route.methods.add("HEAD")  # load balancers ask so; a document of its own would say nothing new
     return app
 
 
@@ -166,6 +172,7 @@ def _add_token_routes(app: FastAPI, models: Models) -> None:
 
 
 def _add_status_routes(app: FastAPI, models: Models) -> None:
+    @app.get("/ping", response_class=Response)
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         """Liveness: 200 while any engine's thread lives; anything else means that only a restart helps."""
@@ -200,10 +207,10 @@ def _handle_errors(app: FastAPI) -> None:
         return ApiError(400, message, param=param).response()
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> Response:
+    async def http(request: Request, error: HTTPException) -> Response:
         if isinstance(error, Refused):
             return error.error.response()
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        return ApiError(error.status_code, _explained(error, request), headers=error.headers).response()
 
     @app.exception_handler(Exception)
     async def other(_: Request, error: Exception) -> Response:
@@ -211,6 +218,23 @@ def _handle_errors(app: FastAPI) -> None:
 
     for kind in EXPECTED:
         app.add_exception_handler(kind, other)
+
+
+def _explained(error: HTTPException, request: Request) -> str:
+    """What was wrong with a request that no endpoint has seen, and what to do."""
+    path = request.url.path[:200]
+    match error.status_code, error.__cause__:
+        case 400, UnicodeDecodeError():
+            return "the body is not UTF-8; send JSON in UTF-8"
+        case 400, RecursionError():
+            return "the body is nested too deeply to be read; nest it less deeply"
+        case 404, _:
+            paths = [route.path for route in request.app.routes if isinstance(route, APIRoute)]
+            return f"there is nothing at {path}; {did_you_mean(path, paths) or '/openapi.json lists the paths'}"
+        case 405, _:
+            allowed = (error.headers or {}).get("Allow", "")
+            return f"{path} does not take {request.method}; use {allowed}"
+    return str(error.detail)
 
 
 def _log_prompt(

@@ -63,7 +63,7 @@ class Gate:
             self.metrics.requests.labels(path, status).inc()
             fields = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
             fields["seconds"] = round(time.monotonic() - started, 4)
-            if path not in ("/health", "/ready", "/metrics"):
+            if path not in ("/health", "/ping", "/ready", "/metrics"):
                 log.info("request", extra={"fields": fields | scope["state"]["fields"]})
 
     def _check(self, scope: Scope, headers: Mapping[str, str]) -> str:

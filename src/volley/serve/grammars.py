@@ -9,10 +9,11 @@ from volley.decode.grammars import Grammars
 from volley.errors import ConfigError
 from volley.grammar import WHITESPACE, Grammar
 from volley.serve.errors import ApiError
+from volley.serve.fields import Strict
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+class _Part(Strict):
+    model_config = ConfigDict(populate_by_name=True)
 
 
 class JsonSchemaFormat(_Part):

@@ -5,47 +5,33 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase
+
+from volley.serve.fields import FunctionName, Strict, Text, refusal, without_nulls
 
 _TAKEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 """Names that a template's variables cannot have."""
 
 
-def _encodable(text: str) -> str:
-    """Refuse lone surrogates: JSON can express them, and no tokenizer accepts them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("unicode", "the text is not valid Unicode: it has a lone surrogate") from None
-    return text
+_UNREAD = ("annotations", "provider_specific_fields", "reasoning_details", "refusal", "thinking_blocks")
+"""Fields of an answer's message, of gateways among them, that clients send back and no template reads."""
+_MARKS = ("cache_control", "prompt_cache_breakpoint")
+"""Where a client wants prompts to be cached; here all of them are."""
 
 
-_UNREAD = ("annotations", "provider_specific_fields", "refusal")
-"""Fields of an answer's message, litellm's among them, that clients send back and no template reads."""
-Text = Annotated[str, AfterValidator(_encodable)]
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def refusal(field: str, message: str) -> PydanticCustomError:
-    """An error that names its field."""
-    field, message = (text.encode("utf-8", "backslashreplace").decode() for text in (field, message))
-    return PydanticCustomError("refused", "{message}", {"field": field, "message": message})
-
-
-def without_nulls(data: Any) -> Any:
-    """Nulls request nothing, and a client may send the message of an answer back as it was."""
-    return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
+def _without(data: Any, names: Sequence[str]) -> Any:
+    return {k: v for k, v in data.items() if k not in names} if isinstance(data, Mapping) else data
 
 
 class TextPart(Strict):
     type: Literal["text"]
     text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_marks(cls, data: Any) -> Any:
+        return _without(data, _MARKS)
 
 
 class FunctionCall(Strict):
@@ -87,14 +73,14 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        return {name: value for name, value in without_nulls(data).items() if name not in _UNREAD}
+        return _without(without_nulls(data), _UNREAD + _MARKS)
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
-        if "content" not in self.model_fields_set and not self.tool_calls:
-            raise refusal("messages", f"a message of the {self.role} has no content")
+        if "content" not in self.model_fields_set and not (self.tool_calls or self.reasoning_content or self.reasoning):
+            raise refusal(
+                "messages", f"a message of the {self.role} has no content; give it a text, if need be an empty one"
+            )
         if self.role != "assistant" and (self.tool_calls or self.reasoning_content or self.reasoning):
             raise refusal("messages", "only messages of the assistant have tool_calls or reasoning_content")
         if (self.role == "tool") != (self.tool_call_id is not None):
@@ -180,7 +166,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | SomeTools
 class Tools(Strict):
     """The tools of a request, and which of them an answer may or must call."""
 
-    tools: Annotated[list[Tool], Field(max_length=128)] = []
+    tools: list[Tool] = Field([], max_length=128)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
 

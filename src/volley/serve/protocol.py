@@ -4,44 +4,50 @@ Unknown fields are refused by name. Fields of OpenAI's that volley cannot honour
 happened anyway; fields without any effect on the answer are accepted.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, StrictBool, model_validator
 
-from volley.errors import ConfigError, unknown_key
+from volley.errors import ConfigError
+from volley.serve.fields import Body, Strict, Text, refusal, without_nulls
 from volley.serve.grammars import GrammarFields, grammar_of
-from volley.serve.messages import Message, Reasoning, Strict, Text, Tools, refusal, without_nulls
+from volley.serve.messages import Message, Reasoning, Tools
 from volley.types import DiffusionMode, DiffusionParams, SamplingParams, Strategy
 
 StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
-_WITHOUT_EFFECT = (
-    "guided_decoding_backend",
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "user",
-)
-
-
 _OF_OTHERS: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
+    "cache_salt": (),
+    "ec_transfer_params": (),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
     "length_penalty": (1.0,),
+    "logprob_token_ids": ([],),
     "min_tokens": (0,),
+    "mm_payload": ("tensors",),
+    "repetition_detection": (),
+    "return_mm_kwargs": (True, False),
     "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
     "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
     "stream_reasoning": (True,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 """Unsupported fields of vLLM's and SGLang's, which their clients send with values that request nothing."""
 
@@ -71,14 +77,6 @@ class Diffusion(Strict):
         None, description="Stream what stands on the canvas after each pass: chunks without choices that have a draft."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        for name in data if isinstance(data, Mapping) else ():
-            if name not in cls.model_fields:
-                raise refusal(f"diffusion.{name}", str(unknown_key("diffusion setting", name, cls.model_fields)))
-        return data
-
     @model_validator(mode="after")
     def _usable(self) -> Self:
         try:
@@ -91,11 +89,20 @@ class Diffusion(Strict):
         return DiffusionParams(**self.model_dump())
 
 
-class _Request(Strict, GrammarFields):
+class _Request(Body, GrammarFields):
     """What both endpoints take."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Unsupported fields, each with the values that request nothing and are accepted."""
+    without_effect: ClassVar = (
+        "guided_decoding_backend",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "session_id",
+        "user",
+    )
     instead_of_streaming: ClassVar = "set stream to false"
     """What a stream that asks for ``prompt_logprobs`` is told to do."""
 
@@ -129,26 +136,6 @@ class _Request(Strict, GrammarFields):
     mark_draft: bool = Field(
         False, description="Streamed chunks say with from_draft whether they had been drafted, or found in the text."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        """Drop fields that request nothing (nulls too, as OpenAI does); refuse unknown and unsupported fields by name."""
-        if not isinstance(data, Mapping):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if value is None or name in _WITHOUT_EFFECT:
-                continue
-            if name in cls.unsupported:
-                if value not in cls.unsupported[name]:
-                    raise refusal(name, f"{name} is not supported by this server; leave it out")
-            elif name not in cls.model_fields:
-                message = str(unknown_key("field", name, cls.model_fields.keys() | cls.unsupported))
-                raise refusal(name, message)
-            else:
-                kept[name] = value
-        return kept
 
     @model_validator(mode="after")
     def _suits_its_stream(self) -> Self:
@@ -190,15 +177,37 @@ class ChatRequest(_Request, Tools, Reasoning):
         **_OF_OTHERS,
         "add_special_tokens": (False,),
         "audio": (),
+        "chat_template": (),
+        "documents": ([],),
+        "echo": (False,),
         "function_call": ("none", "auto"),
         "functions": ([],),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
+        "return_prompt_text": (False,),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "verbosity": ("medium",),
         "web_search_options": (),
+    }
+    remedies: ClassVar[dict[str, str]] = {
+        "chat_template": "start the server with --chat-template",
+        "function_call": "use tool_choice",
+        "functions": "use tools",
+        "store": "this server keeps nothing; set store to false",
+    }
+    elsewhere: ClassVar[dict[str, str]] = {
+        "enable_thinking": "put it into chat_template_kwargs",
+        "input": "use messages, or /v1/responses",
+        "instructions": "use a message of the system, or /v1/responses",
+        "max_new_tokens": "use max_completion_tokens",
+        "max_output_tokens": "use max_completion_tokens",
+        "prompt": "use messages, or /v1/completions",
+        "reasoning": "use reasoning_effort",
+        "thinking": "use reasoning_effort, or chat_template_kwargs",
     }
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
@@ -221,7 +230,18 @@ class CompletionRequest(_Request):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_OF_OTHERS,
         "add_special_tokens": (True,),
+        "prompt_embeds": (),
         "suffix": ("",),
+    }
+    elsewhere: ClassVar[dict[str, str]] = {
+        "input": "use prompt, or /v1/responses",
+        "max_completion_tokens": "use max_tokens",
+        "max_new_tokens": "use max_tokens",
+        "max_output_tokens": "use max_tokens",
+        "messages": "use prompt, or /v1/chat/completions",
+        "reasoning_effort": "it is for /v1/chat/completions",
+        "tools": "they are for /v1/chat/completions",
+        "top_logprobs": "use logprobs, which is a number here",
     }
     instead_of_streaming: ClassVar = "set stream to false, or use echo"
 
@@ -284,34 +304,3 @@ def check_opening(add_generation_prompt: bool, continue_final_message: bool) -> 
 class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: list[TokenId] = Field(max_length=2**20)
-
-
-_FORMS = {
-    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists, none of them empty",
-    "stop": "a string or up to 16 strings, none of them empty or longer than 1000 characters",
-    "content": "a string or a list of text parts",
-    "output": "a string or a list of text parts",
-    "tool_choice": "none, auto, required, {type: function, function: {name}}, or {type: allowed_tools, allowed_tools: {…}}",
-}
-"""Fields with several accepted types; pydantic would report an error for each type."""
-
-
-def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """Message and field of the first thing wrong with a body, from pydantic's list."""
-    error = next((error for error in errors if error["type"] == "unicode"), errors[0])
-    path = [str(part) for part in error["loc"] if part != "body"]
-    for place, part in enumerate(path):
-        if part in _FORMS and error["type"] != "unicode":
-            field = ".".join(path[: place + 1])
-            return f"{field} must be {_FORMS[part]}", field
-    named = error.get("ctx", {}).get("field") or ".".join(path) or None
-    match error["type"]:
-        case "refused":
-            return error["msg"], named
-        case "extra_forbidden":
-            return f"unknown field {named!r}", named
-        case "json_invalid":
-            return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}", None
-    if named is None:
-        return "the body must be a JSON object, sent as application/json", None
-    return f"{named}: {error['msg']}", named

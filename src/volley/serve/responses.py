@@ -5,10 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from volley.errors import unknown_key
 from volley.serve.errors import ApiError
-from volley.serve.messages import FunctionName, Strict, Text, refusal, without_nulls
-from volley.serve.protocol import ChatRequest, first_problem
+from volley.serve.fields import KINDS_OF_ITEMS, Body, FunctionName, Strict, Text, first_problem, without_nulls
+from volley.serve.protocol import ChatRequest
 
 _CALLED_HERE = {
     "messages": "input",
@@ -70,7 +69,7 @@ class ReasoningItem(_Item):
 
 def _kind(item: Any) -> str:
     given = item.get("type", "message") if isinstance(item, Mapping) else getattr(item, "type", "message")
-    return given if given in ("message", "function_call", "function_call_output", "reasoning") else "message"
+    return given if given in KINDS_OF_ITEMS else "message"
 
 
 Item = Annotated[
@@ -132,11 +131,13 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Body):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "access_programs": (),
         "background": (False,),
         "context_management": ([],),
         "conversation": (),
+        "image": (),
         "max_tool_calls": (),
         "moderation": (),
         "previous_response_id": (),
@@ -151,6 +152,14 @@ class ResponsesRequest(Strict):
         "previous_response_id": "this server keeps no responses; send the whole conversation as input",
         "conversation": "this server keeps no conversations; send the whole conversation as input",
         "background": "this server answers while the client waits; leave it out, or set stream",
+    }
+    elsewhere: ClassVar[dict[str, str]] = {
+        "max_completion_tokens": "use max_output_tokens",
+        "max_new_tokens": "use max_output_tokens",
+        "max_tokens": "use max_output_tokens",
+        "messages": "use input, or /v1/chat/completions",
+        "reasoning_effort": "use reasoning.effort",
+        "response_format": "use text.format",
     }
     without_effect: ClassVar = (
         "include",
@@ -183,27 +192,6 @@ class ResponsesRequest(Strict):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     thinking_token_budget: int | None = Field(None, ge=0)
     recalibrate: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        """Drop what requests nothing; refuse unknown and unsupported fields by name."""
-        if not isinstance(data, Mapping):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if value is None or name in cls.without_effect:
-                continue
-            if name in cls.unsupported:
-                if value not in cls.unsupported[name]:
-                    raise refusal(
-                        name, f"{name}: {cls.remedies.get(name, 'not supported by this server; leave it out')}"
-                    )
-            elif name not in cls.model_fields:
-                raise refusal(name, str(unknown_key("field", name, cls.model_fields.keys() | cls.unsupported)))
-            else:
-                kept[name] = value
-        return kept
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat. Raises :class:`ApiError` (400) in this endpoint's words."""

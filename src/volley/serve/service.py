@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from volley.chat import Prompt, render_chat
 from volley.decode.thinking import ThinkingBudget
 from volley.engine.engine import Engine
-from volley.errors import ConfigError
+from volley.errors import ConfigError, VolleyError
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
 from volley.serve.calls import can_bind, grammar_of_answer
@@ -272,10 +272,16 @@ class Service:
         def encode() -> list[list[int]]:
             with self._tokenizer_in_use:
                 if special:
-                    return [self._engine.encode(prompt) for prompt in prompts]
+                    return [self._encode_one(prompt, field) for prompt in prompts]
                 return list(self._engine.tokenizer(list(prompts), add_special_tokens=False)["input_ids"])
 
         return await asyncio.to_thread(encode)
+
+    def _encode_one(self, prompt: Prompt, field: str) -> list[int]:
+        try:
+            return self._engine.encode(prompt)
+        except VolleyError as error:
+            raise ApiError(400, str(error), param=field) from None
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a text or a conversation, in vLLM's form."""
@@ -296,7 +302,7 @@ class Service:
         """The text of token ids."""
         self._check(body.model)
         if body.tokens:
-            await asyncio.to_thread(self._engine.encode, body.tokens)  # which refuses ids that are no tokens
+            await asyncio.to_thread(self._encode_one, body.tokens, "tokens")  # which refuses ids that are no tokens
         return {"prompt": await asyncio.to_thread(self.decode, body.tokens)}
 
     def tokenizer_info(self) -> dict[str, Any]:
@@ -321,6 +327,7 @@ class Service:
             "object": "model",
             "created": created,
             "owned_by": "volley",
+            "root": str(self._engine.target.model.config._name_or_path or name),
             "max_model_len": self.max_model_len,
             **({"diffusion": True} if self._engine.target.diffusion is not None else {}),
         }

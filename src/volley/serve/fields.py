@@ -1,0 +1,142 @@
+"""How bodies are checked: which fields are known, refused or ignored, and what is said of the first one that is wrong."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from volley.errors import did_you_mean
+
+
+def _encodable(text: str) -> str:
+    """Refuse lone surrogates: JSON can express them, and no tokenizer accepts them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("unicode", "the text is not valid Unicode: it has a lone surrogate") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+KINDS_OF_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def refusal(field: str, message: str) -> PydanticCustomError:
+    """An error that names its field."""
+    field, message = (_printable(text) for text in (field, message))
+    return PydanticCustomError("refused", "{message}", {"field": field, "message": message})
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def without_nulls(data: Any) -> Any:
+    """Nulls request nothing, and a client may send the message of an answer back as it was."""
+    return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
+
+
+class Strict(BaseModel):
+    """An object whose fields are all known, each of exactly its type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """The fields as clients write them."""
+        return {own.alias or name for name, own in cls.model_fields.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _are_known(cls, data: Any) -> Any:
+        names = cls.names()
+        for name in data if isinstance(data, Mapping) else ():
+            if name not in names:
+                raise PydanticCustomError("unknown", "unknown", {"name": _printable(name), "remedy": cls.remedy(name)})
+        return data
+
+    @classmethod
+    def remedy(cls, name: str) -> str:
+        """What to write instead of a field that is not known."""
+        names = sorted(cls.names())
+        return did_you_mean(name, names) or f"known: {', '.join(names)}"
+
+
+class Body(Strict):
+    """A request. Fields that ask for nothing are dropped, nulls too, as OpenAI does; what cannot be honoured is refused."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Unsupported fields, each with the values that request nothing and are accepted."""
+    without_effect: ClassVar[tuple[str, ...]] = ()
+    """Fields that change nothing of an answer."""
+    remedies: ClassVar[dict[str, str]] = {}
+    """What is said of unsupported fields, other than to leave them out."""
+    elsewhere: ClassVar[dict[str, str]] = {}
+    """Fields of other endpoints and servers, and what to do here instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ask_for_something(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if value is None or name in cls.without_effect:
+                continue
+            if name not in cls.unsupported:
+                kept[name] = value
+            elif value not in cls.unsupported[name]:
+                remedy = cls.remedies.get(name)
+                told = f"{name}: {remedy}" if remedy else f"{name} is not supported by this server; leave it out"
+                raise refusal(name, told)
+        return kept
+
+    @classmethod
+    def remedy(cls, name: str) -> str:
+        if name in cls.elsewhere:
+            return cls.elsewhere[name]
+        names = sorted(cls.names() | cls.unsupported.keys())
+        return did_you_mean(name, names) or f"known: {', '.join(names)}"
+
+
+_FORMS = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists, none of them empty",
+    "stop": "a string or up to 16 strings, none of them empty or longer than 1000 characters",
+    "content": "a string or a list of text parts",
+    "output": "a string or a list of text parts",
+    "tool_choice": "none, auto, required, {type: function, function: {name}}, or {type: allowed_tools, allowed_tools: {…}}",
+}
+"""Fields with several accepted types; pydantic would report an error for each type."""
+
+
+def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """Message and field of the first thing wrong with a body, from pydantic's list."""
+    error = next((error for error in errors if error["type"] == "unicode"), errors[0])
+    path, context = list(_path(error["loc"])), error.get("ctx", {})
+    for place, part in enumerate(path):
+        if part in _FORMS and error["type"] != "unicode":
+            field = ".".join(path[: place + 1])
+            return f"{field} must be {_FORMS[part]}", field
+    named = context.get("field") or ".".join(path) or None
+    match error["type"]:
+        case "refused":
+            return error["msg"], named
+        case "unknown":
+            named = ".".join([*path, context["name"]])
+            return f"unknown field {named!r}; {context['remedy']}", named
+        case "json_invalid":
+            return f"the body is not JSON: {context.get('error', error['msg'])} (character {error['loc'][-1]})", None
+    if named is None:
+        return "the body must be a JSON object, sent as application/json", None
+    return f"{named}: {error['msg']}", named
+
+
+def _path(places: Sequence[Any]) -> Iterator[str]:
+    """Where an error is, in the client's words: without pydantic's names for the types that a field may have."""
+    own = places[1:] if places[:1] == ("body",) else places
+    for depth, place in enumerate(own):
+        is_kind_of_item = depth == 2 and own[0] == "input" and place in KINDS_OF_ITEMS
+        if "[" not in str(place) and not is_kind_of_item:
+            yield str(place)
