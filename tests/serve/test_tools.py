@@ -185,6 +185,19 @@ def test_strict_tools_bind_calls_wherever_they_begin(server: Running) -> None:
     assert grammar_of_answer(load_format("hermes"), loose, None, engine.tokenizer, is_thinking=False) is None
 
 
+def test_a_forced_call_may_hold_any_words(tiny: Tiny) -> None:
+    """Also those that stand for something while its grammar is made."""
+    words = {"type": "object", "properties": {"when": {"enum": ["BEFORE", "AFTER"]}}, "required": ["when"]}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "BEFORE", "parameters": words}})
+    offered, tokenizer = Tools(tools=[tool], tool_choice="required"), tiny.plain.tokenizer
+    grammar = grammar_of_answer(load_format("hermes"), offered, None, tokenizer, is_thinking=False)
+    assert grammar is not None
+    rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule(grammar)
+    call = '<tool_call>\n{"name": "BEFORE", "arguments": {"when":"BEFORE"}}\n</tool_call>'
+    token_ids = tokenizer.encode(call, add_special_tokens=False)
+    assert rule.num_allowed(token_ids) == len(token_ids)
+
+
 MARKERS = {
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
     "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"],
@@ -255,6 +268,8 @@ TYPES: Any = {
     "properties": {
         "text": {"type": "string", "maxLength": 5},
         "code": {"type": "string", "pattern": "^[a-c]/x$"},
+        "price": {"type": "string", "pattern": "^[0-9]\\$"},
+        "path": {"type": "string", "pattern": "[a-z]\\\\/$"},
         "size": {"anyOf": [{"type": "number", "minimum": 2}, {"type": "null"}]},
         "who": {"$ref": "#/$defs/who"},
         "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
@@ -276,6 +291,9 @@ VALUES: list[tuple[dict[str, Any], bool]] = [
     ({"text": "", "who": {"name": "a"}}, True),
     ({"text": "a\n<b", "code": "b/x", "size": 2.5, "who": WHO, "tags": ["a", "}"], "mode": "a b"}, True),
     ({"text": "a", "size": None, "who": WHO, "tags": ["a"]}, True),
+    ({"text": "a", "price": "5$ each", "path": "./a\\/", "who": WHO}, True),
+    ({"text": "a", "price": "5", "who": WHO}, False),
+    ({"text": "a", "path": "a/", "who": WHO}, False),
     ({"text": "abcdef", "who": WHO}, False),
     ({"text": "a", "code": "d/x", "who": WHO}, False),
     ({"text": "a", "size": 1, "who": WHO}, False),

@@ -23,29 +23,29 @@ def grammar_of_answer(
     """
     offered = tools.offered
     call = form.call if form is not None and offered else None
-    rules: list[str] = []
+    thinking = form.thinking if form is not None and is_thinking else None
+    start = "start: reasoning SPACE?" if thinking else "start:"
     if tools.is_forced:
         assert call is not None, "a format with calls is chosen where one is forced"
         if own is not None:
             raise ConfigError("a call is forced, so nothing else can be asked of the answer; leave one of both out")
         is_single = isinstance(tools.tool_choice, NamedTool) or not tools.parallel_tool_calls
-        rules += ["start: BEFORE calls", *_calls(call, offered, tokenizer, is_single=is_single, binds_all=True)]
+        rules = [f"{start} calls", *_calls(call, offered, tokenizer, is_single=is_single, binds_all=True)]
     elif own is not None and call is not None:
         calls = _calls(call, offered, tokenizer, is_single=not tools.parallel_tool_calls, binds_all=False)
-        rules += ["start: BEFORE (calls | answer)", *calls, f"answer: {_in_lark(own)}"]
+        rules = [f"{start} (calls | answer)", *calls, f"answer: {_in_lark(own)}"]
     elif own is not None and is_thinking:
-        rules += ["start: BEFORE answer", f"answer: {_in_lark(own)}"]
+        rules = [f"{start} answer", f"answer: {_in_lark(own)}"]
     elif call is not None and any(tool.function.strict for tool in offered):
         return _strict_anywhere(call, offered, tokenizer)
     else:
         return own
-    thinking = form.thinking if form is not None and is_thinking else None
-    before = "reasoning" if thinking else ""
     if thinking:
-        rules.append(f"reasoning[suffix={json.dumps(thinking[1])}]: /(?s:.*)/")
+        body = f"reasoning[suffix={json.dumps(thinking[1])}]: /(?s:.*)/"
         if _special_in(thinking[1], tokenizer):
-            rules[-1] = f"reasoning: /(?s:.*)/ {_literal(thinking[1], tokenizer)}"
-    return Grammar.lark("\n".join(rules).replace("BEFORE", before + " SPACE?" if before else "") + "\nSPACE: /\\s+/\n")
+            body = f"reasoning: /(?s:.*)/ {_literal(thinking[1], tokenizer)}"
+        rules += [body, "SPACE: /\\s+/"]
+    return Grammar.lark("\n".join(rules) + "\n")
 
 
 def _calls(call: CallText, tools: Sequence[Tool], tokenizer: Any, *, is_single: bool, binds_all: bool) -> list[str]:

@@ -1,6 +1,7 @@
 """Grammars of calls' arguments in the notation of the model: JSON, texts between tags, or JSON with bare keys."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -263,6 +264,7 @@ def _quoted(text: str) -> str:
 
 def _anywhere(pattern: str) -> str:
     """An expression for whole texts in which a schema's ``pattern`` occurs."""
-    before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if pattern.endswith("$") else "(?s:.*)"
-    inside = pattern.removeprefix("^").removesuffix("$").replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
-    return f"{before}({inside}){after}"
+    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    inside = pattern[begins : len(pattern) - ends]
+    inside = re.sub(r"\\.|[/\n]", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), inside)
+    return f"{'' if begins else '(?s:.*)'}({inside}){'' if ends else '(?s:.*)'}"
