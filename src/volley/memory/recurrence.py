@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 _ROWS = 16  # queries whose decays are held at once where every channel has its own
-_LEAST = (
-    1e-22  # factors below this are taken as 0: products with denormal numbers would be up to ten times slower on a CPU
-)
+_LEAST = 1e-22
+"""Factors below it are taken as 0: products with denormal numbers would be up to ten times slower on a CPU."""
 
 
 class Run(NamedTuple):

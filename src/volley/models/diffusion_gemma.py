@@ -78,9 +78,7 @@ class DiffusionGemma(Target):
             if segment.feedback is not None:
                 canvas = slice(end - len(segment.feedback), end)
                 denoised[canvas] = True
-                told = segment.feedback.to(hidden.dtype)[
-                    None
-                ]  # quantised layers tell tokens by the second of three dimensions
+                told = segment.feedback.to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
                 hidden[canvas] = self._decoder.self_conditioning(hidden[None, canvas], told)[0]
         self._set_scalars(denoised)
         try:
@@ -125,7 +123,7 @@ class DiffusionGemma(Target):
         target = cls(model.to(where).eval(), AutoTokenizer.from_pretrained(path))
         model.model.decoder.layers = (
             nn.ModuleList()
-        )  # the encoder's run for both: what was decoded twice need not stay twice
+        )  # the encoder's run for both, and weights of both may be held twice
         return target
 
 

@@ -344,9 +344,7 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     extreme = values.gather(-1, place)
     best_codes, best_scales = torch.zeros_like(values), torch.ones_like(extreme)
     least = torch.full_like(extreme, torch.inf)
-    for steps in torch.linspace(
-        -9.5, -6.5, 9
-    ).tolist():  # the largest weight becomes about −8: that code has no opposite
+    for steps in torch.linspace(-9.5, -6.5, 9).tolist():  # the largest weight becomes about −8, which has no opposite
         scales = extreme / steps
         scales = torch.where(scales.abs() < 1e-30, 1e-30, scales)
         codes = (values / scales).round().clamp(-8, 7)

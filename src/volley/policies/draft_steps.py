@@ -22,11 +22,10 @@ _WORTHWHILE = 1.03  # what drafts must promise over plain decoding: the promise 
 
 @dataclass
 class _Tried:
-    """One number of passes; means of its last cycles."""
+    """One number of passes."""
 
-    means: FloatArray = field(
-        default_factory=lambda: np.zeros(3)
-    )  # tokens, passes over the canvas alone, tokens verified
+    means: FloatArray = field(default_factory=lambda: np.zeros(3))
+    """Of its last cycles: tokens, passes over the canvas alone, tokens verified."""
     cycles: int = 0
     last: int = 0  # the cycle in which it was tried though another seemed better
 

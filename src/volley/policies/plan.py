@@ -12,9 +12,8 @@ _SLOTS = (11, 8, 6, 4, 3, 2, 1)  # of a chain that are tried, besides the most t
 # Tried as chances below which a slot is not verified. The best is flat, so neighbours are about as good; 0 leaves blocks whole.
 _PRICES = np.array((0.0, 0.02, 0.04, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85))
 PLAIN, WHOLE = 0, 1  # the first two options
-PATIENCE = (
-    2.0  # times as long as a plain cycle takes one with drafts at most while prompts come, which wait for its end
-)
+PATIENCE = 2.0
+"""Times a plain cycle that one with drafts may take while prompts come, which wait for its end."""
 UNEVEN = 1.04  # times as long as even ones take passes over blocks that were cut: queries are padded to the longest
 
 

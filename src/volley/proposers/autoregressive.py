@@ -49,23 +49,23 @@ class ChainProposer(Proposer):
         free = [work for work in drafted if not constraints(work.request.rules)]
         for (rule, _), group in groupby(sorted(free, key=_sort_key), key=_alike):
             members = list(group)
-            sure: list[float] = [0.0] * sum(work.ask.positions for work in members)
+            sure = [0.0] * sum(work.ask.positions for work in members) if with_confidence else None
             proposals = _WALKS[rule](self._transitions(members, sure), members)
             starts = _starts(members)
             for work, proposal, start in zip(members, proposals, starts, strict=True):
                 work.proposal = proposal
-                if with_confidence:
+                if sure is not None:
                     proposal.confidence = sure[start : start + work.ask.positions]
         return 0.0
 
-    def _transitions(self, works: Works, sure: list[float]) -> Transitions:
-        """Logits after tokens, one position of each block at a time and in order; ``sure`` is told how sure they are."""
+    def _transitions(self, works: Works, sure: list[float] | None) -> Transitions:
+        """Logits after tokens, a position of each block at a time, in order; ``sure`` notes how sure they are, if it is given."""
         owner = [work for work in works for _ in range(work.ask.positions)]
 
         def after(rows: list[int], token_ids: list[int]) -> Tensor:
             requests = [owner[row].request for row in rows]
             logits = self.read(requests, token_ids)
-            if sure:
+            if sure is not None:
                 for row, probability in zip(rows, confidences(logits), strict=True):
                     sure[row] = probability
             parts = zip(requests, torch.split(logits, 1), strict=True)

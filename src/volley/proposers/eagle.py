@@ -32,7 +32,7 @@ class EagleProposer(ChainProposer):
         self.block_size = model.drafter.config.block_size
         self.configure(config)
         self._chains: dict[int, _Chain] = {}
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[int, tuple[float, float]] = {}
 
     def configure(self, config: DraftingConfig) -> None:
         if config.denoising_steps > 1:
@@ -70,8 +70,9 @@ class EagleProposer(ChainProposer):
             tapped = torch.zeros(requests, eagle.fc.in_features, dtype=model.dtype, device=model.device)
             states = eagle.fused_states(tapped)
             embeddings = eagle.embed(batch.token_ids, model.embed)
-            making = fastest(lambda: eagle.keys_values(embeddings, eagle.fused_states(tapped), batch.positions))
-            self._seconds[requests] = fastest(lambda: best_tokens(model.advance(batch, store, states)[0]))
-            self._seconds[-requests] = making
-        steps = -(-tokens // requests) - 1
-        return steps * self._seconds[requests] + self._seconds[-requests]
+            self._seconds[requests] = (
+                fastest(lambda: best_tokens(model.advance(batch, store, states)[0])),
+                fastest(lambda: eagle.keys_values(embeddings, eagle.fused_states(tapped), batch.positions)),
+            )
+        step, making = self._seconds[requests]
+        return (-(-tokens // requests) - 1) * step + making
