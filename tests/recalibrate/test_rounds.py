@@ -221,7 +221,11 @@ def test_an_erased_round_fails_and_the_next_one_begins_anew(kept: Kept) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str) -> None:
+    """And the draft window that it was measured to need."""
+    base = Drafter.from_pretrained(kept.folder / BASE)
+    base.config = replace(base.config, draft_window=16)
+    base.save_pretrained(kept.folder / BASE)
     kept.serve(40)
     assert kept.recalibration(recalibrate_updates=(kind,), recalibrate_steps=2).work()
     made = Drafter.from_pretrained(Path(kept.folder, "rounds/000001", kind))
-    assert made.config == Drafter.from_pretrained(kept.folder / BASE).config
+    assert made.config == base.config

@@ -185,7 +185,8 @@ class Trainer:
         drafter = self.learner.drafter()
         values = self.held_out.teacher_forced() if self.ranks.first or self.ranks.sharded else {}
         if drafter is not None:
-            drafter.config = replace(drafter.config, draft_window=values.get("draft_window"))
+            window = values.get("draft_window", drafter.config.draft_window)
+            drafter.config = replace(drafter.config, draft_window=window)
             values |= self.held_out.decoded(drafter)
             if self._is_best(values) or not self.config.keep_best or not self.product.exists():
                 self.learner.save(drafter, self.product)
