@@ -48,6 +48,11 @@ OF_OTHERS = {
     "prompt_logprobs": None,
     "return_token_ids": False,
     "skip_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "vllm_xargs": {},
+    "watermarking": False,
+    "request_id": "a",
+    "session_id": "b",
     "use_beam_search": False,
 }
 
@@ -62,8 +67,8 @@ def test_defaults_of_other_servers_are_taken(client: OpenAI) -> None:
     )
     assert completed.choices
     with pytest.raises(openai.BadRequestError, match="not supported") as error:
-        client.chat.completions.create(model=MODEL, messages=CHAT, extra_body={"min_tokens": 3})
-    assert error.value.param == "min_tokens"
+        client.chat.completions.create(model=MODEL, messages=CHAT, extra_body={"bad_words": ["a"]})
+    assert error.value.param == "bad_words"
 
 
 def test_chat(client: OpenAI, tiny: Tiny) -> None:

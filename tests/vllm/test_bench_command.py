@@ -24,12 +24,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "endpoint"), [("openai-chat", "/v1/chat/completions"), ("openai", "/v1/completions")]
+    ("backend", "endpoint"),
+    [("openai-chat", "/v1/chat/completions"), ("openai", "/v1/completions"), ("openai-responses", "/v1/responses")],
 )
 def test_vllms_bench_command_runs_unchanged(server: str, tmp_path: Path, backend: str, endpoint: str) -> None:
     command = [sys.executable, "benchmarks/vllm_command.py", "bench", "serve"]
     command += ["--backend", backend, "--endpoint", endpoint, "--base-url", server, "--model", "volley-reference"]
     command += ["--tokenizer", str(REFERENCE / "target"), "--dataset-name", "random", "--ignore-eos"]
+    command += ["--temperature", "0", "--top-k", "5", "--repetition-penalty", "1.1"]
     command += ["--random-input-len", "32", "--random-output-len", "16", "--num-prompts", "4"]
     command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -38,3 +40,4 @@ def test_vllms_bench_command_runs_unchanged(server: str, tmp_path: Path, backend
     assert (result["completed"], result["failed"]) == (4, 0)
     assert result["total_output_tokens"] == 64, "as many as were asked for"
     assert result["mean_ttft_ms"] > 0
+    assert result["spec_decode_num_drafts"] >= 0, "it has found the counters of drafts"

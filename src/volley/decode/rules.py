@@ -218,6 +218,23 @@ class LogitBias(TokenRule):
         return logits.index_add(-1, self.tokens, self.values.expand(len(logits), -1))
 
 
+class AtLeast(TokenRule):
+    """Forbids the tokens that end a text until it has ``least`` tokens."""
+
+    def __init__(self, least: int, ends: Sequence[int], device: torch.device) -> None:
+        self.left, self.ends = least, torch.tensor(ends, dtype=torch.long, device=device)
+
+    def take(self, token_id: int) -> None:
+        self.left -= 1
+
+    def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """In place."""
+        rows = [row for row, path in enumerate(paths) if len(path) < self.left]
+        if rows:
+            logits[torch.tensor(rows, device=logits.device)[:, None], self.ends] = -torch.inf
+        return logits
+
+
 def make_rules(
     params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device
 ) -> tuple[TokenRule, ...]:

@@ -18,6 +18,12 @@ _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
+_VLLMS_TOO = tuple(
+    f"volley:spec_decode_num_{name}"
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+)
+"""Also told under vLLM's own names, from which ``vllm bench serve`` prints how much was accepted."""
+
 
 class Metrics:
     """The figures of one engine, which its worker's thread writes."""
@@ -197,7 +203,14 @@ def render(http: HttpMetrics, models: Mapping[str, Metrics]) -> bytes:
         for family in metrics.registry.collect():
             kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             kept.samples += [own._replace(labels={"model_name": name, **own.labels}) for own in family.samples]
-    return generate_latest(_Collected([*families.values(), *http.registry.collect()]))
+    copies = [_as_vllms(families[name]) for name in _VLLMS_TOO if name in families]
+    return generate_latest(_Collected([*families.values(), *copies, *http.registry.collect()]))
+
+
+def _as_vllms(family: Metric) -> Metric:
+    copy = Metric(family.name.replace("volley:", "vllm:"), family.documentation, family.type)
+    copy.samples = [own._replace(name=own.name.replace("volley:", "vllm:")) for own in family.samples]
+    return copy
 
 
 class _Collected(CollectorRegistry):

@@ -30,16 +30,13 @@ _OF_OTHERS: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logprob_token_ids": ([],),
-    "min_tokens": (0,),
     "mm_payload": ("tensors",),
     "repetition_detection": (),
     "return_mm_kwargs": (True, False),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
     "separate_reasoning": (True,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "stream_reasoning": (True,),
@@ -50,6 +47,34 @@ _OF_OTHERS: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
 }
 """Unsupported fields of vLLM's and SGLang's, which their clients send with values that request nothing."""
+
+
+class Sampling(Strict):
+    """How tokens are chosen, and what ends a text."""
+
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, description="Keep so many of the likeliest tokens; 0 or -1 keeps all.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, description="Tokens before which no end token may come.")
+    skip_special_tokens: bool = Field(True, description="Whether special tokens are left out of the text.")
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=1024
+    )
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served first.")
+
+    @model_validator(mode="after")
+    def _ends_are_clear(self) -> Self:
+        if self.min_tokens and self.stop:
+            raise refusal("min_tokens", "min_tokens hold off end tokens, not stop strings; leave one of both out")
+        return self
 
 
 class StreamOptions(Strict):
@@ -89,7 +114,7 @@ class Diffusion(Strict):
         return DiffusionParams(**self.model_dump())
 
 
-class _Request(Body, GrammarFields):
+class _Request(Body, Sampling, GrammarFields):
     """What both endpoints take."""
 
     without_effect: ClassVar = (
@@ -110,24 +135,10 @@ class _Request(Body, GrammarFields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=128)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, description="Keep so many of the likeliest tokens; 0 or -1 keeps all.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest.")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
-    ignore_eos: bool = False
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] = Field(
-        {}, max_length=1024
-    )
-    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served first.")
     prompt_logprobs: int | None = Field(
         None, ge=0, le=20, description="vLLM's: the log-probabilities of the prompt's tokens, and of so many likeliest."
     )
+    return_token_ids: bool = Field(False, description="vLLM's: answers have the token ids of prompt and text.")
     diffusion: Diffusion | None = Field(None, description="For diffusion language models only.")
     recalibrate: bool | None = Field(
         None,
@@ -159,6 +170,7 @@ class _Request(Body, GrammarFields):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
             logprobs=top_logprobs is not None,
             top_logprobs=top_logprobs or 0,
             prompt_logprobs=self.prompt_logprobs,
@@ -240,6 +252,7 @@ class CompletionRequest(_Request):
         "max_output_tokens": "use max_tokens",
         "messages": "use prompt, or /v1/chat/completions",
         "reasoning_effort": "it is for /v1/chat/completions",
+        "thinking_token_budget": "it is for /v1/chat/completions",
         "tools": "they are for /v1/chat/completions",
         "top_logprobs": "use logprobs, which is a number here",
     }

@@ -100,11 +100,17 @@ class Dialect:
         mark_draft: bool,
         include_usage: bool,
         continuous_usage: bool = False,
+        prompts: Sequence[Sequence[int]] = (),
+        prompt_logprobs: int | None = None,
+        token_ids: bool = False,
     ) -> None:
         """``spell`` gives the text of a single token.
 
         With ``include_usage`` a stream ends with the usage; with ``continuous_usage`` too every chunk has that so far.
+        ``prompts`` has each choice's; with ``prompt_logprobs`` a whole answer tells theirs, and of so many others at each
+        token. With ``token_ids`` the tokens of prompts and answers are told.
         """
+        self.prompts, self.prompt_logprobs, self.token_ids = prompts, prompt_logprobs, token_ids
         self.continuous_usage = include_usage and continuous_usage
         self.spell = spell
         self.logprobs = logprobs
@@ -122,6 +128,21 @@ class Dialect:
 
     def _usage(self, usage: Usage) -> Object:
         return usage.to_json()
+
+    def _of_prompt(self, index: int, choice: Choice) -> Object:
+        """What a whole answer says of a choice's prompt."""
+        own: Object = {"prompt_token_ids": list(self.prompts[index])} if self.token_ids else {}
+        if self.prompt_logprobs is not None:
+            own["prompt_logprobs"] = self._prompt_logprobs(self.prompts[index], choice, self.prompt_logprobs)
+        return own
+
+    def _ids(self, part: Choice) -> Object:
+        return {"token_ids": part.token_ids} if self.token_ids else {}
+
+    @property
+    def _tells_tokens(self) -> bool:
+        """Whether a chunk says something of its tokens beside their text, which may be empty."""
+        return self.logprobs or self.mark_draft or self.token_ids
 
     def _prompt_logprobs(self, prompt: Sequence[int], choice: Choice, num_likeliest: int) -> list[Object | None]:
         """vLLM's form: of each token of the prompt its own id and the likeliest ones, with their ranks; ``None`` of the first."""
@@ -177,7 +198,7 @@ class Dialect:
         yield self._delta(end.choice, Choice(), sent, end.finish_reason)
 
     def _deltas(self, index: int, part: Choice, sent: Choice) -> Iterator[Object]:
-        if part.text or self.logprobs or self.mark_draft:
+        if part.text or self._tells_tokens:
             yield self._delta(index, part, sent, None)
 
     def _choice(self, index: int, choice: Choice) -> Object:
@@ -199,18 +220,13 @@ class ChatDialect(Dialect):
         *,
         parsers: Sequence[AnswerParser] = (),
         is_named: bool = False,
-        scored: Sequence[int] = (),
-        num_likeliest: int = 0,
-        **options: bool,
+        **options: Any,
     ) -> None:
-        """``parsers`` take the choices apart, if that is needed. ``is_named``: the request has named the function to call.
-
-        ``scored`` is the prompt if its log-probabilities are asked for, with ``num_likeliest`` others at each token.
-        """
+        """``parsers`` take the choices apart, if that is needed. ``is_named``: the request has named the function to call."""
         super().__init__(model, spell, **options)
         self.parsers = parsers
         self.is_named = is_named
-        self.scored, self.num_likeliest = scored, num_likeliest
+        self._has_told_prompt = False
         self._reasoning_tokens = 0
 
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
@@ -218,10 +234,14 @@ class ChatDialect(Dialect):
         yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
-        """As vLLM's: all choices have one prompt, so its log-probabilities stand beside them."""
-        own = super().whole(choices, usage)
-        if self.scored:
-            own["prompt_logprobs"] = self._prompt_logprobs(self.scored, choices[0], self.num_likeliest)
+        """As vLLM's: all choices have one prompt, so what is said of it stands beside them."""
+        return super().whole(choices, usage) | self._of_prompt(0, choices[0])
+
+    def chunk(self, choices: list[Object], usage: Usage | None = None) -> Object:
+        own = super().chunk(choices, usage)
+        if self.token_ids and not self._has_told_prompt:
+            self._has_told_prompt = True
+            own["prompt_token_ids"] = list(self.prompts[0])
         return own
 
     def _choice(self, index: int, choice: Choice) -> Object:
@@ -229,17 +249,18 @@ class ChatDialect(Dialect):
         if self.parsers:
             message |= _message([*self._feed(index, choice.texts), *self.parsers[index].finish()])
         reason = self._reason(index, choice.finish_reason)
-        return {"index": index, "message": message, "logprobs": self._logprobs(choice), "finish_reason": reason}
+        own = {"index": index, "message": message, "logprobs": self._logprobs(choice), "finish_reason": reason}
+        return own | self._ids(choice)
 
     def _deltas(self, index: int, part: Choice, sent: Choice) -> Iterator[Object]:
         if not self.parsers:
             yield from super()._deltas(index, part, sent)
             return
-        logprobs = self._logprobs(part)
+        told = {"logprobs": self._logprobs(part)} | self._ids(part)
         deltas = [_delta_of(own) for own in _merged(self._feed(index, part.texts))]
-        for delta in deltas or ([{}] if self.logprobs or self.mark_draft else []):
-            yield {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-            logprobs = None
+        for delta in deltas or ([{}] if self._tells_tokens else []):
+            yield {"index": index, "delta": delta, "finish_reason": None} | told
+            told = {"logprobs": None}
 
     def ending(self, end: End, sent: Choice) -> Iterator[Object]:
         index = end.choice
@@ -255,6 +276,7 @@ class ChatDialect(Dialect):
             "delta": {"content": part.text},
             "logprobs": self._logprobs(part),
             "finish_reason": finish_reason,
+            **self._ids(part),
         }
 
     def _feed(self, index: int, texts: Sequence[str]) -> list[Part]:
@@ -273,8 +295,7 @@ class ChatDialect(Dialect):
 
     def _usage(self, usage: Usage) -> Object:
         own = usage.to_json()
-        if self.parsers:
-            own["completion_tokens_details"]["reasoning_tokens"] = self._reasoning_tokens
+        own["completion_tokens_details"]["reasoning_tokens"] = self._reasoning_tokens
         return own
 
     def _logprobs(self, part: Choice) -> Object | None:
@@ -351,21 +372,20 @@ class CompletionDialect(Dialect):
         spell: Callable[[int], str],
         *,
         echoes: Sequence[Echo] = (),
-        scored: Sequence[Sequence[int]] = (),
-        num_likeliest: tuple[int, int] = (0, 0),
-        **options: bool,
+        num_echoed: int = 0,
+        **options: Any,
     ) -> None:
-        """``echoes`` has the prompt of every choice, or is empty where none is repeated; ``scored`` is the same for prompts whose
-        log-probabilities are told as vLLM tells them. ``num_likeliest`` tokens are told besides, in echoes and there.
-        """
+        """``echoes`` has the prompt of every choice, or is empty where none is repeated, with ``num_echoed`` tokens besides."""
         super().__init__(model, spell, **options)
-        self.echoes, self.scored = echoes, scored
-        self.num_echoed, self.num_scored = num_likeliest
+        self.echoes, self.num_echoed = echoes, num_echoed
 
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
+        text, logprobs = "", None
         if self.echoes:
             text, logprobs = self.echoes[index].text, self._logprobs(self._prompt(index, choice), 0)
-            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        ids = {"prompt_token_ids": list(self.prompts[index]), "token_ids": []} if self.token_ids else {}
+        if self.echoes or ids:
+            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None} | ids
 
     def _choice(self, index: int, choice: Choice) -> Object:
         whole = Choice()
@@ -376,9 +396,7 @@ class CompletionDialect(Dialect):
             setattr(whole, name, getattr(whole, name) + getattr(choice, name))
         logprobs = self._logprobs(whole, 0)
         own = {"index": index, "text": whole.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
-        if self.scored:
-            own["prompt_logprobs"] = self._prompt_logprobs(self.scored[index], choice, self.num_scored)
-        return own
+        return own | self._ids(choice) | self._of_prompt(index, choice)
 
     def _prompt(self, index: int, choice: Choice) -> Choice:
         """The prompt as if it were text of the answer. Nothing comes before its first token: that one has no probability."""
@@ -395,7 +413,8 @@ class CompletionDialect(Dialect):
     def _delta(self, index: int, part: Choice, sent: Choice, finish_reason: str | None) -> Object:
         before = len(sent.text) + (len(self.echoes[index].text) if self.echoes else 0)
         logprobs = None if finish_reason else self._logprobs(part, before)
-        return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": finish_reason}
+        own = {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return own | self._ids(part)
 
     def _logprobs(self, part: Choice, start: int) -> Object | None:
         if not self.logprobs:

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from volley.serve.errors import ApiError
 from volley.serve.fields import KINDS_OF_ITEMS, Body, FunctionName, Strict, Text, first_problem, without_nulls
-from volley.serve.protocol import ChatRequest
+from volley.serve.protocol import ChatRequest, Sampling
 
 _CALLED_HERE = {
     "messages": "input",
@@ -131,16 +131,21 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(Body, Sampling):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "access_programs": (),
         "background": (False,),
+        "cache_salt": (),
         "context_management": ([],),
         "conversation": (),
+        "enable_response_messages": (False,),
         "image": (),
+        "include_reasoning": (True,),
+        "include_stop_str_in_output": (False,),
         "max_tool_calls": (),
         "moderation": (),
         "previous_response_id": (),
+        "previous_input_messages": (),
         "prompt": (),
         "service_tier": ("auto", "default"),
         "store": (False,),
@@ -160,6 +165,7 @@ class ResponsesRequest(Body):
         "messages": "use input, or /v1/chat/completions",
         "reasoning_effort": "use reasoning.effort",
         "response_format": "use text.format",
+        "structured_outputs": "use text.format",
     }
     without_effect: ClassVar = (
         "include",
@@ -167,7 +173,9 @@ class ResponsesRequest(Body):
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "request_id",
         "safety_identifier",
+        "session_id",
         "user",
     )
 
@@ -179,8 +187,6 @@ class ResponsesRequest(Body):
     ]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
     tools: list[FunctionTool] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
@@ -188,7 +194,6 @@ class ResponsesRequest(Body):
     reasoning: ReasoningOptions = ReasoningOptions()
     stream: bool = False
     stream_options: ResponsesStreamOptions = ResponsesStreamOptions()
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     thinking_token_budget: int | None = Field(None, ge=0)
     recalibrate: bool | None = None
@@ -200,9 +205,7 @@ class ResponsesRequest(Body):
             "model": self.model,
             "messages": _messages(self.input, self.instructions),
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": self.seed,
+            **{name: getattr(self, name) for name in Sampling.model_fields},
             "tools": [
                 {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
                 for tool in self.tools

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from volley.chat import Prompt, render_chat
+from volley.decode.rules import AtLeast
 from volley.decode.thinking import ThinkingBudget
 from volley.engine.engine import Engine
 from volley.errors import ConfigError, VolleyError
@@ -108,8 +109,9 @@ class Service:
             continuous_usage=body.stream_options.continuous_usage_stats,
             parsers=parsers,
             is_named=isinstance(body.tool_choice, NamedTool),
-            scored=job.prompts[0] if body.prompt_logprobs is not None else (),
-            num_likeliest=body.prompt_logprobs or 0,
+            prompts=job.prompts,
+            prompt_logprobs=body.prompt_logprobs,
+            token_ids=body.return_token_ids,
         )
         return job, dialect
 
@@ -134,13 +136,35 @@ class Service:
         if form is not None:
             tools = [tool.for_template() for tool in body.offered]
             parsers = [AnswerParser(form, prompt, tools, with_calls=bool(tools)) for _ in range(body.n)]
-            params = replace(params, skip_special_tokens=not self._shows_special_tokens(form))
+            shows = self._shows_special_tokens(form) or not body.skip_special_tokens
+            params = replace(params, skip_special_tokens=not shows)
         await compile_grammar(self._engine.grammars, body)  # by itself, so that an error names its field
         is_thinking = bool(parsers) and parsers[0].is_thinking
         params = await self._bind(params, body, form, is_thinking=is_thinking)
+        params = self._held_open(params, body.min_tokens)
         others = replace(params, prompt_logprobs=None)  # one of the answers reads the prompt for all
         choices = [params, *(others.for_choice(choice) for choice in range(1, body.n))]
         return self._submit(Job([token_ids] * body.n, choices, client, body.recalibrate)), parsers
+
+    def _held_open(self, params: SamplingParams, least: int) -> SamplingParams:
+        """The parameters with a rule under which no token ends the text before it has ``least`` tokens."""
+        problem = None
+        if least > params.max_tokens:
+            problem = f"is {least}, and the answer has {params.max_tokens} tokens at most; give a smaller number"
+        elif least and params.grammar is not None:
+            problem = "cannot go with a form of the answer, which says itself where it ends; leave one of both out"
+        if problem:
+            raise ApiError(400, f"min_tokens {problem}", param="min_tokens")
+        target = self._engine.target
+        own = frozenset() if params.ignore_eos else target.stop_token_ids
+        ends = sorted(token for token in own | frozenset(params.stop_token_ids) if token < target.vocab_size)
+        if not least or not ends:
+            return params
+
+        def at_least(_prompt: Any, _vocab_size: int, device: Any) -> AtLeast:
+            return AtLeast(least, ends, device)
+
+        return replace(params, rules=(*params.rules, at_least))
 
     def _form_of(self, body: ChatRequest) -> AnswerFormat | None:
         """How the answer is written; ``None``: it is nothing but text. A forced call needs no format of the model's own."""
@@ -204,12 +228,13 @@ class Service:
             self._check_length(prompt, body.max_tokens, "prompt")
         await compile_grammar(self._engine.grammars, body)
         params = replace(body.sampling(body.max_tokens, body.logprobs), draft_adapter=adapter)
+        params = self._held_open(params, body.min_tokens)
         choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         echoes: list[Echo] = []
         if body.echo:
             given = [self.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompts]
             echoes = [Echo(text, ids) for text, ids in zip(given, prompts, strict=True) for _ in range(body.n)]
-        scored = [prompt for prompt, _ in choices] if body.prompt_logprobs is not None else []
+        prompts, params_of = [prompt for prompt, _ in choices], [own for _, own in choices]
         dialect = CompletionDialect(
             self.model,
             self.spell,
@@ -218,10 +243,11 @@ class Service:
             include_usage=body.stream_options.include_usage,
             continuous_usage=body.stream_options.continuous_usage_stats,
             echoes=echoes,
-            scored=scored,
-            num_likeliest=(body.logprobs or 0, body.prompt_logprobs or 0),
+            num_echoed=body.logprobs or 0,
+            prompts=prompts,
+            prompt_logprobs=body.prompt_logprobs,
+            token_ids=body.return_token_ids,
         )
-        prompts, params_of = [prompt for prompt, _ in choices], [own for _, own in choices]
         return self._submit(Job(prompts, params_of, client, body.recalibrate)), dialect
 
     def _check(self, model: str | None) -> str | None:
