@@ -46,7 +46,7 @@ STEPS = 1000
 """Of the training, at least, where batches are not too small for that: short trainings need steps."""
 EVALUATIONS = 8
 MINUTES_BETWEEN = 0.7
-"""Evaluations, at least."""
+"""From one evaluation to the next, at least, where two fit."""
 PATIENCE = 3
 EXPORTS = ("speculators", "sglang", "transformers")
 
