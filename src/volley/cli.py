@@ -75,6 +75,8 @@ class ModelOptions:
     """How it keeps those of drafting, the head among them: codes change how much is accepted, never what comes out."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
+    tensor_parallel: bool = False
+    """Divide a target that fits no single device over the processes of torchrun; the first one answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,22 +111,18 @@ def load_engine(
         if models.threads < 1:
             raise ConfigError(f"threads is {models.threads}; it must be at least 1")
         torch.set_num_threads(models.threads)
-    drafter = {} if models.drafter is None else {"drafter": None if models.drafter == "none" else models.drafter}
+    named = ("device", "weights", "draft_weights", "tensor_parallel")
+    options: dict[str, Any] = {name: getattr(models, name) for name in named}
+    if models.drafter is not None:
+        options["drafter"] = None if models.drafter == "none" else models.drafter
     dtype = getattr(torch, models.dtype)
     target: str | Target | None = models.target
+    if models.long_context and models.tensor_parallel:
+        raise ConfigError("long_context is for a target in one process; leave it or tensor_parallel out")
     if models.long_context:
         target = Target.from_pretrained(models.target or REFERENCE / "target", dtype, models.device, models.weights)
         target.use_long_factors()
-    return Engine.from_pretrained(
-        target,
-        **drafter,
-        dtype=dtype,
-        device=models.device,
-        weights=models.weights,
-        draft_weights=models.draft_weights,
-        config=decoding,
-        capacity=capacity,
-    )
+    return Engine.from_pretrained(target, dtype=dtype, config=decoding, capacity=capacity, **options)
 
 
 @app.command()

@@ -7,6 +7,7 @@ VolleyError
 ├── MismatchError       a drafter that does not fit its target
 ├── UnsupportedModelError   an architecture that cannot run losslessly on the paged cache
 ├── CapacityError       a pool too small for a single request
+├── ParallelError       processes of one target that are lost or out of step
 └── EndpointError       a remote endpoint that did not answer usefully
 """
 
@@ -40,6 +41,10 @@ class UnsupportedModelError(VolleyError):
 
 class CapacityError(VolleyError):
     """The configured KV pool cannot hold even one request."""
+
+
+class ParallelError(VolleyError):
+    """The processes of a divided target cannot go on together."""
 
 
 class EndpointError(VolleyError):

@@ -13,6 +13,7 @@ from volley.decode.work import Kind, Work
 from volley.engine import engine as engine_module
 from volley.engine.recovery import recover
 from volley.engine.step import Step
+from volley.errors import ParallelError
 from volley.procedures.request import Request
 
 COUNT = 12
@@ -152,3 +153,8 @@ def test_an_error_while_a_request_is_admitted(pair: Pair, monkeypatch: pytest.Mo
     requests, faults = run(engine)
     assert [request for request, _ in faults] == [requests[1]]
     check(pair, requests, culprit=1)
+
+
+def test_processes_out_of_step_are_not_repaired(pair: Pair) -> None:
+    with pytest.raises(ParallelError, match="rank 1 was lost"):
+        recover(Engine(pair.target), ParallelError("rank 1 was lost"))

@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -26,6 +27,7 @@ from volley.errors import ConfigError
 from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
 from volley.models.export import export
+from volley.models.sharded import ShardedTarget
 from volley.recalibrate.companion import Recalibrator
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import entries, read
@@ -381,6 +383,9 @@ def test_what_cannot_be_recalibrated_is_refused_with_the_remedy(learning: Learni
     with pytest.raises(ConfigError, match="there is no drafter to recalibrate"):
         learning.make(Service(plain, ServeConfig(), MODEL), plain)
     service = Service(engine, ServeConfig(), MODEL)
+    divided = SimpleNamespace(drafter=engine.drafter, target=object.__new__(ShardedTarget))
+    with pytest.raises(ConfigError, match="leave out --recalibrate or --tensor-parallel"):
+        Recalibrator(service, cast(Engine, divided), RecalibrateConfig(recalibrate=tmp_path / "x"), "target")
     with pytest.raises(ConfigError, match=r"converted from"):
         Recalibrator(service, engine, RecalibrateConfig(recalibrate=tmp_path / "x"), "model.gguf")
     with pytest.raises(ConfigError, match="unknown kind of recalibrate_updates, 'fll'"):

@@ -18,6 +18,7 @@ import pytest
 from tests.conftest import TinyPair
 from tests.serve.running import Running, Tiny, running, wait_until
 from volley.engine.step import Step
+from volley.errors import ParallelError
 from volley.serve.answer import AnswerResponse
 from volley.serve.replies import ChatDialect
 from volley.serve.worker import End, Job, Piece
@@ -148,6 +149,19 @@ def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
         for path in ("/health", "/ready"):
             assert server.client.get(path).status_code == 503
         assert server.chat("Hello").json()["error"]["code"] == "engine_dead"
+
+
+def test_a_server_ends_when_its_processes_are_out_of_step(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny.engine()
+
+    def lose(step: Step) -> None:
+        raise ParallelError("rank 1 was lost")
+
+    monkeypatch.setattr(engine.runner, "forward", lose)
+    with running(engine) as server:
+        assert server.chat("Hello").status_code == 503
+        server.thread.join(10)
+        assert not server.thread.is_alive()
 
 
 def test_draining_finishes_what_runs_and_refuses_the_rest(tiny: Tiny) -> None:

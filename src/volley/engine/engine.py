@@ -127,7 +127,7 @@ class Engine:
         num_pages, size = capacity.num_pages, capacity.page_size
         self.pool = PagePool(num_pages, size)
         slots = num_pages * size
-        store = make_store(config.kv_dtype, target.kv_shapes, slots, target.dtype, target.device)
+        store = target.make_store(config.kv_dtype, slots)
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
         model, others, window = None, list[SequenceState](), None
         if drafter is not None:
@@ -140,9 +140,7 @@ class Engine:
             model = make_draft_model(drafter, kv, target, window)
             others.append(DraftRing(model, window, size, capacity.max_running) if window else DraftContext(model))
         self.recurrent = make_recurrent(target, capacity)
-        if self.recurrent is not None:
-            others.append(self.recurrent)
-        self.sequences = Sequences(pages, others)
+        self.sequences = Sequences(pages, [*others, self.recurrent] if self.recurrent else others)
         self.scheduler = Scheduler(capacity, self.sequences)
         self.runner = Runner(target, store, model, self.recurrent)
         return model
@@ -157,6 +155,7 @@ class Engine:
         device: str | torch.device = "auto",
         weights: TargetWeights = "auto",
         draft_weights: Weights = "bf16",
+        tensor_parallel: bool = False,
         **options: Any,
     ) -> Self:
         """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
@@ -165,12 +164,14 @@ class Engine:
         ``device`` auto is the GPU if there is one.
         ``weights`` of the target and ``draft_weights`` of the drafter that are loaded are bf16, or int8 and int4 codes on a CPU;
         drafts then come from a copy of the head in such codes too. "auto" is bf16, but codes for a GGUF file of codes.
+        ``tensor_parallel`` divides a target over torchrun's processes. Only rank 0 returns; others follow and exit (SystemExit).
         """
         split_options({name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}})
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
         if not isinstance(target, Target):
-            target = load_target(target or REFERENCE / "target", dtype, device, weights)
+            path = target or REFERENCE / "target"
+            target = load_target(path, dtype, device, weights, tensor_parallel=tensor_parallel)
         if isinstance(drafter, Drafter):
             drafter.to(device=target.device, dtype=target.dtype).eval()
             return cls(target, drafter, **options)
@@ -452,13 +453,12 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """What the engine holds now."""
-        pool = self.pool
         return Snapshot(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            pages_used=pool.num_used,
-            num_pages=pool.num_pages,
-            max_tokens=min(self.target.context_length, pool.num_pages * pool.page_size),
+            pages_used=self.pool.num_used,
+            num_pages=self.pool.num_pages,
+            max_tokens=min(self.target.context_length, self.pool.num_pages * self.pool.page_size),
             max_running=self.capacity.max_running,
             draft_seconds=self._timings.draft,
             verify_seconds=self._timings.verify,

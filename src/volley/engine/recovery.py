@@ -1,6 +1,7 @@
 """After a step raised: find the request that is to blame, and let all others go on as if nothing had happened."""
 
 from volley.engine.engine import Engine
+from volley.errors import ParallelError
 from volley.procedures.request import Request
 
 
@@ -9,8 +10,11 @@ def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]
 
     Everybody gives pages back, since a broken step may have left any K/V half written. Each request of the step then runs
     alone until it has gained a token: one that raises again is at fault, the others have made progress, so that even an
-    error which only the batch shows cannot stop them for good. Raises ``AssertionError`` if the page books are wrong.
+    error which only the batch shows cannot stop them for good. Raises ``AssertionError`` if the page books are wrong, and a
+    ``ParallelError`` as it is: after that nothing can run.
     """
+    if isinstance(error, ParallelError):
+        raise error
     scheduler = engine.scheduler
     running, waiting = list(scheduler.running), list(scheduler.waiting)
     suspects = [*running, *waiting[:1]]  # the first in the queue may have raised while it was admitted

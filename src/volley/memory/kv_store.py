@@ -6,7 +6,7 @@ no difference whether a token was computed alone, in a block or in a chunk of a 
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, get_args
 
@@ -35,6 +35,10 @@ class KVStore(ABC):
     into it and :meth:`unrotate` takes outputs back; :meth:`extract` has done so already.
     """
 
+    def __init__(self) -> None:
+        self.on_move: list[Callable[[Tensor, Tensor], None]] = []
+        """Called with the slots of :meth:`move`, by whoever keeps another part of the same K/V."""
+
     @abstractmethod
     def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``keys`` and ``values`` ``[T, kv_heads, head_dim]``."""
@@ -53,8 +57,15 @@ class KVStore(ABC):
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy every layer's K and V, as they are stored, from slots ``source [n]`` to ``target [n]``; these may overlap."""
+        for listener in self.on_move:
+            listener(source, target)
         for cache, slots in self._tensors():
             cache.index_copy_(slots, target, cache.index_select(slots, source))
+
+    @property
+    def num_slots(self) -> int:
+        cache, slots = self._tensors()[0]
+        return cache.shape[slots]
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +93,7 @@ class DenseKVStore(KVStore):
     def __init__(
         self, shapes: Sequence[tuple[int, int]], num_slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        super().__init__()
         sizes = [(num_slots, *shape) for shape in shapes]
         self.keys, self.all_keys = _allocate(sizes, dtype, device)
         self.values, self.all_values = self.keys, self.all_keys
@@ -118,6 +130,7 @@ class QuantisedKVStore(KVStore):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        super().__init__()
         by_size = {dim: codec(dim, dtype, device) for _, dim in shapes}
         self.codecs = [by_size[dim] for _, dim in shapes]
         sizes = [(num_slots, 2, heads, by_size[dim].width) for heads, dim in shapes]

@@ -60,12 +60,22 @@ _REFUSED = {
 
 
 def load_target(
-    path: str | Path, dtype: torch.dtype, device: str | torch.device, weights: TargetWeights = "auto"
+    path: str | Path,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    weights: TargetWeights = "auto",
+    *,
+    tensor_parallel: bool = False,
 ) -> Target:
     """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config.
 
-    A causal LM whose config has ``block_diffusion`` is both. ``reference-diffusion`` is the bundled one.
+    A causal LM whose config has ``block_diffusion`` is both. ``reference-diffusion`` is the bundled one. ``tensor_parallel``
+    divides a causal LM over the processes of torchrun (:mod:`volley.models.sharded`).
     """
+    if tensor_parallel:
+        from volley.models.sharded import ShardedTarget  # which loads torch's distributed tensors
+
+        return ShardedTarget.from_pretrained(path, dtype, device, weights)
     path = find_target(path)
     try:
         values, _ = PretrainedConfig.get_config_dict(path)

@@ -4,7 +4,8 @@ The function is registered once with transformers' ``AttentionInterface``; the b
 arguments, so nothing is global and one process can hold many targets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -20,13 +21,14 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from volley.config import KVDtype
 from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
 from volley.files import find_target
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.device import usable_device
 from volley.memory.kernels import attention_for
-from volley.memory.kv_store import KVStore, LatentShape
+from volley.memory.kv_store import KVStore, LatentShape, make_store
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.accelerate import accelerate
@@ -215,6 +217,10 @@ class Target:
         """What a model with self-conditioning is told of its prediction ``logits [L, V]``: ``[L, H]``; ``None``: nothing."""
         return None
 
+    def make_store(self, kv_dtype: KVDtype, num_slots: int) -> KVStore:
+        """A store for its K/V of ``num_slots`` tokens."""
+        return make_store(kv_dtype, self.kv_shapes, num_slots, self.dtype, self.device)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings ``[T, H]`` of ``token_ids [T]``."""
         embeddings: Tensor = self._embedding(token_ids)
@@ -304,25 +310,32 @@ class Target:
         On a CPU its products can compute with codes as ``weights``; "auto" takes them for a GGUF file of codes.
         """
         path, device = find_target(path), usable_device(device)
-        try:
+        with reading(path):
             kind = choose_weights(path, weights, device, dtype)
             check_config(load_config(path))
             model, fill = load_for_codes(path, dtype, kind, device)
             tokenizer = load_tokenizer(path)
-        except VolleyError:
-            raise
-        except ValueError as error:
-            raise UnsupportedModelError(
-                f"{path}: transformers cannot load this as a causal LM ({error}); give a hub name or a folder of one"
-            ) from error
-        except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
-            raise CheckpointError(
-                f"{path}: the target cannot be read ({error}); give a hub name or a folder with config.json, "
-                "model.safetensors and tokenizer files"
-            ) from error
         model.eval()
         accelerate(model, kind, release=True, fill=fill)
         return cls(model, tokenizer)
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Errors of reading a target from ``path``, with their remedies."""
+    try:
+        yield
+    except VolleyError:
+        raise
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{path}: transformers cannot load this as a causal LM ({error}); give a hub name or a folder of one"
+        ) from error
+    except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
+        raise CheckpointError(
+            f"{path}: the target cannot be read ({error}); give a hub name or a folder with config.json, "
+            "model.safetensors and tokenizer files"
+        ) from error
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

@@ -22,6 +22,7 @@ from volley.files import REFERENCE, write_atomically
 from volley.models.adapter import drafter_fingerprint
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
+from volley.models.sharded import ShardedTarget
 from volley.native import Weights
 from volley.procedures.request import Request
 from volley.recalibrate.figures import Figures
@@ -324,6 +325,10 @@ def _check(service: Service, engine: Engine, target: str) -> None:
     drafter = engine.drafter
     if drafter is None:
         raise ConfigError("there is no drafter to recalibrate; name one with --drafter, or leave --recalibrate out")
+    if isinstance(engine.target, ShardedTarget):
+        raise ConfigError(
+            "recalibration trains with a target in one process; leave out --recalibrate or --tensor-parallel"
+        )
     if len(service.names) > 1:
         raise ConfigError(
             "adapters belong to one drafter, and --recalibrate replaces it; leave out --adapters or --recalibrate"

@@ -13,6 +13,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from volley.errors import ParallelError
 from volley.serve import logs
 from volley.serve.app import create_app
 from volley.serve.config import ApiKeys, ServeConfig
@@ -115,6 +116,8 @@ class Server(uvicorn.Server):
         self._drain_until = self._drain_until or time.monotonic() + self._shutdown_timeout
 
     async def on_tick(self, counter: int) -> bool:
+        if any(isinstance(service.worker.fatal, ParallelError) for service in self.models):
+            self.should_exit = True  # the other ranks end with this process, and torchrun may start all again
         if self.models.draining:
             late = time.monotonic() > self._drain_until
             if late:
