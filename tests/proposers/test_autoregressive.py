@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.chi_square import chi_square_p, joint_counts
+from tests.engine.test_sampled import PROMPT, exact_law
 from tests.tiny import VOCAB, Pair, greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.errors import MismatchError
@@ -96,16 +97,10 @@ def law(biased: bool) -> tuple[float, float]:
     if biased:
         assert isinstance(engine.proposer, AutoregressiveProposer)
         engine.proposer = Overrated(engine.proposer.model, V, 4)
-    prompt = [1, 3, 2, 2]
-    results = list(engine.generate([prompt] * SEEDS, [replace(params, seed=None)] * SEEDS))
+    results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=None)] * SEEDS))
     found = torch.tensor([result.token_ids for result in results])[:, :3]
-    prefixes = torch.cartesian_prod(*[torch.arange(V)] * 2)
-    ids = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], dim=1)
-    with torch.inference_mode():
-        laws = (pair.hf(input_ids=ids).logits[:, 3:].double() / 1.2).softmax(-1)
-    first, second = (laws[:, at].gather(1, prefixes[:, at, None]) for at in range(2))
     accepted = sum(n - 1 for result in results for n in result.stats.accepted_lengths)
-    return chi_square_p(joint_counts(found, V), (first * second * laws[:, 2]).flatten()), accepted / SEEDS
+    return chi_square_p(joint_counts(found, V), exact_law(replace(params, max_tokens=3), pair)), accepted / SEEDS
 
 
 class Overrated(AutoregressiveProposer):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.chi_square import chi_square_p, joint_counts
+from tests.engine.test_sampled import PROMPT, exact_law
 from tests.tiny import VOCAB, Pair, block_proposer, drafter_config, greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.work import Ask, Rule, Shape, Work
@@ -149,15 +150,10 @@ def law(*, biased: bool) -> tuple[float, Threshold]:
     )
     if biased:
         engine.proposer = LooksAtItsToken(block_proposer(engine).model, engine.config)
-    prompt, params = [1, 3, 2, 2], SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
-    results = list(engine.generate([prompt] * SEEDS, [replace(params, seed=None)] * SEEDS))
+    params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
+    results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=None)] * SEEDS))
     found = torch.tensor([result.token_ids for result in results])[:, :3]
-    prefixes = torch.cartesian_prod(*[torch.arange(V)] * 2)
-    ids = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], dim=1)
-    with torch.inference_mode():
-        laws = (pair.hf(input_ids=ids).logits[:, 3:].double() / 1.2).softmax(-1)
-    first, second = (laws[:, at].gather(1, prefixes[:, at, None]) for at in range(2))
-    return chi_square_p(joint_counts(found, V), (first * second * laws[:, 2]).flatten()), policy
+    return chi_square_p(joint_counts(found, V), exact_law(replace(params, max_tokens=3), pair)), policy
 
 
 def test_sampled_answers_that_are_cut_by_it_follow_the_targets_law() -> None:
