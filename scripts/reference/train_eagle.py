@@ -9,10 +9,7 @@ finds its checkpoint goes on from it.
 
 import argparse
 import json
-import os
-import random
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -22,16 +19,14 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.reference.corpus import load_chats
-from scripts.reference.train_target import encode, epoch_stream
+from scripts.reference import distil
 from volley.files import REFERENCE, save_tensors, write_atomically
 from volley.models.eagle import EagleDrafter
 from volley.models.eagle_format import usual_taps
 from volley.models.formats import parse_config
 from volley.models.taps import Taps
 
-ROW = 256
-PEAK_LR, WARMUP, DECAY = 1e-3, 50, 0.8
+DECAY = 0.8
 
 
 def published_config(target: Qwen3ForCausalLM) -> dict:
@@ -101,12 +96,6 @@ def loss_of(drafter: EagleDrafter, tapped: Tensor, embeddings: Tensor, logits: T
     return total
 
 
-def save(path: Path, state: dict) -> None:
-    temporary = path.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
-
-
 def publish(folder: Path, raw: dict, drafter: EagleDrafter) -> None:
     own = {
         name: tensor.to(torch.bfloat16) for name, tensor in drafter.state_dict().items() if tensor.is_floating_point()
@@ -134,7 +123,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=4, help="tokens that are drafted in a row in training")
     parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--rows", type=int, default=4, help=f"of {ROW} tokens, in a step")
+    parser.add_argument("--rows", type=int, default=4, help=f"of {distil.ROW} tokens, in a step")
     parser.add_argument("--chats", type=int, default=12_000)
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     return parser.parse_args(arguments)
@@ -148,41 +137,24 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE / "target")
     raw = published_config(target)
     drafter = new_drafter(raw, target)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01)
-    checkpoint, state = options.out / "checkpoint.pt", {"step": 0, "seconds": 0.0}
-    if checkpoint.exists():
-        found = torch.load(checkpoint, weights_only=True)
-        drafter.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
-        state = found["state"]
-    every_chat = load_chats(options.data, held_out=False)
-    chats = random.Random(0).sample(every_chat, min(options.chats, len(every_chat)))
-    stream = epoch_stream([name for name, _, _ in chats], encode(tokenizer, chats), 0)
-    rows = stream[: len(stream) // ROW * ROW].view(-1, ROW)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     taps = Taps(target, usual_taps(target.config.num_hidden_layers))
-    losses: list[float] = []
-    while state["seconds"] < 60 * options.minutes:
-        started, at = time.monotonic(), state["step"] * options.rows % max(1, len(rows) - options.rows)
-        ids = rows[order[at : at + options.rows]].long()
+
+    def loss(ids: Tensor) -> Tensor:
         with torch.no_grad():
             logits = target(ids).logits
             tapped, embeddings = taps.take(), target.get_input_embeddings()(ids)
-        loss = loss_of(drafter, tapped, embeddings, logits, options.steps)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        left = 1 - state["seconds"] / (60 * options.minutes)
-        optimizer.param_groups[0]["lr"] = PEAK_LR * min(1, (state["step"] + 1) / WARMUP) * max(0.05, left)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        state["step"] += 1
-        state["seconds"] += time.monotonic() - started
-        if state["step"] % options.every == 0 or state["seconds"] >= 60 * options.minutes:
-            print(f"step {state['step']} {state['seconds']:.0f} s loss {sum(losses) / len(losses):.3f}", flush=True)
-            losses.clear()
-            save(checkpoint, {"model": drafter.state_dict(), "optimizer": optimizer.state_dict(), "state": state})
-            publish(options.out / "drafter", raw, drafter)
+        return loss_of(drafter, tapped, embeddings, logits, options.steps)
+
+    distil.train(
+        drafter,
+        distil.training_rows(options.data, tokenizer, options.chats),
+        loss,
+        lambda: publish(options.out / "drafter", raw, drafter),
+        options.out,
+        options.minutes,
+        options.rows,
+        options.every,
+    )
 
 
 if __name__ == "__main__":
