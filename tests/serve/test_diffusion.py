@@ -153,3 +153,24 @@ def test_metrics_count_passes_and_tokens(server: Running) -> None:
     assert grown("denoising_steps_total") == steps
     assert grown("commit_passes_total") == 0
     assert grown("denoising_steps_per_canvas_count") == 1
+
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": PROMPT, "prompt_logprobs": 1}),
+        ("completions", {"prompt": PROMPT, "echo": True, "logprobs": 1}),
+        ("chat/completions", {"messages": CHAT, "prompt_logprobs": 1}),
+        ("completions", {"prompt": PROMPT, "min_tokens": 3, "stop_token_ids": [9]}),
+    ],
+)
+def test_what_needs_token_by_token_is_refused_on_canvases(server: Running, path: str, body: dict[str, object]) -> None:
+    asked = {"max_tokens": 8, **body}
+    response = server.post(path, asked)
+    assert response.status_code == 400
+    assert "mode='autoregressive'" in response.json()["error"]["message"]
+    response = server.post(path, {**asked, "diffusion": {**OWN, "mode": "autoregressive"}})
+    assert response.status_code == 200, response.text

@@ -42,6 +42,11 @@ class Denoising(Procedure):
 
     # -- where a request stands ----------------------------------------------------------------------------------------
     def check(self, request: Request) -> None:
+        if request.params.prompt_logprobs is not None:
+            raise ConfigError(
+                "prompt_logprobs: a prompt before a canvas is not read token by token; leave them out (and logprobs with echo), "
+                "or use DiffusionParams(mode='autoregressive')"
+            )
         others = [rule for rule in request.rules if not isinstance(rule, Penalties | LogitBias)]
         if others:
             raise ConfigError(
