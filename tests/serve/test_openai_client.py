@@ -10,6 +10,7 @@ from openai import OpenAI
 
 from tests.serve.running import MODEL, Running, Tiny, running
 from volley import SamplingParams
+from volley.serve.spelling import Spelling
 
 CHAT = [{"role": "user", "content": "Hello"}]
 
@@ -193,7 +194,7 @@ def test_log_probabilities(client: OpenAI, tiny: Tiny) -> None:
     for token in logprobs.content:
         assert len(token.top_logprobs) == 3
         assert token.top_logprobs[0].token == token.token
-        assert token.bytes is None or bytes(token.bytes).decode() == token.token
+        assert bytes(token.bytes or []).decode(errors="replace") == token.token
     stream = client.chat.completions.create(
         model=MODEL, messages=CHAT, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3, stream=True
     )
@@ -209,6 +210,31 @@ def test_log_probabilities(client: OpenAI, tiny: Tiny) -> None:
     assert all(max(top, key=top.__getitem__) == token for top, token in zip(old.top_logprobs, old.tokens, strict=True))
     assert old.text_offset is not None
     assert old.text_offset[:2] == [0, len(old.tokens[0])]
+
+
+def test_the_bytes_of_parts_of_characters_are_told(client: OpenAI, tiny: Tiny) -> None:
+    """Joined they are the text, as OpenAI's documentation says to use them."""
+    asked: Any = {"model": MODEL, "messages": CHAT, "temperature": 0, "logprobs": True, "max_tokens": 40}
+    (choice,) = client.chat.completions.create(**asked, extra_body={"regex": "é{2}€ü"}).choices
+    assert choice.message.content == "éé€ü"
+    assert choice.logprobs is not None
+    parts = [bytes(token.bytes or []) for token in choice.logprobs.content or []]
+    assert len(parts) > 4, "its tokens are parts of characters"
+    assert b"".join(parts).decode() == "éé€ü"
+
+
+def test_bytes_in_every_kind_of_vocabulary() -> None:
+    class Tokenizer:
+        pieces = ("<0xE2>", "Ã©", "Ã", "▁\ufffd", "a")
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return ("\ufffd", "é", "\ufffd", " \ufffd", "a")[ids[0]]
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return self.pieces[token]
+
+    spelling = Spelling(Tokenizer())
+    assert [spelling.bytes(token) for token in range(5)] == [[0xE2], [0xC3, 0xA9], [0xC3], None, [97]]
 
 
 def test_n_answers_are_distinct_and_repeatable(client: OpenAI) -> None:

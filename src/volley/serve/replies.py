@@ -218,12 +218,17 @@ class ChatDialect(Dialect):
         model: str,
         spell: Callable[[int], str],
         *,
+        bytes_of: Callable[[int], list[int] | None],
         parsers: Sequence[AnswerParser] = (),
         is_named: bool = False,
         **options: Any,
     ) -> None:
-        """``parsers`` take the choices apart, if that is needed. ``is_named``: the request has named the function to call."""
+        """``bytes_of`` gives the bytes of a token, if they are known; ``parsers`` take the choices apart, if that is needed.
+
+        ``is_named``: the request has named the function to call.
+        """
         super().__init__(model, spell, **options)
+        self.bytes_of = bytes_of
         self.parsers = parsers
         self.is_named = is_named
         self._has_told_prompt = False
@@ -309,9 +314,7 @@ class ChatDialect(Dialect):
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> Object:
-        text = self.spell(token)
-        whole = "\ufffd" not in text  # else the token is a part of a character
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if whole else None}
+        return {"token": self.spell(token), "logprob": _finite(logprob), "bytes": self.bytes_of(token)}
 
 
 def _merged(parts: Sequence[Part]) -> list[Part]:

@@ -26,6 +26,7 @@ from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequ
 from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
 from volley.serve.response_events import ResponsesDialect
 from volley.serve.responses import ResponsesRequest, here
+from volley.serve.spelling import Spelling
 from volley.serve.worker import Job, Worker
 from volley.types import SamplingParams
 
@@ -71,6 +72,7 @@ class Service:
         self._tokenizer_in_use = threading.Lock()
         self._template = config.read_chat_template() or str(engine.tokenizer.chat_template or "")
         self.form = format_of(engine.tokenizer, self._template, config.answer_format)
+        self._spelling = Spelling(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
 
@@ -109,6 +111,7 @@ class Service:
             continuous_usage=body.stream_options.continuous_usage_stats,
             parsers=parsers,
             is_named=isinstance(body.tool_choice, NamedTool),
+            bytes_of=self._spelling.bytes,
             prompts=job.prompts,
             prompt_logprobs=body.prompt_logprobs,
             token_ids=body.return_token_ids,
@@ -340,7 +343,7 @@ class Service:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
-        return str(self._engine.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+        return self._spelling.text(token_ids)
 
     def spell(self, token_id: int) -> str:
         """The text of one token alone."""

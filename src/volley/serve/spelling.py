@@ -1,0 +1,33 @@
+"""The text and the bytes of single tokens, as log-probabilities show them."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""How vocabularies of byte-level BPE write bytes."""
+_ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""How vocabularies with a fall-back to bytes write one."""
+
+
+class Spelling:
+    """Of one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        """The bytes of one token in UTF-8, which may be a part of a character; ``None`` if the vocabulary does not tell."""
+        text = self.text([token_id])
+        if "\ufffd" not in text:
+            return list(text.encode())
+        piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if found := _ONE_BYTE.fullmatch(piece):
+            return [int(found[1], 16)]
+        return [_BYTES[letter] for letter in piece] if all(letter in _BYTES for letter in piece) else None
