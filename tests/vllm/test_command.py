@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests import eagle
 from tests.conftest import TinyPair
 from tests.tiny import random_drafter
 from volley.cli import app
@@ -103,6 +104,9 @@ def test_what_only_volley_can_do_goes_to_its_plugin(tiny_pair: TinyPair, tmp_pat
 
 @pytest.mark.usefixtures("installed")
 def test_wrong_pairs_and_wishes_are_refused_before_the_start(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    for policy in ("fixed", "goodput"):
+        with pytest.raises(UnsupportedModelError, match='"method": "eagle3"'):
+            line(tiny_pair.target, "--drafter", eagle.checkpoint(tmp_path / "eagle"), "--policy", policy)
     random_drafter().save_pretrained(tmp_path)
     with pytest.raises(MismatchError, match="whose vocabulary is 50, this target's is 260"):
         line(tiny_pair.target, "--drafter", tmp_path)

@@ -93,13 +93,12 @@ def _speculation(
     from volley.files import read_json
     from volley.models.drafter import Drafter
     from volley.models.export import TargetShape
-    from volley.models.formats import detect, drafter_folder, parse_config
+    from volley.models.formats import detect, drafter_folder
     from volley.policies.make import DEFAULT_POLICY, make_policy
-    from volley.vllm.options import PluginOptions, engine_args
+    from volley.vllm.options import PluginOptions, block_drafter, engine_args
 
     drafter = str(drafter_folder(Path(drafter)))
-    raw = read_json(Path(drafter) / "config.json")
-    config = parse_config(raw)
+    config = block_drafter(Path(drafter))
     TargetShape.from_pretrained(target).check(config)
     found = _built_in(drafter, config, drafting)
     if found is None:
@@ -110,7 +109,10 @@ def _speculation(
             tensor_parallel_size=launch.size_option(args, "--tensor-parallel-size", "-tp"),
             pipeline_parallel_size=launch.size_option(args, "--pipeline-parallel-size", "-pp"),
         )
-    if found["speculative_config"]["method"] == "dflash" and detect(raw) == "transformers":
+    if (
+        found["speculative_config"]["method"] == "dflash"
+        and detect(read_json(Path(drafter) / "config.json")) == "transformers"
+    ):
         raise ConfigError(f"vLLM does not read {drafter}, which is in transformers' format; volley export it --to zlab")
     return found
 

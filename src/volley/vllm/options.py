@@ -14,6 +14,7 @@ import torch
 
 from volley.config import DraftingConfig
 from volley.errors import ConfigError, UnsupportedModelError, check_keys
+from volley.models.checkpoint import DrafterConfig
 from volley.models.formats import drafter_folder, parse_config, read_raw
 
 TESTED = "0.32"
@@ -68,6 +69,18 @@ def parse_options(cls: type[T], raw: Mapping[Any, Any], what: str) -> T:
     return cls(**raw)
 
 
+def block_drafter(folder: Path) -> DrafterConfig:
+    """The config of the drafter in ``folder``; one that is no block drafter is refused."""
+    config = parse_config(read_raw(folder))
+    if config.eagle is not None:
+        raise UnsupportedModelError(
+            f"{folder} is an EAGLE-3 drafter, and volley gives vLLM block drafters; leave the drafter out and name vLLM's own "
+            f'way: --speculative-config \'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": '
+            f"{config.block_size - 1}}}'"
+        )
+    return config
+
+
 def engine_args(
     options: PluginOptions, *, eager: bool = True, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
 ) -> dict[str, Any]:
@@ -75,7 +88,7 @@ def engine_args(
 
     Where vLLM does not let a proposer work, these are its built-in ``dflash`` with the drafter's whole block; the log says why.
     """
-    config = parse_config(read_raw(drafter_folder(Path(options.drafter))))
+    config = block_drafter(drafter_folder(Path(options.drafter)))
     slots = config.block_size - 1
     obstacles = [
         (not eager, "compiled passes do not call the hooks that tap the target"),
