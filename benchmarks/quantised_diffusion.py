@@ -4,7 +4,7 @@ Needs compressed-tensors (`pip install 'volley-llm[quant]'`).
 
     python -m benchmarks.quantised_diffusion --prompts held-out.jsonl --calibration choose.jsonl
 
-*Perplexity* is causal, of the answers that the bf16 weights write greedily. *The same* counts greedy answers of the
+*Perplexity* is causal and in fp32, of the answers that the bf16 weights write greedily. *The same* counts greedy answers of the
 autoregressive mode that are those of bf16. *τ* is that of drafts of one pass (mode ``self``). *Tokens per pass* and *nats* are of
 denoised text, which the autoregressive mode of the bf16 weights scores. Static scales of inputs come from ``--calibration``.
 """
@@ -50,7 +50,7 @@ class Measured:
         same, _ = shared(self.plain, whole.plain)
         columns = [
             name,
-            f"{perplexity(load_causal_lm(folder, torch.bfloat16, 'sdpa'), texts):.3f}",
+            f"{perplexity(load_causal_lm(folder, torch.float32, 'sdpa'), texts):.3f}",
             f"{same} of {len(answers)}",
             f"{sum(lengths) / len(lengths):.2f}",
             f"{sum(gains) / len(gains):.2f}",

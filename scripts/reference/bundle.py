@@ -6,12 +6,13 @@ Two matrices a layer of the diffusion model are kept in floats of 8 bits. Progra
 import argparse
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from volley.files import load_tensors, save_tensors
+from volley.files import load_tensors, replaced, save_tensors
 
 LIMIT_BYTES = 60_000_000
 SHORT = ("down_proj.weight", "gate_proj.weight")
@@ -65,9 +66,9 @@ DIFFUSION_CARD = """\
 # volley's reference diffusion model
 
 The reference target beside it, taught to fill masks, too: the same architecture, tokenizer and template, {megabytes:.1f} MB: bf16, and float8 (e4m3)
-for `down_proj` and `gate_proj`, which become bf16 where they are loaded (the loss below is that of bf16 throughout). Adapted on a CPU
-in {minutes:.0f} minutes on {tokens:.1f} M tokens of text and {noisy:.1f} M masked slots behind them, some of it the target's own answers. In its causal mode it
-writes as the target does. **It is not an assistant.**
+for `down_proj` and `gate_proj`, which become bf16 where they are loaded (the loss below was measured before that, in fp32). Adapted on a CPU
+in {minutes:.0f} minutes on {tokens:.1f} M tokens of text and {noisy:.1f} M masked slots behind them, half of it the target's own answers. Its causal mode still
+writes. **It is not an assistant.**
 
 Nats per token of held-out text (never trained on): as an autoregressive model, and the bound of canvases of each length, whose tokens are revealed
 in random order.
@@ -87,10 +88,15 @@ def megabytes(folder: Path) -> float:
     return (folder / "model.safetensors").stat().st_size / 1e6
 
 
-def write_target(source: Path, out: Path) -> None:
+def copy(files: Iterable[Path], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    for file in (source / "model").iterdir():
-        shutil.copy(file, out / file.name)
+    for file in files:
+        with replaced(out / file.name) as temporary:  # a program that runs may have the old one mapped
+            shutil.copy(file, temporary)
+
+
+def write_target(source: Path, out: Path) -> None:
+    copy((source / "model").iterdir(), out)
     report = json.loads((source / "report.json").read_text())
     config = json.loads((out / "config.json").read_text())
     losses = "\n".join(f"| {name} | {loss:.3f} |" for name, loss in report["held_out_nats_per_token"].items())
@@ -117,9 +123,7 @@ def shorten(file: Path) -> None:
 
 
 def write_diffusion(source: Path, out: Path, threshold: float | None = None) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    for file in (source / "model").iterdir():
-        shutil.copy(file, out / file.name)
+    copy((source / "model").iterdir(), out)
     shorten(out / "model.safetensors")
     if threshold is not None:
         config = json.loads((out / "config.json").read_text())
@@ -142,9 +146,7 @@ def write_diffusion(source: Path, out: Path, threshold: float | None = None) -> 
 
 
 def write_drafter(source: Path, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(source / "drafter" / name, out / name)
+    copy((source / "drafter" / name for name in ("config.json", "model.safetensors")), out)
     report = json.loads((source / "training_report.json").read_text())
     config = json.loads((out / "config.json").read_text())
     with safe_open(out / "model.safetensors", "pt") as weights:
