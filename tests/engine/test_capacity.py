@@ -50,6 +50,15 @@ def test_rings_and_passes_are_left_room_for() -> None:
     assert (plain.num_pages - ringed.num_pages) * 16 * (QWEN3_8B + DRAFTER) == pytest.approx(0.9 * 25.4 * GIB, rel=0.01)
 
 
+def test_wide_rings_take_a_quarter_at_most_unless_requests_at_once_are_given() -> None:
+    own = {"per_ring": 80 * 2**20}
+    narrow = sizes(CapacityConfig(), gpu(30), **own)
+    assert num_rings(narrow.max_running) * own["per_ring"] <= 0.25 * 24 * GIB < num_rings(256) * own["per_ring"]
+    assert narrow.max_running > 60
+    assert sizes(CapacityConfig(max_running=200), gpu(30), **own).max_running == 200
+    assert sizes(CapacityConfig(), gpu(7), **own).max_running == 1
+
+
 def test_what_is_given_stays() -> None:
     given = CapacityConfig(max_running=3, max_batch_tokens=70, num_pages=9, page_size=4, prefix_caching=False)
     for device in (CPU, gpu(139)):

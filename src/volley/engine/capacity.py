@@ -16,6 +16,7 @@ from volley.models.target import Target
 _CPU = (64, 512)  # requests at once, tokens of a pass
 _GPU = (256, 4096)
 _SHARE = 0.9  # of a GPU's memory, beyond weights and a pass, that K/V take
+_RINGS = 0.25  # of it that draft rings may take: more requests at once would each have less room for K/V of the target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,11 @@ def fit(
         if device.free_bytes is None:
             tokens = _tokens_on_cpu(per_token)
         else:
-            left = device.free_bytes - pass_bytes(batch) - num_rings(running) * per_ring
-            tokens = max(0, int(_SHARE * left)) // per_token
+            left = device.free_bytes - pass_bytes(batch)
+            if config.max_running is None and per_ring:
+                fitting = int(_RINGS * left) // per_ring - num_rings(0)
+                given["max_running"] = running = max(1, min(running, fitting))
+            tokens = max(0, int(_SHARE * (left - num_rings(running) * per_ring))) // per_token
         given["num_pages"] = -(-max(tokens, min(context_length, 4096)) // config.page_size)
     return Capacity(**given)
 
