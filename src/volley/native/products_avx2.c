@@ -12,6 +12,7 @@
             default: call(r, 4);                                                                    \
         }
 #define AHEAD 2048
+#define MOST_ROWS 5 /* whose sums stay in registers */
 
 /* Of two bf16 numbers side by side, the first and the second in fp32. */
 AVX2 INLINE __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
@@ -26,30 +27,42 @@ AVX2 INLINE __m256i broadcast(const void *four_bytes) {
 }
 
 AVX2 INLINE void few_rows(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int count, float (*sums)[BLOCK]) {
-    __m256 own[4][2];
+    __m256 own[MOST_ROWS][2];
     for (int r = 0; r < count; r++) own[r][0] = own[r][1] = _mm256_setzero_ps();
     for (int64_t at = 0; at < inputs; at += 2) {
         const __m256i *line = (const __m256i *)(codes + at * 32);
         _mm_prefetch((const char *)line + AHEAD, _MM_HINT_T0);
-        __m256i low = _mm256_loadu_si256(line), high = _mm256_loadu_si256(line + 1);
-        __m256 first[2] = {first_of(low), first_of(high)}, second[2] = {second_of(low), second_of(high)};
+        __m256 weights[2];
+        for (int h = 0; h < 2; h++) weights[h] = first_of(_mm256_loadu_si256(line + h));
         for (int r = 0; r < count; r++) {
-            __m256i pair = broadcast(x + r * stride + at);
-            __m256 one = first_of(pair), two = second_of(pair);
-            for (int h = 0; h < 2; h++) {
-                own[r][h] = _mm256_fmadd_ps(one, first[h], own[r][h]);
-                own[r][h] = _mm256_fmadd_ps(two, second[h], own[r][h]);
-            }
+            __m256 one = first_of(broadcast(x + r * stride + at));
+            for (int h = 0; h < 2; h++) own[r][h] = _mm256_fmadd_ps(one, weights[h], own[r][h]);
+        }
+        __asm__ volatile("" ::: "memory"); /* loaded once more, instead of kept: there are too few registers */
+        for (int h = 0; h < 2; h++) weights[h] = second_of(_mm256_loadu_si256(line + h));
+        for (int r = 0; r < count; r++) {
+            __m256 two = second_of(broadcast(x + r * stride + at));
+            for (int h = 0; h < 2; h++) own[r][h] = _mm256_fmadd_ps(two, weights[h], own[r][h]);
         }
     }
     for (int r = 0; r < count; r++)
         for (int h = 0; h < 2; h++) _mm256_storeu_ps(sums[r] + 8 * h, own[r][h]);
 }
 
+/* Even groups of rows: a group of one takes almost as long as one of four. */
 AVX2 void block_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t rows, float (*sums)[BLOCK]) {
-#define ROWS(r, count) few_rows(codes, x + (r) * stride, stride, inputs, count, sums + (r))
-    BY_FOUR(rows, ROWS)
-#undef ROWS
+    int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t group = 0; group < groups; group++) {
+        int64_t from = rows * group / groups, count = rows * (group + 1) / groups - from;
+        const bf16 *own = x + from * stride;
+        switch (count) {
+            case 1: few_rows(codes, own, stride, inputs, 1, sums + from); break;
+            case 2: few_rows(codes, own, stride, inputs, 2, sums + from); break;
+            case 3: few_rows(codes, own, stride, inputs, 3, sums + from); break;
+            case 4: few_rows(codes, own, stride, inputs, 4, sums + from); break;
+            default: few_rows(codes, own, stride, inputs, 5, sums + from);
+        }
+    }
 }
 
 /* Integer sums of one group of 64 inputs. Bytes are widened: products of two bytes in 16 bits, added up, could overflow. */
