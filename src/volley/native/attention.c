@@ -4,54 +4,10 @@
 #include "attention.h"
 
 #define FEW 65536  /* products of a query and a key below which a second thread costs more than it takes over */
-#define PART 64    /* keys that are looked at together; parts begin at positions that are multiples of it */
-#define VECTORS 64 /* queries (tokens times heads that share keys) that are computed together */
-#define LARGEST 256
-
-typedef struct {
-    float scores[VECTORS][PART];
-    float mixed[VECTORS][LARGEST];
-    float most[VECTORS], sum[VECTORS];
-    bf16 gathered[VECTORS * LARGEST];
-    bf16 weights[VECTORS][PART];
-    bf16 paired[PART * LARGEST]; /* values of two keys side by side */
-    bf16 keys[PART * LARGEST]; /* of one part: in rows with tiles, in columns without */
-    bf16 turned[VECTORS * LARGEST]; /* queries: [vectors / 16][dim / 32][16 pairs of numbers][16 vectors][2] */
-} Work;
-
-FOR_EACH_CPU static void score_plain(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale) {
-    for (int key = 0; key < count; key++)
-        for (int v = 0; v < vectors; v++) {
-            const bf16 *query = work->gathered + v * dim;
-            float parts[16] = {0};
-            for (int i = 0; i < dim; i += 16)
-                for (int j = 0; j < 16; j++) parts[j] += widen(query[i + j]) * widen(keys[key][i + j]);
-            float sum = 0;
-            for (int j = 0; j < 16; j++) sum += parts[j];
-            work->scores[v][key] = sum * scale;
-        }
-}
-
-FOR_EACH_CPU static void mix_plain(Work *work, const bf16 *const *values, int count, int vectors, int dim) {
-    for (int v = 0; v < vectors; v++)
-        for (int key = 0; key < count; key++) {
-            float weight = widen(work->weights[v][key]);
-            for (int i = 0; i < dim; i++) work->mixed[v][i] += weight * widen(values[key][i]);
-        }
-}
 
 #if X86
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 4") for
-/* ``call(v, count)`` for groups of up to four vectors; ``count`` is a constant, so that sums stay in registers. */
-#define BY_FOUR(vectors, call)                                                                      \
-    for (int v = 0; v < (vectors); v += 4) switch ((vectors) - v) {                                 \
-            case 1: call(v, 1); break;                                                              \
-            case 2: call(v, 2); break;                                                              \
-            case 3: call(v, 3); break;                                                              \
-            default: call(v, 4);                                                                    \
-        }
-
 /* 16 rows of 16 elements as columns: element i of row j goes to to[i][j]. */
 DOT INLINE void transpose(__m512 *a, float *to) {
     __m512 b[16];
@@ -204,7 +160,6 @@ AMX static void mix_amx(Work *work, const bf16 *const *values, int count, int ve
             _tile_stored(0, &work->mixed[tile * 16][from], LARGEST * 4);
         }
 }
-#endif
 
 typedef void (*Score)(Work *, const bf16 *const *, int, int, int, float);
 typedef void (*Mix)(Work *, const bf16 *const *, int, int, int);
@@ -255,9 +210,9 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
     }
     memset(work.scores, 0, padded * sizeof work.scores[0]);
     memset(work.weights, 0, padded * sizeof work.weights[0]);
-#if X86
     if (score == score_amx) load_tiles(whole_tiles()), turn_queries(&work, vectors, dim);
-#endif
+    if (score == score_avx2)
+        for (int i = 0; i < vectors * dim; i++) work.widened[i] = widen(work.gathered[i]);
     for (int64_t part = lowest / PART * PART; part < highest; part += PART) {
         const bf16 *keys[PART], *values[PART];
         int64_t begin = part > lowest ? part : lowest, end = part + PART < highest ? part + PART : highest;
@@ -279,20 +234,16 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
         }
         mix(&work, values, count, vectors, dim);
     }
-#if X86
     if (score == score_amx) release_tiles();
-#endif
     for (int v = 0; v < vectors; v++)
         finish(work.mixed[v], work.sum[v], call->out + ((row0 + v / group) * call->heads + head * group + v % group) * dim, dim);
 }
 
 void attend_all(const AttentionCall *call, const Plan *plan) {
-    Score score = score_plain;
-    Mix mix = mix_plain;
-#if X86
+    Score score = score_avx2;
+    Mix mix = mix_avx2;
     if (__builtin_cpu_supports("avx512bf16") && call->dim % 32 == 0) score = score_dot, mix = mix_dot;
     if (has_tiles && call->dim % 32 == 0) score = score_amx, mix = mix_amx;
-#endif
     int64_t tile = VECTORS / (call->heads / call->shared), pieces = 0;
     for (int64_t u = 0; u < plan->num_units; u++) pieces += (plan->units[u].rows + tile - 1) / tile;
 #pragma omp for schedule(dynamic)
@@ -304,6 +255,9 @@ void attend_all(const AttentionCall *call, const Plan *plan) {
         attend(call, plan, &units[u], from, rows, index % call->shared, score, mix);
     }
 }
+#else
+void attend_all(const AttentionCall *call, const Plan *plan) { (void)call, (void)plan; }
+#endif
 
 void store_row(const AttentionCall *call, const Plan *plan, int64_t token) {
     int64_t width = call->shared * call->dim, place = plan->written[token] * width;

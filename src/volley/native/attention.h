@@ -26,6 +26,36 @@ typedef struct { /* of a layer */
     float scale;
 } AttentionCall;
 
+#define PART 64    /* keys that are looked at together; parts begin at positions that are multiples of it */
+#define VECTORS 64 /* queries (tokens times heads that share keys) that are computed together */
+#define LARGEST 256
+
+typedef struct { /* room for one part */
+    float scores[VECTORS][PART];
+    float mixed[VECTORS][LARGEST];
+    float most[VECTORS], sum[VECTORS];
+    bf16 gathered[VECTORS * LARGEST];
+    bf16 weights[VECTORS][PART];
+    bf16 paired[PART * LARGEST]; /* values of two keys side by side */
+    bf16 keys[PART * LARGEST]; /* of one part: in rows with tiles, in columns without */
+    bf16 turned[VECTORS * LARGEST]; /* queries: [vectors / 16][dim / 32][16 pairs of numbers][16 vectors][2] */
+    float widened[VECTORS * LARGEST]; /* queries in fp32 */
+} Work;
+
+#if X86
+/* ``call(v, count)`` for groups of up to four vectors; ``count`` is a constant, so that sums stay in registers. */
+#define BY_FOUR(vectors, call)                                                                      \
+    for (int v = 0; v < (vectors); v += 4) switch ((vectors) - v) {                                 \
+            case 1: call(v, 1); break;                                                              \
+            case 2: call(v, 2); break;                                                              \
+            case 3: call(v, 3); break;                                                              \
+            default: call(v, 4);                                                                    \
+        }
+
+void score_avx2(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale);
+void mix_avx2(Work *work, const bf16 *const *values, int count, int vectors, int dim);
+#endif
+
 /* Keep K and V of one token. */
 void store_row(const AttentionCall *call, const Plan *plan, int64_t token);
 
