@@ -139,7 +139,7 @@ def pool_tokens(gib: int) -> int:
         CapacityConfig(),
         device,
         per_token=2 * 2 * KV * (LAYERS + DRAFT_LAYERS),
-        per_request=0,
+        per_ring=0,
         context_length=40960,
         pass_bytes=lambda tokens: tokens * VOCAB * (2 + 4 + 4),
     )
