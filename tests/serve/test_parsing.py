@@ -247,6 +247,7 @@ def test_any_argument_is_found_in_every_notation(city: str, days: int, where: di
         ({"type": "integer"}, "3.0", 3),
         ({"type": "integer"}, "3.5", "3.5"),
         ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "1e999", "1e999"),
         ({}, "[1]", "[1]"),
         ({"$ref": "#/$defs/none"}, "1", "1"),
         ({"$ref": "#/$defs/loop"}, "1", "1"),

@@ -1,6 +1,7 @@
 """Arguments of calls in notations of their own, made JSON while they are written."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -135,14 +136,18 @@ class TaggedArguments(_Arguments):
 
 
 def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
+    raise ValueError(f"JSON has no {word}")
+
+
+def _finite(number: str) -> float:
+    return value if math.isfinite(value := float(number)) else _refuse(number)
 
 
 def _read_as(text: str, types: set[str]) -> Any:
     """A value of one of ``types``, or the text as it is."""
     word = text.strip()
     try:
-        value: Any = _WORDS[word] if word in _WORDS else json.loads(word, parse_constant=_refuse)
+        value: Any = _WORDS[word] if word in _WORDS else json.loads(word, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return text
     own = _type_of(value)

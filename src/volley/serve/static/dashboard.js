@@ -197,14 +197,15 @@ async function look() {
 // -- trying a prompt --------------------------------------------------------------------------------------------------
 
 let running = null; // the AbortController of the answer being streamed
-let denoises = false; // whether the model is a diffusion language model, whose canvas can be watched
-const models = fetch("../v1/models", { headers: headers() })
-  .then((response) => (response.ok ? response.json() : { data: [] }))
-  .then((listed) => {
-    show("model", listed.data[0]?.id ?? "");
-    denoises = listed.data[0]?.diffusion ?? false;
-  })
-  .catch(() => {});
+let model = null; // the server's first; it is told only to those who have a key, if the server asks for one
+learnModel().catch(() => {});
+
+async function learnModel() {
+  const response = await fetch("../v1/models", { headers: headers() });
+  if (!response.ok) return;
+  model = (await response.json()).data[0];
+  show("model", model?.id ?? "");
+}
 
 function headers() {
   const key = $("key").value;
@@ -227,7 +228,7 @@ async function ask() {
   let first = null;
   answer.replaceChildren();
   show("result", "");
-  await models;
+  if (!model) await learnModel();
   const response = await fetch("../v1/chat/completions", {
     method: "POST",
     headers: headers(),
@@ -239,7 +240,7 @@ async function ask() {
       stream: true,
       stream_options: { include_usage: true },
       mark_draft: true,
-      ...(denoises ? { diffusion: { stream_drafts: true } } : {}),
+      ...(model?.diffusion ? { diffusion: { stream_drafts: true } } : {}),
     }),
   });
   if (!response.ok) {
