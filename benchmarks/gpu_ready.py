@@ -14,9 +14,12 @@ import argparse
 import copy
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -26,6 +29,7 @@ from benchmarks.pretended_gpu import Counts, move, pretended_cuda
 from volley import Engine, SamplingParams
 from volley.config import CapacityConfig
 from volley.engine.capacity import fit
+from volley.engine.runner import Runner
 from volley.files import write_atomically
 from volley.memory.attention import AttentionOptions
 from volley.memory.device import Device
@@ -33,6 +37,8 @@ from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.models.joined import JoinedLayer
 from volley.models.target import Target
+from volley.policies.cost import PassCost
+from volley.proposers.block import BlockProposer
 
 LAYERS, DRAFT_LAYERS, TAPS, BLOCK = 36, 5, 5, 16
 HIDDEN, INNER, VOCAB, KV, DIM = 4096, 12288, 151936, 1024, 128
@@ -91,7 +97,7 @@ def on_device(model: Any, drafter: Drafter) -> tuple[Target, Drafter]:
 
 def count_steps(model: Any, drafter: Drafter, policy: str, requests: int, steps: int = 4) -> StepCount:
     """Means over some steps in which all requests decode."""
-    with pretended_cuda() as counts:
+    with pretended_cuda() as counts, floors_as_costs():
         target, own = on_device(model, drafter)
         entered = note_entries(target.model.model.layers[6:8], counts)  # between them no state is tapped
         options = {"num_pages": 8192, "policy": policy}
@@ -117,6 +123,20 @@ def count_steps(model: Any, drafter: Drafter, policy: str, requests: int, steps:
             counts.copies.total() / steps,
             places,
         )
+
+
+@contextmanager
+def floors_as_costs() -> Iterator[None]:
+    """Passes take what they would at least take on a device, so that a policy decides as it does there."""
+    draft = draft_seconds(DRAFT_LAYERS, 2, LENGTH, VOCAB)
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (Runner, "seconds", lambda _, tokens, requests: target_seconds(tokens, LENGTH * requests)),
+            (BlockProposer, "seconds", lambda *_: draft),
+            (PassCost, "observe", lambda *_: None),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
 
 
 def note_entries(layers: Any, counts: Counts) -> list[int]:

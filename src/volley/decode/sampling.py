@@ -80,13 +80,15 @@ def best_tokens(logits: Tensor) -> list[int]:
 
 
 def confidences(logits: Tensor) -> list[float]:
-    """The probability of the most likely token in each row of ``logits [R, V]``.
+    """The probability of the most likely token in each row of ``logits [R, V]``; on a CPU few rows at once stay in its cache."""
+    size = 8 if logits.device.type == "cpu" else max(1, len(logits))
+    groups = (logits[start : start + size] for start in range(0, len(logits), size))
+    return [math.exp(log) for rows in groups for log in log_confidences(rows).tolist()]
 
-    Logarithms keep their precision near probability 1 even in bf16, which is twice as fast as fp32 on a CPU; rows in small
-    groups stay in its cache.
-    """
-    groups = (logits[start : start + 8] for start in range(0, len(logits), 8))
-    return [math.exp(log) for rows in groups for log in rows.log_softmax(dim=-1).amax(dim=-1).tolist()]
+
+def log_confidences(logits: Tensor) -> Tensor:
+    """Its logarithm, ``[R]``: it keeps its precision near probability 1 even in bf16, which on a CPU is twice as fast as fp32."""
+    return logits.log_softmax(dim=-1).amax(dim=-1)
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ only if all its ancestors are accepted, so its worth is that product, and the be
 paths: a closed set, because no path is likelier than its beginning. A heap finds them best first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import accumulate
 from math import exp, inf
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,8 +38,15 @@ def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise,
 
 def position_lattice(logits: Tensor, size: int = CANDIDATES) -> Lattice:
     """The lattice of independent positions: the ``size`` best tokens of each row of ``logits [k, V]``."""
-    scores, tokens = logits.float().topk(min(size, logits.shape[-1]), dim=-1)
-    return Lattice(tokens.cpu().numpy(), scores[:, None].cpu().numpy())
+    return position_lattices(logits, [len(logits)], size)[0]
+
+
+def position_lattices(logits: Tensor, sizes: Sequence[int], size: int = CANDIDATES) -> list[Lattice]:
+    """The same for blocks of ``sizes`` positions, ``logits [Σ k, V]``; one copy brings all of them from the device."""
+    best = logits.float().topk(min(size, logits.shape[-1]), dim=-1)
+    scores, tokens = torch.stack([best.values, best.indices.float()]).cpu().numpy()  # ids below 2²⁴ are exact
+    ends = list(accumulate(sizes, initial=0))
+    return [Lattice(tokens[own].astype(np.int64), scores[own, None]) for own in map(slice, ends, ends[1:])]
 
 
 def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Proposal:

@@ -101,6 +101,8 @@ class Work(Generic[R]):
     found: list[int] = field(default_factory=list)
     """What a grammar forces, and what followed where the text last read as it does now, if the policy wants to know."""
     found_confidence: list[float] = field(default_factory=list)
+    may_be_late: bool = False
+    """Whether nothing cuts the draft by its confidences, so that the host need not read it before it is verified."""
     proposal: Proposal = field(default_factory=lambda: Proposal([]))
     rows: slice = field(default_factory=lambda: slice(0, 0))
     """The rows of the step's logits that choose this request's tokens."""

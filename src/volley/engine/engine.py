@@ -117,6 +117,7 @@ class Engine:
         self.proposer = proposer
         """What drafts, if anything does: the drafter's, or one's own."""
         costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds)
+        costs.drafts_late = proposer is not None and proposer.drafts_late
         self.procedures.use_costs(costs.target)
         self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
         self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=self._can_grow_trees)
@@ -319,8 +320,7 @@ class Engine:
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters; give one, or one each")
-        pairs = zip(many, each, strict=True)
-        return self._results([self._make_request(prompt, own) for prompt, own in pairs])
+        return self._results([self._make_request(*pair) for pair in zip(many, each, strict=True)])
 
     def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
         """Queues the requests only when it is first asked, so that an iterator nobody reads leaves nothing behind."""
@@ -356,9 +356,9 @@ class Engine:
         if not self.pool.grow(table, len(token_ids)):
             raise CapacityError("no pages are free for that many tokens now; finish or abort requests first")
         try:
-            batch = RaggedBatch([Segment(table, 0, len(token_ids))], torch.tensor(token_ids, device=self.target.device))
-            last = torch.tensor([len(token_ids) - 1], device=self.target.device)
-            return self.target.forward(batch, self.runner.store, last)[0].float()
+            segments, last = [Segment(table, 0, len(token_ids))], [len(token_ids) - 1]
+            batch, rows = RaggedBatch.on_device(segments, token_ids, last, self.target.device)
+            return self.target.forward(batch, self.runner.store, rows)[0].float()
         finally:
             self.pool.release(table)
 

@@ -32,6 +32,7 @@ class Pacing:
         for request, view, (tokens, sure) in zip(requests, views, found, strict=True):
             work = request.procedure.next_work(request, NO_DRAFT if view is None else next(asks))
             work.found, work.found_confidence = tokens, sure
+            work.may_be_late = not self.policy.cuts(work.ask)
             works.append(work)
         return works
 
@@ -51,10 +52,15 @@ class Pacing:
             conclude(work, cycle)
         if self.policy.uses_costs:
             assert step.batch is not None
-            tokens, seconds = sum(1 + cycle.verified for cycle in step.cycles), time.perf_counter() - step.drafted_at
-            self.costs.target.observe(tokens, len(works), seconds, len(step.batch) - tokens)
-            if drafted := [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]:
-                self.costs.draft.observe(len(drafted) + sum(drafted), len(drafted), step.drafting)
+            drafts = [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]
+            drafted = len(drafts) + sum(drafts), len(drafts)
+            verified = sum(1 + cycle.verified for cycle in step.cycles), len(works)
+            drafting, passing = step.drafting, time.perf_counter() - step.drafted_at
+            if step.is_late:
+                drafting, passing = self.costs.shares(drafted, verified, drafting + passing)
+            self.costs.target.observe(*verified, passing, len(step.batch) - verified[0])
+            if drafts:
+                self.costs.draft.observe(*drafted, drafting)
         self.policy.observe(step.cycles)
 
     def _time_own(self, step: Step) -> None:

@@ -3,6 +3,7 @@
 import weakref
 
 import torch
+from torch import Tensor
 
 from volley.decode.sampling import best_tokens
 from volley.engine.recurrent import RecurrentStates
@@ -37,17 +38,20 @@ class Runner:
 
     def forward(self, step: Step) -> None:
         """The pass of a step: fills in its batch, its logits, each work's rows and the tapped features."""
-        segments, tokens, rows = list[Segment](), list[int](), list[int]()
+        segments, tokens, rows, late = list[Segment](), list[int](), list[int](), dict[int, Tensor]()
         with step.timings.count("verify"):
             for work in step.works:
                 procedure = work.request.procedure
                 own, segment = procedure.segment(work)
                 segments.append(segment)
                 tokens += own
+                if (draft := work.proposal.late) is not None:
+                    late[len(tokens) - len(draft.token_ids)] = draft.token_ids
                 first, wanted = len(rows), procedure.num_rows(work)
                 rows += range(len(tokens) - wanted, len(tokens))
                 work.rows = slice(first, len(rows))
-            step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device)
+            step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
+            step.is_late = bool(late)
             if self.recurrent is not None:
                 step.recurrent = self.recurrent.start(step.batch, step.works)
             logits = self.target.forward(step.batch, self.store, choosing, self._taps, step.recurrent)

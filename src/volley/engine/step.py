@@ -48,6 +48,8 @@ class Step:
     drafted_at: float = 0.0
     """When drafting had ended, and ``drafting`` is how many seconds it took."""
     drafting: float = 0.0
+    is_late: bool = False
+    """Whether drafts were verified that the host had not read: it has not seen when drafting had ended."""
     cycles: list[Cycle] = field(default_factory=list)
     """What the policy sees of :attr:`decoding`."""
     batch: RaggedBatch | None = None

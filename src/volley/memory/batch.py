@@ -1,6 +1,6 @@
 """The ragged batch: runs of tokens of many requests laid end to end, the input of every forward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -75,13 +75,27 @@ class RaggedBatch:
 
     @classmethod
     def on_device(
-        cls, segments: list[Segment], token_ids: Sequence[int], rows: Sequence[int], device: torch.device
+        cls,
+        segments: list[Segment],
+        token_ids: Sequence[int],
+        rows: Sequence[int],
+        device: torch.device,
+        late: Mapping[int, Tensor] | None = None,
     ) -> tuple[Self, Tensor]:
-        """A batch of ``token_ids [T]``, and indices of some of its ``rows``: all of it goes to ``device`` in one copy."""
+        """A batch of ``token_ids [T]``, and indices of some of its ``rows``: all of it goes to ``device`` in one copy.
+
+        ``late`` are runs of tokens that only the device knows, by the row at which each begins; ``token_ids`` has any there.
+        """
         positions = torch.cat([segment.positions() for segment in segments]).numpy()
         arrays = [np.array(token_ids, dtype=np.int64), positions, np.array(rows, dtype=np.int64)]
-        tokens, places, chosen = upload_together(arrays, device)
-        return cls(segments, tokens, places), chosen
+        if not late:
+            tokens, places, chosen = upload_together(arrays, device)
+            return cls(segments, tokens, places), chosen
+        sources, known = np.arange(len(token_ids)), len(token_ids)
+        for row, run in late.items():
+            sources[row : row + len(run)] = range(known, known := known + len(run))
+        tokens, places, chosen, order = upload_together([*arrays, sources], device)
+        return cls(segments, torch.cat([tokens, *late.values()]).index_select(0, order), places), chosen
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -53,7 +53,8 @@ class Cycle:
     confidence: list[float]
     """The drafter's largest probability for each position in its first pass, before anything was drawn: nothing in it depends on
     the tokens that were sampled. Of a tree, whose verification is lossless whatever was drafted: each node's probability, the
-    largest first. Empty unless :attr:`Policy.uses_confidence` or a tree."""
+    largest first. Empty unless :attr:`Policy.uses_confidence` or a tree; in
+    :meth:`Policy.trim` also where :meth:`Policy.cuts` was false."""
     found: list[float] = field(default_factory=list)
     """As in :class:`View`."""
     verified: int = 0
@@ -68,7 +69,7 @@ class Policy(ABC):
     """One engine's policy. In each step it is called three times: :meth:`decide`, :meth:`trim`, :meth:`observe`."""
 
     uses_confidence = False
-    """Whether :meth:`trim` reads the drafter's confidences, which cost a little to compute."""
+    """Whether the drafter's confidences are wanted, which cost a little to compute."""
     uses_lookup = False
     """Whether it decides about copies, for which each text is searched."""
     uses_costs = False
@@ -101,6 +102,10 @@ class Policy(ABC):
     @abstractmethod
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
         """What each request drafts, while ``under_way`` requests are running or waiting."""
+
+    def cuts(self, ask: Ask) -> bool:
+        """Whether :meth:`trim` may cut such a draft, which the host must then read before it is verified."""
+        return self.uses_confidence
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
         """How many tokens of each draft to verify, from the first on; of a tree, from the likeliest on."""

@@ -12,6 +12,9 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 Measure = Callable[[int, int], float]
 """``measure(tokens, requests)``: seconds of one pass over so many tokens, spread over so many requests."""
 
+Pass = tuple[int, int]
+"""Tokens and requests."""
+
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # tokens of the passes that are timed
 _SHARE = 8  # tokens of each request in such a pass; one request with all of them would see far more keys
 _FAR = 1e6  # tokens; up to here the table goes on as between the last two sizes
@@ -102,5 +105,15 @@ def _from_below(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
 class Costs:
     """Both models' passes of one engine."""
 
+    drafts_late = False
+    """Whether the host has to wait for the device where it reads a draft before that is verified."""
+
     def __init__(self, measure_draft: Measure, measure_target: Measure) -> None:
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
+
+    def shares(self, drafted: Pass, verified: Pass, seconds: float) -> tuple[float, float]:
+        """What of a cycle's ``seconds`` each model had, by what was expected of them: the host did not wait in between."""
+        drafting = float(self.draft.expected(np.array(drafted[0]), drafted[1]))
+        passing = float(self.target.expected(np.array(verified[0]), verified[1]))
+        share = drafting / max(drafting + passing, 1e-9)
+        return seconds * share, seconds * (1 - share)

@@ -92,6 +92,8 @@ class Goodput(Policy):
     def _nodes(self, under_way: int) -> int:
         """Tokens of the trees that are grown while so many requests are under way."""
         assert self.costs is not None
+        if self.costs.drafts_late:  # the host grows trees, and would wait for what they grow from
+            return 0
         if under_way not in self._tree_nodes:
             target, tokens = self.costs.target, under_way * (1 + _NODES)
             most = _NEARLY_FREE * target(under_way, under_way)
@@ -151,6 +153,9 @@ class Goodput(Policy):
                 break
             tokens, count = tokens + gain, count + 1
         return count if log(tokens) - cost * count > least[kind] else 0
+
+    def cuts(self, ask: Ask) -> bool:
+        return ask.price > 0
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
         gains = self.acceptance.gains

@@ -27,6 +27,7 @@ def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:
 def conclude(work: Work[Any], cycle: Cycle) -> None:
     """Fill in what became of a cycle once its work has a verdict."""
     proposal, verdict = work.proposal, work.verdict
+    cycle.confidence = cycle.confidence or proposal.confidence  # a late draft's was not known before
     cycle.verified, cycle.accepted = len(proposal.token_ids), verdict.accepted
     if proposal.parents is None:
         cycle.right = [place < verdict.accepted for place in range(cycle.verified)]
@@ -41,5 +42,10 @@ def _cut(proposal: Proposal, size: int) -> Proposal:
         return proposal
     if proposal.parents is not None:
         return prune(proposal, size)
-    known = proposal.draft_probs
-    return Proposal(proposal.token_ids[:size], None if known is None else known[:size], confidence=proposal.confidence)
+    known, late = proposal.draft_probs, proposal.late
+    return Proposal(
+        proposal.token_ids[:size],
+        None if known is None else known[:size],
+        confidence=proposal.confidence,
+        late=late and late.first(size),
+    )

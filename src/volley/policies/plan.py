@@ -29,7 +29,10 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Every pair of slots and price is an option; for each kind it is known how many tokens it brings and verifies."""
+    """Every pair of slots and price is an option; for each kind it is known how many tokens it brings and verifies.
+
+    Where the host would have to wait for the confidences by which drafts are cut, 0 is the only price.
+    """
 
     def __init__(
         self, costs: Costs, counts: list[int], gains: dict[int, FloatArray], trust: list[float], most: int
@@ -42,15 +45,16 @@ class Planner:
         plain = float(costs.target.expected(np.array(self._total), self._total))
         self.most_seconds = PATIENCE * plain if costs.target.has_read else np.inf
         """Of a plan's cycle."""
+        prices = _PRICES[:1] if costs.drafts_late else _PRICES
         sizes = np.array([most, *(size for size in _SLOTS if size < most)] if gains else [], dtype=int)
-        slots = np.append(0, np.repeat(sizes, len(_PRICES)))
+        slots = np.append(0, np.repeat(sizes, len(prices)))
         self._options = np.zeros((4, KINDS, len(slots)))  # slots, prices, tokens and verified, as in a plan
         self._options[0] = slots
         self._options[0, TREE:] = most * (slots > 0)  # a tree is drafted whole or not at all
-        self._options[1] = np.append(0.0, np.tile(_PRICES, len(sizes)))
+        self._options[1] = np.append(0.0, np.tile(prices, len(sizes)))
         self._options[2] = 1.0
         for kind, chances in gains.items():
-            kept = chances >= _PRICES[:, None, None]  # [prices, slots, blocks]
+            kept = chances >= prices[:, None, None]  # [prices, slots, blocks]
             last = np.minimum(sizes, len(chances)) if kind < TREE else np.full(len(sizes), len(chances))
             for row, values in ((2, kept * (trust[kind] * chances)), (3, kept)):
                 self._options[row, kind, 1:] += values.mean(axis=2).cumsum(axis=1)[:, last - 1].T.ravel()

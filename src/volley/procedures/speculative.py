@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from volley.config import DecodingConfig
+from volley.decode.late import read_choices
 from volley.decode.rules import allowed_choices, allowed_probs, apply_rules, constraints, paths_of
 from volley.decode.sampling import (
     PositionNoise,
@@ -70,9 +71,10 @@ class Speculative(Procedure):
         choosing = [work for work in works if work.rows.stop > work.rows.start]
         rows = [logits[work.rows] for work in choosing]
         if scored:
+            read_choices(logits[:0], works)
             choices = [best_tokens(own) for own in rows]
         else:
-            best = best_tokens(logits)
+            best = read_choices(logits, works)
             choices = [best[work.rows] for work in choosing]
         for place, work in enumerate(choosing):
             rules = work.request.rules

@@ -15,6 +15,8 @@ class Proposer(ABC):
 
     block_size = 1
     """The largest block it can draft, anchor included."""
+    drafts_late = False
+    """Whether it leaves drafts on the device until they are verified, where nothing needs them before."""
     can_grow_trees = False
     """Whether it fills a work of shape ``TREE`` with a tree."""
 

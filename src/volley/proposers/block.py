@@ -15,10 +15,11 @@ from torch import Tensor
 from volley.config import DraftingConfig
 from volley.decode.constrained import Following, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
+from volley.decode.late import late_proposals
 from volley.decode.propose import propose_coupled, propose_sampled, walk_best, walk_coupled, walk_greedy, walk_sampled
 from volley.decode.rules import apply_rules, constraints
-from volley.decode.sampling import best_tokens, confidences, draft_temperature
-from volley.decode.tree import coupled_logits, expand, position_lattice
+from volley.decode.sampling import best_tokens, confidences, draft_temperature, log_confidences
+from volley.decode.tree import coupled_logits, expand, position_lattices
 from volley.decode.work import Drafted, Rule, Shape, Work
 from volley.errors import ConfigError
 from volley.memory.batch import Segment
@@ -28,7 +29,7 @@ from volley.models.draft_model import DraftModel
 from volley.models.heads import BoundHead
 from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
-from volley.types import Proposal
+from volley.types import Lattice, Proposal
 
 
 class BlockProposer(Proposer):
@@ -37,6 +38,8 @@ class BlockProposer(Proposer):
         self.can_grow_trees = model.bound_head is None or model.bound_head.pairwise
         self.configure(config)
         self.block_size = model.drafter.config.block_size
+        drafter = model.drafter
+        self.drafts_late = model.device.type != "cpu" and drafter.head is None and drafter.confidence_head is None
 
     def configure(self, config: DraftingConfig) -> None:
         if config.denoising_steps > 1 and self.model.drafter.config.sample_from_anchor:
@@ -63,6 +66,9 @@ class BlockProposer(Proposer):
                 works, logits, hidden = self._draft_bound(works, logits, hidden, with_confidence=with_confidence)
             logits = _processed(works, logits)
             noisy = _with_noise(works, logits)
+            if self.drafts_late and all(map(_can_be_late, works)):
+                late_proposals(works, logits.argmax(dim=-1), log_confidences(logits).exp() if with_confidence else None)
+                return walking
             if self.model.bound_head is None:
                 _choose(works, noisy)
             elif works:
@@ -234,14 +240,21 @@ def _draw(request: Drafted, logits: Tensor) -> Tensor:
     return propose_coupled(logits, request.params, request.noise, request.length)
 
 
+def _can_be_late(work: Work[Any]) -> bool:
+    """Whether the host can do without the tokens of a draft until the target's choices are read."""
+    is_greedy_chain = work.ask.rule is Rule.GREEDY and work.ask.shape is Shape.CHAIN
+    return work.may_be_late and is_greedy_chain and not work.request.rules
+
+
 def _choose(works: Works, logits: Tensor) -> None:
     """Proposals of positions that are independent of each other."""
     needs_best = any(work.ask.rule is Rule.GREEDY and work.ask.shape is Shape.CHAIN for work in works)
     best, row = best_tokens(logits) if needs_best else [], 0
+    lattices = iter(_lattices(works, logits))
     for work in works:
         request, rows = work.request, logits[row : row + work.ask.positions]
         if work.ask.shape is Shape.TREE:
-            work.proposal = expand(position_lattice(rows), work.ask.size, draft_temperature(request.params))
+            work.proposal = expand(next(lattices), work.ask.size, draft_temperature(request.params))
         elif work.ask.rule is Rule.GREEDY:
             work.proposal = Proposal(best[row : row + len(rows)])
         elif work.ask.rule is Rule.MATCH:
@@ -249,6 +262,16 @@ def _choose(works: Works, logits: Tensor) -> None:
         else:
             work.proposal = propose_sampled(rows, request.params, request.noise, request.length)
         row += len(rows)
+
+
+def _lattices(works: Works, logits: Tensor) -> list[Lattice]:
+    """Of those that draft trees."""
+    trees = [work.ask.shape is Shape.TREE for work in works]
+    if not any(trees):
+        return []
+    parts = zip(trees, torch.split(logits, _sizes(works)), strict=True)
+    rows = logits if all(trees) else torch.cat([rows for is_tree, rows in parts if is_tree])
+    return position_lattices(rows, [size for is_tree, size in zip(trees, _sizes(works), strict=True) if is_tree])
 
 
 def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor) -> float:
