@@ -105,7 +105,7 @@ def dense_states(model: Qwen3ForCausalLM, work: training.Pass) -> Tensor:
 def test_both_halves_are_those_of_dense_passes(size: int) -> None:
     model, noise = tiny_model(), torch.Generator().manual_seed(1)
     tokens = torch.randint(4, 8000, (training.ROW,), generator=noise)
-    row = training.Text(tokens, torch.ones(training.ROW, dtype=torch.bool), torch.zeros(training.ROW, dtype=torch.bool))
+    row = training.Text(tokens, torch.ones(training.ROW, dtype=torch.bool))
     blocks = training.choose_blocks(row, size, 6, noise)
     work = training.Pass.of(row, blocks, training.choose_masks(6, size, noise), MASK)
     model.set_attn_implementation("eager")
