@@ -1,6 +1,7 @@
 # make demo   install, then stream three answers from the bundled pair and compare them with plain decoding
 # make test   install, then lint, type-check, check the import contract and run the tests
 # make browser   install Debian's Chromium if there is no browser, for the test of the dashboard (as root)
+# make coverage   run the tests, slower, and say which lines none of them reaches
 # make test-fresh   run the property tests on examples that no run has seen; SEED=... repeats a run
 # make test-vllm   install vLLM's CPU build into an environment of its own, then run the tests that need it
 # make test-llamacpp   build llama.cpp if it is not there, then compare volley with it
@@ -18,7 +19,7 @@ CLIENTS := .venv-clients
 PEERS := .peers
 LLAMA_CPP := llama_cpp_python-0.3.36
 
-.PHONY: demo test browser test-fresh test-clients test-vllm test-llamacpp peers reference clean
+.PHONY: demo test coverage browser test-fresh test-clients test-vllm test-llamacpp peers reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/volley demo
@@ -28,6 +29,9 @@ test: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(TESTS)
+
+coverage: $(INSTALLED)
 	$(TESTS) --cov --cov-report=term:skip-covered
 
 browser:

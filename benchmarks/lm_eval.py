@@ -91,8 +91,7 @@ def serve(engine: Engine, task: Any) -> Any:
     server = Server([Service(engine, config, "volley-reference")], config)
     thread = threading.Thread(target=server.run)
     thread.start()
-    while not server.started:
-        time.sleep(0.05)
+    server.listening.wait()
     try:
         return task("http://{}:{}".format(*server.address))
     finally:

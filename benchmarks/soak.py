@@ -306,8 +306,7 @@ def serving(services: list[Service], config: ServeConfig) -> Iterator[str]:
     server = Server(services, config)
     thread = threading.Thread(target=server.run)
     thread.start()
-    while not server.started:
-        time.sleep(0.05)
+    server.listening.wait()
     try:
         yield "http://{}:{}".format(*server.address)
     finally:

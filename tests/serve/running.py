@@ -73,7 +73,7 @@ class Running:
         )
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
-        wait_until(lambda: self.server.started or not self.thread.is_alive())
+        wait_until(lambda: self.server.listening.is_set() or not self.thread.is_alive())
         self.url = "http://{}:{}".format(*self.server.address)
         self.client = httpx.Client(base_url=self.url, timeout=30)
 

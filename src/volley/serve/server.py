@@ -67,7 +67,8 @@ class Server(uvicorn.Server):
         app = create_app(self.models, config)
         self._shutdown_timeout = config.shutdown_timeout
         self.address = (config.host, config.port)
-        """Where it listens, once it has started."""
+        """Where it listens, once it does: then :attr:`listening` is set."""
+        self.listening = threading.Event()
         self._drain_until = 0.0
         self._reloading: list[asyncio.Task[bool]] = []
         protocol = type("Protocol", (PatientProtocol,), {"receive_timeout": config.receive_timeout})
@@ -95,6 +96,7 @@ class Server(uvicorn.Server):
             if threading.current_thread() is threading.main_thread():
                 asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.reload)
             self.address = self.servers[0].sockets[0].getsockname()[:2]
+            self.listening.set()
             url = "{}://{}:{}".format("https" if self.config.is_ssl else "http", *self.address)
             for service in self.models:
                 log.info("listening", extra={"fields": {"url": url, "model": service.model, **service.memory}})
