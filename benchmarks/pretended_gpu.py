@@ -1,8 +1,9 @@
 """A CUDA device that is not there: tensors that say they are on it, compute on the CPU, and count what a real one would do.
 
 Inside :func:`pretended_cuda` every operation on such tensors is counted, and so is every time the host would wait for the device:
-a value that is read, a copy that is not asynchronous, an index whose size depends on data. Operations on tensors of both devices
-are errors, as on a real one. Triton kernels are counted and compute nothing: what they would write is zero.
+a value that is read, a copy that is not asynchronous and from pinned memory, an index whose size depends on data. Operations on
+tensors of both devices are errors, as on a real one. Triton kernels are counted, and run in the interpreter if that is asked
+for.
 """
 
 import importlib
@@ -55,14 +56,15 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "OnDevice":
-        made = Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=CUDA,
-        )
+        with torch.inference_mode(False):  # views of it, made in inference mode, must be possible
+            made = Tensor._make_wrapper_subclass(
+                cls,
+                inner.shape,
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                device=CUDA,
+            )
         made.inner = inner
         return made
 
@@ -82,6 +84,10 @@ class OnDevice(Tensor):
     @property
     def nbytes(self) -> int:
         return self.inner.nbytes
+
+    def contiguous(self, **_: Any) -> "OnDevice":
+        _current().counts.operations["clone"] += not self.inner.is_contiguous()
+        return OnDevice(self.inner.contiguous())
 
     def detach(self) -> "OnDevice":
         return OnDevice(self.inner.detach())
@@ -108,9 +114,11 @@ class OnDevice(Tensor):
 class PretendedCuda(TorchDispatchMode):
     """Runs operations; made by :func:`pretended_cuda`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, runs_kernels: bool) -> None:
         super().__init__()
         self.counts = Counts()
+        self._runs_kernels = runs_kernels
+        self._pinned: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(operation, args, kwargs or {})
@@ -140,7 +148,9 @@ class PretendedCuda(TorchDispatchMode):
         wanted = _device_asked(name, flat, kwargs)
         to_device = wanted is not None and wanted.type == "cuda"
         if name in ("pin_memory", "_pin_memory"):  # needs a real device
-            return args[0]
+            pinned = args[0].clone()
+            self._pinned[id(pinned)] = pinned
+            return pinned
         if not ours and not to_device:
             return operation(*args, **kwargs)
         self._check(name, args, kwargs, ours, others, wanted)
@@ -162,10 +172,10 @@ class PretendedCuda(TorchDispatchMode):
             if wanted.type == "cpu":
                 self.wait("a copy to the CPU")
             elif others:
-                self._copied(bool(kwargs.get("non_blocking")))
+                self._copied(bool(kwargs.get("non_blocking")), others)
         elif name == "copy_" and others:
             if isinstance(args[0], OnDevice):
-                self._copied(bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
+                self._copied(bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])), others)
             elif not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
                 self.wait("a copy to the CPU")
         elif name in _READS:
@@ -180,10 +190,10 @@ class PretendedCuda(TorchDispatchMode):
             if any(other is not part for other in others for part in args[2:3]) and args[2:] and args[2] in others:
                 raise RuntimeError(f"{name}: values are on the CPU at {place()}")
         elif ours and others:
-            raise RuntimeError(f"expected all tensors on one device: aten::{name} at {place()}")
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device, at {place()}")
 
-    def _copied(self, asynchronous: bool) -> None:
-        if asynchronous:
+    def _copied(self, asynchronous: bool, sources: list[Tensor]) -> None:
+        if asynchronous and all(id(own) in self._pinned for own in sources):
             self.counts.copies["a copy to the device", place()] += 1
         else:
             self.wait("a copy to the device")
@@ -192,8 +202,10 @@ class PretendedCuda(TorchDispatchMode):
         """In place of ``volley.memory.kernels.launching.launch``."""
         assert device.type == "cuda", f"a kernel is launched for {device} at {place()}"
         if any(isinstance(x, Tensor) and not isinstance(x, OnDevice) for x in given):
-            raise ValueError(f"a kernel is given a tensor on the CPU at {place()}")
-        self.counts.operations[kernel.__name__] += 1
+            raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?) at {place()}")
+        self.counts.operations[kernel.fn.__name__] += 1
+        if self._runs_kernels:
+            kernel[grid](*(x.inner if isinstance(x, OnDevice) else x for x in given), **constants)
 
 
 def _returned(result: Any, ours: list[OnDevice], others: list[Tensor]) -> Any:
@@ -256,9 +268,9 @@ def move(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def pretended_cuda(free_bytes: int = 2**28) -> Iterator[Counts]:
-    """The device is there inside."""
-    device = PretendedCuda()
+def pretended_cuda(free_bytes: int = 2**28, *, runs_kernels: bool = False) -> Iterator[Counts]:
+    """The device is there inside. It ``runs_kernels`` in Triton's interpreter, or counts them and leaves what they write zero."""
+    device = PretendedCuda(runs_kernels=runs_kernels)
     facts = SimpleNamespace(name="pretended", multi_processor_count=132)
     answers: dict[str, Callable[..., Any]] = {
         "_lazy_init": lambda: None,

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from benchmarks.pretended_gpu import CUDA, OnDevice, move, pretended_cuda
 from tests.costs import settle
-from tests.gpu.pretended import CUDA, NOTES, Pretended, move, pretended_cuda
 from tests.tiny import Pair, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.memory.kv_cache import BlockTable
@@ -47,7 +47,7 @@ def both() -> Both:
     small = {"num_hidden_layers": 2, "num_key_value_heads": 1}
     drafter = {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_target_layers": 2, "target_layer_ids": (0,)}
     here = make_pair(0, drafter, **small)
-    with pretended_cuda():
+    with pretended_cuda(runs_kernels=True):
         hf, moved = copy.deepcopy(here.hf), copy.deepcopy(here.drafter)
         move(hf)
         move(moved)
@@ -56,7 +56,6 @@ def both() -> Both:
 
 def answers(target: Target, drafter: Drafter | None, count: int, params: SamplingParams, **options: Any) -> Any:
     engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
-    NOTES.clear()
     return [result.token_ids for result in engine.generate(random_prompts(count, longest=20, seed=1), params)]
 
 
@@ -85,57 +84,59 @@ def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, opt
     if here is None:
         there = None
     expected = answers(both.here.target, here, count, params, **options)
-    with pretended_cuda():
+    with pretended_cuda(runs_kernels=True) as counts:
         assert answers(both.target, there, count, params, **options) == expected
-    quantised = "kv_dtype" in options
-    assert NOTES.launches.total() == 0 if quantised else NOTES.launches["_attention_kernel"] > 0
-    assert quantised or here is None or NOTES.launches["_inject_kernel"] > 0
+    used = {name for name in counts.operations if name.endswith("_kernel")}
+    if "kv_dtype" in options:
+        assert not used
+    else:
+        assert {"_attention_kernel", *(["_inject_kernel"] if here else [])} <= used
 
 
 def test_goodput_decides_alike(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     settle(monkeypatch)
     expected = answers(both.here.target, both.here.drafter, 2, GREEDY, policy="goodput")
-    with pretended_cuda():
+    with pretended_cuda(runs_kernels=True):
         assert answers(both.target, both.drafter, 2, GREEDY, policy="goodput") == expected
 
 
 def test_sampling_without_a_seed_mixes_no_devices(both: Both) -> None:
     params = SamplingParams(max_tokens=5, temperature=1.0)
-    with pretended_cuda():
+    with pretended_cuda(runs_kernels=True):
         (tokens,) = answers(both.target, both.drafter, 1, params)
     assert len(tokens) == 5
 
 
 def test_slots_that_stay_on_the_host_are_found(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backlog, "upload_together", lambda arrays, _: [torch.from_numpy(array) for array in arrays])
-    with pretended_cuda(), pytest.raises(ValueError, match="cannot be accessed from Triton"):
+    with pretended_cuda(runs_kernels=True), pytest.raises(ValueError, match="cannot be accessed from Triton"):
         answers(both.target, both.drafter, 1, GREEDY, draft_window=8)
 
 
 @pytest.mark.parametrize("kind", ["auto", "int8", "int4"])
 def test_scattered_kv_are_extracted_and_indices_of_the_host_found(kind: Any) -> None:
     table = BlockTable(4, [2, 0])
-    with pretended_cuda():
+    with pretended_cuda(runs_kernels=True):
         store = make_store(kind, [(2, 8)], 12, torch.float32, CUDA)
         keys, values = store.extract(0, table, 1, 6)
-        assert isinstance(keys, Pretended)
+        assert isinstance(keys, OnDevice)
         assert values.shape == (5, 2, 8)
         with pytest.raises(RuntimeError, match="index_select: expected all tensors to be on the same device"):
             store.read(0, table.slots(1, 6))
 
 
 def test_several_arrays_are_one_copy() -> None:
-    with pretended_cuda() as notes:
+    with pretended_cuda(runs_kernels=True) as counts:
         pages, tiles = upload_together([np.arange(3), np.arange(4).reshape(2, 2)], CUDA)
-        assert (notes.copies, notes.waits.total()) == (1, 0)
+        assert (counts.copies.total(), counts.waits.total()) == (1, 0)
         assert (pages.tolist(), tiles.tolist()) == ([0, 1, 2], [[0, 1], [2, 3]])
 
 
 def test_waits_and_copies_are_seen() -> None:
-    with pretended_cuda() as notes:
+    with pretended_cuda(runs_kernels=True) as counts:
         pinned = torch.from_numpy(np.arange(3)).pin_memory().to(CUDA, non_blocking=True)
-        assert notes.copies == 1
-        assert not notes.waits
+        assert counts.copies.total() == 1
+        assert not counts.waits
         for wait in (
             lambda: torch.arange(3).to(CUDA, non_blocking=True),
             lambda: torch.tensor([1], device=CUDA),
@@ -145,9 +146,9 @@ def test_waits_and_copies_are_seen() -> None:
             lambda: pinned[[0, 1]],
             lambda: pinned[pinned > 1],
         ):
-            notes.clear()
+            counts.clear()
             wait()
-            assert notes.waits.total() == 1
+            assert counts.waits.total() == 1
         with pytest.raises(RuntimeError, match="same device"):
             pinned + torch.arange(3)
 
@@ -155,13 +156,13 @@ def test_waits_and_copies_are_seen() -> None:
 @pytest.mark.parametrize(("count", "policy"), [(1, "fixed:1"), (1, "fixed"), (2, "fixed"), (2, "goodput")])
 def test_a_greedy_step_waits_for_its_results_alone(both: Both, count: int, policy: str) -> None:
     """Choices are read once a step, and drafts with them; copies to the device are asynchronous."""
-    with pretended_cuda() as notes:
+    with pretended_cuda(runs_kernels=True) as counts:
         engine = Engine(both.target, both.drafter, num_pages=64, policy=policy)
         for prompt in random_prompts(count, longest=20, seed=1):
             engine.add_request(prompt, GREEDY)
         engine.step()
         engine.step()
-        notes.clear()
+        counts.clear()
         engine.step()
-        assert {kind for kind, _ in notes.waits} == {"read"}
-        assert notes.waits.total() == 1
+        assert {kind for kind, _ in counts.waits} == {"a list is read"}
+        assert counts.waits.total() == 1
