@@ -154,8 +154,11 @@ def test_waits_and_copies_are_seen() -> None:
 
 
 @pytest.mark.parametrize(("count", "policy"), [(1, "fixed:1"), (1, "fixed"), (2, "fixed"), (2, "goodput")])
-def test_a_greedy_step_waits_for_its_results_alone(both: Both, count: int, policy: str) -> None:
+def test_a_greedy_step_waits_for_its_results_alone(
+    both: Both, count: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Choices are read once a step, and drafts with them; copies to the device are asynchronous."""
+    settle(monkeypatch)
     with pretended_cuda(runs_kernels=True) as counts:
         engine = Engine(both.target, both.drafter, num_pages=64, policy=policy)
         for prompt in random_prompts(count, longest=20, seed=1):
