@@ -243,7 +243,7 @@ class Late:
     token_ids: Tensor
     """``[k]``"""
     confidence: Tensor | None
-    """``[k]``, or ``None`` where nobody asks for it."""
+    """``[k]`` in double precision, or ``None`` where nobody asks for it."""
 
     def first(self, size: int) -> "Late":
         return Late(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])

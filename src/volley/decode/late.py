@@ -48,4 +48,4 @@ def _parts(proposal: Proposal) -> list[Tensor]:
     """Integers ``[k]`` each: the tokens, and the bits of the confidences."""
     assert proposal.late is not None
     sure = proposal.late.confidence
-    return [proposal.late.token_ids, *([] if sure is None else [sure.double().view(torch.int64)])]
+    return [proposal.late.token_ids, *([] if sure is None else [sure.view(torch.int64)])]

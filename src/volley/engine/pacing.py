@@ -32,7 +32,7 @@ class Pacing:
         for request, view, (tokens, sure) in zip(requests, views, found, strict=True):
             work = request.procedure.next_work(request, NO_DRAFT if view is None else next(asks))
             work.found, work.found_confidence = tokens, sure
-            work.may_be_late = not self.policy.cuts(work.ask)
+            work.may_be_late = request.procedure.reads_late and not self.policy.cuts(work.ask)
             works.append(work)
         return works
 

@@ -31,6 +31,9 @@ from volley.types import (
 class Procedure(ABC):
     """One object serves all requests that decode by it: what belongs to a request is kept in the request."""
 
+    reads_late = False
+    """Whether :meth:`absorb` takes drafts that the host has not read (``decode/late.py``)."""
+
     def check(self, request: "Request") -> None:
         """Refuse a new request whose parameters it cannot honour."""
 

@@ -30,6 +30,8 @@ Works = Sequence[Work[Request]]
 
 
 class Speculative(Procedure):
+    reads_late = True
+
     def __init__(self, config: DecodingConfig) -> None:
         self.config = config
 

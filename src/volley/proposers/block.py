@@ -67,7 +67,8 @@ class BlockProposer(Proposer):
             logits = _processed(works, logits)
             noisy = _with_noise(works, logits)
             if self.drafts_late and all(map(_can_be_late, works)):
-                late_proposals(works, logits.argmax(dim=-1), log_confidences(logits).exp() if with_confidence else None)
+                sure = log_confidences(logits).double().exp() if with_confidence else None
+                late_proposals(works, logits.argmax(dim=-1), sure)
                 return walking
             if self.model.bound_head is None:
                 _choose(works, noisy)
