@@ -15,7 +15,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -129,13 +129,11 @@ def count_steps(model: Any, drafter: Drafter, policy: str, requests: int, steps:
 def floors_as_costs() -> Iterator[None]:
     """Passes take what they would at least take on a device, so that a policy decides as it does there."""
     draft = draft_seconds(DRAFT_LAYERS, 2, LENGTH, VOCAB)
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (Runner, "seconds", lambda _, tokens, requests: target_seconds(tokens, LENGTH * requests)),
-            (BlockProposer, "seconds", lambda *_: draft),
-            (PassCost, "observe", lambda *_: None),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+    with (
+        mock.patch.object(Runner, "seconds", lambda _, tokens, requests: target_seconds(tokens, LENGTH * requests)),
+        mock.patch.object(BlockProposer, "seconds", return_value=draft),
+        mock.patch.object(PassCost, "observe"),
+    ):
         yield
 
 

@@ -217,6 +217,19 @@ class SamplingParams:
 
 
 @dataclass(slots=True)
+class Late:
+    """A draft that only the device knows yet (``decode/late.py``)."""
+
+    token_ids: Tensor
+    """``[k]``"""
+    confidence: Tensor | None
+    """``[k]`` in double precision, or ``None`` where nobody asks for it."""
+
+    def first(self, size: int) -> "Late":
+        return Late(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])
+
+
+@dataclass(slots=True)
 class Proposal:
     """What the drafter proposes to follow one request's anchor.
 
@@ -232,21 +245,8 @@ class Proposal:
     confidence: list[float] = field(default_factory=list)
     """The drafter's largest probability in each slot, in its first pass, if it was asked for. In a greedy walk it is the
     probability given the token before, among the candidates. In a tree it is each node's probability, ancestors included."""
-    late: "Late | None" = None
+    late: Late | None = None
     """Where the tokens are until the host has read them; ``token_ids`` are zeros till then."""
-
-
-@dataclass(slots=True)
-class Late:
-    """A draft that only the device knows yet (``decode/late.py``)."""
-
-    token_ids: Tensor
-    """``[k]``"""
-    confidence: Tensor | None
-    """``[k]`` in double precision, or ``None`` where nobody asks for it."""
-
-    def first(self, size: int) -> "Late":
-        return Late(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])
 
 
 @dataclass(slots=True)

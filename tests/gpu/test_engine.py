@@ -1,6 +1,7 @@
 """The whole engine on a pretended GPU: the CPU's tokens, no mixed devices, and what it waits for."""
 
 import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from volley.models import backlog
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 
+pretended = partial(pretended_cuda, runs_kernels=True)
 GREEDY = SamplingParams(max_tokens=5)
 SEEDED = SamplingParams(max_tokens=5, temperature=1.0, seed=3)
 RULED = SamplingParams(
@@ -47,7 +49,7 @@ def both() -> Both:
     small = {"num_hidden_layers": 2, "num_key_value_heads": 1}
     drafter = {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_target_layers": 2, "target_layer_ids": (0,)}
     here = make_pair(0, drafter, **small)
-    with pretended_cuda(runs_kernels=True):
+    with pretended():
         hf, moved = copy.deepcopy(here.hf), copy.deepcopy(here.drafter)
         move(hf)
         move(moved)
@@ -84,7 +86,7 @@ def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, opt
     if here is None:
         there = None
     expected = answers(both.here.target, here, count, params, **options)
-    with pretended_cuda(runs_kernels=True) as counts:
+    with pretended() as counts:
         assert answers(both.target, there, count, params, **options) == expected
     used = {name for name in counts.operations if name.endswith("_kernel")}
     if "kv_dtype" in options:
@@ -96,27 +98,27 @@ def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, opt
 def test_goodput_decides_alike(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     settle(monkeypatch)
     expected = answers(both.here.target, both.here.drafter, 2, GREEDY, policy="goodput")
-    with pretended_cuda(runs_kernels=True):
+    with pretended():
         assert answers(both.target, both.drafter, 2, GREEDY, policy="goodput") == expected
 
 
 def test_sampling_without_a_seed_mixes_no_devices(both: Both) -> None:
     params = SamplingParams(max_tokens=5, temperature=1.0)
-    with pretended_cuda(runs_kernels=True):
+    with pretended():
         (tokens,) = answers(both.target, both.drafter, 1, params)
     assert len(tokens) == 5
 
 
 def test_slots_that_stay_on_the_host_are_found(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backlog, "upload_together", lambda arrays, _: [torch.from_numpy(array) for array in arrays])
-    with pretended_cuda(runs_kernels=True), pytest.raises(ValueError, match="cannot be accessed from Triton"):
+    with pretended(), pytest.raises(ValueError, match="cannot be accessed from Triton"):
         answers(both.target, both.drafter, 1, GREEDY, draft_window=8)
 
 
 @pytest.mark.parametrize("kind", ["auto", "int8", "int4"])
 def test_scattered_kv_are_extracted_and_indices_of_the_host_found(kind: Any) -> None:
     table = BlockTable(4, [2, 0])
-    with pretended_cuda(runs_kernels=True):
+    with pretended():
         store = make_store(kind, [(2, 8)], 12, torch.float32, CUDA)
         keys, values = store.extract(0, table, 1, 6)
         assert isinstance(keys, OnDevice)
@@ -126,14 +128,14 @@ def test_scattered_kv_are_extracted_and_indices_of_the_host_found(kind: Any) -> 
 
 
 def test_several_arrays_are_one_copy() -> None:
-    with pretended_cuda(runs_kernels=True) as counts:
+    with pretended() as counts:
         pages, tiles = upload_together([np.arange(3), np.arange(4).reshape(2, 2)], CUDA)
         assert (counts.copies.total(), counts.waits.total()) == (1, 0)
         assert (pages.tolist(), tiles.tolist()) == ([0, 1, 2], [[0, 1], [2, 3]])
 
 
 def test_waits_and_copies_are_seen() -> None:
-    with pretended_cuda(runs_kernels=True) as counts:
+    with pretended() as counts:
         pinned = torch.from_numpy(np.arange(3)).pin_memory().to(CUDA, non_blocking=True)
         assert counts.copies.total() == 1
         assert not counts.waits
@@ -153,14 +155,16 @@ def test_waits_and_copies_are_seen() -> None:
             pinned + torch.arange(3)
 
 
-@pytest.mark.parametrize(("count", "policy"), [(1, "fixed:1"), (1, "fixed"), (2, "fixed"), (2, "goodput")])
+@pytest.mark.parametrize(
+    ("count", "drafts", "policy"), [(1, False, "fixed"), (1, True, "fixed"), (2, True, "fixed"), (2, True, "goodput")]
+)
 def test_a_greedy_step_waits_for_its_results_alone(
-    both: Both, count: int, policy: str, monkeypatch: pytest.MonkeyPatch
+    both: Both, count: int, drafts: bool, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Choices are read once a step, and drafts with them; copies to the device are asynchronous."""
     settle(monkeypatch)
-    with pretended_cuda(runs_kernels=True) as counts:
-        engine = Engine(both.target, both.drafter, num_pages=64, policy=policy)
+    with pretended() as counts:
+        engine = Engine(both.target, both.drafter if drafts else None, num_pages=64, policy=policy)
         for prompt in random_prompts(count, longest=20, seed=1):
             engine.add_request(prompt, GREEDY)
         engine.step()

@@ -173,11 +173,7 @@ def test_bf16_and_codes_run(tmp_path: Path, weights: Any) -> None:
     assert isinstance(drafter, EagleDrafter)
     params = SamplingParams(max_tokens=20)
     drafted = next(Engine(target, drafter, policy="fixed").generate([[1, 2, 3]], params))
-    engine, text = Engine(target), [1, 2, 3]
-    for token in drafted.token_ids:  # bf16 logits that are tied to within rounding may fall either way
-        logits = engine.next_logits(text)
-        assert logits.max() - logits[token] <= 2**-6 * logits.abs().max()
-        text.append(token)
+    assert drafted.token_ids == next(Engine(target).generate([[1, 2, 3]], params)).token_ids
 
 
 def test_a_benchmark_compares_with_it(tiny_pair: TinyPair, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Drafts that stay on the device until the target's choices are read, so that the host waits once a step and not twice.
 
 Their tokens go from the drafter's choice into the target's pass without the host, which prepares that pass meanwhile. Until they
-are read, ``Proposal.token_ids`` are zeros. No rule, tree or cut can need them before; ``BlockProposer`` sees to that.
+are read, ``Proposal.token_ids`` are zeros. Drafts that a rule, a tree or a cut by confidences needs before are read at once.
 """
 
 from collections.abc import Sequence

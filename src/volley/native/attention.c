@@ -6,8 +6,6 @@
 #define FEW 65536  /* products of a query and a key below which a second thread costs more than it takes over */
 
 #if X86
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 4") for
 /* 16 rows of 16 elements as columns: element i of row j goes to to[i][j]. */
 DOT INLINE void transpose(__m512 *a, float *to) {
     __m512 b[16];

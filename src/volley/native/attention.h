@@ -43,15 +43,6 @@ typedef struct { /* room for one part */
 } Work;
 
 #if X86
-/* ``call(v, count)`` for groups of up to four vectors; ``count`` is a constant, so that sums stay in registers. */
-#define BY_FOUR(vectors, call)                                                                      \
-    for (int v = 0; v < (vectors); v += 4) switch ((vectors) - v) {                                 \
-            case 1: call(v, 1); break;                                                              \
-            case 2: call(v, 2); break;                                                              \
-            case 3: call(v, 3); break;                                                              \
-            default: call(v, 4);                                                                    \
-        }
-
 void score_avx2(Work *work, const bf16 *const *keys, int count, int vectors, int dim, float scale);
 void mix_avx2(Work *work, const bf16 *const *values, int count, int vectors, int dim);
 #endif

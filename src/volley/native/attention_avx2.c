@@ -3,9 +3,6 @@
 #include "attention.h"
 
 #if X86
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 4") for
-
 /* Eight bf16 numbers in fp32. */
 AVX2 INLINE __m256 eight(const bf16 *x) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16));

@@ -13,6 +13,16 @@
 #define AVX2 __attribute__((target("arch=x86-64-v3")))
 #define DOT __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni")))
 #define AMX __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 4") for
+/* ``call(r, count)`` for groups of up to four rows; ``count`` is a constant, so that sums stay in registers. */
+#define BY_FOUR(rows, call)                                                                         \
+    for (int64_t r = 0; r < (rows); r += 4) switch ((rows) - r) {                                   \
+            case 1: call(r, 1); break;                                                              \
+            case 2: call(r, 2); break;                                                              \
+            case 3: call(r, 3); break;                                                              \
+            default: call(r, 4);                                                                    \
+        }
 extern int has_tiles; /* AMX is there, and this process may use it */
 
 typedef struct { /* of the eight tiles: bytes of a row, and rows */

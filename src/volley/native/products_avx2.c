@@ -2,15 +2,6 @@
 #include "products.h"
 
 #if X86
-#define INLINE static inline __attribute__((always_inline))
-/* ``call(r, count)`` for groups of up to four rows; ``count`` is a constant, so that sums stay in registers. */
-#define BY_FOUR(rows, call)                                                                         \
-    for (int64_t r = 0; r < (rows); r += 4) switch ((rows) - r) {                                   \
-            case 1: call(r, 1); break;                                                              \
-            case 2: call(r, 2); break;                                                              \
-            case 3: call(r, 3); break;                                                              \
-            default: call(r, 4);                                                                    \
-        }
 #define AHEAD 2048
 #define MOST_ROWS 5 /* whose sums stay in registers */
 

@@ -243,14 +243,16 @@ def _draw(request: Drafted, logits: Tensor) -> Tensor:
 
 def _can_be_late(work: Work[Any]) -> bool:
     """Whether the host can do without the tokens of a draft until the target's choices are read."""
-    is_greedy_chain = work.ask.rule is Rule.GREEDY and work.ask.shape is Shape.CHAIN
-    return work.may_be_late and is_greedy_chain and not work.request.rules
+    return work.may_be_late and _is_greedy_chain(work) and not work.request.rules
+
+
+def _is_greedy_chain(work: Work[Any]) -> bool:
+    return work.ask.rule is Rule.GREEDY and work.ask.shape is Shape.CHAIN
 
 
 def _choose(works: Works, logits: Tensor) -> None:
     """Proposals of positions that are independent of each other."""
-    needs_best = any(work.ask.rule is Rule.GREEDY and work.ask.shape is Shape.CHAIN for work in works)
-    best, row = best_tokens(logits) if needs_best else [], 0
+    best, row = best_tokens(logits) if any(map(_is_greedy_chain, works)) else [], 0
     lattices = iter(_lattices(works, logits))
     for work in works:
         request, rows = work.request, logits[row : row + work.ask.positions]

@@ -198,7 +198,7 @@ async function look() {
 
 let running = null; // the AbortController of the answer being streamed
 let model = null; // the server's first; it is told only to those who have a key, if the server asks for one
-learnModel().catch(() => {});
+const atStart = learnModel().catch(() => {});
 
 async function learnModel() {
   const response = await fetch("../v1/models", { headers: headers() });
@@ -228,6 +228,7 @@ async function ask() {
   let first = null;
   answer.replaceChildren();
   show("result", "");
+  await atStart;
   if (!model) await learnModel();
   const response = await fetch("../v1/chat/completions", {
     method: "POST",
