@@ -29,10 +29,15 @@ def slow_law(logits: Sequence[float], params: SamplingParams) -> tuple[list[floa
     margin = 1.0
     if params.top_p < 1:
         before = 0.0
+        kept: list[float] = []
+        cut: list[float] = []
         for t in sorted(tokens, key=lambda t: (-probs[t], t)):
             if before:
                 margin = min(margin, abs(before - params.top_p))
+            (kept if before < params.top_p else cut).append(probs[t])
             probs[t], before = (probs[t] if before < params.top_p else 0.0), before + probs[t]
+        # Two that differ by little are equal in single precision, which then keeps the earlier.
+        margin = min([margin, *(more - less for more in kept for less in cut if more > less)])
     if params.min_p > 0:
         floor = params.min_p * max(probs)
         margin = min([margin, *(abs(p - floor) for p in probs if 0 < p < max(probs))])
