@@ -69,7 +69,7 @@ def attention_case(dtype: torch.dtype, dim: int, *, parted: bool, windowed: bool
     integers = ("window", "num_tokens", "query_stride", "query_head_stride", "slot_stride")
     types = {
         **dict.fromkeys(("queries", "keys", "values", "sinks"), own),
-        **dict.fromkeys(("tiles", "segments", "pages", "masks"), "*i32"),
+        **dict.fromkeys(("tiles", "segments", "cells"), "*i32"),
         **dict.fromkeys(("output", "bests", "totals"), result),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
         **dict.fromkeys(integers, "i32"),

@@ -3,7 +3,8 @@
 Inside :func:`pretended_cuda` every operation on such tensors is counted, and so is every time the host would wait for the device:
 a value that is read, a copy that is not asynchronous and from pinned memory, an index whose size depends on data. Operations on
 tensors of both devices are errors, as on a real one. Triton kernels are counted, and run in the interpreter if that is asked
-for.
+for. A CUDA graph is a list of operations with the memory that each had at its capture: a replay runs these and no Python between
+them, and counts as one launch. Waits and copies from the host within a capture are errors.
 """
 
 import importlib
@@ -43,9 +44,11 @@ class Counts:
     """Waits of the host, by kind and place in volley."""
     copies: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Asynchronous copies to the device."""
+    replayed: Counter[str] = field(default_factory=Counter)
+    """Operations and kernels within graphs that were replayed; :attr:`operations` has ``a graph`` for each replay."""
 
     def clear(self) -> None:
-        for counter in (self.operations, self.waits, self.copies):
+        for counter in (self.operations, self.waits, self.copies, self.replayed):
             counter.clear()
 
 
@@ -86,8 +89,12 @@ class OnDevice(Tensor):
         return self.inner.nbytes
 
     def contiguous(self, **_: Any) -> "OnDevice":
-        _current().counts.operations["clone"] += not self.inner.is_contiguous()
-        return OnDevice(self.inner.contiguous())
+        if self.inner.is_contiguous():
+            return OnDevice(self.inner)
+        return OnDevice(_current().do("clone", self.inner.contiguous))
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Any:
+        return _current().run(torch.ops.aten.copy_.default, (self, source, non_blocking), {})
 
     def detach(self) -> "OnDevice":
         return OnDevice(self.inner.detach())
@@ -100,15 +107,17 @@ class OnDevice(Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def __getitem__(self, key: Any) -> "OnDevice":
-        return OnDevice(self.inner[_current().index(key)])
+        device, inner = _current(), self.inner
+        place_of = device.index(key)
+        return OnDevice(device.do("index", lambda: inner[place_of]) if _is_advanced(key) else inner[place_of])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         device = _current()
         if isinstance(value, Tensor) and not isinstance(value, OnDevice) and value.dim():
             raise RuntimeError(f"values on the CPU are put into a tensor on the device at {place()}")
-        place_of = device.index(key)
-        device.counts.operations["copy_"] += not _is_advanced(key)
-        self.inner[place_of] = value.inner if isinstance(value, OnDevice) else value
+        inner, place_of = self.inner, device.index(key)
+        given = value.inner if isinstance(value, OnDevice) else value
+        device.do("index" if _is_advanced(key) else "copy_", lambda: inner.__setitem__(place_of, given))
 
 
 class PretendedCuda(TorchDispatchMode):
@@ -119,16 +128,53 @@ class PretendedCuda(TorchDispatchMode):
         self.counts = Counts()
         self._runs_kernels = runs_kernels
         self._pinned: dict[int, Tensor] = {}
+        self._graph: list[tuple[str, Callable[[], Any]]] | None = None  # while one is captured
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(operation, args, kwargs or {})
 
     def wait(self, kind: str) -> None:
+        if self._graph is not None:
+            raise RuntimeError(f"{kind} while a graph is captured, at {place()}")
         self.counts.waits[kind, place()] += 1
+
+    def do(self, name: str, operation: Callable[[], Any]) -> Any:
+        """Run one operation of the device. A graph that is captured will run it again, and write to the memory of this result."""
+        result = operation()
+        self.counts.operations[name] += name not in _UNSET
+        if self._graph is not None and name not in _UNSET:
+            outputs = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+
+            def again() -> None:
+                found = [x for x in tree_flatten(operation())[0] if isinstance(x, Tensor)]
+                for output, own in zip(outputs, found, strict=True):
+                    if own is not output:
+                        output.copy_(own)
+
+            self._graph.append((name, again))
+        return result
+
+    def capture(self, run: Callable[[], object], device: torch.device) -> Callable[[], None]:
+        """In place of ``volley.memory.kernels.launching.capture``."""
+        assert device.type == "cuda"
+        before, self._graph = Counter(self.counts.operations), []
+        try:
+            run()
+        finally:
+            graph, self._graph = self._graph, None
+            self.counts.operations.clear()
+            self.counts.operations.update(before)
+
+        def replay() -> None:
+            self.counts.operations["a graph"] += 1
+            for name, operation in graph:
+                self.counts.replayed[name] += 1
+                operation()
+
+        return replay
 
     def index(self, key: Any) -> Any:
         """The key of an index as the CPU takes it."""
-        self.counts.operations["index"] += _is_advanced(key)
         parts = []
         for part in key if isinstance(key, tuple) else (key,):
             if isinstance(part, OnDevice):
@@ -154,12 +200,12 @@ class PretendedCuda(TorchDispatchMode):
         if not ours and not to_device:
             return operation(*args, **kwargs)
         self._check(name, args, kwargs, ours, others, wanted)
-        if not operation.is_view and name not in _FREE:
-            self.counts.operations[name] += name not in _UNSET
         plain = [x.inner if isinstance(x, OnDevice) else CPU if isinstance(x, torch.device) else x for x in flat]
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
         plain_kwargs.pop("pin_memory", None)
-        result = operation(*plain_args, **plain_kwargs)
+        result = operation(*plain_args, **plain_kwargs) if operation.is_view or name in _FREE else None
+        if result is None or not _is_view(result, plain):
+            result = self.do(name, lambda: operation(*plain_args, **plain_kwargs))
         if name in _UNSET:
             result.zero_()
         if name in _COPIES and wanted is not None and wanted.type == "cpu":
@@ -186,13 +232,14 @@ class PretendedCuda(TorchDispatchMode):
             if not isinstance(args[0], OnDevice):
                 raise RuntimeError(f"{name}: a tensor on the CPU is indexed by one on the device at {place()}")
             self.index(tuple(part for part in args[1] if part is not None))
-            self.counts.operations["index"] -= 1
             if any(other is not part for other in others for part in args[2:3]) and args[2:] and args[2] in others:
                 raise RuntimeError(f"{name}: values are on the CPU at {place()}")
         elif ours and others:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, at {place()}")
 
     def _copied(self, asynchronous: bool, sources: list[Tensor]) -> None:
+        if self._graph is not None:
+            raise RuntimeError(f"a copy from the host while a graph is captured, at {place()}")
         if asynchronous and all(id(own) in self._pinned for own in sources):
             self.counts.copies["a copy to the device", place()] += 1
         else:
@@ -203,9 +250,14 @@ class PretendedCuda(TorchDispatchMode):
         assert device.type == "cuda", f"a kernel is launched for {device} at {place()}"
         if any(isinstance(x, Tensor) and not isinstance(x, OnDevice) for x in given):
             raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?) at {place()}")
-        self.counts.operations[kernel.fn.__name__] += 1
-        if self._runs_kernels:
-            kernel[grid](*(x.inner if isinstance(x, OnDevice) else x for x in given), **constants)
+        plain = [x.inner if isinstance(x, OnDevice) else x for x in given]
+        self.do(kernel.fn.__name__, lambda: kernel[grid](*plain, **constants) if self._runs_kernels else None)
+
+
+def _is_view(result: Any, given: list[Any]) -> bool:
+    """Whether a result is memory that an operation was given: ``to`` and ``reshape`` may copy."""
+    ours = {x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor)}
+    return all(x.untyped_storage().data_ptr() in ours for x in tree_flatten(result)[0] if isinstance(x, Tensor))
 
 
 def _returned(result: Any, ours: list[OnDevice], others: list[Tensor]) -> Any:
@@ -280,6 +332,7 @@ def pretended_cuda(free_bytes: int = 2**28, *, runs_kernels: bool = False) -> It
         "mem_get_info": lambda *_: (free_bytes, 2 * free_bytes),
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
+        "memory_reserved": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
     }
     before = torch._C._only_lift_cpu_tensors()
@@ -294,6 +347,7 @@ def pretended_cuda(free_bytes: int = 2**28, *, runs_kernels: bool = False) -> It
             for name, module in list(sys.modules.items()):
                 if name.startswith(kernels.__name__ + ".") and getattr(module, "launch", None) is real:
                     stack.enter_context(mock.patch.object(module, "launch", device.launch))
+            stack.enter_context(mock.patch.object(launching, "capture", device.capture))
             _running.append(device)
             stack.callback(_running.pop)
             stack.enter_context(device)

@@ -46,6 +46,7 @@ def fit(
     most_running, most_tokens = _CPU if device.free_bytes is None else _GPU
     given["max_running"] = running = config.max_running or most_running
     given["max_batch_tokens"] = batch = config.max_batch_tokens or most_tokens
+    given["cuda_graphs"] = config.cuda_graphs and device.kind == "cuda"
     if config.kv_mib is not None:
         left = config.kv_mib * 2**20 - num_rings(running) * per_ring
         given["num_pages"] = max(1, int(left // (per_token * config.page_size)))

@@ -1,6 +1,6 @@
 """Which kind of model and which proposer go with a drafter."""
 
-from volley.config import DraftingConfig
+from volley.config import CapacityConfig, DraftingConfig
 from volley.memory.kv_store import KVStore
 from volley.models.draft_model import DraftModel
 from volley.models.drafter import Drafter
@@ -20,6 +20,11 @@ def make_draft_model(drafter: Drafter, store: KVStore, target: Target, window: i
     return DraftModel(drafter, store, *borrowed, window)
 
 
-def make_proposer(model: DraftModel, config: DraftingConfig) -> Proposer:
-    """What drafts with ``model``."""
-    return EagleProposer(model, config) if isinstance(model, EagleModel) else BlockProposer(model, config)
+def make_proposer(model: DraftModel, config: DraftingConfig, capacity: CapacityConfig) -> Proposer:
+    """What drafts with ``model``; where ``capacity`` has CUDA graphs, the last page of its store is nobody's."""
+    if isinstance(model, EagleModel):
+        return EagleProposer(model, config)
+    proposer = BlockProposer(model, config)
+    if capacity.cuda_graphs:
+        proposer.use_fixed_memory(capacity.page_size)
+    return proposer

@@ -113,7 +113,7 @@ class Engine:
         self.inexact = check_exact(self.target, self.runner.store, self.config)
         """Why a token's logits may depend on what else is in the pass; ``None``: they do not, to the bit."""
         if proposer is None and self.draft_model is not None:
-            proposer = make_proposer(self.draft_model, self.config)
+            proposer = make_proposer(self.draft_model, self.config, self.capacity)
         self.proposer = proposer
         """What drafts, if anything does: the drafter's, or one's own."""
         costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds)
@@ -125,10 +125,10 @@ class Engine:
     def _make_states(self) -> DraftModel | None:
         """Pages and K/V for everybody; the drafter's part of them, if there is one."""
         config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
-        num_pages, size = capacity.num_pages, capacity.page_size
+        num_pages, size, spare = capacity.num_pages, capacity.page_size, capacity.page_size * capacity.cuda_graphs
         self.pool = PagePool(num_pages, size)
         slots = num_pages * size
-        store = target.make_store(config.kv_dtype, slots)
+        store = target.make_store(config.kv_dtype, slots + spare)
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
         model, others, window = None, list[SequenceState](), None
         if drafter is not None:
@@ -137,13 +137,13 @@ class Engine:
             drafter.rotary.cover(min(target.context_length, slots) + drafter.config.block_size)
             if window is not None:
                 slots = ring_pages(drafter.config.block_size, window, size) * num_rings(capacity.max_running) * size
-            kv = make_store(config.draft_kv_dtype, drafter.kv_shapes, slots, target.dtype, target.device)
+            kv = make_store(config.draft_kv_dtype, drafter.kv_shapes, slots + spare, target.dtype, target.device)
             model = make_draft_model(drafter, kv, target, window)
             others.append(DraftRing(model, window, size, capacity.max_running) if window else DraftContext(model))
         self.recurrent = make_recurrent(target, capacity)
         self.sequences = Sequences(pages, [*others, self.recurrent] if self.recurrent else others)
         self.scheduler = Scheduler(capacity, self.sequences)
-        self.runner = Runner(target, store, model, self.recurrent)
+        self.runner = Runner(target, store, model, self.recurrent, spare)
         return model
 
     @classmethod

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from volley.decode.sampling import best_tokens
+from volley.decode.work import Kind
 from volley.engine.recurrent import RecurrentStates
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.graphs import StaticPasses, static_passes
 from volley.memory.kv_store import KVStore
 from volley.models.draft_model import DraftModel
 from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
@@ -23,13 +25,25 @@ class Runner:
         store: KVStore,
         model: DraftModel | None = None,
         recurrent: RecurrentStates | None = None,
+        spare: int = 0,
     ) -> None:
-        """The states of the layers that the drafter of ``model`` reads are kept for it."""
+        """The states of the layers that the drafter of ``model`` reads are kept for it.
+
+        With ``spare`` slots at the end of the store, one page that is nobody's, small passes run in fixed memory if they can.
+        """
         self.target, self.store, self.recurrent = target, store, recurrent
-        self._taps: Taps | None = None
-        if model is not None:
-            self._taps = Taps(target.model, model.taps)
-            weakref.finalize(self, self._taps.close)  # a target outlives the engines made on it
+        self._taps = taps = None if model is None else Taps(target.model, model.taps)
+        if taps is not None:
+            weakref.finalize(self, taps.close)  # a target outlives the engines made on it
+
+        def forward(batch: RaggedBatch, rows: Tensor) -> list[Tensor]:
+            logits = target.forward(batch, store, rows, taps)
+            return [logits] if taps is None else [logits, taps.take()[0]]
+
+        self.passes: StaticPasses | None = None
+        """Small passes of decoding, as CUDA graphs on a GPU; ``None``: all of them are launched operation by operation."""
+        if spare and target.is_regular:
+            self.passes = static_passes(forward, store, spare, target.device)
 
     def close(self) -> None:
         """Keep no more states of layers; it runs no more steps."""
@@ -50,8 +64,10 @@ class Runner:
                 first, wanted = len(rows), procedure.num_rows(work)
                 rows += range(len(tokens) - wanted, len(tokens))
                 work.rows = slice(first, len(rows))
-            step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
             step.is_late = bool(late)
+            if self._replay(step, segments, tokens, rows, late):
+                return
+            step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
             if self.recurrent is not None:
                 step.recurrent = self.recurrent.start(step.batch, step.works)
             logits = self.target.forward(step.batch, self.store, choosing, self._taps, step.recurrent)
@@ -59,10 +75,28 @@ class Runner:
             if self._taps is not None:
                 step.features = self._taps.take()[0]
 
+    def _replay(
+        self, step: Step, segments: list[Segment], tokens: list[int], rows: list[int], late: dict[int, Tensor]
+    ) -> bool:
+        """Run the pass in fixed memory, if it is one of decoding and small; False, and nothing done, if it is not."""
+        if self.passes is None or any(work.kind is not Kind.DECODE for work in step.works):
+            return False
+        found = self.passes(segments, tokens, rows, late)
+        if found is None:
+            return False
+        step.batch, outputs = found
+        step.logits = outputs[0][: len(rows)]
+        if self._taps is not None:
+            step.features = outputs[1][: len(tokens)].clone()  # they may be read after the next pass
+        return True
+
     def seconds(self, tokens: int, requests: int) -> float:
         """Seconds of a pass over ``tokens`` of made-up text, spread over ``requests``, all verified."""
         target, lengths = self.target, spread(tokens, requests)
         context = min(CONTEXT, max(0, target.context_length - max(lengths)))
+        replay = None if self.passes is None else self.passes.made_up(lengths, context, causal=True)
+        if replay is not None:
+            return fastest(lambda: best_tokens(replay()))
         batch, store = made_up(lengths, target.kv_shapes, target.dtype, target.device, causal=True, context=context)
         rows = torch.arange(len(batch), device=target.device)[-tokens:]
         return fastest(lambda: best_tokens(target.forward(batch, store, rows)))

@@ -48,3 +48,8 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     run()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that PyTorch holds; 0 for a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -22,3 +22,9 @@ def upload_together(arrays: Sequence[NDArray[np.signedinteger[Any]]], device: to
     joined = upload(np.concatenate([array.ravel() for array in arrays]), device)
     parts = torch.split(joined, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def refill(memory: Tensor, values: Tensor) -> None:
+    """Copy ``values`` of the host to where ``memory`` begins. On a GPU the host does not wait, and may change them at once."""
+    host = values if memory.device.type == "cpu" else values.pin_memory()
+    memory[: len(values)].copy_(host, non_blocking=True)

@@ -1,6 +1,6 @@
 """A drafter at work: its K/V, its adapters, and what it borrows from its target. One class serves volley's engine and others'."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -96,15 +96,25 @@ class DraftModel:
         A drafter that samples from the anchor has a mask fewer in each block, and the anchor's state is the first position's.
         A block's own K/V are scratch behind those of its context.
         """
-        ends = np.cumsum([segment.length for segment in segments])
-        kept = np.delete(np.arange(ends[-1]), np.concatenate(([0], ends[:-1])))
-        batch, drafting = RaggedBatch.on_device(segments, token_ids.tolist(), kept.tolist(), self.device)
+        rows = self.draft_rows(segments)
+        batch, drafting = RaggedBatch.on_device(segments, token_ids.tolist(), rows, self.device)
         states = self.block_states(batch, self.store, adapter)
-        if self.drafter.config.sample_from_anchor:
-            return states
         if len(segments) == 1:
-            return states[1:]
-        return states.index_select(0, drafting)
+            return states[len(states) - len(rows) :]
+        return states.index_select(0, drafting) if len(rows) < len(states) else states
+
+    def draft_rows(self, segments: Sequence[Segment]) -> list[int]:
+        """Which rows of blocks are draft positions: all but the anchors, unless these sample as well."""
+        ends = np.cumsum([segment.length for segment in segments])
+        rows = np.arange(ends[-1])
+        if not self.drafter.config.sample_from_anchor:
+            rows = np.delete(rows, np.concatenate(([0], ends[:-1])))
+        return rows.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether a pass launches the same operations whatever the blocks are, if they are as many of as many tokens."""
+        return not self.drafter.config.causal_layers and self.drafter.config.conv_kernel_size is None
 
     def block_states(self, batch: RaggedBatch, store: KVStore, adapter: Adapter | None = None) -> Tensor:
         """Final states ``[T, H]`` of every token of ``batch``, whose contexts' K/V are in ``store``."""

@@ -92,6 +92,7 @@ Command = Allocate | Forward | Move | Free
 class ShardedTarget(Target):
     """A target of which this process has one of several parts; made by :meth:`from_pretrained`."""
 
+    is_regular = False
     _is_loaded: ClassVar[bool] = False  # here, where the other ranks follow the first target to their end
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:

@@ -32,9 +32,10 @@ from volley.memory.kv_store import KVStore, LatentShape, make_store
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.accelerate import accelerate
-from volley.models.fused import FusedDecoder
+from volley.models.fused import FusedDecoder, is_gated_layer
 from volley.models.latent import LatentAttention, attach_latents
 from volley.models.loading import auto_tokenizer, choose_weights, load_config, load_for_codes
+from volley.models.products import is_linear
 from volley.models.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
 from volley.models.rehearsal import made_up
 from volley.models.taps import Taps, decoder_layers
@@ -186,6 +187,16 @@ class Target:
             )
         self._places = {layer: place for place, layer in enumerate(expected)}
         return [probe.shapes[layer] for layer in expected], recurrent.layout(types)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether a pass launches the same operations whatever its tokens are, if they are as many: Llama's and Qwen's layers."""
+        text: Any = self.model.config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+        by_position = not kinds & {"dynamic", "longrope"}  # these look at the positions
+        is_plain = self.diffusion is None and not self.recurrent and is_linear(self._head)
+        return is_plain and by_position and all(map(is_gated_layer, decoder_layers(self.model)))
 
     def use_long_factors(self) -> None:
         """Let a longrope model have its long factors at every position, so that its whole context can be used.

@@ -22,7 +22,8 @@ from volley.decode.sampling import best_tokens, confidences, draft_temperature, 
 from volley.decode.tree import coupled_logits, expand, position_lattices
 from volley.decode.work import Drafted, Rule, Shape, Work
 from volley.errors import ConfigError
-from volley.memory.batch import Segment
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.graphs import StaticPasses, static_passes
 from volley.models.adapter import Adapter
 from volley.models.domino import BoundRecurrent
 from volley.models.draft_model import DraftModel
@@ -37,9 +38,21 @@ class BlockProposer(Proposer):
         self.model = model
         self.can_grow_trees = model.bound_head is None or model.bound_head.pairwise
         self.configure(config)
+        self.passes: StaticPasses | None = None
+        """Small passes, as CUDA graphs on a GPU; ``None``: all of them are launched operation by operation."""
         self.block_size = model.drafter.config.block_size
         drafter = model.drafter
         self.drafts_late = model.device.type != "cpu" and drafter.head is None and drafter.confidence_head is None
+
+    def use_fixed_memory(self, page_size: int) -> None:
+        """Run small passes in fixed memory, if they can be. The last page of the model's store is nobody's."""
+        model = self.model
+
+        def forward(batch: RaggedBatch, rows: Tensor) -> list[Tensor]:
+            states = model.block_states(batch, model.store)[rows]
+            return [model.logits(states), states]
+
+        self.passes = static_passes(forward, model.store, page_size, model.device) if model.is_regular else None
 
     def configure(self, config: DraftingConfig) -> None:
         if config.denoising_steps > 1 and self.model.drafter.config.sample_from_anchor:
@@ -140,13 +153,27 @@ class BlockProposer(Proposer):
                 Segment(works[i].request.draft_table, works[i].request.length - 1, len(blocks[i]), causal=False)
                 for i in members
             ]
-            found = self.model.states(segments, torch.cat([blocks[i] for i in members]), adapter)
+            token_ids = torch.cat([blocks[i] for i in members])
+            if len(groups) == 1 and adapter is None and (replayed := self._replay(segments, token_ids)):
+                return replayed
+            found = self.model.states(segments, token_ids, adapter)
             if len(groups) == 1:
                 return self.model.logits(found), found
             for i, rows in zip(members, torch.split(found, [works[i].ask.positions for i in members]), strict=True):
                 states[i] = rows
         hidden = torch.cat(states)
         return self.model.logits(hidden), hidden
+
+    def _replay(self, segments: list[Segment], token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """:meth:`position_logits` in fixed memory, until the next pass; ``None`` where that cannot be.
+
+        Denoising is one such case: it goes back to the logits of its first pass.
+        """
+        if self.passes is None or self.config.denoising_steps > 1:
+            return None
+        rows = self.model.draft_rows(segments)
+        found = self.passes(segments, token_ids.tolist(), rows)
+        return None if found is None else (found[1][0][: len(rows)], found[1][1][: len(rows)])
 
     def _denoise(self, works: Works, blocks: list[Tensor]) -> Tensor:
         """Reveal the blocks step by step; the logits ``[Σ k, V]`` of the first step."""
@@ -173,6 +200,11 @@ class BlockProposer(Proposer):
         features = torch.zeros(requests, model.drafter.fc.in_features, dtype=model.dtype, device=model.device)
         positions = torch.arange(requests, device=model.device)
         making = fastest(lambda: model.drafter.context_kv(features, positions))
+        sizes = spread(tokens, requests)
+        context = min(CONTEXT, max(0, model.drafter.rotary.length - max(sizes)))
+        replay = None if self.passes is None else self.passes.made_up(sizes, context, causal=False)
+        if replay is not None and model.bound_head is None:
+            return making + fastest(lambda: best_tokens(replay()))
         return making + sum(self.timed_parts(tokens, requests))
 
     @torch.inference_mode()

@@ -21,6 +21,7 @@ from volley.memory.kernels import attention_for, launching
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore, make_store
 from volley.memory.native_attention import native_attention
+from volley.memory.tiles import Tiling, tiled_batch
 
 
 def make_segments(shapes: list[tuple[int, int, bool]], page_size: int, window: int | None, ring: bool) -> list[Segment]:
@@ -176,7 +177,7 @@ def test_parts_have_programs_of_their_own_where_tiles_leave_processors_idle(monk
     def is_parted(start: int, segments: int, part_bytes: int = 2**20) -> bool:
         shapes = [(start, 1, True)] * segments
         batch = RaggedBatch(make_segments(shapes, 16, None, False), torch.zeros(segments, dtype=torch.long))
-        tiled = kernel.tiled_batch(batch, AttentionOptions(1.0), 4)
+        tiled = tiled_batch(batch, Tiling(None, False, 4, 8))
         assert tiled.num_parts == -(-(start + 1) // kernel.PART)
         return kernel.worth_parting(tiled, 8, part_bytes, torch.device("cuda"))
 

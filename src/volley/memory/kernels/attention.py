@@ -6,25 +6,21 @@ by the program itself, or by a second kernel if each part has a program of its o
 same to the bit in whatever batch it is, alone or in a block.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.memory.attention import AttentionOptions, first_visible, paged_attention, visible_mask, write_slots
-from volley.memory.batch import RaggedBatch, Segment
+from volley.memory import tiles
+from volley.memory.attention import AttentionOptions, paged_attention, write_slots
+from volley.memory.batch import RaggedBatch
 from volley.memory.kernels import launching
 from volley.memory.kv_store import DenseKVStore, KVStore
-from volley.memory.upload import upload_together
+from volley.memory.tiles import PART, TiledBatch, Tiling, tiled_batch
 
-_BIDIRECTIONAL, _CAUSAL, _TREE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-PART = 256
-"""Keys of a part."""
+_BIDIRECTIONAL, _CAUSAL, _TREE = (tl.constexpr(kind) for kind in (tiles.BIDIRECTIONAL, tiles.CAUSAL, tiles.TREE))
 _MOST_PARTIAL_BYTES = 2**28  # of the results of all parts, where each has a program of its own
 
 
@@ -67,8 +63,7 @@ def _attention_kernel(
     positions,
     tiles,
     segments,
-    pages,
-    masks,
+    cells,
     output,
     bests,
     totals,
@@ -137,7 +132,7 @@ def _attention_kernel(
             index = begin + tl.arange(0, KEYS)
             exists = (index >= low) & (index < high)
             own = index >= start  # K/V of the segment itself
-            page = tl.load(pages + page_start + (index // PAGE_SIZE) % num_pages, mask=exists, other=0)
+            page = tl.load(cells + page_start + (index // PAGE_SIZE) % num_pages, mask=exists, other=0)
             slot = page.to(tl.int64) * PAGE_SIZE + index % PAGE_SIZE
             place = slot * slot_stride + kv_head * DIM
             there = exists[:, None] & in_dim[None, :]
@@ -151,7 +146,7 @@ def _attention_kernel(
                 visible &= index[None, :] <= start + token[:, None]
             if kind == _TREE:
                 cell = mask_start + token[:, None] * length + (index - start)[None, :]
-                visible &= tl.load(masks + cell, mask=visible & own[None, :], other=1) != 0
+                visible &= tl.load(cells + cell, mask=visible & own[None, :], other=1) != 0
             if WINDOWED:
                 key_position = tl.load(positions + offset + index - start, mask=exists & own, other=0)
                 key_position = tl.where(own, key_position, index)
@@ -222,23 +217,6 @@ def _join_kernel(
     tl.store(output + row * DIM + column, mixed.to(output.dtype.element_ty), mask=column < DIM)
 
 
-@dataclass(slots=True)
-class TiledBatch:
-    """What the kernel reads about a batch, the same for all layers of one window."""
-
-    tiles: Tensor
-    """``[n, 4]`` int32: segment, its first token, and the keys ``[low, high)`` that any of the tile's tokens sees."""
-    segments: Tensor
-    """``[n, 7]`` int32: first row, start, length, kind, first page, number of pages, first cell of its mask."""
-    pages: Tensor
-    """Page ids of all segments, end to end."""
-    masks: Tensor
-    """What tokens see of each other ``[length, length]``, of all trees and groups end to end; int32."""
-    positions: Tensor
-    num_parts: int
-    """Parts that hold the keys of the tile with most of them."""
-
-
 def ragged_attention(
     batch: RaggedBatch,
     store: KVStore,
@@ -261,7 +239,7 @@ def ragged_attention(
     kv_heads = keys.shape[1]
     groups = queries.shape[1] // kv_heads
     rows = tile_shape(groups, queries.shape[2], queries.dtype).rows
-    tiled = tiled_batch(batch, options, rows // groups)
+    tiled = tiled_batch(batch, Tiling(options.window, options.symmetric, rows // groups, kv_heads))
     if parted is None:
         parted = worth_parting(tiled, kv_heads, 4 * queries.numel(), queries.device)
     return attend(tiled, batch.segments[0].table.page_size, store, layer, queries, options, parted=parted)
@@ -290,7 +268,7 @@ def attend(
     sinks = queries if options.sinks is None else options.sinks
     shape = tile_shape(heads // kv_heads, dim, queries.dtype)
     block_dim = max(16, triton.next_power_of_2(dim))
-    read = (tiled.positions, tiled.tiles, tiled.segments, tiled.pages, tiled.masks)
+    read = (tiled.positions, tiled.tiles, tiled.segments, tiled.cells)
     strides = (queries.stride(0), queries.stride(1), pool.stride(0))
     same = {"DIM": dim, "BLOCK_DIM": block_dim, "SINKS": options.sinks is not None}
     same["enable_fp_fusion"] = False  # both kernels must round alike
@@ -320,56 +298,5 @@ def attend(
 
 def worth_parting(tiled: TiledBatch, kv_heads: int, part_bytes: int, device: torch.device) -> bool:
     """Whether the tiles alone leave processors idle, and the results of the parts, ``part_bytes`` each, fit in memory."""
-    leaves_idle = len(tiled.tiles) * kv_heads < 2 * launching.num_processors(device)
+    leaves_idle = launching.leaves_idle(len(tiled.tiles) * kv_heads, device)
     return tiled.num_parts > 1 and leaves_idle and tiled.num_parts * part_bytes <= _MOST_PARTIAL_BYTES
-
-
-def tiled_batch(batch: RaggedBatch, options: AttentionOptions, tokens: int) -> TiledBatch:
-    """``batch`` in tiles of at most so many tokens."""
-    key = ("triton", options.window, options.symmetric, tokens)
-    tiled = batch.plans.get(key)
-    if tiled is None:
-        tiled = batch.plans[key] = _tile_batch(batch, options, tokens)
-    return tiled  # type: ignore[return-value]
-
-
-def _tile_batch(batch: RaggedBatch, options: AttentionOptions, step: int) -> TiledBatch:
-    segments: list[tuple[int, ...]] = []
-    tiles: list[tuple[int, int, int, int]] = []
-    pages: list[int] = []
-    masks = [np.zeros(1, dtype=np.bool_)]
-    mask_size = 1
-    for number, (segment, offset) in enumerate(zip(batch.segments, batch.offsets, strict=False)):
-        mask, table = _seen_inside(segment), segment.table.pages
-        kind = _TREE if mask is not None else _CAUSAL if segment.causal else _BIDIRECTIONAL
-        row = (offset, segment.start, segment.length, kind.value, len(pages), len(table), mask_size)
-        segments.append(row)
-        pages += table
-        if mask is not None:
-            masks.append(mask.ravel())
-            mask_size += mask.size
-        for first in range(0, segment.length, step):
-            tiles.append((number, first, *_seen(segment, first, step, options)))
-    arrays: list[NDArray[np.int32]] = [
-        np.array(rows, dtype=np.int32) for rows in (tiles, segments, pages, np.concatenate(masks))
-    ]
-    num_parts = max(-(-high // PART) - low // PART for *_, low, high in tiles)
-    on_device = upload_together(arrays, batch.token_ids.device)
-    return TiledBatch(on_device[0], on_device[1], on_device[2], on_device[3], batch.positions, num_parts)
-
-
-def _seen_inside(segment: Segment) -> NDArray[np.bool_] | None:
-    """What the tokens of a tree or of groups see of each other ``[length, length]``; ``None`` for a chain."""
-    is_chain = segment.parents is None and segment.groups is None
-    return None if is_chain else visible_mask(segment, None, segment.start).numpy()
-
-
-def _seen(segment: Segment, first: int, count: int, options: AttentionOptions) -> tuple[int, int]:
-    """Bounds ``[low, high)`` of the keys that any of ``count`` tokens of the segment sees, the first being ``first``."""
-    low, high = first_visible(segment, options.window), segment.end
-    start, end = segment.start + first, min(segment.start + first + count, high)
-    if segment.causal and segment.parents is None and segment.groups is None:
-        return low if options.window is None else max(low, start - options.window + 1), end
-    if not segment.causal and options.symmetric and options.window is not None:
-        return max(low, start - options.window), min(high, end + options.window)
-    return low, high

@@ -1,5 +1,6 @@
-"""How a Triton kernel is started: on the device that holds its tensors, be it the current one or not."""
+"""How a Triton kernel is started, on the device that holds its tensors, and how many operations are started at once."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -13,7 +14,38 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments:
         kernel[grid](*arguments, **constants)
 
 
+def capture(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """``run`` as one launch: a CUDA graph of the operations that it starts, on the memory that they read and write now.
+
+    It runs twice before, which compiles kernels. On a CPU it is ``run`` itself.
+    """
+    if device.type != "cuda":
+        return run
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=_graph_memory(device), capture_error_mode="thread_local"):
+            run()
+    return graph.replay
+
+
+@cache
+def _graph_memory(device: torch.device) -> Any:
+    """Where all graphs of a device keep what lies between their operations: no two of them run at once."""
+    return torch.cuda.graph_pool_handle()
+
+
 @cache
 def num_processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for the interpreter on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def leaves_idle(num_programs: int, device: torch.device) -> bool:
+    """Whether so many programs of attention leave processors of a GPU without work."""
+    return num_programs < 2 * num_processors(device)

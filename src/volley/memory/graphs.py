@@ -1,0 +1,221 @@
+"""Passes over few tokens in fixed memory, so that a GPU launches the whole of one as a CUDA graph.
+
+A pass is filled up to a bucket: so many segments, rows and parts of keys. What it reads besides weights and K/V lies in one
+buffer of the device, which one copy from the host fills anew. The rows that fill up are a segment of their own, on a page that
+is nobody's. So a bucket launches the same operations on the same memory every time: captured at its first use, replayed after
+that. On a CPU the same function is called instead of a replay.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.device import reserved_bytes
+from volley.memory.kernels import launching
+from volley.memory.kv_cache import BlockTable
+from volley.memory.kv_store import KVStore
+from volley.memory.tiles import TiledBatch, Tiling, most_parts, segment_arrays, tile_array
+from volley.memory.upload import refill
+
+MOST_ROWS = 192
+"""Rows of a pass: up to about so many, reading the weights takes a GPU longer than computing with them."""
+MOST_SEGMENTS = 64
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # rows of a request
+_SIZE = 2**20  # 32-bit numbers that a pass may have: page ids most of all
+_ALIGNED = 4  # a part of the buffer begins at a multiple of 16 bytes
+
+Forward = Callable[[RaggedBatch, Tensor], Sequence[Tensor]]
+"""``forward(batch, rows [R])``: tensors ``[R, ...]`` or ``[T, ...]``, whose number and kinds never change."""
+
+
+class Bucket(NamedTuple):
+    segments: int
+    rows: int
+    parts: int
+    """Of keys, where parts have programs of their own."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Self | None:
+        """The smallest for segments of such lengths, of one part; ``None`` where there are too many rows or segments."""
+        segments = 1 << (len(lengths) - 1).bit_length()
+        rows = next((segments * size for size in _SIZES if segments * size >= sum(lengths)), MOST_ROWS + 1)
+        return cls(segments, rows, 1) if segments <= MOST_SEGMENTS and rows <= MOST_ROWS else None
+
+
+@dataclass(slots=True)
+class _Input:
+    """The parts of a buffer, on either side of the copy."""
+
+    sources: Tensor
+    """``[2 · rows]``: tokens that the host knows, then those that only the device knows."""
+    order: Tensor
+    """``[rows]``: where in ``sources`` each token is."""
+    positions: Tensor
+    slots: Tensor
+    """``[rows]``: where K/V are written."""
+    chosen: Tensor
+    """``[rows]``: rows whose outputs are wanted."""
+    segments: Tensor
+    tiles: list[Tensor]
+    """One for each tiling; as ``segments`` and ``cells`` they are those of a :class:`TiledBatch`."""
+    cells: Tensor
+    """All that is left of the buffer."""
+
+    @classmethod
+    def of(cls, buffer: Tensor, bucket: Bucket, tilings: Sequence[Tiling]) -> Self:
+        """The parts that a bucket's passes have in an int32 ``buffer``."""
+        rows, at = bucket.rows, 0
+
+        def part(size: int) -> Tensor:
+            nonlocal at
+            start, at = at, at + -(-size // _ALIGNED) * _ALIGNED
+            return buffer[start : start + size]
+
+        sources, order, positions, slots, chosen = (
+            part(2 * size).view(torch.int64) for size in (2 * rows, rows, rows, rows, rows)
+        )
+        segments = part(7 * (bucket.segments + 2)).view(-1, 7)
+        tiles = [part(4 * num_tiles(bucket, tiling)).view(-1, 4) for tiling in tilings]
+        return cls(sources, order, positions, slots, chosen, segments, tiles, cells=buffer[at:])
+
+
+def num_tiles(bucket: Bucket, tiling: Tiling) -> int:
+    """The most tiles that segments of a bucket have, with one that fills up its rows."""
+    return (bucket.rows + (bucket.segments + 1) * (tiling.tokens - 1)) // tiling.tokens
+
+
+class StaticPasses:
+    """Passes of one model over one store."""
+
+    @torch.inference_mode()
+    def __init__(self, forward: Forward, scratch: BlockTable, device: torch.device) -> None:
+        """``scratch`` is one page of the store that no request ever has. A pass over one token tells what layers read."""
+        self._forward, self._scratch, self.device = forward, scratch, device
+        batch, rows = RaggedBatch.on_device([Segment(scratch, 0, 1)], [0], [0], device)
+        outputs = forward(batch, rows)
+        self.tilings = [plan for plan in batch.plans if isinstance(plan, Tiling)]
+        self.can_be_captured = batch.plans.keys() == {"write", *self.tilings}
+        """Whether all attention is the kernel's, which reads fixed memory."""
+        self._buffer = torch.zeros(_SIZE, dtype=torch.int32, device=device)
+        self._outputs = [torch.zeros(MOST_ROWS, *x.shape[1:], dtype=x.dtype, device=device) for x in outputs]
+        self._batch = batch
+        self._replays: dict[Bucket, Callable[[], object]] = {}
+        self._captured_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device: of the fixed memory, and of what graphs hold for values in between."""
+        return self._buffer.nbytes + sum(output.nbytes for output in self._outputs) + self._captured_bytes
+
+    def __call__(
+        self,
+        segments: Sequence[Segment],
+        token_ids: Sequence[int],
+        rows: Sequence[int],
+        late: Mapping[int, Tensor] | None = None,
+    ) -> tuple[RaggedBatch, list[Tensor]] | None:
+        """The batch and the outputs of a pass over what :meth:`RaggedBatch.on_device` takes; ``None`` where it is too large.
+
+        Outputs have the rows of the bucket, real ones first. They are valid until the next pass.
+        """
+        bucket = Bucket.of([segment.length for segment in segments])
+        if bucket is None:
+            return None
+        static = _Input.of(self._buffer, bucket, self.tilings)
+        self._batch = self._filled_up(segments, static)
+        host, parts = self._described(bucket, static, token_ids, rows, late or {})
+        if len(host) > len(self._buffer):
+            return None
+        refill(self._buffer, host)
+        if late:
+            runs = torch.cat(list(late.values()))
+            static.sources[bucket.rows : bucket.rows + len(runs)].copy_(runs)
+        self._replay(bucket._replace(parts=parts), static)
+        batch = RaggedBatch(list(segments), static.sources[: len(token_ids)], static.positions[: len(token_ids)])
+        return batch, [output[: bucket.rows] for output in self._outputs]
+
+    def made_up(self, lengths: Sequence[int], context: int, *, causal: bool) -> Callable[[], Tensor] | None:
+        """A pass over made-up text, which returns its first output; ``None`` where it is too large.
+
+        Segments of such ``lengths`` come after ``context`` tokens each. All of it is on the page that is nobody's.
+        """
+        if Bucket.of(lengths) is None:
+            return None
+        segments = [Segment(self._nobodys(context + length), context, length, causal) for length in lengths]
+        token_ids = [0] * sum(lengths)
+
+        def run() -> Tensor:
+            found = self(segments, token_ids, range(len(token_ids)))
+            assert found is not None, "made-up text has few pages"
+            return found[1][0]
+
+        return run
+
+    def _nobodys(self, num_tokens: int) -> BlockTable:
+        """A table for so many tokens, all of whose pages are the one that is nobody's."""
+        size = self._scratch.page_size
+        return BlockTable(size, self._scratch.pages * -(-num_tokens // size))
+
+    def _filled_up(self, segments: Sequence[Segment], static: _Input) -> RaggedBatch:
+        missing = len(static.positions) - sum(segment.length for segment in segments)
+        more = [Segment(self._nobodys(missing), 0, missing)] if missing else []
+        return RaggedBatch([*segments, *more], static.sources[: len(static.positions)], static.positions)
+
+    def _described(
+        self, bucket: Bucket, static: _Input, token_ids: Sequence[int], rows: Sequence[int], late: Mapping[int, Tensor]
+    ) -> tuple[Tensor, int]:
+        """What the device's buffer shall hold for the batch, and as how many parts of keys it runs."""
+        segments, parts, known = self._batch.segments, 1, bucket.rows
+        described, cells = segment_arrays(self._batch) if self.tilings else (None, np.zeros(0, dtype=np.int32))
+        buffer = torch.zeros(len(self._buffer) - len(static.cells) + len(cells), dtype=torch.int32)
+        host = _Input.of(buffer, bucket, self.tilings)
+        order = np.arange(bucket.rows)
+        for row, run in late.items():
+            order[row : row + len(run)] = range(known, known := known + len(run))
+        _put(host.sources, token_ids)
+        _put(host.order, order)
+        _put(host.positions, torch.cat([segment.positions() for segment in segments]).numpy())
+        _put(host.slots, np.concatenate([own.table.slot_array(own.start, own.end) for own in segments]))
+        _put(host.chosen, rows)
+        if described is not None:
+            _put(host.segments, described)
+            _put(host.cells, cells)
+        for tiles, tiling in zip(host.tiles, self.tilings, strict=True):
+            own = tile_array(segments, tiling)
+            tiles[:, 0] = bucket.segments + 1  # a segment without tokens
+            _put(tiles, own)
+            if launching.leaves_idle(len(tiles) * tiling.kv_heads, self.device):
+                parts = max(parts, most_parts(own))
+        return buffer, 1 << (parts - 1).bit_length()
+
+    def _replay(self, bucket: Bucket, static: _Input) -> None:
+        self._batch.plans["write"] = static.slots
+        for tiles, tiling in zip(static.tiles, self.tilings, strict=True):
+            plan = TiledBatch(tiles, static.segments, static.cells, static.positions, bucket.parts)
+            self._batch.plans[tiling] = plan
+        if bucket not in self._replays:
+            before = reserved_bytes(self.device)
+            self._replays[bucket] = launching.capture(lambda: self._run(static), self.device)
+            self._captured_bytes += max(0, reserved_bytes(self.device) - before)
+        self._replays[bucket]()
+
+    def _run(self, static: _Input) -> None:
+        self._batch.token_ids = static.sources.index_select(0, static.order)
+        for kept, output in zip(self._outputs, self._forward(self._batch, static.chosen), strict=True):
+            kept[: len(output)].copy_(output)
+
+
+def static_passes(forward: Forward, store: KVStore, page_size: int, device: torch.device) -> StaticPasses | None:
+    """Passes over ``store``, the last page of which is nobody's; ``None`` where a GPU could not capture them."""
+    passes = StaticPasses(forward, BlockTable(page_size, [store.num_slots // page_size - 1]), device)
+    return passes if passes.can_be_captured or device.type == "cpu" else None
+
+
+def _put(part: Tensor, values: Any) -> None:
+    """``values`` as the first of a part in the host's memory; zeros follow."""
+    part.numpy()[: len(values)] = values

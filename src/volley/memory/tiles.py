@@ -1,0 +1,99 @@
+"""What an attention kernel for pages reads of a batch: its segments, their pages, and tiles of tokens with the keys they see."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from volley.memory.attention import first_visible, visible_mask
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.upload import upload_together
+
+BIDIRECTIONAL, CAUSAL, TREE = 0, 1, 2
+PART = 256
+"""Keys of a part."""
+
+Ints = NDArray[np.signedinteger[Any]]
+
+
+class Tiling(NamedTuple):
+    """How layers of one kind divide a batch: also the name of what they read of it, among the plans of the batch."""
+
+    window: int | None
+    symmetric: bool
+    tokens: int
+    """Of a tile, at most."""
+    kv_heads: int
+
+
+@dataclass(slots=True)
+class TiledBatch:
+    """What the kernel reads about a batch, the same for all layers of one tiling."""
+
+    tiles: Tensor
+    """``[n, 4]`` int32: segment, its first token, and the keys ``[low, high)`` that any of the tile's tokens sees."""
+    segments: Tensor
+    """``[n, 7]`` int32: first row, start, length, kind, first page, number of pages, first cell of its mask."""
+    cells: Tensor
+    """Page ids of all segments, and what tokens see of each other ``[length, length]``, of all trees and groups; int32."""
+    positions: Tensor
+    num_parts: int
+    """Parts that hold the keys of the tile with most of them, at least."""
+
+
+def tiled_batch(batch: RaggedBatch, tiling: Tiling) -> TiledBatch:
+    """``batch`` in tiles; made once."""
+    tiled = batch.plans.get(tiling)
+    if tiled is None:
+        tiles = tile_array(batch.segments, tiling)
+        on_device = upload_together([tiles, *segment_arrays(batch)], batch.token_ids.device)
+        named = dict(zip(("tiles", "segments", "cells"), on_device, strict=True))
+        tiled = batch.plans[tiling] = TiledBatch(**named, positions=batch.positions, num_parts=most_parts(tiles))
+    return tiled  # type: ignore[return-value]
+
+
+def segment_arrays(batch: RaggedBatch) -> tuple[Ints, Ints]:
+    """``segments`` and ``cells`` of a :class:`TiledBatch`."""
+    rows, cells, size = list[tuple[int, ...]](), list[Ints](), 0
+    for segment, offset in zip(batch.segments, batch.offsets, strict=False):
+        mask, table = _seen_inside(segment), segment.table.pages
+        kind = TREE if mask is not None else CAUSAL if segment.causal else BIDIRECTIONAL
+        rows.append((offset, segment.start, segment.length, kind, size, len(table), size + len(table)))
+        own = np.concatenate((table, [] if mask is None else mask.ravel()), dtype=np.int32, casting="unsafe")
+        cells.append(own)
+        size += len(own)
+    return np.array(rows, dtype=np.int32), np.concatenate(cells)
+
+
+def tile_array(segments: list[Segment], tiling: Tiling) -> Ints:
+    """``tiles`` of a :class:`TiledBatch`."""
+    tiles = [
+        (number, first, *_seen(segment, first, tiling))
+        for number, segment in enumerate(segments)
+        for first in range(0, segment.length, tiling.tokens)
+    ]
+    return np.array(tiles, dtype=np.int32)
+
+
+def most_parts(tiles: Ints) -> int:
+    """Parts that hold the keys of the tile with most of them."""
+    return int((-(-tiles[:, 3] // PART) - tiles[:, 2] // PART).max())
+
+
+def _seen_inside(segment: Segment) -> NDArray[np.bool_] | None:
+    """What the tokens of a tree or of groups see of each other ``[length, length]``; ``None`` for a chain."""
+    is_chain = segment.parents is None and segment.groups is None
+    return None if is_chain else visible_mask(segment, None, segment.start).numpy()
+
+
+def _seen(segment: Segment, first: int, tiling: Tiling) -> tuple[int, int]:
+    """Bounds ``[low, high)`` of the keys that any token of the tile sees whose first token is ``first``."""
+    low, high = first_visible(segment, tiling.window), segment.end
+    start, end = segment.start + first, min(segment.start + first + tiling.tokens, high)
+    if segment.causal and segment.parents is None and segment.groups is None:
+        return low if tiling.window is None else max(low, start - tiling.window + 1), end
+    if not segment.causal and tiling.symmetric and tiling.window is not None:
+        return max(low, start - tiling.window), min(high, end + tiling.window)
+    return low, high
