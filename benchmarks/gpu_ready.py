@@ -5,9 +5,10 @@
     python -m benchmarks.gpu_ready --no-kernels        without compiling kernels (about a minute)
 
 Operations and waits are counted on a pretended device (``pretended_gpu.py``), with as many layers as Qwen3-8B and a drafter of
-five, at a tiny width: neither depends on it. Kernels are compiled ahead of time. The floor counts bytes and FLOPs of Qwen3-8B and
-a drafter in DFlash's published shape (16 positions) on a device that copies 4.3 TB/s and multiplies 790 TFLOP/s in bf16: no
-kernel and no launch is in it. Ends with status 1 and names the bars that are missed, if any is.
+five, at a tiny width: neither depends on it. Launches are those of the same steps with CUDA graphs, where a replay is one.
+Kernels are compiled ahead of time. The floor counts bytes and FLOPs of Qwen3-8B and a drafter in DFlash's published shape (16
+positions) on a device that copies 4.3 TB/s and multiplies 790 TFLOP/s in bf16: no kernel and no launch is in it. Ends with status
+1 and names the bars that are missed, if any is.
 """
 
 import argparse
@@ -67,6 +68,10 @@ class StepCount:
     copies: float
     places: dict[str, float]
     """Waits by kind and place."""
+    launches: float
+    """Of one step with CUDA graphs, whose replay is one."""
+    captured: float
+    """Operations in the graphs that a step replays."""
 
 
 def models() -> tuple[Any, Drafter]:
@@ -95,20 +100,29 @@ def on_device(model: Any, drafter: Drafter) -> tuple[Target, Drafter]:
     return Target(model), drafter
 
 
+def decoding(model: Any, drafter: Drafter, policy: str, requests: int, *, cuda_graphs: bool) -> Engine:
+    """An engine all of whose requests decode."""
+    options = {"num_pages": 8192, "policy": policy, "cuda_graphs": cuda_graphs}
+    engine = Engine(model, None if policy == "fixed:1" else drafter, **options)
+    for number in range(requests):
+        engine.add_request([(number + i) % 64 for i in range(LENGTH)], SamplingParams(max_tokens=900, ignore_eos=True))
+    while engine.scheduler.waiting or not all(own.is_decoding for own in engine.scheduler.running):
+        engine.step()
+    engine.step()
+    return engine
+
+
 def count_steps(model: Any, drafter: Drafter, policy: str, requests: int, steps: int = 4) -> StepCount:
     """Means over some steps in which all requests decode."""
     with pretended_cuda() as counts, floors_as_costs():
         target, own = on_device(model, drafter)
-        entered = note_entries(target.model.model.layers[6:8], counts)  # between them no state is tapped
-        options = {"num_pages": 8192, "policy": policy}
-        engine = Engine(target, None if policy == "fixed:1" else own, **options)
-        for number in range(requests):
-            engine.add_request(
-                [(number + i) % 64 for i in range(LENGTH)], SamplingParams(max_tokens=900, ignore_eos=True)
-            )
-        while engine.scheduler.waiting or not all(own.is_decoding for own in engine.scheduler.running):
+        engine = decoding(target, own, policy, requests, cuda_graphs=True)
+        counts.clear()
+        for _ in range(steps):
             engine.step()
-        engine.step()
+        launches, captured = counts.operations.total() / steps, counts.replayed.total() / steps
+        entered = note_entries(target.model.model.layers[6:8], counts)  # between them no state is tapped
+        engine = decoding(target, own, policy, requests, cuda_graphs=False)
         counts.clear()
         for _ in range(steps):
             entered.clear()
@@ -122,6 +136,8 @@ def count_steps(model: Any, drafter: Drafter, policy: str, requests: int, steps:
             counts.waits.total() / steps,
             counts.copies.total() / steps,
             places,
+            launches,
+            captured,
         )
 
 
@@ -239,10 +255,12 @@ def missed(report: dict[str, Any]) -> list[str]:
 
 def show(report: dict[str, Any]) -> None:
     print(
-        "| policy | requests | operations | of them a layer | waits | asynchronous copies |\n|---|---|---|---|---|---|"
+        "| policy | requests | operations | of them a layer | waits | asynchronous copies | launches with graphs | captured |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for step in report["steps"]:
-        figures = "{operations:.0f} | {layer_operations} | {waits:.1f} | {copies:.1f}".format(**step)
+        names = ("operations", "layer_operations", "waits", "copies", "launches", "captured")
+        figures = " | ".join(f"{step[name]:.1f}" for name in names)
         print(f"| {step['policy']} | {step['requests']} | {figures} |")
     for step in report["steps"][-1:]:
         for where, times in step["places"].items():

@@ -156,6 +156,28 @@ def passes(bench: Bench) -> dict[str, Any]:
     return {"table": table, "plain_GB_s": weights / table[0]["T_plain"] / 1e6}
 
 
+def graphs(bench: Bench) -> dict[str, Any]:
+    """T_plain, T_verify and T_draft in milliseconds with and without CUDA graphs, and whether the tokens are the same."""
+    from volley import Engine, SamplingParams
+
+    pair = bench.pair()
+    params = SamplingParams(max_tokens=8 if bench.dry else 64, ignore_eos=True)
+    prompts = [[10 + i] * 32 + list(range(40, 60)) for i in range(max(bench.levels))]
+    table: list[dict[str, Any]] = [{"requests": level} for level in bench.levels]
+    answers, held = [], 0
+    for name, with_graphs in (("eager", False), ("graphs", True)):
+        engine = Engine(*pair, policy=f"fixed:{BLOCK}", num_pages=64 * max(bench.levels), cuda_graphs=with_graphs)
+        for row in table:
+            level = row["requests"]
+            plain, verify = (engine.runner.seconds(size * level, level) for size in (1, BLOCK))
+            draft = engine.proposer.seconds(BLOCK * level, level)
+            row |= {f"plain {name}": 1e3 * plain, f"verify {name}": 1e3 * verify, f"draft {name}": 1e3 * draft}
+        answers.append([own.token_ids for level in bench.levels for own in engine.generate(prompts[:level], params)])
+        held = sum(own.passes.nbytes for own in (engine.runner, engine.proposer) if own.passes is not None)
+    same = sum(one == other for one, other in zip(*answers, strict=True)) / len(answers[0])
+    return {"equal_answers": same, "graphs_MiB": held / 2**20, "table": table}
+
+
 def load(bench: Bench) -> dict[str, Any]:
     """Tokens a second of so many requests at once, plain and with the bundled drafter, and whether their tokens are equal."""
     from volley import Engine, SamplingParams
@@ -204,7 +226,7 @@ def waits(bench: Bench) -> dict[str, Any]:
     return {"error": None}
 
 
-PARTS = {part.__name__: part for part in (tests, copy, kernels, rows, passes, load, waits)}
+PARTS = {part.__name__: part for part in (tests, copy, kernels, rows, passes, graphs, load, waits)}
 
 
 def tables(out: Path) -> str:

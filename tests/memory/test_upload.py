@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from volley.memory.upload import upload, upload_together
+from volley.memory.upload import refill, upload, upload_together
 
 CPU = torch.device("cpu")
 
@@ -20,3 +20,9 @@ def test_several_arrays_keep_their_shapes() -> None:
     found = upload_together(arrays, CPU)
     assert [tensor.tolist() for tensor in found] == [[[0, 1, 2], [3, 4, 5]], [], [5]]
     assert all(tensor.dtype == torch.int32 for tensor in found)
+
+
+def test_memory_is_filled_from_its_beginning() -> None:
+    memory = torch.zeros(4, dtype=torch.int32)
+    refill(memory, torch.tensor([3, 4], dtype=torch.int32))
+    assert memory.tolist() == [3, 4, 0, 0]

@@ -19,6 +19,7 @@ def test_every_part_runs_dry_and_has_its_table(tmp_path: Path) -> None:
     assert found["rows"]["equal_rows"] == found["rows"]["rows"] == run.BLOCK
     assert [row["equal"] for row in found["load"]["table"]] == [1, 1]
     assert found["copy"]["GB_s"] > 0
+    assert found["graphs"]["equal_answers"] == 1
     text = run.tables(tmp_path)
     assert "not run\n\n##" not in text.replace("- tail: not run", "")
     assert "| requests | T_plain | T_verify | T_draft | ratio |\n|---|---|---|---|---|\n| 1 |" in text

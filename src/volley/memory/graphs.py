@@ -22,10 +22,10 @@ from volley.memory.kv_store import KVStore
 from volley.memory.tiles import TiledBatch, Tiling, most_parts, segment_arrays, tile_array
 from volley.memory.upload import refill
 
-MOST_ROWS = 192
-"""Rows of a pass: up to about so many, reading the weights takes a GPU longer than computing with them."""
+MOST_ROWS = 256
+"""Rows of a pass. With about so many, computing takes a GPU as long as reading the weights, and launches no longer count."""
 MOST_SEGMENTS = 64
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # rows of a request
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a request
 _SIZE = 2**20  # 32-bit numbers that a pass may have: page ids most of all
 _ALIGNED = 4  # a part of the buffer begins at a multiple of 16 bytes
 
@@ -112,6 +112,7 @@ class StaticPasses:
         """Bytes of the device: of the fixed memory, and of what graphs hold for values in between."""
         return self._buffer.nbytes + sum(output.nbytes for output in self._outputs) + self._captured_bytes
 
+    @torch.inference_mode()
     def __call__(
         self,
         segments: Sequence[Segment],

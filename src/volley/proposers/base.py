@@ -6,6 +6,7 @@ from typing import Any
 
 from volley.config import DecodingConfig
 from volley.decode.work import Work
+from volley.memory.graphs import StaticPasses
 
 Works = Sequence[Work[Any]]
 
@@ -17,6 +18,8 @@ class Proposer(ABC):
     """The largest block it can draft, anchor included."""
     drafts_late = False
     """Whether it leaves drafts on the device until they are verified, where nothing needs them before."""
+    passes: StaticPasses | None = None
+    """Small passes of its model in fixed memory, as CUDA graphs on a GPU; ``None``: all are launched operation by operation."""
     can_grow_trees = False
     """Whether it fills a work of shape ``TREE`` with a tree."""
 

@@ -23,7 +23,7 @@ from volley.decode.tree import coupled_logits, expand, position_lattices
 from volley.decode.work import Drafted, Rule, Shape, Work
 from volley.errors import ConfigError
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.graphs import StaticPasses, static_passes
+from volley.memory.graphs import static_passes
 from volley.models.adapter import Adapter
 from volley.models.domino import BoundRecurrent
 from volley.models.draft_model import DraftModel
@@ -38,8 +38,6 @@ class BlockProposer(Proposer):
         self.model = model
         self.can_grow_trees = model.bound_head is None or model.bound_head.pairwise
         self.configure(config)
-        self.passes: StaticPasses | None = None
-        """Small passes, as CUDA graphs on a GPU; ``None``: all of them are launched operation by operation."""
         self.block_size = model.drafter.config.block_size
         drafter = model.drafter
         self.drafts_late = model.device.type != "cpu" and drafter.head is None and drafter.confidence_head is None

@@ -45,7 +45,9 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.pages_used = gauge("kv_pages_used", "Pages of K/V held by requests.")
         gauge("kv_pages", "Pages of K/V in the pool.").set(num_pages)
-        self.memory = Gauge("volley:memory_bytes", "Bytes of weights and of K/V pools.", ["part"], registry=registry)
+        self.memory = Gauge(
+            "volley:memory_bytes", "Bytes of weights, K/V pools and CUDA graphs.", ["part"], registry=registry
+        )
         self.holds(memory)
         self.reloads = counter("drafter_reloads", "Drafters that were to be replaced, by what came of it.", "result")
         self.usage = gauge("kv_cache_usage_perc", "Share of the pages held by requests; 1 is all.")
@@ -179,10 +181,12 @@ def _depth(proposal: Proposal) -> int:
 
 
 def memory_of(engine: Engine) -> dict[str, int]:
-    """Bytes of the weights of target and drafter, and of the K/V pools of both."""
+    """Bytes of the weights of target and drafter, of the K/V pools of both, and of CUDA graphs that are captured by now."""
     held, model = {"target": weight_bytes(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
     if model is not None:
         held |= {"drafter": weight_bytes(model.drafter), "draft_kv": model.store.nbytes}
+    if graphs := [own.passes for own in (engine.runner, engine.proposer) if own is not None and own.passes is not None]:
+        held["graphs"] = sum(passes.nbytes for passes in graphs)
     return held
 
 

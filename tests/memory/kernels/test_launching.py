@@ -1,8 +1,14 @@
-"""Kernels are started where their tensors are."""
+"""Kernels are started where their tensors are, and graphs captured in order."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
-from volley.memory.kernels.launching import launch, num_processors
+from tests.memory.kernels import DEVICE
+from volley.memory.kernels.launching import capture, launch, leaves_idle, num_processors
 
 
 class Recorded:
@@ -18,3 +24,62 @@ def test_a_kernel_gets_its_grid_and_arguments() -> None:
     launch(kernel, (2, 3), torch.device("cpu"), "x", SIZE=4)
     assert kernel.calls == [((2, 3), ("x",), {"SIZE": 4})]
     assert num_processors(torch.device("cpu")) == 1
+    assert leaves_idle(1, torch.device("cpu"))
+    assert not leaves_idle(2, torch.device("cpu"))
+
+
+def test_a_graph_is_captured_after_two_runs_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that PyTorch's documentation asks for, in their order; what they do is seen on a GPU alone."""
+    seen: list[str] = []
+
+    class Stream:
+        def __init__(self, name: Any = "beside") -> None:
+            self.name = name if isinstance(name, str) else "beside"
+
+        def wait_stream(self, other: "Stream") -> None:
+            seen.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def entered(*given: Any, **settings: Any) -> Any:
+        names = [own.name for own in given if isinstance(own, Stream | SimpleNamespace)]
+        seen.append(f"in {' '.join(names)} {settings.get('pool', '')}".strip())
+        yield
+
+    graph = SimpleNamespace(name="graph", replay=lambda: seen.append("replay"))
+    for name, fake in {
+        "device": entered,
+        "stream": entered,
+        "graph": entered,
+        "Stream": Stream,
+        "current_stream": lambda _: Stream("current"),
+        "CUDAGraph": lambda: graph,
+        "graph_pool_handle": lambda: "pool",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    capture(lambda: seen.append("run"), torch.device("cuda", 7))()
+    assert seen == [
+        "in",
+        "beside waits for current",
+        "in beside",
+        "run",
+        "run",
+        "current waits for beside",
+        "in graph pool",
+        "run",
+        "replay",
+    ]
+
+
+def test_a_cpu_runs_what_it_would_capture() -> None:
+    def run() -> None: ...
+
+    assert capture(run, torch.device("cpu")) is run
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="captures for real")
+def test_a_replay_reads_memory_as_it_is_now() -> None:
+    source, target = torch.ones(4, device=DEVICE), torch.zeros(4, device=DEVICE)
+    replay = capture(lambda: target.copy_(source * 2), DEVICE)
+    source.fill_(5)
+    replay()
+    assert target.tolist() == [10, 10, 10, 10]

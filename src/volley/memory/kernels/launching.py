@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def capture(run: Callable[[], object], device: torch.device) -> Callable[[], obj
     """
     if device.type != "cuda":
         return run
-    with torch.cuda.device(device):
+    with _CAPTURING, torch.cuda.device(device):
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -32,6 +33,9 @@ def capture(run: Callable[[], object], device: torch.device) -> Callable[[], obj
         with torch.cuda.graph(graph, pool=_graph_memory(device), capture_error_mode="thread_local"):
             run()
     return graph.replay
+
+
+_CAPTURING = Lock()  # a process captures one graph at a time
 
 
 @cache

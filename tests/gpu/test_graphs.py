@@ -1,0 +1,124 @@
+"""CUDA graphs on a pretended GPU: a replay runs what was captured and no Python, and answers are the plain CPU's."""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.pretended_gpu import CUDA, pretended_cuda
+from tests.costs import settle
+from tests.gpu.test_engine import GREEDY, Both, answers, both, pretended
+from tests.hybrid import target as hybrid_target
+from tests.tiny import random_prompts
+from volley import Engine, SamplingParams
+from volley.engine import capacity
+from volley.memory import graphs
+from volley.memory.device import Device
+from volley.memory.kernels import launching
+
+__all__ = ["both"]
+SEEDED = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        pytest.param(GREEDY, {"policy": "fixed:1"}, id="plain"),
+        pytest.param(GREEDY, {"policy": "fixed:3"}, id="blocks"),
+        pytest.param(SEEDED, {}, id="seeded"),
+        pytest.param(GREEDY, {"tree_nodes": 8}, id="trees"),
+        pytest.param(GREEDY, {"draft_window": 8, "page_size": 4}, id="draft window"),
+        pytest.param(GREEDY, {"num_pages": 12, "page_size": 4}, id="preemption"),
+        pytest.param(GREEDY, {"policy": "goodput"}, id="goodput"),
+        pytest.param(GREEDY, {"denoising_steps": 2}, id="denoising"),
+    ],
+)
+def test_tokens_through_fixed_memory_on_a_cpu(
+    both: Both, params: SamplingParams, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same path, with a call in place of a replay: requests of several lengths join and leave, so buckets change."""
+    settle(monkeypatch)
+    each = [replace(params, max_tokens=size) for size in (3, 8, 5, 1, 7)]
+
+    def run() -> tuple[Any, Engine]:
+        engine = Engine(both.here.target, both.here.drafter, **{"num_pages": 64, "policy": "fixed", **options})
+        prompts = random_prompts(5, longest=20, seed=1)
+        found = [result.token_ids for result in engine.generate(prompts, each)]
+        engine.check_integrity()
+        return found, engine
+
+    expected, plain = run()
+    assert plain.runner.passes is None
+    monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda", "a CPU that says so"))
+    ran: list[Any] = []
+    capture = launching.capture
+    monkeypatch.setattr(launching, "capture", lambda run, device: ran.append(run) or capture(run, device))
+    found, fixed = run()
+    assert found == expected
+    assert fixed.runner.passes is not None
+    assert len(ran) >= 2
+
+
+def test_a_step_is_a_few_launches_and_waits_once(both: Both) -> None:
+    with pretended() as counts:
+        engine = Engine(both.target, both.drafter, num_pages=64, policy="fixed")
+        requests = [engine.add_request(prompt, GREEDY) for prompt in random_prompts(2, longest=20, seed=1)]
+        for _ in range(2):
+            engine.step()
+        counts.clear()
+        engine.step()
+        assert counts.operations["a graph"] == 2, "one of the drafter, one of the target"
+        assert counts.waits.total() == 1
+        assert "_attention_kernel" not in counts.operations
+        assert counts.replayed["_attention_kernel"] == 3, "in two layers and one"
+        assert counts.operations.total() < counts.replayed.total() / 3
+        for request in requests:
+            engine.abort(request)
+        engine.check_integrity()
+
+
+def test_values_of_the_pass_before_are_seen(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: what a pass reads is put into memory that no graph reads."""
+    expected = answers(both.here.target, both.here.drafter, 1, GREEDY)
+    refill, filled = graphs.refill, list[int]()
+
+    def only_at_first(memory: Any, values: Any) -> None:
+        filled.append(1)
+        refill(memory if len(filled) <= 2 else memory.clone(), values)
+
+    with pretended():
+        monkeypatch.setattr(graphs, "refill", only_at_first)
+        assert answers(both.target, both.drafter, 1, GREEDY) != expected
+
+
+def test_a_wait_or_a_copy_within_a_graph_is_refused() -> None:
+    with pretended_cuda():
+        values = torch.zeros(3, device=CUDA)
+        for wrong in (values.tolist, lambda: values.copy_(torch.ones(3).pin_memory(), non_blocking=True)):
+            with pytest.raises(RuntimeError, match="while a graph is captured"):
+                launching.capture(wrong, CUDA)
+
+
+@pytest.mark.parametrize("options", [{"cuda_graphs": False}, {"kv_dtype": "int8", "draft_kv_dtype": "int8"}])
+def test_what_is_switched_off_or_cannot_be_captured_is_launched_by_operation(
+    both: Both, options: dict[str, Any]
+) -> None:
+    with pretended() as counts:
+        engine = Engine(both.target, both.drafter, num_pages=64, policy="fixed", **options)
+        assert engine.runner.passes is None
+        assert engine.proposer is not None
+        assert engine.proposer.passes is None
+        assert engine.runner.store.num_slots == (64 + engine.capacity.cuda_graphs) * 16
+        assert not counts.operations["a graph"]
+
+
+def test_layers_of_other_kinds_are_launched_by_operation(both: Both) -> None:
+    assert both.here.target.is_regular
+    assert not hybrid_target("qwen3_5_text").is_regular
+    for change in ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, {"full": {"rope_type": "longrope"}}):
+        with mock.patch.object(both.here.target.model.config, "rope_parameters", change):
+            assert not both.here.target.is_regular
