@@ -23,14 +23,14 @@ def capture(run: Callable[[], object], device: torch.device) -> Callable[[], obj
     if device.type != "cuda":
         return run
     with _CAPTURING, torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream, pool = _graph_memory(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
                 run()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=_graph_memory(device), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             run()
     return graph.replay
 
@@ -39,9 +39,9 @@ _CAPTURING = Lock()  # a process captures one graph at a time
 
 
 @cache
-def _graph_memory(device: torch.device) -> Any:
-    """Where all graphs of a device keep what lies between their operations: no two of them run at once."""
-    return torch.cuda.graph_pool_handle()
+def _graph_memory(device: torch.device) -> tuple[Any, Any]:
+    """The stream on which graphs of a device are captured, and the memory between their operations, as no two run at once."""
+    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
 
 @cache
