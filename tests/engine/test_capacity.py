@@ -1,5 +1,6 @@
 """Sizes follow the device: a CPU's are modest, a GPU's fill it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,9 +64,9 @@ def test_what_is_given_stays() -> None:
     given = CapacityConfig(max_running=3, max_batch_tokens=70, num_pages=9, page_size=4, prefix_caching=False)
     for device in (CPU, gpu(139)):
         found = sizes(given, device)
-        assert found == Capacity(
-            max_running=3, max_batch_tokens=70, num_pages=9, page_size=4, prefix_caching=False, num_states=None
-        )
+        expected = Capacity(max_running=3, max_batch_tokens=70, num_pages=9, page_size=4, prefix_caching=False)
+        assert found == replace(expected, cuda_graphs=device.kind == "cuda")
+    assert not sizes(CapacityConfig(cuda_graphs=False), gpu(139)).cuda_graphs
 
 
 def test_memory_may_be_given_instead_of_pages() -> None:

@@ -45,9 +45,7 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.pages_used = gauge("kv_pages_used", "Pages of K/V held by requests.")
         gauge("kv_pages", "Pages of K/V in the pool.").set(num_pages)
-        self.memory = Gauge(
-            "volley:memory_bytes", "Bytes of weights, K/V pools and CUDA graphs.", ["part"], registry=registry
-        )
+        self.memory = Gauge("volley:memory_bytes", "Bytes of weights, pools and graphs.", ["part"], registry=registry)
         self.holds(memory)
         self.reloads = counter("drafter_reloads", "Drafters that were to be replaced, by what came of it.", "result")
         self.usage = gauge("kv_cache_usage_perc", "Share of the pages held by requests; 1 is all.")
