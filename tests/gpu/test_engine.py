@@ -138,7 +138,9 @@ def test_a_drafter_in_fp8_drafts_as_its_reference_does(both: Both, count: int, o
     plain = answers(both.here.target, None, count, GREEDY)
     expected = drafts(both.here.target, coded(both.here.drafter, both.here.target), count, **options)
     assert [tokens for tokens, *_ in expected] == plain
-    assert count == 1 or expected != drafts(both.here.target, both.here.drafter, count, **options), "or codes are not seen"
+    assert count == 1 or expected != drafts(both.here.target, both.here.drafter, count, **options), (
+        "or codes are not seen"
+    )
     with pretended() as counts:
         assert drafts(both.target, coded(both.here.drafter, both.target), count, **options) == expected
     assert {"_float8_kernel", "_inject_kernel"} <= counts.operations.keys()
