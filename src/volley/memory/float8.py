@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from volley.memory import kernels
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_AT_ONCE = 2**26  # numbers of a weight that are decoded together
+AT_ONCE = 2**26  # numbers of a weight that are decoded together
 
 
 class Float8(NamedTuple):
@@ -47,4 +47,4 @@ def product(x: Tensor, weight: Float8) -> Tensor:
 
 
 def _parts(weight: Tensor) -> Iterator[Tensor]:
-    yield from torch.split(weight, max(1, _AT_ONCE // weight.shape[1]))
+    yield from torch.split(weight, max(1, AT_ONCE // weight.shape[1]))
