@@ -7,28 +7,12 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-CONTEXT = 128  # tokens before a pass that is timed, as in volley's cost tables
-
-
-@dataclass
-class Answer:
-    """What one contender said to one group of prompts."""
-
-    tokens: list[list[int]]
-    seconds: float
-    """From the request to the last token of the group."""
-    decode_seconds: float
-    """From the first token to the last, of the slowest prompt."""
-    gained: int
-    """Tokens after the first of each answer."""
-    passes: int
-    """Passes of the target that gave them."""
-
+from benchmarks.answer import Answer
+from benchmarks.llama_peer import Passes
 
 Orders = dict[str, Callable[..., Any]]
 
@@ -122,8 +106,6 @@ def vllm(settings: dict[str, Any]) -> Orders:
 
 
 def passes(settings: dict[str, Any]) -> Orders:
-    from benchmarks.llama_peer import Passes
-
     return {"target": Passes(settings["model"], settings["threads"]).seconds}
 
 

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from volley.files import write_atomically
-from volley.memory.kernels import attention, inject, rows
+from volley.memory.kernels import attention, float8, inject, rows
 
 SHARED = {80: 163, 86: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have, by architecture."""
@@ -111,6 +111,13 @@ def row_cases(dtype: torch.dtype, dim: int, size: int) -> Iterator[Case]:
     yield Case(f"gate {kind}", rows._gated_silu_kernel, gate, {"SIZE": 3 * size, "BLOCK": 1024}, {})
 
 
+def float8_case(size: int) -> Case:
+    types = {**dict.fromkeys(("x", "output"), "*bf16"), "codes": "*i8", "scales": "*fp32"}
+    types |= dict.fromkeys(("num_rows", "num_outputs"), "i32")
+    tile = {"SIZE": size, "ROWS": float8.ROWS, "OUTPUTS": float8.OUTPUTS, "INPUTS": float8.INPUTS}
+    return Case(f"float8 {size}", float8._float8_kernel, types, tile, float8.OPTIONS)
+
+
 def cases() -> Iterator[Case]:
     """The kernels at the head sizes of published models."""
     half, full = torch.bfloat16, torch.float32
@@ -123,17 +130,24 @@ def cases() -> Iterator[Case]:
     yield join_case(half, 128)
     yield inject_case(half, 128)
     yield from row_cases(half, 128, 4096)
+    yield float8_case(4096)
+    yield float8_case(4100)  # rows that begin anywhere
 
 
-def compiled(case: Case, arch: int) -> Resources:
-    """What the kernel of ``case`` needs on a GPU of compute capability ``arch``, as the wheel's ``cuobjdump`` reports it."""
+def build(case: Case, arch: int) -> Any:
+    """The kernel of ``case`` as Triton compiles it for a GPU of compute capability ``arch``."""
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     aligned = [n for n in names if case.types.get(n, "")[:1] == "*" or (n in case.types and "stride" in n)]
     specialised = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(case.kernel, signature, constants, specialised)
-    done = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=case.options)
+
+
+def compiled(case: Case, arch: int) -> Resources:
+    """What the kernel of ``case`` needs there, as the wheel's ``cuobjdump`` reports it."""
+    done = build(case, arch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(done.asm["cubin"])
         file.flush()

@@ -30,7 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import Answer, peak_bytes
+from benchmarks.answer import Answer
+from benchmarks.contenders import peak_bytes
 from benchmarks.engines import connected
 from benchmarks.llama_peer import CONVERTED, ROOT, LlamaRow, check_built, gguf, server
 from volley.config import CapacityConfig

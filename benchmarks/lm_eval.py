@@ -14,16 +14,17 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.thread_server import serving
 from volley import Engine
 from volley.files import REFERENCE
 from volley.serve.config import ServeConfig
-from volley.serve.server import Server
 from volley.serve.service import Service
 
 TOLERANCE = 1e-3
@@ -84,20 +85,6 @@ def evaluate(lm_eval: Path, tasks: Path, out: Path, model: str, arguments: dict[
     return found
 
 
-def serve(engine: Engine, task: Any) -> Any:
-    """What ``task`` says of a server of this engine, given its address."""
-    config = ServeConfig(port=0)
-    server = Server([Service(engine, config, "volley-reference")], config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    server.listening.wait()
-    try:
-        return task("http://{}:{}".format(*server.address))
-    finally:
-        server.drain()
-        thread.join()
-
-
 def numbers(answers: Any) -> list[float]:
     """All log-likelihoods in a task's answers."""
     if isinstance(answers, list):
@@ -122,14 +109,13 @@ def main() -> int:
     }
     for name, policy in (("volley, drafting", "fixed"), ("volley, plain", "fixed:1")):
         engine = Engine.from_pretrained(dtype=torch.float32, policy=policy)
-        length = engine.snapshot().max_tokens
-
-        def ask(url: str, out: str = name.split()[-1], length: int = length) -> dict[str, Any]:
-            arguments = {"model": "volley-reference", "base_url": f"{url}/v1/completions", "max_length": length}
-            arguments |= {"num_concurrent": 4, "tokenizer_backend": "remote"}
-            return evaluate(options.lm_eval, tasks, options.out / out, "local-completions", arguments)
-
-        runs[name] = serve(engine, ask)
+        config = ServeConfig(port=0)
+        arguments = {"model": "volley-reference", "max_length": engine.snapshot().max_tokens}
+        arguments |= {"num_concurrent": 4, "tokenizer_backend": "remote"}
+        with serving([Service(engine, config, "volley-reference")], config) as url:
+            arguments["base_url"] = f"{url}/v1/completions"
+            out = options.out / name.split()[-1]
+            runs[name] = evaluate(options.lm_eval, tasks, out, "local-completions", arguments)
     return report(runs)
 
 

@@ -329,6 +329,7 @@ def pretended_cuda(free_bytes: int = 2**28, *, runs_kernels: bool = False) -> It
         "is_available": lambda: True,
         "empty_cache": lambda: None,
         "get_device_properties": lambda *_: facts,
+        "get_device_capability": lambda *_: (9, 0),
         "mem_get_info": lambda *_: (free_bytes, 2 * free_bytes),
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
@@ -341,7 +342,7 @@ def pretended_cuda(free_bytes: int = 2**28, *, runs_kernels: bool = False) -> It
         with ExitStack() as stack:
             for name, answer in answers.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-            for name in ("attention", "inject", "rows"):
+            for name in ("attention", "float8", "inject", "rows"):
                 importlib.import_module(f"{kernels.__name__}.{name}")
             real = launching.launch
             for name, module in list(sys.modules.items()):

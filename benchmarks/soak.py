@@ -21,11 +21,9 @@ import json
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +36,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.grammars import make_schema
 from benchmarks.kept import Kept
+from benchmarks.thread_server import serving
 from tests.models.test_adapter import make_adapter
 from volley import Engine
 from volley.files import REFERENCE, make_folder, read_json, write_atomically
 from volley.models.drafter import Drafter
 from volley.prompts import load_prompts
 from volley.serve.config import ServeConfig
-from volley.serve.server import Server
 from volley.serve.service import Service
 
 LEAVING = 0.12  # of the requests, whose clients go before the end
@@ -299,19 +297,6 @@ async def attack(services: list[Service], url: str, options: argparse.Namespace,
 
 def resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-
-
-@contextmanager
-def serving(services: list[Service], config: ServeConfig) -> Iterator[str]:
-    server = Server(services, config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    server.listening.wait()
-    try:
-        yield "http://{}:{}".format(*server.address)
-    finally:
-        server.drain()
-        thread.join()
 
 
 def make_services(folder: Path, config: ServeConfig) -> list[Service]:

@@ -35,6 +35,15 @@ class Bench:
         self.torch, self.dry = torch, dry
         self.device = torch.device("cpu" if dry else "cuda")
         self.levels = (1, 2) if dry else (1, 2, 4, 8, 16, 32, 64)
+        self.layers = 8 if dry else 36
+        self.shape = {
+            "hidden_size": 64 if dry else 4096,
+            "intermediate_size": 96 if dry else 12288,
+            "num_attention_heads": 4 if dry else 32,
+            "num_key_value_heads": 2 if dry else 8,
+            "head_dim": 16 if dry else 128,
+            "vocab_size": 64 if dry else 151936,
+        }
 
     def seconds(self, run: Callable[[], object], repeats: int = 20) -> float:
         """Median of some runs, each waited for."""
@@ -57,37 +66,36 @@ class Bench:
         from transformers import AutoModelForCausalLM, Qwen3Config
 
         from volley.models.accelerate import accelerate
-        from volley.models.checkpoint import DrafterConfig
-        from volley.models.drafter import Drafter
         from volley.models.target import Target
 
-        torch, wide = self.torch, not self.dry
-        shape = {
-            "hidden_size": 4096 if wide else 64,
-            "intermediate_size": 12288 if wide else 96,
-            "num_attention_heads": 32 if wide else 4,
-            "num_key_value_heads": 8 if wide else 2,
-            "head_dim": 128 if wide else 16,
-            "vocab_size": 151936 if wide else 64,
-        }
-        layers = 36 if wide else 8
-        config = Qwen3Config(**shape, num_hidden_layers=layers, max_position_embeddings=40960, eos_token_id=None)
+        config = Qwen3Config(
+            **self.shape, num_hidden_layers=self.layers, max_position_embeddings=40960, eos_token_id=None
+        )
+        self.torch.manual_seed(0)
+        with self.torch.device(self.device):
+            dtype = self.torch.bfloat16
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        accelerate(model)
+        target = Target(model)
+        return target, self.drafter(target, "bf16")
+
+    def drafter(self, target: Any, weights: Any) -> Any:
+        """A drafter for ``target`` with such weights."""
+        from volley.models.checkpoint import DrafterConfig
+        from volley.models.drafter import Drafter
+
         own = DrafterConfig(
-            **shape,
-            num_hidden_layers=5 if wide else 2,
-            num_target_layers=layers,
+            **self.shape,
+            num_hidden_layers=2 if self.dry else 5,
+            num_target_layers=self.layers,
             block_size=BLOCK,
             mask_token_id=3,
-            target_layer_ids=tuple(range(1, layers, 8))[:5],
+            target_layer_ids=tuple(range(1, self.layers, 8))[:5],
         )
-        torch.manual_seed(0)
-        dtype = torch.bfloat16
-        with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-            drafter = Drafter(own).to(self.device, dtype).eval().requires_grad_(False)
-        accelerate(model)
-        drafter.fuse()
-        return Target(model), drafter
+        with self.torch.device(self.device):
+            drafter = Drafter(own).to(self.device, self.torch.bfloat16).eval().requires_grad_(False)
+        drafter.fuse(weights, None if weights == "bf16" else target.head_weight)
+        return drafter
 
 
 def tests(bench: Bench) -> dict[str, Any]:
@@ -145,14 +153,19 @@ def passes(bench: Bench) -> dict[str, Any]:
     """T_plain, T_verify and T_draft by requests, in milliseconds, and what they are of the copy's bandwidth."""
     from volley import Engine
 
-    engine = Engine(*bench.pair(), policy="fixed")
-    table = []
+    target, drafter = bench.pair()
+    small = {"policy": "fixed", "num_pages": 64}  # passes are timed on pools of their own
+    engine, table = Engine(target, drafter, **small), []
     for level in bench.levels:
         plain, verify = (engine.runner.seconds(size * level, level) for size in (1, BLOCK))
         draft = engine.proposer.seconds(BLOCK * level, level)
         times = {"T_plain": 1e3 * plain, "T_verify": 1e3 * verify, "T_draft": 1e3 * draft}
         table.append({"requests": level, **times, "ratio": (verify + draft) / plain})
-    weights = sum(w.nbytes for w in engine.target.model.parameters()) - engine.target.head_weight.nbytes
+    coded = Engine(target, bench.drafter(target, "fp8"), **small).proposer
+    for row in table:
+        row["T_draft_fp8"] = 1e3 * coded.seconds(BLOCK * row["requests"], row["requests"])
+        row["ratio_fp8"] = (row["T_verify"] + row["T_draft_fp8"]) / row["T_plain"]
+    weights = sum(w.nbytes for w in target.model.parameters()) - target.head_weight.nbytes
     return {"table": table, "plain_GB_s": weights / table[0]["T_plain"] / 1e6}
 
 

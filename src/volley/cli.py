@@ -71,8 +71,9 @@ class ModelOptions:
     is bf16, but codes for a GGUF file of codes."""
     long_context: bool = False
     """Let a longrope target (Phi-3, Phi-4-mini) use its long factors at every position, beyond its original context."""
-    draft_weights: Literal["bf16", "int8", "int4"] = "bf16"
-    """How it keeps those of drafting, the head among them: codes change how much is accepted, never what comes out."""
+    draft_weights: Literal["bf16", "int8", "int4", "fp8"] = "bf16"
+    """How those of drafting are kept, the head among them: int8 and int4 are for a CPU, fp8 for a GPU. They change how much is
+    accepted, never what comes out."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
     tensor_parallel: bool = False

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volley.decode.constrained import grow_constrained, walk_constrained
+from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.rules import Bits, Constraint, TokenRule, allowed_choices, apply_rules, forced_tokens, make_rules
 from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
 from volley.decode.work import Ask, Rule, Shape, Work
@@ -65,14 +65,18 @@ def asked(params: SamplingParams, seed: int, rules: Sequence[TokenRule], ask: As
     return Work(request, ask)
 
 
+def following(logits: Tensor) -> Following:
+    return Following(lambda at, _, among: columns(logits[at : at + 1], among), V)
+
+
 def grown(logits: Tensor, params: SamplingParams, seed: int, count: int) -> Proposal:
     work = asked(params, seed, [Rising()], Ask(Shape.TREE, Rule.MATCH, count, LEVELS))
-    return grow_constrained(lambda at, _: logits[at : at + 1], work)
+    return grow_constrained(following(logits), work)
 
 
 def drafted(logits: Tensor, params: SamplingParams, rule: Rule, seed: int, rules: Sequence[TokenRule]) -> Proposal:
     work = asked(params, seed, rules, Ask(Shape.CHAIN, rule, LEVELS, LEVELS))
-    return walk_constrained(lambda at, _: logits[at : at + 1], work, with_confidence=True)
+    return walk_constrained(following(logits), work, with_confidence=True)
 
 
 @pytest.mark.parametrize("rule", Rule)

@@ -11,7 +11,7 @@ from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_greedy import COUNT, PROMPTS, expected, tokens
 from tests.engine.test_sampled import PROMPT, SEEDS, V, exact_law, soft_scored, tiny
 from tests.models.test_adapter import make_adapter
-from tests.tiny import Pair, random_prompts, teach
+from tests.tiny import Pair, drafts_of, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError, InputError
 from volley.models.adapter import adapted
@@ -51,19 +51,6 @@ def test_greedy_tokens_are_plain_decodings(pair: Pair, tmp_path: Path, options: 
         engine.check_integrity()
         assert engine.pool.num_used == 0
     assert max(length for result in results for length in result.stats.accepted_lengths) > 3
-
-
-def drafts_of(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:
-    """All proposals of each request: they show any change of draft weights or of their context."""
-    seen: dict[int, list[list[int]]] = {}
-
-    def listen(request: Any, proposal: Any, verdict: Any) -> None:
-        seen.setdefault(request.request_id, []).append(proposal.token_ids)
-
-    engine.on_verified.append(listen)
-    list(engine.generate(prompts, params))
-    engine.on_verified.remove(listen)
-    return [seen[request_id] for request_id in sorted(seen)]
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -16,6 +16,7 @@ from tests.tiles import needs_kernels
 from volley import Engine, GenerationResult, SamplingParams, native
 from volley.errors import ConfigError
 from volley.files import REFERENCE
+from volley.memory import kernels
 from volley.native import Weights
 
 QUESTIONS = [
@@ -167,3 +168,23 @@ def test_codes_need_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         Engine.from_pretrained(weights="int8")
     with pytest.raises(ConfigError, match="use weights='bf16' here"):
         Engine.from_pretrained(draft_weights="int4")
+
+
+def test_fp8_needs_a_gpu_and_is_for_drafters() -> None:
+    with pytest.raises(ConfigError, match=r"needs Triton and an NVIDIA GPU .* 'int8' or 'bf16' on a CPU"):
+        Engine.from_pretrained(device="cpu", draft_weights="fp8")
+    with pytest.raises(ConfigError, match="'fp8' are codes of bf16 weights; load the model with dtype bf16"):
+        Engine.from_pretrained(device="cpu", dtype=torch.float32, draft_weights="fp8")
+    with pytest.raises(ConfigError, match="unknown kind of weights 'fp8'"):
+        Engine.from_pretrained(weights="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"unknown kind of draft weights 'fp4'; .*fp8"):
+        Engine.from_pretrained(draft_weights="fp4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_fp8_needs_tensor_cores_for_bf16(
+    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "usable", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert kernels.multiplies_float8(torch.device("cuda")) == fits

@@ -333,7 +333,7 @@ def scored_without_masks(honest: Walk) -> Walk:
     def walk(following: Any, work: Any, **more: Any) -> Proposal:
         proposal = honest(following, work, **more)
         before = [work.request.anchor, *proposal.token_ids]
-        rows = [following(at, before[at]) for at in range(len(proposal.token_ids))]
+        rows = [following.logits(at, before[at], None) for at in range(len(proposal.token_ids))]
         proposal.draft_probs = token_probs(torch.cat(rows), work.request.params) if rows else None
         return proposal
 

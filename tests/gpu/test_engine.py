@@ -10,16 +10,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import CUDA, OnDevice, move, pretended_cuda
+from benchmarks.pretended_gpu import CPU, CUDA, OnDevice, move, pretended_cuda
 from tests.costs import settle
 from tests.tiny import Pair, make_pair, random_prompts
 from volley import Engine, SamplingParams
+from volley.files import REFERENCE
+from volley.memory import float8
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.memory.upload import upload_together
 from volley.models import backlog
+from volley.models.accelerate import weight_bytes
+from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.loading import load_causal_lm
 from volley.models.target import Target
+from volley.procedures.request import Request
+from volley.types import Proposal
 
 pretended = partial(pretended_cuda, runs_kernels=True)
 GREEDY = SamplingParams(max_tokens=5)
@@ -93,6 +100,84 @@ def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, opt
         assert not used
     else:
         assert {"_attention_kernel", *(["_inject_kernel"] if here else [])} <= used
+
+
+def drafts(target: Target, drafter: Drafter, count: int, **options: Any) -> list[Any]:
+    """What each request answers, is proposed, and accepts of it."""
+    engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
+    proposed: dict[int, list[list[int]]] = {}
+
+    def note(request: Request, proposal: Proposal, _: object) -> None:
+        proposed.setdefault(request.request_id, []).append(proposal.token_ids)
+
+    engine.on_verified.append(note)
+    results = list(engine.generate(random_prompts(count, longest=20, seed=1), GREEDY))
+    tokens = zip(results, sorted(proposed), strict=True)
+    return [(own.token_ids, proposed[number], own.stats.accepted_lengths) for own, number in tokens]
+
+
+def coded(drafter: Drafter, target: Target) -> Drafter:
+    """A copy in fp8 on the target's device; on a CPU it computes by the reference."""
+    drafter = copy.deepcopy(drafter)
+    if target.device.type == "cuda":
+        move(drafter)
+    drafter.fuse("fp8", target.head_weight)
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        pytest.param(1, {}, id="one request"),
+        pytest.param(3, {}, id="several requests"),
+        pytest.param(2, {"tree_nodes": 8}, id="trees"),
+        pytest.param(2, {"draft_window": 8}, id="draft windows"),
+    ],
+)
+def test_a_drafter_in_fp8_drafts_as_its_reference_does(both: Both, count: int, options: dict[str, Any]) -> None:
+    plain = answers(both.here.target, None, count, GREEDY)
+    expected = drafts(both.here.target, coded(both.here.drafter, both.here.target), count, **options)
+    assert [tokens for tokens, *_ in expected] == plain
+    assert count == 1 or expected != drafts(both.here.target, both.here.drafter, count, **options), (
+        "or codes are not seen"
+    )
+    with pretended() as counts:
+        assert drafts(both.target, coded(both.here.drafter, both.target), count, **options) == expected
+    assert {"_float8_kernel", "_inject_kernel"} <= counts.operations.keys()
+
+
+def test_a_trained_drafter_in_fp8_is_accepted_as_its_reference_is() -> None:
+    params, results = SamplingParams(max_tokens=12, ignore_eos=True), []
+    hf = load_causal_lm(REFERENCE / "target", torch.float32, device=CPU)
+    target, drafter = Target(copy.deepcopy(hf)), Drafter.from_pretrained(REFERENCE / "drafter", torch.float32)
+    prompt = [[5, 9, 12, 40, 41, 300, 7, 22]]
+    plain = next(Engine(target, num_pages=64).generate(prompt, params)).token_ids
+    results += Engine(target, coded(drafter, target), policy="fixed", num_pages=64).generate(prompt, params)
+    with pretended():
+        target = Target(move(hf))
+        results += Engine(target, coded(drafter, target), policy="fixed", num_pages=64).generate(prompt, params)
+    assert [result.token_ids for result in results] == [plain, plain]
+    assert results[0].stats.accepted_lengths == results[1].stats.accepted_lengths
+    assert results[0].stats.acceptance_length > 3
+
+
+def test_scales_of_other_outputs_change_drafts_alone(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = drafts(both.here.target, coded(both.here.drafter, both.here.target), 2)
+    right = float8.quantise
+    monkeypatch.setattr(float8, "quantise", lambda w: (own := right(w))._replace(scales=own.scales.roll(1, 0)))
+    with pretended():
+        found = drafts(both.target, coded(both.here.drafter, both.target), 2)
+    assert found != expected
+    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
+
+
+def test_weights_behind_codes_are_readable_on_the_cpu(both: Both) -> None:
+    with pretended():
+        drafter = coded(both.here.drafter, both.target)
+        assert {drafter.fc.weight.device, *(layer.mlp.up_proj.weight.device for layer in drafter.layers)} == {CPU}
+        assert drafter.norm.weight.device == CUDA
+        assert drafter_fingerprint(drafter) == drafter_fingerprint(both.here.drafter)
+        assert 0 < weight_bytes(drafter) < weight_bytes(both.here.drafter)
 
 
 def test_goodput_decides_alike(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,8 @@ def test_the_walks_scores_are_the_logits_of_training() -> None:
                 expected = trained_logits(head, hidden[row + slot], int(before[candidate]), embedding, output)[tokens]
                 torch.testing.assert_close(torch.from_numpy(lattice.scores[slot, candidate]), expected)
                 torch.testing.assert_close(after([slot], [int(before[candidate])])[0, tokens], expected)
+                few = torch.from_numpy(tokens[:3])
+                torch.testing.assert_close(after([slot], [int(before[candidate])], few)[0], expected[:3])
         row += len(lattice.tokens)
 
 

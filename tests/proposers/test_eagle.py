@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from tests.engine.test_sampled import PROMPT, exact_law
 from tests.tiny import Pair, greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.config import DecodingConfig
+from volley.decode.rules import Constraint
 from volley.decode.work import Work
 from volley.errors import ConfigError
 from volley.models.draft_model import load_drafter
@@ -84,6 +86,34 @@ def test_a_reduced_vocabulary_drafts_its_tokens_only(pair: Pair, tmp_path: Path)
     text, drafted = watched.seen[5]
     assert drafted == eagle.dense_draft(pair.hf, weights, text, len(drafted))
     assert {token for _, drafted in watched.seen for token in drafted} <= set(some)
+
+
+class AfterOdd(Constraint):
+    """One token alone follows an odd one; a few follow an even one."""
+
+    def __init__(self, prompt: Sequence[int], vocab_size: int, _: torch.device) -> None:
+        self.last, self.size = prompt[-1], vocab_size
+
+    def take(self, token_id: int) -> None:
+        self.last = token_id
+
+    def mask(self, path: Sequence[int]) -> Any:
+        last = path[-1] if path else self.last
+        bits = np.zeros(self.size, dtype=np.bool_)
+        bits[[4] if last % 2 else [3, 6, 7, 9, 11]] = True
+        return np.packbits(bits, bitorder="little")
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_under_a_constraint_are_plain_decodings(pair: Pair, tmp_path: Path, temperature: float) -> None:
+    params = SamplingParams(max_tokens=COUNT, temperature=temperature, seed=5, rules=(AfterOdd,))
+    engine = drafting(pair, eagle.checkpoint(tmp_path))
+    drafted, plain = run(engine, params), run(Engine(pair.target), params)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert any(max(result.stats.accepted_lengths) > 2 for result in drafted)
 
 
 class Knowing(EagleProposer):

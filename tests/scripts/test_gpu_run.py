@@ -22,7 +22,8 @@ def test_every_part_runs_dry_and_has_its_table(tmp_path: Path) -> None:
     assert found["graphs"]["equal_answers"] == 1
     text = run.tables(tmp_path)
     assert "not run\n\n##" not in text.replace("- tail: not run", "")
-    assert "| requests | T_plain | T_verify | T_draft | ratio |\n|---|---|---|---|---|\n| 1 |" in text
+    assert "| requests | T_plain | T_verify | T_draft | ratio | T_draft_fp8 | ratio_fp8 |\n" in text
+    assert all(row["T_draft_fp8"] > 0 for row in found["passes"]["table"])
 
 
 def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ speculative sampling q is the distribution that a token was really drawn from, g
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,13 @@ from volley.decode.tree import CANDIDATES, coupled_logits, expand_freely
 from volley.decode.work import Rule, Work
 from volley.types import Proposal
 
-Following = Callable[[int, int], Tensor]
-"""``following(position, token)``: the drafter's logits ``[1, V]`` of a position after a token."""
+
+class Following(NamedTuple):
+    """What a drafter says of a block's positions, one after another."""
+
+    logits: Callable[[int, int, Tensor | None], Tensor]
+    """``logits(position, token, among)`` after a token: of all tokens ``[1, V]``, or of those ``among [n]`` alone, ``[1, n]``."""
+    vocab_size: int
 
 
 def walk_constrained(following: Following, work: Work[Any], *, with_confidence: bool = False) -> Proposal:
@@ -32,8 +37,7 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
     confidence: list[float] = []
     uniforms = noise.uniforms(Purpose.DRAFT, first, ask.positions)
     for position in range(ask.positions):
-        logits = following(position, tokens[-1] if tokens else request.anchor)
-        found = _row(logits, rules, tokens)
+        found = _row(following, request.anchor, rules, tokens)
         if found is None:
             break
         row, among = found
@@ -42,11 +46,11 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
         else:
             probs = token_probs(row, params, draft_temperature(params))
             if ask.rule is Rule.MATCH:
-                exponentials = noise.exponentials([first + position], logits.shape[-1])
+                exponentials = noise.exponentials([first + position], following.vocab_size)
                 place = int(race(probs, exponentials if among is None else exponentials[:, among]))
             else:
                 place = int(draw(probs, [uniforms[position]]))
-                distributions.append(_widened(probs, among, logits.shape[-1], 0.0))
+                distributions.append(_widened(probs, among, following.vocab_size, 0.0))
         if with_confidence:
             confidence += probs.amax(dim=-1).tolist() if ask.rule is Rule.SPECULATIVE else confidences(row)
         tokens.append(place if among is None else int(among[place]))
@@ -60,10 +64,9 @@ def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
     temperature = draft_temperature(params) or 1.0
 
     def children(path: list[int]) -> list[tuple[int, float]]:
-        logits = following(len(path), path[-1] if path else request.anchor)
-        if (found := _row(logits, rules, path)) is None:
+        if (found := _row(following, request.anchor, rules, path)) is None:
             return []
-        row = _widened(*found, logits.shape[-1], -torch.inf)
+        row = _widened(*found, following.vocab_size, -torch.inf)
         scores, tokens = coupled_logits(row, params, request.noise, request.length + len(path))[0].topk(
             min(CANDIDATES, row.shape[-1])
         )
@@ -73,8 +76,15 @@ def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
     return expand_freely(children, ask.size, ask.positions)
 
 
-def _row(logits: Tensor, rules: Sequence[TokenRule], path: Sequence[int]) -> tuple[Tensor, Tensor | None] | None:
-    """``logits [1, V]`` under ``rules`` after ``path``; of few allowed tokens ``[n]`` only theirs, ``[1, n]``, and the tokens.
+def columns(row: Tensor, among: Tensor | None) -> Tensor:
+    """Of a row ``[1, V]`` the tokens ``among [n]``, or all."""
+    return row if among is None else row[:, among.to(row.device)]
+
+
+def _row(
+    following: Following, anchor: int, rules: Sequence[TokenRule], path: Sequence[int]
+) -> tuple[Tensor, Tensor | None] | None:
+    """The drafter's row after ``path`` under ``rules``, ``[1, V]``; of few allowed tokens ``[n]`` only theirs, and the tokens.
 
     ``None`` where no token can be drafted. A forced token is drafted even where the drafter's head does not cover it.
     """
@@ -82,14 +92,19 @@ def _row(logits: Tensor, rules: Sequence[TokenRule], path: Sequence[int]) -> tup
     if any(mask is None for mask in masks):
         return None
     few = [tokens for mask in masks if mask is not None and (tokens := few_tokens(mask)) is not None]
-    if (forced := next((tokens for tokens in few if len(tokens) == 1), None)) is not None:
-        return torch.zeros(1, 1), torch.from_numpy(forced)
-    if len(masks) == len(few) == 1:
-        among = torch.from_numpy(few[0])
-        free = [rule for rule in rules if not isinstance(rule, Constraint)]
-        row = (apply_rules(free, logits, [path]) if free else logits)[:, among.to(logits.device)].float()
+    forced = next((torch.from_numpy(tokens) for tokens in few if len(tokens) == 1), None)
+    among = torch.from_numpy(few[0]) if len(masks) == len(few) == 1 else None
+    free = [rule for rule in rules if not isinstance(rule, Constraint)]
+    before = path[-1] if path else anchor
+    if forced is not None:
+        following.logits(len(path), before, forced)  # a drafter with a state has to read every token
+        return torch.zeros(1, 1), forced
+    if among is not None and not free:
+        row = following.logits(len(path), before, among).float()
+    elif among is not None:
+        row = columns(apply_rules(free, following.logits(len(path), before, None), [path]), among)
     else:
-        among, row = None, apply_rules(rules, logits, [path])
+        row = apply_rules(rules, following.logits(len(path), before, None), [path])
     return (row, among) if bool(row.amax() > -torch.inf) else None
 
 

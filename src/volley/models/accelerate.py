@@ -19,7 +19,7 @@ from volley import native
 from volley.memory import kernels
 from volley.models.fused import LINEAR, FusedLayer
 from volley.models.joined import join_layers
-from volley.models.products import Product, codes_of, is_linear, make_product
+from volley.models.products import Float8Product, Product, codes_of, is_linear, make_product
 from volley.models.residency import MappedFiles, trim
 from volley.native import Weights
 
@@ -107,7 +107,15 @@ def _is_plain(layer: object) -> bool:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Memory of a model's weights, of those included that replaced layers hold. A drafter's may be there twice."""
+    """Memory of a model's weights, of those included that replaced layers hold.
+
+    A drafter's may be there twice; beside codes in fp8, which are counted, its own are not, as they lie in the CPU's memory.
+    """
+    coded: list[Float8Product] = getattr(model, "float8", [])
+    if coded:
+        device = model.get_parameter("norm.weight").device
+        held = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
+        return held + sum(product.nbytes for product in coded)
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
     products: set[native.Product] = set()
     for module in model.modules():

@@ -143,7 +143,7 @@ def adapted(drafter: Drafter, path: Path | str) -> Drafter:
             f"{drafter_fingerprint(drafter)}; load the drafter it was trained on, or train an adapter of this one"
         )
     weights = load_tensors(path / WEIGHTS)
-    with torch.device(drafter.fc.weight.device):
+    with torch.device(drafter.norm.weight.device):
         changed = Drafter(drafter.config)
     changed.load_state_dict(drafter.state_dict())
     attach(changed, config)

@@ -20,9 +20,9 @@ from volley.models.eagle import drafter_class
 from volley.models.fused import FusedDecoder
 from volley.models.heads import BoundHead, MarkovTables, Projection
 from volley.models.inject import Injection
-from volley.models.products import check_weights as check_product_weights
+from volley.models.products import check_draft_weights
 from volley.models.target import Target
-from volley.native import Weights
+from volley.native import DraftWeights
 
 Inject = Callable[[Tensor, Tensor, slice | Tensor], None]
 """``inject(features [T, F], positions [T], kv_slots [T])`` writes the drafter's K/V of these tokens."""
@@ -72,7 +72,7 @@ class DraftModel:
 
     @property
     def device(self) -> torch.device:
-        return self.drafter.fc.weight.device
+        return self.drafter.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,11 +164,11 @@ class DraftModel:
         return self.drafter.logits(states, self.head)
 
 
-def load_drafter(path: str | Path, target: Target, weights: Weights) -> Drafter:
-    """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them."""
+def load_drafter(path: str | Path, target: Target, weights: DraftWeights) -> Drafter:
+    """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them, or a GPU in fp8."""
+    check_draft_weights(weights, target.device, target.dtype)
     folder, checkpoint = read_drafter(path)
     drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
-    check_product_weights(weights, target.device, target.dtype)
     drafter.fuse(weights, None if weights == "bf16" else target.head_weight)
     return drafter
 

@@ -7,7 +7,7 @@ training, the page pool in serving.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self, cast
 
@@ -34,11 +34,11 @@ from volley.models.heads import (
     Selector,
     SequentialHead,
 )
-from volley.models.joined import JoinedWeights
+from volley.models.joined import JoinedProduct, JoinedWeights, Matrix
 from volley.models.loading import drafter_path
-from volley.models.products import make_product
+from volley.models.products import Float8Product, is_linear, make_product
 from volley.models.residency import MappedFiles
-from volley.native import LayerShape, LayerWeights, Weights
+from volley.native import DraftWeights, LayerShape, LayerWeights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
@@ -148,7 +148,7 @@ class DraftLayer(nn.Module):
         self.attention_conv = _make_convolution(config) if convolves else None
         self.mlp_conv = _make_convolution(config) if convolves else None
 
-    def take(self, products: LayerWeights) -> None:
+    def take(self, products: LayerWeights | JoinedWeights) -> None:
         """Compute with these products, so that there is one copy of the weights for all ways to run the layer."""
         attention, mlp = self.self_attn, self.mlp
         share([attention.q_proj, attention.k_proj, attention.v_proj], products.project)
@@ -232,17 +232,22 @@ class Drafter(nn.Module):
         """The layers in few operations, on a GPU once :meth:`fuse` was called."""
         self.own_head: Projection | None = None
         """The target's head in codes, if drafts come from these."""
+        self.float8: list[Float8Product] = []
+        """What it computes with instead of linear layers and the target's head, if they are in fp8."""
 
-    def fuse(self, weights: Weights = "bf16", head: Tensor | None = None) -> None:
+    def fuse(self, weights: DraftWeights = "bf16", head: Tensor | None = None) -> None:
         """Let the drafter run on kernels where the machine has them; it must not be trained afterwards.
 
         With codes as ``weights``, drafts come from codes of the target's ``head [V, H]`` as well. Weights that were loaded from a
         file leave memory, and are read from the file again when an adapter or a fingerprint needs them.
         """
+        convolves = self.config.conv_kernel_size is not None
+        if weights == "fp8":
+            self._take_float8(head, joins=not convolves)
+            return
         if weights != "bf16" and head is not None and self.lm_head is None:
             self.own_head = make_product(head, weights=weights)
         layers, files = list(self._layers()), MappedFiles()
-        convolves = self.config.conv_kernel_size is not None
         if kernels.usable(self.fc.weight.device) and not convolves:
             self.join()
         elif layers[0].mlp.down_proj.weight.device.type == "cpu" and all(fits(layer, weights) for layer in layers):
@@ -256,10 +261,34 @@ class Drafter(nn.Module):
         accelerate(self, weights)
         files.forget_all(self)
 
-    def join(self) -> None:
-        """Compute each layer in few operations, with matrices of which its own weights become views."""
+    def join(self, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of) -> None:
+        """Compute each layer in few operations, with matrices of which its own weights become views, or other products."""
         scale = self.config.head_dim**-0.5
-        self.joined = [JoinedWeights(layer, layer_shape(layer, scale)) for layer in self._layers()]
+        self.joined = [JoinedWeights(layer, layer_shape(layer, scale), join) for layer in self._layers()]
+
+    def _take_float8(self, head: Tensor | None, *, joins: bool) -> None:
+        """Compute with e4m3 codes of linear layers and of the target's ``head [V, H]``, but not in a sequential head.
+
+        The layers' own weights move to the CPU, where adapters and fingerprints read them.
+        """
+
+        def make(layers: Sequence[nn.Linear]) -> Float8Product:
+            self.float8.append(Float8Product.of(layers))
+            return self.float8[-1]
+
+        if head is not None and self.lm_head is None:
+            self.own_head = Float8Product(head)
+            self.float8.append(self.own_head)
+        if joins:
+            self.join(make)
+            for layer, joined in zip(self._layers(), self.joined, strict=True):
+                layer.take(joined)
+        for name, module in self.named_modules():
+            if not isinstance(module, nn.Linear) or name.startswith(("head.", "confidence_head.")):
+                continue
+            if is_linear(module):
+                module.forward = make([module])  # type: ignore[method-assign, assignment]
+            module.weight = nn.Parameter(module.weight.cpu(), requires_grad=False)
 
     @property
     def drafted(self) -> Tensor | None:

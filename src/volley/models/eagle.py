@@ -21,7 +21,7 @@ from volley.models.drafter import Attend, DraftAttention, Drafter, DraftLayer, R
 from volley.models.eagle_format import NUM_TAPS, EagleConfig, is_eagle
 from volley.models.loading import drafter_path
 from volley.models.products import make_product
-from volley.native import Weights
+from volley.native import DraftWeights
 
 
 class EagleAttention(DraftAttention):
@@ -53,7 +53,10 @@ class EagleDrafter(Drafter):
     def layer(self) -> DraftLayer:
         return cast(DraftLayer, self.layers[0])
 
-    def fuse(self, weights: Weights = "bf16", head: Tensor | None = None) -> None:
+    def fuse(self, weights: DraftWeights = "bf16", head: Tensor | None = None) -> None:
+        if weights == "fp8":
+            self._take_float8(head, joins=False)
+            return
         if weights != "bf16" and head is not None and self.lm_head is None:
             self.own_head = make_product(head, weights=weights)
         if not kernels.usable(self.fc.weight.device):

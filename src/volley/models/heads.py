@@ -175,16 +175,19 @@ class BoundHead:
         self.product.weight = nn.Parameter(self.outputs, requires_grad=False)
         accelerate(self.product)
 
-    def transitions(self, hidden: Tensor, logits: Tensor, _: Sequence[int]) -> Callable[[list[int], list[int]], Tensor]:
-        """A function (slots, tokens) → logits ``[n, V]`` of these slots after these tokens.
+    def transitions(self, hidden: Tensor, logits: Tensor, _: Sequence[int]) -> Callable[..., Tensor]:
+        """A function (slots, tokens, among) → logits ``[n, V]`` of these slots after these tokens, or of ``among [m]`` alone.
 
         ``hidden [k, H]`` and ``logits [k, V]`` are those of all slots.
         """
         own = self._context(hidden)
 
-        def after(rows: list[int], token_ids: list[int]) -> Tensor:
+        def after(rows: list[int], token_ids: list[int], among: Tensor | None = None) -> Tensor:
             where, before = (torch.tensor(indices, device=logits.device) for indices in (rows, token_ids))
             mixed = self.head.mix(embedding(before, self.rows), None if own is None else own[where])
+            if among is not None:
+                among = among.to(logits.device)
+                return logits[where][:, among] + linear(mixed, self.outputs[among])
             corrected: Tensor = logits[where] + self.product(mixed)
             return corrected
 

@@ -14,7 +14,7 @@ from volley.memory import kernels
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.models.accelerate import packing_pays
 from volley.models.drafter import Drafter, DraftLayer, rotate
-from volley.models.products import make_product
+from volley.models.products import Float8Product, make_product
 
 
 class Injection:
@@ -66,5 +66,8 @@ class Injection:
 
     def _build(self) -> None:
         weight = torch.cat([w.detach() for w in (*self._keys, *self._values)])
-        self._project = make_product(weight) if packing_pays(weight) else lambda x: linear(x, weight)
+        if self.drafter.float8:
+            self._project = Float8Product(weight.to(self.drafter.norm.weight.device))
+        else:
+            self._project = make_product(weight) if packing_pays(weight) else lambda x: linear(x, weight)
         self.norm_weights = torch.stack([w.detach() for w in self._norms])

@@ -4,8 +4,8 @@ Projections that read one input are one matrix, of which the layer's own weights
 between the products is ``memory.rows``.
 """
 
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +17,67 @@ from volley.models.fused import LayerForward, layer_shape, recognise
 from volley.native import LayerShape
 
 
+class JoinedProduct(Protocol):
+    """A product with the weights of one layer or of several."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, out]`` of ``x [T, in]``."""
+
+    def add_to(self, states: Tensor, x: Tensor) -> Tensor:
+        """``states [T, out]`` plus the product with ``x [T, in]``, in place."""
+
+
+class Matrix(NamedTuple):
+    """Weight and bias of several layers as one; the layers' own become views of them."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Linear]) -> Self:
+        together: list[Tensor | None] = []
+        for name in ("weight", "bias"):
+            parts = [getattr(layer, name) for layer in layers]
+            if parts[0] is None:
+                together.append(None)
+                continue
+            whole = torch.cat([part.detach() for part in parts])
+            for layer, view in zip(layers, torch.split(whole, [len(part) for part in parts]), strict=True):
+                setattr(layer, name, nn.Parameter(view, requires_grad=False))
+            together.append(whole)
+        weight, bias = together
+        assert weight is not None
+        return cls(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def add_to(self, states: Tensor, x: Tensor) -> Tensor:
+        states.addmm_(x, self.weight.T)
+        return states if self.bias is None else states.add_(self.bias)
+
+
 class JoinedWeights:
     """One layer's weights, and its computation on both sides of attention."""
 
-    def __init__(self, layer: Any, shape: LayerShape) -> None:
+    def __init__(
+        self, layer: Any, shape: LayerShape, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of
+    ) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.shape = shape
         self.first_norm, self.second_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         self.norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-        self.project = _join([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = _join([attention.o_proj])
-        self.gate_up = _join([mlp.gate_proj, mlp.up_proj])
-        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
-        self.rows = row_operations(self.down.device)
+        self.project = join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = join([attention.o_proj])
+        self.gate_up = join([mlp.gate_proj, mlp.up_proj])
+        self.down = join([mlp.down_proj])
+        self.rows = row_operations(self.first_norm.device)
 
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
         size = self.shape
         _, normed = self.rows.add_norm(states, None, self.first_norm, size.eps)
-        rows = linear(normed, *self.project).view(len(states), -1, size.dim)
+        rows = self.project(normed).view(len(states), -1, size.dim)
         self.rows.norm_and_turn(rows, self.norms, cos, sin, size.heads, size.eps)
         return rows
 
@@ -46,10 +88,8 @@ class JoinedWeights:
 
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
         """States ``[T, H]`` after the layer, of those before it and attention's output ``[T, heads · d]``."""
-        states, normed = self.rows.add_norm(states, linear(mixed, *self.output), self.second_norm, self.shape.eps)
-        gated = self.rows.gated_silu(linear(normed, *self.gate_up))
-        states = states.addmm_(gated, self.down.T)
-        return states if self.down_bias is None else states.add_(self.down_bias)
+        states, normed = self.rows.add_norm(states, self.output(mixed), self.second_norm, self.shape.eps)
+        return self.down.add_to(states, self.rows.gated_silu(self.gate_up(normed)))
 
 
 class JoinedLayer(LayerForward):
@@ -86,20 +126,3 @@ def join_layers(model: Any) -> int:
         if joined is not None:
             layer.forward = joined
     return sum(joined is not None for _, joined in found)
-
-
-def _join(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of several layers as one; the layers' own become views of them."""
-    together: list[Tensor | None] = []
-    for name in ("weight", "bias"):
-        parts = [getattr(layer, name) for layer in layers]
-        if parts[0] is None:
-            together.append(None)
-            continue
-        whole = torch.cat([part.detach() for part in parts])
-        for layer, view in zip(layers, torch.split(whole, [len(part) for part in parts]), strict=True):
-            setattr(layer, name, nn.Parameter(view, requires_grad=False))
-        together.append(whole)
-    weight, bias = together
-    assert weight is not None
-    return weight, bias

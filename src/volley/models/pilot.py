@@ -105,4 +105,4 @@ def load_pilot(drafter: Drafter, folder: Path | str | None = None) -> tuple[Pilo
     check_weights(folder / WEIGHTS, net.state_dict(), weights)
     check_finite(folder / WEIGHTS, weights)
     net.load_state_dict(weights)
-    return config, net.to(drafter.fc.weight.device).requires_grad_(False)
+    return config, net.to(drafter.norm.weight.device).requires_grad_(False)

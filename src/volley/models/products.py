@@ -1,7 +1,10 @@
-"""Products with fixed weights on a CPU: bf16, or int8 and int4 codes of it, laid out once as the machine reads them fastest."""
+"""Products with fixed weights. On a CPU: bf16, or int8 and int4 codes of it, laid out once as the machine reads them fastest.
+
+On a GPU: e4m3 codes.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import TypeGuard, get_args
+from typing import Self, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,8 @@ from torch.nn.functional import linear
 
 from volley import native
 from volley.errors import ConfigError, unknown_key
-from volley.native import Weights
+from volley.memory import float8, kernels
+from volley.native import DraftWeights, Weights
 
 Product = Callable[[Tensor], Tensor]
 """``x [..., in] -> [..., out]``, both bf16."""
@@ -31,6 +35,21 @@ def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) ->
         raise ConfigError(
             f"weights={weights!r} needs an x86-64 CPU with AVX2, and volley's kernels, which are built when it is "
             "installed where there is a C compiler; use weights='bf16' here"
+        )
+
+
+def check_draft_weights(weights: DraftWeights, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse codes of a drafter where nothing multiplies with them."""
+    if weights != "fp8":
+        if weights not in get_args(Weights):
+            raise unknown_key("kind of draft weights", str(weights), get_args(DraftWeights))
+        check_weights(weights, device, dtype)
+    elif dtype != torch.bfloat16:
+        raise ConfigError("draft_weights='fp8' are codes of bf16 weights; load the model with dtype bf16")
+    elif not kernels.multiplies_float8(device):
+        raise ConfigError(
+            "draft_weights='fp8' needs Triton and an NVIDIA GPU of compute capability 8.0 or later (Ampere); use 'bf16' on an "
+            "older one, and 'int8' or 'bf16' on a CPU"
         )
 
 
@@ -71,3 +90,27 @@ def make_product(
         return output
 
     return product
+
+
+class Float8Product:
+    """``x @ weight.T`` for ``weight [out, in]``, of which it holds e4m3 codes and an fp32 scale for each output."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = float8.quantise(weight)
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Linear]) -> Self:
+        """Of several layers without biases that read the same input, one below the other."""
+        return cls(torch.cat([layer.weight.detach() for layer in layers]))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., out]`` of ``x [..., in]``."""
+        return float8.product(x, self._weight)
+
+    def add_to(self, states: Tensor, x: Tensor) -> Tensor:
+        """``states [T, out]`` plus the product with ``x [T, in]``, in place."""
+        return states.add_(self(x))

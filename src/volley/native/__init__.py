@@ -21,6 +21,8 @@ from torch import Tensor
 Weights = Literal["bf16", "int8", "int4"]
 TargetWeights = Literal["auto", Weights]
 """``auto``: codes for a GGUF file of codes where the kernels run, and bf16 otherwise."""
+DraftWeights = Literal[Weights, "fp8"]
+"""``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
 BLOCK, GROUP = 16, 64
 """Outputs whose weights lie together, and inputs that share a scale."""
 _LAID_OUT_AT_ONCE = 2**19  # numbers of a weight

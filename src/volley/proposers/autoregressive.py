@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volley.decode.constrained import Following, walk_constrained
+from volley.decode.constrained import Following, columns, walk_constrained
 from volley.decode.propose import Transitions, walk_best, walk_coupled, walk_sampled
 from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens, confidences
@@ -33,6 +33,8 @@ _PAGE = 16
 
 class ChainProposer(Proposer):
     """Needs as many passes as it drafts tokens."""
+
+    vocab_size: int
 
     @abstractmethod
     def open(self, works: Works) -> list[Work[Any]]:
@@ -75,7 +77,7 @@ class ChainProposer(Proposer):
 
     def _following(self, work: Work[Any]) -> Following:
         """The same for one block, without the rules of its request."""
-        return lambda _, token: self.read([work.request], [token])
+        return Following(lambda _, token, among: columns(self.read([work.request], [token]), among), self.vocab_size)
 
 
 @dataclass
@@ -100,7 +102,7 @@ class AutoregressiveProposer(ChainProposer):
                 f"the draft model has a vocabulary of {model.vocab_size} and the target one of {vocab_size}; give a draft model "
                 "with the target's tokenizer"
             )
-        self.model, self.block_size = model, block_size
+        self.model, self.vocab_size, self.block_size = model, vocab_size, block_size
         self.pool = PagePool(-(-num_tokens // _PAGE), _PAGE)
         self.store = make_store("auto", model.kv_shapes, self.pool.num_pages * _PAGE, model.dtype, model.device)
         self._texts: OrderedDict[int, _Text] = OrderedDict()  # by request id, least recently drafted for first

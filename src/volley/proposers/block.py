@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from volley.config import DraftingConfig
-from volley.decode.constrained import Following, grow_constrained, walk_constrained
+from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
 from volley.decode.late import late_proposals
 from volley.decode.propose import propose_coupled, propose_sampled, walk_best, walk_coupled, walk_greedy, walk_sampled
@@ -231,10 +231,14 @@ class BlockProposer(Proposer):
 
 def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: Tensor) -> Following:
     """The logits of each of a block's positions, ``hidden [k, H]`` and ``logits [k, V]``, after the token before it."""
+    size = logits.shape[-1]
     if head is None:
-        return lambda position, _: logits[position : position + 1]
+        return Following(lambda position, _, among: columns(logits[position : position + 1], among), size)
+    if isinstance(head, BoundHead):
+        some = head.transitions(hidden, logits, [len(hidden)])
+        return Following(lambda position, token, among: some([position], [token], among), size)
     after = head.transitions(hidden, logits, [len(hidden)])
-    return lambda position, token: after([position], [token])
+    return Following(lambda position, token, among: columns(after([position], [token]), among), size)
 
 
 def _sizes(works: Works) -> list[int]:

@@ -23,7 +23,7 @@ from volley.models.adapter import drafter_fingerprint
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
 from volley.models.sharded import ShardedTarget
-from volley.native import Weights
+from volley.native import DraftWeights
 from volley.procedures.request import Request
 from volley.recalibrate.figures import Figures
 from volley.recalibrate.options import RecalibrateConfig
@@ -120,7 +120,7 @@ class Recalibrator:
             self.learnt.save(self.folder)
 
     @property
-    def _weights(self) -> Weights:
+    def _weights(self) -> DraftWeights:
         return "bf16" if self._engine.drafter_source is None else self._engine.drafter_source[1]
 
     def _load(self, folder: str) -> Drafter:

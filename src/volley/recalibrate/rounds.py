@@ -29,7 +29,7 @@ from volley.train.features import FrozenTarget, OnlineFeatures
 from volley.train.loop import Trainer
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
-from volley.tune.presets import learning_rate_for
+from volley.tune.presets import learning_rate_for, preset_for
 
 Event = dict[str, Any]
 RECENT = 4
@@ -166,7 +166,10 @@ class Recalibration:
         if (folder / kind / "model.safetensors").exists():
             return made
         config, target = self.config, self.target
-        rate = config.recalibrate_learning_rate or learning_rate_for(target.text_config.hidden_size) / 2
+        rate, optimizer = learning_rate_for(target.text_config.hidden_size), "adamw"
+        if kind == "full":
+            preset = preset_for(target.text_config)
+            rate, optimizer = preset.learning_rate / 2, preset.optimizer
         options = TrainConfig(
             target=self.path,
             data=(str(folder / "train.jsonl"),),
@@ -176,7 +179,8 @@ class Recalibration:
             init=str(init),
             keep_shape=kind == "full",
             lora_rank=RANK if kind == "adapter" else None,
-            learning_rate=rate if kind == "full" else 2 * rate,
+            optimizer=optimizer,
+            learning_rate=config.recalibrate_learning_rate or rate,
             soft_targets=0.5,
             loss_decay="pace",
             tokens_per_batch=BATCH_TOKENS,

@@ -25,7 +25,9 @@ def test_no_kernel_spills_and_all_fit(arch: int, tmp_path: Path) -> None:
     done = run(tmp_path, str(ROOT / "benchmarks" / "kernel_resources.py"), "--arch", str(arch), "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     every = json.loads(out.read_text())
-    assert {used["kernel"].split()[0] for used in every} == {"attention", "join", "inject", "norm", "turn", "gate"}
+    assert {used["kernel"].split()[0] for used in every} == {
+        *("attention", "join", "inject", "norm", "turn", "gate", "float8")
+    }
     assert all(used["registers"] > 0 and used["arch"] == arch for used in every)
     assert all(used["spilled"] == 0 for used in every if "float32" not in used["kernel"])
 
@@ -41,3 +43,15 @@ print(used.spilled > 0, used.shared > 99 * 1024, used.fits)
 """
     done = run(tmp_path, "-c", planted)
     assert done.stdout.split() == ["True", "True", "False"], done.stderr
+
+
+def test_subnormal_codes_are_not_flushed_to_zero(tmp_path: Path) -> None:
+    """The decoding multiplies numbers that are subnormal in fp32; ``.ftz`` in PTX would make zeros of these."""
+    printed = """
+from benchmarks import kernel_resources as resources
+for arch in resources.SHARED:
+    ptx = resources.build(resources.float8_case(4096), arch).asm["ptx"]
+    print("mul.f32" in ptx, "mul.ftz" in ptx, "mma" in ptx, "cp.async" in ptx)
+"""
+    done = run(tmp_path, "-c", printed)
+    assert set(done.stdout.splitlines()) == {"True False True True"}, done.stdout + done.stderr

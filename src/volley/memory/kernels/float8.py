@@ -1,0 +1,67 @@
+"""A product of few rows with weights in e4m3, which reach the tensor cores in the type of the rows.
+
+Reference: ``memory.float8.multiply``. One program computes some outputs of some rows, over all inputs in their order, in tiles of
+one shape. A row's result is therefore the same to the bit, alone or beside up to :data:`MOST_ROWS` in all.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from volley.memory import float8
+from volley.memory.float8 import Float8
+from volley.memory.kernels import launching
+
+MOST_ROWS = 64
+"""With more rows the reference is used. Each tile of rows reads the codes again, mostly from the cache: four tiles read 4 bytes a
+weight. To decode once for PyTorch's product moves 5 bytes a weight, however many rows there are."""
+ROWS, OUTPUTS, INPUTS = 16, 32, 256
+"""The tile of a program: with 4,096 outputs there are 128 programs, about as many as a large GPU has processors."""
+OPTIONS = {"num_warps": 4, "num_stages": 4}
+_FIELDS = tl.constexpr(-0x78100000)  # 0x87F00000: the bits of fp32 that a code fills, its sign and seven below bit 27
+_BIAS = tl.constexpr(2.0**120)  # between the exponents of fp32, biased by 127, and of e4m3, by 7
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _float8_kernel(
+    x,
+    codes,
+    scales,
+    output,
+    num_rows,
+    num_outputs,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Programs of the same outputs are neighbours, so that the cache has their codes."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    own = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, is_own = row < num_rows, own < num_outputs
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in range(0, SIZE, INPUTS):
+        column = start + tl.arange(0, INPUTS)
+        inside = column < SIZE
+        rows = tl.load(x + row[:, None] * SIZE + column[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
+        code = tl.load(codes + own[:, None] * SIZE + column[None, :], mask=is_own[:, None] & inside[None, :], other=0)
+        # sm_80 cannot convert e4m3. The sign is extended, so that a shift takes it and the rest of a code to their places.
+        weight = ((code.to(tl.int32) << 20) & _FIELDS).to(tl.float32, bitcast=True) * _BIAS
+        total = tl.dot(rows, tl.trans(weight.to(rows.dtype)), total, input_precision="ieee")
+    total *= tl.load(scales + own, mask=is_own, other=0.0)[None, :]
+    place = output + row[:, None] * num_outputs + own[None, :]
+    tl.store(place, total.to(output.dtype.element_ty), mask=is_row[:, None] & is_own[None, :])
+
+
+def multiply(x: Tensor, weight: Float8) -> Tensor:
+    """``x [T, K] @ weight.T`` ``[T, N]`` in the type of ``x``, bf16, or another for tests."""
+    (count, size), outputs = x.shape, len(weight.scales)
+    if count > MOST_ROWS:
+        return float8.multiply(x, weight)
+    output = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(count, ROWS), triton.cdiv(outputs, OUTPUTS))
+    tile = {"SIZE": size, "ROWS": ROWS, "OUTPUTS": OUTPUTS, "INPUTS": INPUTS}
+    tensors = (x.contiguous(), *weight, output)
+    launching.launch(_float8_kernel, grid, x.device, *tensors, count, outputs, **tile, **OPTIONS)
+    return output
