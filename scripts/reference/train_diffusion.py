@@ -26,6 +26,7 @@ from train_target import encode
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from volley.files import replaced
+from volley.train.optimizer import Muon
 
 ROW = 256
 NOISY_COPIES = 2  # noisy rows per clean row
@@ -134,40 +135,6 @@ class JointCrossEntropy(torch.autograd.Function):
         return grad_hidden * grad, grad_head * grad, None, None, None, None, None
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, in fp32 and for all matrices of one shape at once; updates have AdamW's size."""
-
-    COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-
-    def __init__(self, matrices: list[nn.Parameter], lr: float, momentum: float = 0.9, steps: int = 4) -> None:
-        super().__init__(matrices, {"lr": lr, "momentum": momentum, "steps": steps})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for shape in sorted({tuple(p.shape) for p in group["params"]}):
-                same = [p for p in group["params"] if tuple(p.shape) == shape]
-                updates = []
-                for p in same:
-                    moment = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    moment.lerp_(p.grad, 1 - group["momentum"])
-                    updates.append(torch.lerp(p.grad, moment, group["momentum"]))
-                turned = self.orthogonal(torch.stack(updates), group["steps"])
-                size = 0.2 * math.sqrt(max(shape))
-                for p, update in zip(same, turned, strict=True):
-                    p.sub_(update, alpha=group["lr"] * size)
-
-    def orthogonal(self, x: Tensor, steps: int) -> Tensor:
-        a, b, c = self.COEFFICIENTS
-        is_tall = x.shape[1] > x.shape[2]
-        x = x.mT if is_tall else x
-        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-        for _ in range(steps):
-            square = x @ x.mT
-            x = a * x + (b * square + c * square @ square) @ x
-        return x.mT if is_tall else x
-
-
 @dataclass(frozen=True)
 class Text:
     """One long row: tokens, and whether an answer holds each."""
@@ -266,7 +233,7 @@ class Trainer:
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "layers" in n]
         others = [p for n, p in self.model.named_parameters() if not (p.ndim == 2 and "layers" in n)]
         self.optimizers = [
-            Muon(matrices, PEAK_LR),
+            Muon(matrices, PEAK_LR, momentum=0.9, steps=4),
             torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
         self.state = {"step": 0, "seconds": 0.0, "epoch": 0, "position": 0, "tokens": 0, "noisy": 0}

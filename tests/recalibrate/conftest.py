@@ -22,7 +22,7 @@ from volley.recalibrate.rounds import Event, Recalibration
 from volley.recalibrate.state import BASE, Learnt
 from volley.train.features import FrozenTarget
 
-QUICK: dict[str, Any] = {"recalibrate_tokens": 500, "recalibrate_steps": 6, "recalibrate_learning_rate": 5e-3}
+QUICK: dict[str, Any] = {"recalibrate_tokens": 500, "recalibrate_steps": 6, "recalibrate_learning_rate": 2e-2}
 
 
 @dataclass

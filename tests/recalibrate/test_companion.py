@@ -402,7 +402,7 @@ def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_
     command += ["--recalibrate", str(folder), "--recalibrate-tokens", "500", "--recalibrate-steps", "40"]
     command += [
         "--recalibrate-learning-rate",
-        "5e-3",
+        "2e-2",
         "--recalibrate-idle",
         "0.1",
         "--recalibrate-nice",

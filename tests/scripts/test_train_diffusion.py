@@ -138,15 +138,6 @@ def test_every_block_has_a_mask_and_four_tenths_have_nothing_else() -> None:
     assert bool(masked[:, 7].float().mean() > masked[:, 1].float().mean())
 
 
-def test_updates_of_muon_are_orthogonal() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2, 24, 16)[0])
-    optimizer = training.Muon([weight], lr=1.0, steps=5)
-    weight.grad = torch.randn(24, 16, generator=torch.Generator().manual_seed(4))
-    optimizer.step()
-    sizes = torch.linalg.svdvals(weight.detach()) / (0.2 * math.sqrt(24))
-    assert bool(((sizes > 0.6) & (sizes < 1.3)).all())
-
-
 def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(
     options: argparse.Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,11 +1,12 @@
 """Muon with AdamW behaves as one optimizer: all parameters move, one learning rate rules, and its state restores it."""
 
 import copy
+import math
 
 import torch
 from torch import nn
 
-from volley.train.optimizer import MuonWithAdamW
+from volley.train.optimizer import Muon, MuonWithAdamW
 
 
 def make() -> tuple[nn.Linear, MuonWithAdamW]:
@@ -44,3 +45,30 @@ def test_a_restored_optimizer_goes_on_bit_for_bit() -> None:
     fresh.load_state_dict(state)
     step(other, fresh, 2)
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in layer.state_dict().items())
+
+
+def test_updates_of_muon_are_nearly_orthogonal() -> None:
+    weight = nn.Parameter(torch.zeros(24, 16))
+    optimizer = Muon([weight], lr=1.0)
+    weight.grad = torch.randn(24, 16, generator=torch.Generator().manual_seed(4))
+    optimizer.step()
+    sizes = torch.linalg.svdvals(weight.detach()) / (0.2 * math.sqrt(24))
+    assert bool(((sizes > 0.6) & (sizes < 1.3)).all())
+
+
+def test_muon_goes_the_way_of_torch_within_its_rounding() -> None:
+    """Torch's iterates in bf16; weights of two shapes, three of them alike, one tall."""
+    torch.manual_seed(0)
+    shapes = [(16, 24), (24, 16), (16, 24), (16, 24), (8, 8)]
+    own = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in own]
+    start = [p.detach().clone() for p in own]
+    optimizers = Muon(own, 0.02, 0.1), torch.optim.Muon(theirs, 0.02, 0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        for a, b in zip(own, theirs, strict=True):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for first, a, b in zip(start, own, theirs, strict=True):
+        assert (a - b).norm() < 0.03 * (a - first).norm()

@@ -1,6 +1,7 @@
 """The optimizers: AdamW, or Muon for the matrices with AdamW for the vectors behind the interface of one optimizer."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,64 @@ def make_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter], shar
     return torch.optim.AdamW(groups, lr=config.learning_rate, fused=not sharded)
 
 
+class Muon(torch.optim.Optimizer):
+    """Nesterov's momentum, made nearly orthogonal by Newton-Schulz steps; updates have AdamW's size (RMS 0.2).
+
+    torch.optim.Muon iterates in bf16, which a CPU without bf16 products does 40 times as slowly as in fp32. This one iterates
+    in bf16 on a GPU alone, over all matrices of one shape at once.
+    """
+
+    COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+    def __init__(
+        self,
+        matrices: Iterable[Tensor],
+        lr: float,
+        weight_decay: float = 0.0,
+        *,
+        momentum: float = 0.95,
+        steps: int = 5,
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+        self.momentum, self.steps = momentum, steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "closures are not supported"
+        for group in self.param_groups:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            for shape in sorted({tuple(p.shape) for p in with_gradient}):
+                self._update([p for p in with_gradient if p.shape == shape], group)
+
+    def _update(self, same: list[Tensor], group: dict[str, Any]) -> None:
+        updates = []
+        for p in same:
+            assert p.grad is not None
+            mean = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            mean.lerp_(p.grad, 1 - self.momentum)
+            updates.append(torch.lerp(p.grad, mean, self.momentum))
+        rate = group["lr"] * 0.2 * math.sqrt(max(same[0].shape))
+        for p, update in zip(same, self.orthogonal(torch.stack(updates)), strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=rate)
+
+    def orthogonal(self, x: Tensor) -> Tensor:
+        """Matrices like ``x`` (matrices, rows, columns) whose singular values are near 1."""
+        a, b, c = self.COEFFICIENTS
+        is_tall = x.shape[1] > x.shape[2]
+        x = (x.mT if is_tall else x).to(torch.bfloat16 if x.is_cuda else torch.float32)
+        x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+        for _ in range(self.steps):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.mT if is_tall else x
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """Two optimizers stepped together. Muon's updates are scaled to AdamW's size, so one learning rate serves both."""
 
     def __init__(self, matrices: Sequence[Tensor], vectors: Sequence[Tensor], lr: float, weight_decay: float) -> None:
         self.parts: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            Muon(matrices, lr, weight_decay),
             torch.optim.AdamW(vectors, lr=lr, weight_decay=0.0, fused=True),
         )
         self.param_groups = [group for part in self.parts for group in part.param_groups]
