@@ -28,8 +28,9 @@ def test_a_kernel_gets_its_grid_and_arguments() -> None:
     assert not leaves_idle(2, torch.device("cpu"))
 
 
-def test_a_graph_is_captured_after_two_runs_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls that PyTorch's documentation asks for, in their order; what they do is seen on a GPU alone."""
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of PyTorch, whose parts for a GPU only note them."""
     seen: list[str] = []
 
     class Stream:
@@ -56,6 +57,11 @@ def test_a_graph_is_captured_after_two_runs_beside(monkeypatch: pytest.MonkeyPat
         "graph_pool_handle": lambda: "pool",
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    return seen
+
+
+def test_a_graph_is_captured_after_two_runs_beside(seen: list[str]) -> None:
+    """The calls that PyTorch's documentation asks for, in their order; what they do is seen on a GPU alone."""
     capture(lambda: seen.append("run"), torch.device("cuda", 7))()
     assert seen == [
         "in",
@@ -68,6 +74,15 @@ def test_a_graph_is_captured_after_two_runs_beside(monkeypatch: pytest.MonkeyPat
         "run",
         "replay",
     ]
+
+
+def test_a_pass_that_is_not_captured_runs_as_it_is(seen: list[str]) -> None:
+    def run() -> None:
+        if "in graph pool" in seen:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.warns(UserWarning, match="operation by operation: operation not permitted"):
+        assert capture(run, torch.device("cuda", 7)) is run
 
 
 def test_a_cpu_runs_what_it_would_capture() -> None:

@@ -1,5 +1,6 @@
 """How a Triton kernel is started, on the device that holds its tensors, and how many operations are started at once."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -18,7 +19,8 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments:
 def capture(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """``run`` as one launch: a CUDA graph of the operations that it starts, on the memory that they read and write now.
 
-    It runs twice before, which compiles kernels. On a CPU it is ``run`` itself.
+    It runs twice before, which compiles kernels. On a CPU it is ``run`` itself, and so it is, with a warning, where a driver
+    or a library refuses the capture.
     """
     if device.type != "cuda":
         return run
@@ -30,8 +32,12 @@ def capture(run: Callable[[], object], device: torch.device) -> Callable[[], obj
                 run()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            run()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+        except RuntimeError as error:
+            warnings.warn(f"no CUDA graph, so a pass is launched operation by operation: {error}", stacklevel=2)
+            return run
     return graph.replay
 
 
