@@ -24,7 +24,7 @@ class RecalibrateConfig:
     """Days that a request is kept at most."""
     recalibrate_tokens: int = 4000
     """Newly served tokens, prompts included, that a round of candidates waits for."""
-    recalibrate_steps: int = 60
+    recalibrate_steps: int = 120
     """Training steps of a candidate."""
     recalibrate_learning_rate: float | None = None
     """Peak learning rate of a candidate; by default half of the one that volley tune would begin with."""

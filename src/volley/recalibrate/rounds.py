@@ -34,7 +34,7 @@ from volley.tune.presets import learning_rate_for, preset_for
 Event = dict[str, Any]
 RECENT = 4
 """Times ``recalibrate_tokens``: the newest answers that a candidate learns from, and older ones of the same size."""
-BATCH_TOKENS = 2048
+BATCH_TOKENS = 512
 RANK = 16
 
 
