@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
-from volley import Engine, SamplingParams
+from volley import Engine, GenerationResult, SamplingParams
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.models.target import Target
@@ -93,17 +93,24 @@ def random_prompts(count: int, *, longest: int = 40, seed: int = 0, vocab: int =
     return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def drafts_of(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:
-    """All proposals of each request: they show any change of draft weights or of their context."""
+def answers_and_drafts(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> tuple[list[GenerationResult], list[list[list[int]]]]:
+    """What each request is answered, and all proposals for it."""
     seen: dict[int, list[list[int]]] = {}
 
     def listen(request: Any, proposal: Any, verdict: Any) -> None:
         seen.setdefault(request.request_id, []).append(proposal.token_ids)
 
     engine.on_verified.append(listen)
-    list(engine.generate(prompts, params))
+    results = list(engine.generate(prompts, params))
     engine.on_verified.remove(listen)
-    return [seen[request_id] for request_id in sorted(seen)]
+    return results, [seen[request_id] for request_id in sorted(seen)]
+
+
+def drafts_of(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:
+    """All proposals of each request: they show any change of draft weights or of their context."""
+    return answers_and_drafts(engine, prompts, params)[1]
 
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]

@@ -57,6 +57,11 @@ class Bench:
                 times.append(time.perf_counter() - started)
         return median(times)
 
+    def pass_times(self, engine: Any, level: int) -> tuple[float, float, float]:
+        """Milliseconds of a pass of plain decoding, of one of verification and of one of drafting, for ``level`` requests."""
+        plain, verify = (engine.runner.seconds(size * level, level) for size in (1, BLOCK))
+        return 1e3 * plain, 1e3 * verify, 1e3 * engine.proposer.seconds(BLOCK * level, level)
+
     def wait(self) -> None:
         if self.device.type == "cuda":
             self.torch.cuda.synchronize()
@@ -157,9 +162,8 @@ def passes(bench: Bench) -> dict[str, Any]:
     small = {"policy": "fixed", "num_pages": 64}  # passes are timed on pools of their own
     engine, table = Engine(target, drafter, **small), []
     for level in bench.levels:
-        plain, verify = (engine.runner.seconds(size * level, level) for size in (1, BLOCK))
-        draft = engine.proposer.seconds(BLOCK * level, level)
-        times = {"T_plain": 1e3 * plain, "T_verify": 1e3 * verify, "T_draft": 1e3 * draft}
+        plain, verify, draft = bench.pass_times(engine, level)
+        times = {"T_plain": plain, "T_verify": verify, "T_draft": draft}
         table.append({"requests": level, **times, "ratio": (verify + draft) / plain})
     coded = Engine(target, bench.drafter(target, "fp8"), **small).proposer
     for row in table:
@@ -181,10 +185,8 @@ def graphs(bench: Bench) -> dict[str, Any]:
     for name, with_graphs in (("eager", False), ("graphs", True)):
         engine = Engine(*pair, policy=f"fixed:{BLOCK}", num_pages=64 * max(bench.levels), cuda_graphs=with_graphs)
         for row in table:
-            level = row["requests"]
-            plain, verify = (engine.runner.seconds(size * level, level) for size in (1, BLOCK))
-            draft = engine.proposer.seconds(BLOCK * level, level)
-            row |= {f"plain {name}": 1e3 * plain, f"verify {name}": 1e3 * verify, f"draft {name}": 1e3 * draft}
+            plain, verify, draft = bench.pass_times(engine, row["requests"])
+            row |= {f"plain {name}": plain, f"verify {name}": verify, f"draft {name}": draft}
         answers.append([own.token_ids for level in bench.levels for own in engine.generate(prompts[:level], params)])
         held = sum(own.passes.nbytes for own in (engine.runner, engine.proposer) if own.passes is not None)
     same = sum(one == other for one, other in zip(*answers, strict=True)) / len(answers[0])

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from benchmarks.pretended_gpu import CPU, CUDA, OnDevice, move, pretended_cuda
 from tests.costs import settle
-from tests.tiny import Pair, make_pair, random_prompts
+from tests.tiny import Pair, answers_and_drafts, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.files import REFERENCE
 from volley.memory import float8
@@ -25,8 +25,6 @@ from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
 from volley.models.loading import load_causal_lm
 from volley.models.target import Target
-from volley.procedures.request import Request
-from volley.types import Proposal
 
 pretended = partial(pretended_cuda, runs_kernels=True)
 GREEDY = SamplingParams(max_tokens=5)
@@ -105,15 +103,8 @@ def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, opt
 def drafts(target: Target, drafter: Drafter, count: int, **options: Any) -> list[Any]:
     """What each request answers, is proposed, and accepts of it."""
     engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
-    proposed: dict[int, list[list[int]]] = {}
-
-    def note(request: Request, proposal: Proposal, _: object) -> None:
-        proposed.setdefault(request.request_id, []).append(proposal.token_ids)
-
-    engine.on_verified.append(note)
-    results = list(engine.generate(random_prompts(count, longest=20, seed=1), GREEDY))
-    tokens = zip(results, sorted(proposed), strict=True)
-    return [(own.token_ids, proposed[number], own.stats.accepted_lengths) for own, number in tokens]
+    found = answers_and_drafts(engine, random_prompts(count, longest=20, seed=1), GREEDY)
+    return [(own.token_ids, proposed, own.stats.accepted_lengths) for own, proposed in zip(*found, strict=True)]
 
 
 def coded(drafter: Drafter, target: Target) -> Drafter:

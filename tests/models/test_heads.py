@@ -12,6 +12,7 @@ from tests.tiny import VOCAB, drafter_config, random_drafter
 from volley.errors import CheckpointError, ConfigError
 from volley.files import load_tensors, save_tensors
 from volley.models.checkpoint import DrafterConfig, HeadConfig
+from volley.models.domino import BoundRecurrent, DominoHead
 from volley.models.drafter import Drafter
 from volley.models.heads import BoundHead, ResidualHead
 
@@ -67,6 +68,18 @@ def test_few_candidates_are_the_best_of_the_base() -> None:
     assert torch.equal(torch.from_numpy(lattice.tokens), logits.topk(4).indices)
     expected = trained_logits(head, hidden[2], int(lattice.tokens[1, 3]), embedding, output)[lattice.tokens[2]]
     torch.testing.assert_close(torch.from_numpy(lattice.scores[2, 3]), expected)
+
+
+def test_a_head_with_a_state_gives_the_same_of_a_few_tokens() -> None:
+    torch.manual_seed(0)
+    head, embedding = DominoHead(H, 6, 5, VOCAB, 1).requires_grad_(False), torch.randn(VOCAB, H)
+    bound = BoundRecurrent(head, lambda ids: embedding[ids], None)
+    hidden, logits, few = torch.randn(3, H), torch.randn(3, VOCAB), torch.tensor([9, 0, 4])
+    whole, some = (bound.transitions(hidden, logits, [3]) for _ in range(2))
+    for slot, token in enumerate((7, 1, 2)):
+        expected = whole([slot], [token])
+        assert torch.equal(some([slot], [token], few), expected[:, few])
+        assert torch.equal(expected[0], logits[slot]) == (slot == 0)
 
 
 def test_an_untrained_head_changes_nothing() -> None:

@@ -69,23 +69,22 @@ class BoundRecurrent:
         """``embed`` gives what the head reads ``[T, E]`` of tokens; ``drafted [N]`` are the tokens of a reduced vocabulary."""
         self.head, self.embed, self.drafted = head, embed, drafted
 
-    def transitions(
-        self, hidden: Tensor, logits: Tensor, sizes: Sequence[int]
-    ) -> Callable[[list[int], list[int]], Tensor]:
-        """A function (positions, tokens) → logits ``[n, V]`` of these after these tokens; each block is asked for in order.
+    def transitions(self, hidden: Tensor, logits: Tensor, sizes: Sequence[int]) -> Callable[..., Tensor]:
+        """A function (positions, tokens, among) → logits ``[n, V]`` of these after these tokens, or of ``among [m]`` alone.
 
-        ``hidden [Σk, H]`` and ``logits [Σk, V]`` are those of all positions of blocks of ``sizes``.
+        Each block is asked for in order. ``hidden [Σk, H]`` and ``logits [Σk, V]`` are those of all positions of blocks of
+        ``sizes``.
         """
         places = torch.tensor([place for size in sizes for place in range(size)], device=hidden.device)
         states = hidden.new_zeros(len(hidden), self.head.state_size)
 
-        def after(rows: list[int], token_ids: list[int]) -> Tensor:
+        def after(rows: list[int], token_ids: list[int], among: Tensor | None = None) -> Tensor:
             where, before = (torch.tensor(indices, device=logits.device) for indices in (rows, token_ids))
             earlier = states[where - 1] * (places[where] > 0)[:, None]
             states[where], change = self.head.step(self.embed(before), hidden[where], earlier)
             if self.drafted is not None:
                 change = change.new_zeros(len(change), logits.shape[1]).index_copy(1, self.drafted, change)
             corrected: Tensor = logits[where] + change * (places[where] >= self.head.uncorrected)[:, None]
-            return corrected
+            return corrected if among is None else corrected[:, among.to(corrected.device)]
 
         return after

@@ -234,11 +234,8 @@ def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: 
     size = logits.shape[-1]
     if head is None:
         return Following(lambda position, _, among: columns(logits[position : position + 1], among), size)
-    if isinstance(head, BoundHead):
-        some = head.transitions(hidden, logits, [len(hidden)])
-        return Following(lambda position, token, among: some([position], [token], among), size)
     after = head.transitions(hidden, logits, [len(hidden)])
-    return Following(lambda position, token, among: columns(after([position], [token]), among), size)
+    return Following(lambda position, token, among: after([position], [token], among), size)
 
 
 def _sizes(works: Works) -> list[int]:

@@ -166,10 +166,11 @@ class Recalibration:
         if (folder / kind / "model.safetensors").exists():
             return made
         config, target = self.config, self.target
-        rate, optimizer = learning_rate_for(target.text_config.hidden_size), "adamw"
         if kind == "full":
             preset = preset_for(target.text_config)
             rate, optimizer = preset.learning_rate / 2, preset.optimizer
+        else:
+            rate, optimizer = learning_rate_for(target.text_config.hidden_size), "adamw"
         options = TrainConfig(
             target=self.path,
             data=(str(folder / "train.jsonl"),),

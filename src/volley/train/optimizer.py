@@ -52,8 +52,10 @@ class Muon(torch.optim.Optimizer):
         updates = []
         for p in same:
             assert p.grad is not None
-            mean = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            mean.lerp_(p.grad, 1 - self.momentum)
+            own = self.state[p]
+            if not own:
+                own["momentum_buffer"] = torch.zeros_like(p)
+            mean = own["momentum_buffer"].lerp_(p.grad, 1 - self.momentum)
             updates.append(torch.lerp(p.grad, mean, self.momentum))
         rate = group["lr"] * 0.2 * math.sqrt(max(same[0].shape))
         for p, update in zip(same, self.orthogonal(torch.stack(updates)), strict=True):
