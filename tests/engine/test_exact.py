@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiles import needs_kernels
+from tests.tiny import random_drafter
 from volley import Engine, GenerationResult, SamplingParams, native
 from volley.errors import ConfigError
 from volley.files import REFERENCE
@@ -168,6 +169,16 @@ def test_codes_need_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         Engine.from_pretrained(weights="int8")
     with pytest.raises(ConfigError, match="use weights='bf16' here"):
         Engine.from_pretrained(draft_weights="int4")
+
+
+def test_how_to_load_what_is_loaded_is_refused() -> None:
+    pair = loaded("bf16")
+    how: list[dict[str, Any]] = [{"weights": "int8"}, {"tensor_parallel": True}]
+    for options in how:
+        with pytest.raises(ConfigError, match="say how a target is loaded; give its folder"):
+            Engine.from_pretrained(pair.target, None, **options)
+    with pytest.raises(ConfigError, match="says how a drafter is loaded; give its folder"):
+        Engine.from_pretrained(pair.target, random_drafter(), draft_weights="int8")
 
 
 def test_fp8_needs_a_gpu_and_is_for_drafters() -> None:

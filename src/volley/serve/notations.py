@@ -263,7 +263,18 @@ def _quoted(text: str) -> str:
 
 
 def _anywhere(pattern: str) -> str:
-    """An expression for whole texts in which a schema's ``pattern`` occurs."""
+    """An expression for whole texts in which a schema's ``pattern`` occurs. Each alternative has anchors of its own."""
+    alternatives, depth = [""], 0
+    for piece in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and depth == 0:
+            alternatives.append("")
+        else:
+            alternatives[-1] += piece
+    return "|".join(map(_around, alternatives))
+
+
+def _around(pattern: str) -> str:
     begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
     inside = pattern[begins : len(pattern) - ends]
     inside = re.sub(r"\\.|[/\n]", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), inside)

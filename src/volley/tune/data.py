@@ -22,6 +22,8 @@ WANTED_RESPONSES = 1000
 MOST_SAMPLES = 8
 HELD_OUT_SHARE = 0.1
 MOST_HELD_OUT = 64
+FORESEEN = 0.05
+"""Share of the responses that must be there before the minutes left are told: many others are under way beside the first ones."""
 
 
 def plan_collection(config: TuneConfig, out: Path) -> CollectConfig:
@@ -52,8 +54,11 @@ def run_collection(config: TuneConfig, target: Callable[[], Target], out: Path, 
 
 def _line(now: Collected) -> str:
     made = now.skipped + now.finished
+    line = f"{made} of {now.total} responses, {now.tokens_per_second:.0f} tokens/s"
+    if now.finished < FORESEEN * (now.total - now.skipped):
+        return line
     left = (now.total - made) * now.seconds / max(1, now.finished)
-    return f"{made} of {now.total} responses, {now.tokens_per_second:.0f} tokens/s, about {left / 60:.1f} min left"
+    return f"{line}, about {left / 60:.1f} min left"
 
 
 def _source(config: TuneConfig, target: Callable[[], Target]) -> Source:
