@@ -154,12 +154,23 @@ def test_passes_do_not_change_the_step(tiny_pair: TinyPair, tmp_path: Path) -> N
         torch.testing.assert_close(parts[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
 
 
+def test_a_drafter_learns_the_same_from_memory(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    options = tiny_run(tiny_pair.target, tmp_path, soft_targets=0.5, max_steps=8)
+    online, memory, default = (
+        run({**options, "features": features, "out": str(tmp_path / features)})
+        for features in ("online", "memory", "auto")
+    )
+    assert_same(memory, default)
+    for name, tensor in online.items():
+        torch.testing.assert_close(memory[name], tensor, atol=1e-3, rtol=1e-2, msg=name)
+
+
 def test_cached_features_train_like_online_ones(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(cache_module, "SHARD_TOKENS", 300)
     options = tiny_run(tiny_pair.target, tmp_path, dtype="bfloat16", soft_targets=0.5)
-    online = run({**options, "out": str(tmp_path / "online")})
+    online = run({**options, "features": "online", "out": str(tmp_path / "online")})
     cached = run({**options, "features": "cache", "cache_dir": str(tmp_path / "cache")})
     for name, tensor in online.items():
         torch.testing.assert_close(cached[name], tensor, atol=2e-3, rtol=0.02, msg=name)

@@ -1,7 +1,9 @@
 """What is known of the device that everything runs on, and what a pass takes of its memory."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import shorten
 
 import torch
@@ -40,6 +42,16 @@ def find_device(device: torch.device) -> Device:
         return Device(device.type, device.type)
     torch.cuda.empty_cache()
     return Device("cuda", torch.cuda.get_device_properties(device).name, torch.cuda.mem_get_info(device)[0])
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of a GPU that is free; of a machine, or of the container that this runs in, all there is."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return min(machine, int(text)) if text.isdigit() else machine
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:

@@ -25,7 +25,7 @@ from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.replay import Replayed, replay
 from volley.recalibrate.reservoir import Entry, ServedRow, entries, read
 from volley.recalibrate.state import BASE, Learnt, Standing
-from volley.train.features import FrozenTarget, OnlineFeatures
+from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
@@ -110,6 +110,7 @@ class Recalibration:
 
     def _begin(self, number: int) -> int:
         """Copy what the round learns from; the plan comes last, and with it the round."""
+        self.target.remembered.clear()
         found = entries(self.folder)
         chosen = choose_rows(found, RECENT * self.config.recalibrate_tokens, number)
         learnt = self.learnt
@@ -196,8 +197,6 @@ class Recalibration:
         trainer = Trainer(options, self.ranks, target, speaks=False)
         trainer.resume()
         product = trainer.run()
-        if isinstance(trainer.source, OnlineFeatures):
-            trainer.source.taps.close()
         drafter = Drafter.from_pretrained(product if kind == "full" else init, torch.float32)
         (adapted(drafter, product) if kind == "adapter" else drafter).save_pretrained(folder / kind)
         return made

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from volley.errors import CheckpointError, VolleyError
+from volley.memory.device import memory_bytes
 from volley.models.accelerate import accelerate
 from volley.models.export import TargetEnds
 from volley.models.loading import load_causal_lm
@@ -28,6 +29,12 @@ class Features:
 
     taps: Tensor
     final: Tensor | None
+
+
+MEMORY = 0.25
+"""Share of a machine's memory that remembered features may take."""
+FINAL = -2
+"""Stands for the final states among the numbers of layers, of which -1 is the embedding."""
 
 
 class FrozenTarget:
@@ -60,6 +67,7 @@ class FrozenTarget:
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
         self.head = self._head()
         self.softcap: float | None = getattr(self.text_config, "final_logit_softcapping", None)
+        self.remembered = FeatureMemory(int(MEMORY * memory_bytes(device)))
 
     def _head(self) -> Tensor:
         """``[V, H]``, times the model's logit scale; ``[V, H + 1]`` if the head has a bias."""
@@ -139,16 +147,69 @@ class OnlineFeatures:
     def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool) -> None:
         self.target = target
         self.layer_ids = tuple(layer_ids)
-        self.taps = Taps(target.model, layer_ids)
         self.with_final = with_final
 
     @torch.no_grad()
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
         """Features of ``documents``, whose places in the data are ``indices``."""
         token_ids = pad(documents).to(self.target.device)
-        hidden = self.target.model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
-        taps = self.taps.take()
-        return Features(taps, hidden if self.with_final else None)
+        with Taps(self.target.model, self.layer_ids) as tapped:
+            hidden = self.target.model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
+            return Features(tapped.take(), hidden if self.with_final else None)
+
+
+class FeatureMemory:
+    """What is known of documents: states ``[S, H]`` of layers, and the final ones, in ``budget`` bytes.
+
+    Nothing is given up: where documents are read in turn, the oldest are the next.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.size = 0
+        self._known: dict[bytes, dict[int, Tensor]] = {}
+
+    def of(self, document: Document) -> dict[int, Tensor]:
+        """States by layer, the final ones by ``FINAL``."""
+        return self._known.get(document.token_ids.numpy().tobytes(), {})
+
+    def add(self, document: Document, states: dict[int, Tensor]) -> None:
+        """Keep ``states`` too, where they fit."""
+        size = sum(state.nbytes for state in states.values())
+        if self.size + size <= self.budget:
+            self._known.setdefault(document.token_ids.numpy().tobytes(), {}).update(states)
+            self.size += size
+
+    def clear(self) -> None:
+        self._known, self.size = {}, 0
+
+
+class RememberedFeatures:
+    """Runs the target on documents that :attr:`FrozenTarget.remembered` does not know, all trainings' together.
+
+    On one at a time, so that a document's features do not depend on which others are known.
+    """
+
+    def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool) -> None:
+        self.target, self.layer_ids, self.with_final = target, tuple(layer_ids), with_final
+
+    def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
+        """Features of ``documents``, whose places in the data are ``indices``."""
+        found = [self._states(document) for document in documents]
+        taps = [torch.cat([states[layer] for layer in self.layer_ids], dim=-1) for states in found]
+        final = [states[FINAL] for states in found] if self.with_final else []
+        return Features(pad_sequence(taps, batch_first=True), pad_sequence(final, batch_first=True) if final else None)
+
+    def _states(self, document: Document) -> dict[int, Tensor]:
+        known = self.target.remembered.of(document)
+        if {*self.layer_ids, *([FINAL] if self.with_final else [])} <= known.keys():
+            return known
+        made = OnlineFeatures(self.target, self.layer_ids, self.with_final)([document], [0])
+        states = dict(zip(self.layer_ids, made.taps[0].chunk(len(self.layer_ids), dim=-1), strict=True))
+        if made.final is not None:
+            states[FINAL] = made.final[0]
+        self.target.remembered.add(document, {key: own.clone() for key, own in states.items() if key not in known})
+        return states
 
 
 class ServerFeatures:

@@ -12,7 +12,7 @@ from volley.files import make_folder
 from volley.train.cache import FeatureCache
 from volley.train.data import TrainingData
 from volley.train.evaluate import HeldOut
-from volley.train.features import FeatureSource, FrozenTarget, OnlineFeatures, ServerFeatures
+from volley.train.features import FeatureSource, FrozenTarget, OnlineFeatures, RememberedFeatures, ServerFeatures
 from volley.train.fused import keep_freed_memory
 from volley.train.interrupts import Interrupts
 from volley.train.learner import Learner
@@ -214,6 +214,7 @@ def _feature_source(
     target, with_final = step_function.target, step_function.objective.needs_target
     taps = learner.shape.target_layer_ids
     if config.feature_server is None or config.feature_dir is None:
-        return OnlineFeatures(target, taps, with_final)
+        remembers = config.features == "memory" or (config.features == "auto" and target.device.type == "cpu")
+        return (RememberedFeatures if remembers else OnlineFeatures)(target, taps, with_final)
     longest = max(len(document) for document in [*data.documents, *data.held_out])
     return ServerFeatures(target, taps, with_final, config.feature_server, Path(config.feature_dir), longest)

@@ -45,7 +45,7 @@ CHOICES = {
     "anchors": ("random", "fixed"),
     "head": ("none", "residual", "markov"),
     "loss_decay": ("decay", "uniform", "pace"),
-    "features": ("online", "cache"),
+    "features": ("auto", "online", "memory", "cache"),
     "attention": ("auto", "grouped", "dense", "flex"),
     "dtype": ("bfloat16", "float32"),
     "optimizer": ("adamw", "muon"),
@@ -157,8 +157,9 @@ class TrainConfig:
     seed: int = 0
     """Fixes the initial weights, the order of the data and the anchors."""
 
-    features: str = "online"
-    """``online`` runs the target in every step; ``cache`` runs it once and keeps its features on disk."""
+    features: str = "auto"
+    """``online`` runs the target in every step; ``memory`` runs it once for each document whose features fit into a quarter of
+    the memory; ``cache`` keeps all of them on disk; ``auto`` is ``memory`` on a CPU and ``online`` elsewhere."""
     feature_server: str | None = None
     """URL of a vLLM that runs the target instead (``http://host:8000/v1``), started with ``volley serve --engine vllm
     --record``; this process holds the target's embedding and head only."""

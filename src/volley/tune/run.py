@@ -21,7 +21,9 @@ from volley.memory.device import usable_device
 from volley.models.export import export
 from volley.models.target import Target
 from volley.prompts import read_jsonl
-from volley.train.features import FrozenTarget
+from volley.train.data import TrainingData
+from volley.train.documents import plan_epoch
+from volley.train.features import FrozenTarget, RememberedFeatures
 from volley.train.fused import keep_freed_memory
 from volley.train.loop import Trainer
 from volley.train.options import TrainConfig
@@ -32,11 +34,22 @@ from volley.tune.options import TuneConfig
 from volley.tune.presets import preset_for
 from volley.tune.report import to_html
 from volley.tune.state import Milestones
-from volley.tune.trials import BLOCK_SIZES, Search, Trial, choose_block_size, from_json, to_json, training_dtype
+from volley.tune.trials import (
+    BLOCK_SIZES,
+    Search,
+    Trial,
+    choose_block_size,
+    from_json,
+    more_taps,
+    to_json,
+    training_dtype,
+)
 from volley.tune.vocabulary import choose_vocabulary, sizes_for
 
 TRIAL_SHARE = 0.3
 """Of the minutes; the rest is the training's."""
+READ_SHARE = 0.4
+"""Of the trials' minutes, at most, in which the target reads the responses."""
 TYPICAL_TRIALS = 10
 SHORTEST_TRIAL = 1 / 4
 """Minutes."""
@@ -157,11 +170,12 @@ class Tuning:
 
     def choose(self) -> dict[str, Any]:
         """Trials; each is kept as it ends."""
+        read = self._remember()
         if "batch" not in self.progress:
             self.progress["batch"] = self._batch()
             self.base = replace(self.base, tokens_per_batch=self.progress["batch"])
         minutes = self.base.max_minutes or 0.0
-        total = TRIAL_SHARE * self.config.max_minutes
+        total = TRIAL_SHARE * self.config.max_minutes - read
         self.say(f"trials of {60 * minutes:.0f} s each, {total:.1f} minutes in all, from the preset")
         trials = [from_json(raw) for raw in self.progress.done.get("trials", [])]
 
@@ -183,6 +197,25 @@ class Tuning:
         why = "the preset was best" if best is first else f"{best.name} last; {gain:.2f} × the preset's expected speed"
         self.say(f"chose {_named(self.base, options)} ({why})")
         return {"options": options, "why": why, "drafted": drafted, "trials": len(trials)}
+
+    def _remember(self) -> float:
+        """Have the target read the responses once for all trainings, so that each trial begins alike; returns the minutes."""
+        if self.ranks.device.type != "cpu":  # where the target reads in every step
+            return 0.0
+        data, own = TrainingData(self.base, self.frozen), preset_for(self.frozen.text_config).taps
+        layers, tokens = sorted({*own, *more_taps(self.frozen)}), sum(map(len, [*data.held_out, *data.documents]))
+        size = (len(layers) + 1) * tokens * self.frozen.text_config.hidden_size * self.dtype.itemsize
+        fits = size <= self.frozen.remembered.budget
+        features = RememberedFeatures(self.frozen, layers if fits else own, with_final=True)
+        order = plan_epoch(data.lengths, self.base.tokens_per_batch, self.base.seed, 0)
+        documents = [*data.held_out, *(data.documents[index] for batch in order for index in batch)]
+        started, most = time.monotonic(), 60 * READ_SHARE * TRIAL_SHARE * self.config.max_minutes
+        for count, document in enumerate(documents):
+            if time.monotonic() - started > most:
+                self.say(f"the target has read {count} of {len(documents)} responses; the rest it reads when they come")
+                break
+            features([document], [0])
+        return (time.monotonic() - started) / 60
 
     def _batch(self) -> int:
         """Tokens of a step, so that the training has enough steps; a few of them are timed."""

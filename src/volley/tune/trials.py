@@ -148,9 +148,7 @@ class Search:
         )
 
     def _taps(self, best: Trial) -> Trial:
-        """More taps: all layers of a shallow target but its last, eight of a deep one."""
-        depth = len(decoder_layers(self.target.model))
-        more = range(depth - 1) if depth <= SHALLOW else spread_taps(8, depth)
+        more = more_taps(self.target)
         taps = ",".join(map(str, more))
         return self._compare(best, [(f"taps {taps}", {"taps": taps})]) if len(more) > 1 else best
 
@@ -179,6 +177,12 @@ class Search:
 
     def _targets(self, best: Trial) -> Trial:
         return self._compare(best, [("soft targets", {"soft_targets": 0.5})])
+
+
+def more_taps(target: FrozenTarget) -> Sequence[int]:
+    """All layers of a shallow target but its last, eight of a deep one."""
+    depth = len(decoder_layers(target.model))
+    return range(depth - 1) if depth <= SHALLOW else spread_taps(8, depth)
 
 
 def cycle_seconds(target: Target, drafters: Sequence[Drafter]) -> list[float]:

@@ -1,0 +1,63 @@
+"""Features kept in memory are those of running the target, whatever is asked for in whatever order, and cost no second pass."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import TinyPair
+from volley.train.documents import Document
+from volley.train.features import FeatureMemory, Features, FrozenTarget, OnlineFeatures, RememberedFeatures
+
+RNG = random.Random(0)
+DOCUMENTS = [Document(torch.tensor(RNG.choices(range(260), k=n), dtype=torch.int32), 1) for n in (2, 5, 9, 9, 14)]
+Asked = tuple[list[int], list[int], bool]
+ASKED = st.tuples(
+    st.lists(st.sampled_from(range(len(DOCUMENTS))), min_size=1, max_size=4),
+    st.lists(st.sampled_from([-1, 0, 1]), min_size=1, max_size=2, unique=True),
+    st.booleans(),
+)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_pair: TinyPair) -> FrozenTarget:
+    return FrozenTarget(str(tiny_pair.target), torch.float32, torch.device("cpu"))
+
+
+def alone(target: FrozenTarget, layers: Sequence[int], with_final: bool, document: Document) -> Features:
+    return OnlineFeatures(target, layers, with_final)([document], [0])
+
+
+@given(st.lists(ASKED, min_size=1, max_size=5), st.sampled_from([0, 4000, 10**9]))
+def test_what_is_remembered_is_what_the_target_computes(target: FrozenTarget, asked: list[Asked], budget: int) -> None:
+    target.remembered = FeatureMemory(budget)
+    for chosen, layers, with_final in asked:
+        documents = [DOCUMENTS[index] for index in chosen]
+        found = RememberedFeatures(target, layers, with_final)(documents, chosen)
+        assert (found.final is not None) == with_final
+        for row, document in enumerate(documents):
+            length, expected = len(document), alone(target, layers, with_final, document)
+            assert torch.equal(found.taps[row, :length], expected.taps[0])
+            assert not found.taps[row, length:].any()
+            if found.final is not None and expected.final is not None:
+                assert torch.equal(found.final[row, :length], expected.final[0])
+    assert target.remembered.size <= budget
+
+
+def test_each_document_passes_once(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.remembered = FeatureMemory(10**9)
+    passes: list[int] = []
+    decoder = target.model.get_decoder()
+    hook = decoder.register_forward_pre_hook(lambda *_: passes.append(1))
+    asked = (([0, 1], False, 5), ([1], False, 5), ([1], True, 10), ([0], True, 10), ([-1], False, 15))
+    for layers, with_final, expected in asked:
+        RememberedFeatures(target, layers, with_final)(DOCUMENTS, range(len(DOCUMENTS)))
+        assert len(passes) == expected
+    hook.remove()
+    size = sum(map(len, DOCUMENTS)) * target.text_config.hidden_size * 4
+    assert target.remembered.size == 4 * size  # three layers and the final states, each once
+    target.remembered.clear()
+    assert target.remembered.of(DOCUMENTS[0]) == {}
