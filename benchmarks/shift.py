@@ -63,8 +63,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workload", choices=("code", "math", "commands", "prose"), default="code")
     parser.add_argument("--phase", default="", help="serve: name of a phase; a run that was stopped goes on in it")
     parser.add_argument("--tokens", type=int, default=20_000, help="prepare: of responses; serve: to serve")
-    parser.add_argument("--steps", type=int, default=40, help="prepare: of the training; serve: of each candidate")
-    parser.add_argument("--round-tokens", type=int, default=2500)
+    parser.add_argument("--steps", type=int, help="prepare: of the training (700); serve: of each candidate")
+    parser.add_argument("--round-tokens", type=int, default=RecalibrateConfig.recalibrate_tokens)
     parser.add_argument("--learning-rate", type=float, default=None)
     parser.add_argument("--updates", default="full")
     parser.add_argument("--requests", type=int, default=48, help="speed, latency")
@@ -144,7 +144,7 @@ def prepare(arguments: argparse.Namespace) -> None:
         optimizer="muon",
         learning_rate=arguments.learning_rate or 1e-2,
         tokens_per_batch=512,
-        max_steps=arguments.steps,
+        max_steps=arguments.steps or 700,
         epochs=10**6,
         dtype="float32",
         draft_vocab_size=0,
@@ -175,7 +175,7 @@ class Shift:
         config = RecalibrateConfig(
             recalibrate=self.folder,
             recalibrate_tokens=arguments.round_tokens,
-            recalibrate_steps=arguments.steps,
+            recalibrate_steps=arguments.steps or RecalibrateConfig.recalibrate_steps,
             recalibrate_learning_rate=arguments.learning_rate,
             recalibrate_updates=tuple(arguments.updates.split(",")),
         )

@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.recalibrate.conftest import Kept
+from volley.files import load_tensors
 from volley.models.drafter import Drafter
+from volley.recalibrate import rounds
 from volley.recalibrate.reservoir import Entry, erase
 from volley.recalibrate.rounds import Recalibration, choose_rows
 from volley.recalibrate.state import BASE, Standing
@@ -59,7 +62,35 @@ def test_a_drafter_learns_what_is_served_and_gives_way_where_it_does_worse(kept:
     assert kept.learnt.roll_backs == 1
 
 
-def test_a_round_begins_from_a_candidate_that_was_better_if_not_by_enough(kept: Kept) -> None:
+def test_prompts_longer_than_a_batch_are_learnt_from(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "BATCH_TOKENS", 2)
+    kept.serve(60)
+    assert kept.recalibration(recalibrate_steps=2).work()
+    assert kept.events[-1]["event"] == "judged"
+
+
+def test_all_weights_learn_anew_from_the_given_drafter(kept: Kept) -> None:
+    """Whichever drafter serves, and however bad it is."""
+    kept.serve(60)
+    work = kept.recalibration(recalibrate_updates=("full", "adapter"), recalibrate_steps=2)
+    made = {}
+    for name in (BASE, "rounds/000009/full"):
+        spoilt = Drafter.from_pretrained(kept.folder / BASE)
+        spoilt.fc.weight.data.zero_()
+        spoilt.save_pretrained(kept.folder / "rounds/000009/full")
+        if name != BASE:
+            kept.learnt.swapped(Standing(name, "full", 59, 9.0), 1).save(kept.folder)
+        assert work.work()
+        made[name] = [
+            load_tensors(kept.folder / f"rounds/000001/{kind}/model.safetensors") for kind in ("full", "adapter")
+        ]
+        shutil.rmtree(kept.folder / "rounds")
+    (full, adapter), (other, another) = made.values()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in full.items())
+    assert not all(torch.equal(tensor, another[name]) for name, tensor in adapter.items())
+
+
+def test_an_adapter_begins_from_a_candidate_that_was_better_if_not_by_enough(kept: Kept) -> None:
     kept.serve(60)
     work = kept.recalibration(recalibrate_updates=("full",))
     assert work.work()

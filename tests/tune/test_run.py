@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from tests.serve.running import running
 from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError
-from volley.files import read_json
+from volley.files import make_folder, read_json
 from volley.models.export import export
-from volley.train.data import read_rows
+from volley.train.data import TrainingData, read_rows
 from volley.tune.options import TuneConfig
-from volley.tune.run import tune
+from volley.tune.run import Tuning, tune
 from volley.tune.trials import steady_acceptance
 
 SHAPE: dict[str, Any] = {
@@ -121,6 +122,19 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert read_certificate(tmp_path / "written" / "certificate.json")["verdict"] == "lossless"
     export(out, tmp_path / "reduced", "zlab", target=config.target, draft_vocab_size=9, counts=[1] * 260)
     assert not (tmp_path / "reduced" / "certificate.json").exists()
+
+
+def test_documents_longer_than_a_batch_are_learnt_from_whole(tmp_path: Path) -> None:
+    rows = [{"prompt_token_ids": [4 + i] * 40, "response_token_ids": list(range(5, 25 + i))} for i in range(8)]
+    data = tmp_path / "responses.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target = make_target(tmp_path, CONFIGS["llama"])
+    tuning = Tuning(options(tmp_path, target, prompts=(), data=(str(data),)), print)
+    make_folder(tuning.out)
+    tuning.collect()
+    found = TrainingData(replace(tuning.base, tokens_per_batch=16), tuning.frozen)
+    lengths = sorted(len(row["prompt_token_ids"]) + len(row["response_token_ids"]) for row in rows)
+    assert sorted([*found.lengths, *map(len, found.held_out)]) == lengths
 
 
 PLACES = {

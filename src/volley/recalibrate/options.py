@@ -22,10 +22,10 @@ class RecalibrateConfig:
     """Tokens that the folder keeps at most; the client that has most of them gives up its oldest."""
     reservoir_days: float = 30.0
     """Days that a request is kept at most."""
-    recalibrate_tokens: int = 4000
+    recalibrate_tokens: int = 8000
     """Newly served tokens, prompts included, that a round of candidates waits for."""
-    recalibrate_steps: int = 120
-    """Training steps of a candidate."""
+    recalibrate_steps: int = 600
+    """Training steps of a candidate, at most; few answers are passed ten times."""
     recalibrate_learning_rate: float | None = None
     """Peak learning rate of a candidate; by default half of the one that volley tune would begin with."""
     recalibrate_updates: tuple[str, ...] = UPDATES

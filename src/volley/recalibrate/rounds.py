@@ -27,14 +27,16 @@ from volley.recalibrate.reservoir import Entry, ServedRow, entries, read
 from volley.recalibrate.state import BASE, Learnt, Standing
 from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
-from volley.train.options import TrainConfig
+from volley.train.options import LONGEST, TrainConfig
 from volley.train.parallel import Ranks
 from volley.tune.presets import learning_rate_for, preset_for
 
 Event = dict[str, Any]
-RECENT = 4
+RECENT = 2
 """Times ``recalibrate_tokens``: the newest answers that a candidate learns from, and older ones of the same size."""
 BATCH_TOKENS = 512
+EPOCHS = 10
+"""Of a round, at most: few answers are soon known by heart."""
 RANK = 16
 
 
@@ -46,7 +48,7 @@ class RoundPlan:
     base: str
     """Fingerprint of the drafter that the server was given."""
     init: str
-    """Folder of the drafter that candidates begin from."""
+    """Folder of the drafter that adapters begin from."""
     until: int
     """The number of the last answer that it may learn from."""
 
@@ -161,8 +163,12 @@ class Recalibration:
         self._tell(read_json(self._verdict(number)))
 
     def _train(self, plan: RoundPlan, kind: str) -> Standing:
-        """A candidate in ``rounds/NUMBER/KIND``, trained in ``run-KIND`` beside it."""
-        folder, init = self._round(plan.number), self.folder / plan.init
+        """A candidate in ``rounds/NUMBER/KIND``, trained in ``run-KIND`` beside it.
+
+        One of all weights begins from the drafter that the server was given: what has learnt the same answers before learns
+        less from them, and so does worse on others.
+        """
+        folder, init = self._round(plan.number), self.folder / (BASE if kind == "full" else plan.init)
         made = Standing(f"rounds/{folder.name}/{kind}", kind, plan.until)
         if (folder / kind / "model.safetensors").exists():
             return made
@@ -186,7 +192,8 @@ class Recalibration:
             soft_targets=0.5,
             loss_decay="pace",
             tokens_per_batch=BATCH_TOKENS,
-            epochs=10**6,
+            max_length=LONGEST,
+            epochs=EPOCHS,
             max_steps=config.recalibrate_steps,
             seed=plan.number,
             device=str(target.device),

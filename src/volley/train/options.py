@@ -41,6 +41,9 @@ SHAPE_OPTIONS = (
 )
 """Options that make a drafter what it is; an adapter has them from its drafter."""
 
+LONGEST = 8192
+"""Tokens of a document in trainings that choose their batches themselves: what is longer than a batch is one of its own."""
+
 CHOICES = {
     "anchors": ("random", "fixed"),
     "head": ("none", "residual", "markov"),

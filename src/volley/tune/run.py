@@ -26,7 +26,7 @@ from volley.train.documents import plan_epoch
 from volley.train.features import FrozenTarget, RememberedFeatures
 from volley.train.fused import keep_freed_memory
 from volley.train.loop import Trainer
-from volley.train.options import TrainConfig
+from volley.train.options import LONGEST, TrainConfig
 from volley.train.parallel import Ranks
 from volley.tune.data import held_out_prompts, part, run_collection
 from volley.tune.measure import measure
@@ -55,7 +55,7 @@ SHORTEST_TRIAL = 1 / 4
 """Minutes."""
 BATCH, SMALLEST_BATCH, LARGEST_BATCH = 1024, 512, 8192
 TIMED_STEPS = 5
-STEPS = 1000
+STEPS = 4000
 """Of the training, at least, where batches are not too small for that: short trainings need steps."""
 EVALUATIONS = 8
 MINUTES_BETWEEN = 0.7
@@ -131,9 +131,8 @@ class Tuning:
 
     @cached_property
     def base(self) -> TrainConfig:
-        """The training that the preset describes, for as long as one trial."""
+        """The training that the preset describes."""
         config, preset = self.config, preset_for(AutoConfig.from_pretrained(self.config.target))
-        share = TRIAL_SHARE * config.max_minutes / TYPICAL_TRIALS
         return TrainConfig(
             target=config.target,
             data=(str(self.out / "train.jsonl"),),
@@ -147,7 +146,7 @@ class Tuning:
             learning_rate=preset.learning_rate,
             optimizer=preset.optimizer,
             tokens_per_batch=self.progress.done.get("batch", BATCH),
-            max_minutes=min(TRIAL_SHARE * config.max_minutes, max(SHORTEST_TRIAL, share)),
+            max_length=LONGEST,
             loss_decay="pace",
             device=config.device,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -171,11 +170,11 @@ class Tuning:
     def choose(self) -> dict[str, Any]:
         """Trials; each is kept as it ends."""
         read = self._remember()
-        if "batch" not in self.progress:
-            self.progress["batch"] = self._batch()
-            self.base = replace(self.base, tokens_per_batch=self.progress["batch"])
-        minutes = self.base.max_minutes or 0.0
-        total = TRIAL_SHARE * self.config.max_minutes - read
+        if "read" not in self.progress:
+            self.progress["batch"], self.progress["read"] = self._batch(), read
+        total = TRIAL_SHARE * self.config.max_minutes - self.progress["read"]
+        minutes = min(total, max(SHORTEST_TRIAL, total / TYPICAL_TRIALS))
+        self.base = replace(self.base, tokens_per_batch=self.progress["batch"], max_minutes=minutes)
         self.say(f"trials of {60 * minutes:.0f} s each, {total:.1f} minutes in all, from the preset")
         trials = [from_json(raw) for raw in self.progress.done.get("trials", [])]
 
@@ -210,6 +209,7 @@ class Tuning:
         order = plan_epoch(data.lengths, self.base.tokens_per_batch, self.base.seed, 0)
         documents = [*data.held_out, *(data.documents[index] for batch in order for index in batch)]
         started, most = time.monotonic(), 60 * READ_SHARE * TRIAL_SHARE * self.config.max_minutes
+        self.say(f"the target reads {len(documents)} responses once, in {most / 60:.1f} minutes at most")
         for count, document in enumerate(documents):
             if time.monotonic() - started > most:
                 self.say(f"the target has read {count} of {len(documents)} responses; the rest it reads when they come")
