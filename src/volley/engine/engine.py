@@ -170,20 +170,9 @@ class Engine:
         split_options({name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}})
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
-        if not isinstance(target, Target):
-            path = target or REFERENCE / "target"
-            target = load_target(path, dtype, device, weights, tensor_parallel=tensor_parallel)
-        elif weights != "auto" or tensor_parallel:
-            raise ConfigError(
-                "weights and tensor_parallel say how a target is loaded; give its folder, or load it with them"
-            )
-        if isinstance(drafter, Drafter):
-            if draft_weights != "bf16":
-                raise ConfigError("draft_weights says how a drafter is loaded; give its folder instead of a loaded one")
-            drafter.to(device=target.device, dtype=target.dtype).eval()
-            return cls(target, drafter, **options)
+        target = load_target(target or REFERENCE / "target", dtype, device, weights, tensor_parallel=tensor_parallel)
         engine = cls(target, None if drafter is None else load_drafter(drafter, target, draft_weights), **options)
-        engine.drafter_source = None if drafter is None else (drafter, draft_weights)
+        engine.drafter_source = None if drafter is None or isinstance(drafter, Drafter) else (drafter, draft_weights)
         return engine
 
     # -- the loop ------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ _REFUSED = {
 
 
 def load_target(
-    path: str | Path,
+    path: str | Path | Target,
     dtype: torch.dtype,
     device: str | torch.device,
     weights: TargetWeights = "auto",
@@ -69,9 +69,16 @@ def load_target(
 ) -> Target:
     """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config.
 
+    One that is loaded is returned as it is, and ConfigError raised where it was to be loaded in some way.
     A causal LM whose config has ``block_diffusion`` is both. ``reference-diffusion`` is the bundled one. ``tensor_parallel``
     divides a causal LM over the processes of torchrun (:mod:`volley.models.sharded`).
     """
+    if isinstance(path, Target):
+        if weights != "auto" or tensor_parallel:
+            raise ConfigError(
+                "weights and tensor_parallel say how a target is loaded; give its folder, or load it with them"
+            )
+        return path
     if tensor_parallel:
         from volley.models.sharded import ShardedTarget  # which loads torch's distributed tensors
 

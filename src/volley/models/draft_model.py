@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.errors import MismatchError
+from volley.errors import ConfigError, MismatchError
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
@@ -164,8 +164,15 @@ class DraftModel:
         return self.drafter.logits(states, self.head)
 
 
-def load_drafter(path: str | Path, target: Target, weights: DraftWeights) -> Drafter:
-    """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them, or a GPU in fp8."""
+def load_drafter(path: str | Path | Drafter, target: Target, weights: DraftWeights) -> Drafter:
+    """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them, or a GPU in fp8.
+
+    One that is loaded has bf16 weights; ConfigError for others.
+    """
+    if isinstance(path, Drafter):
+        if weights != "bf16":
+            raise ConfigError("draft_weights says how a drafter is loaded; give its folder instead of a loaded one")
+        return path.to(device=target.device, dtype=target.dtype).eval()
     check_draft_weights(weights, target.device, target.dtype)
     folder, checkpoint = read_drafter(path)
     drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
