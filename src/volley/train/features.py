@@ -159,9 +159,9 @@ class OnlineFeatures:
 
 
 class FeatureMemory:
-    """What is known of documents: states ``[S, H]`` of layers, and the final ones, in ``budget`` bytes.
+    """States ``[S, H]`` of layers, and final ones, of documents, in ``budget`` bytes.
 
-    Nothing is given up: where documents are read in turn, the oldest are the next.
+    What does not fit is not kept. Nothing gives way to it: a training reads documents in turn, so the oldest come next.
     """
 
     def __init__(self, budget: int) -> None:
@@ -185,9 +185,9 @@ class FeatureMemory:
 
 
 class RememberedFeatures:
-    """Runs the target on documents that :attr:`FrozenTarget.remembered` does not know, all trainings' together.
+    """Runs the target on what :attr:`FrozenTarget.remembered` lacks, which all trainings of a target share.
 
-    On one at a time, so that a document's features do not depend on which others are known.
+    Documents pass one at a time, so that the features of one do not depend on which others are known.
     """
 
     def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool) -> None:
@@ -202,7 +202,7 @@ class RememberedFeatures:
 
     def _states(self, document: Document) -> dict[int, Tensor]:
         known = self.target.remembered.of(document)
-        if {*self.layer_ids, *([FINAL] if self.with_final else [])} <= known.keys():
+        if known.keys() >= {*self.layer_ids, *([FINAL] if self.with_final else [])}:
             return known
         made = OnlineFeatures(self.target, self.layer_ids, self.with_final)([document], [0])
         states = dict(zip(self.layer_ids, made.taps[0].chunk(len(self.layer_ids), dim=-1), strict=True))

@@ -48,8 +48,8 @@ from volley.tune.vocabulary import choose_vocabulary, sizes_for
 
 TRIAL_SHARE = 0.3
 """Of the minutes; the rest is the training's."""
-READ_SHARE = 0.4
-"""Of the trials' minutes, at most, in which the target reads the responses."""
+READ_SHARE = 0.12
+"""Of the minutes, at most, in which the target reads the responses; they are the training's, which need not read them again."""
 TYPICAL_TRIALS = 10
 SHORTEST_TRIAL = 1 / 4
 """Minutes."""
@@ -170,9 +170,10 @@ class Tuning:
     def choose(self) -> dict[str, Any]:
         """Trials; each is kept as it ends."""
         read = self._remember()
-        if "read" not in self.progress:
-            self.progress["batch"], self.progress["read"] = self._batch(), read
-        total = TRIAL_SHARE * self.config.max_minutes - self.progress["read"]
+        if "batch" not in self.progress:
+            self.progress["read"] = read
+            self.progress["batch"] = self._batch()
+        total = TRIAL_SHARE * self.config.max_minutes
         minutes = min(total, max(SHORTEST_TRIAL, total / TYPICAL_TRIALS))
         self.base = replace(self.base, tokens_per_batch=self.progress["batch"], max_minutes=minutes)
         self.say(f"trials of {60 * minutes:.0f} s each, {total:.1f} minutes in all, from the preset")
@@ -198,8 +199,8 @@ class Tuning:
         return {"options": options, "why": why, "drafted": drafted, "trials": len(trials)}
 
     def _remember(self) -> float:
-        """Have the target read the responses once for all trainings, so that each trial begins alike; returns the minutes."""
-        if self.ranks.device.type != "cpu":  # where the target reads in every step
+        """Have the target read the responses before any trial, so that none pays for the others; returns the minutes."""
+        if self.ranks.device.type != "cpu":  # there it reads in every step
             return 0.0
         data, own = TrainingData(self.base, self.frozen), preset_for(self.frozen.text_config).taps
         layers, tokens = sorted({*own, *more_taps(self.frozen)}), sum(map(len, [*data.held_out, *data.documents]))
@@ -208,7 +209,7 @@ class Tuning:
         features = RememberedFeatures(self.frozen, layers if fits else own, with_final=True)
         order = plan_epoch(data.lengths, self.base.tokens_per_batch, self.base.seed, 0)
         documents = [*data.held_out, *(data.documents[index] for batch in order for index in batch)]
-        started, most = time.monotonic(), 60 * READ_SHARE * TRIAL_SHARE * self.config.max_minutes
+        started, most = time.monotonic(), 60 * READ_SHARE * self.config.max_minutes
         self.say(f"the target reads {len(documents)} responses once, in {most / 60:.1f} minutes at most")
         for count, document in enumerate(documents):
             if time.monotonic() - started > most:
@@ -225,15 +226,20 @@ class Tuning:
         trial.run()
         shutil.rmtree(folder)
         at = trial.schedule.position
-        tokens = 60 * (1 - TRIAL_SHARE) * self.config.max_minutes * at.tokens / max(at.seconds, 1e-9)
+        tokens = 60 * self.training_minutes * at.tokens / max(at.seconds, 1e-9)
         batch = min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << round(math.log2(max(1, tokens / STEPS)))))
         self.say(f"{at.tokens / max(at.seconds, 1e-9):.0f} tokens a second can be learnt from: batches of {batch}")
         return batch
 
+    @property
+    def training_minutes(self) -> float:
+        read: float = self.progress.done.get("read", 0.0)
+        return (1 - TRIAL_SHARE) * self.config.max_minutes - read
+
     @cached_property
     def training(self) -> TrainConfig:
         """The training itself: what the trials chose, for the minutes they left."""
-        minutes = (1 - TRIAL_SHARE) * self.config.max_minutes
+        minutes = self.training_minutes
         return replace(
             self.base,
             **self.progress["choose"]["options"],
