@@ -109,7 +109,7 @@ def tau(lengths: list[int]) -> float:
 def answer(engine: Engine, asked: list[list[int]], max_tokens: int = MAX_TOKENS) -> tuple[list[Any], float]:
     engine.reset_prefix_cache()
     started = time.perf_counter()
-    results = engine.generate(asked, SamplingParams(max_tokens=max_tokens))
+    results = list(engine.generate(asked, SamplingParams(max_tokens=max_tokens)))  # which decodes as it is read
     return results, time.perf_counter() - started
 
 
