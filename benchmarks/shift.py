@@ -39,14 +39,14 @@ import torch
 from volley import Engine, SamplingParams
 from volley.engine.reload import replace_drafter
 from volley.files import REFERENCE, write_atomically
-from volley.models.adapter import drafter_fingerprint
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint, target_fingerprint
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import Reservoir
 from volley.recalibrate.rounds import Recalibration
 from volley.recalibrate.state import BASE, Learnt, Standing
-from volley.train.features import FrozenTarget, fingerprint
+from volley.train.features import FrozenTarget
 from volley.train.loop import train
 from volley.train.options import TrainConfig
 
@@ -167,7 +167,7 @@ class Shift:
         self.static = Engine.from_pretrained(None, dtype=DTYPE, drafter=static, policy="fixed")
         self.engine = Engine.from_pretrained(None, dtype=DTYPE, drafter=static, policy="fixed")
         self.reservoir = Reservoir(self.folder)
-        self.reservoir.open(fingerprint(self.engine.target.model))
+        self.reservoir.open(target_fingerprint(self.engine.target.model))
         if Learnt.load(self.folder) is None:
             base = Drafter.from_pretrained(static)
             base.save_pretrained(self.folder / BASE)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from volley.certify.checks import PENALTY, Questions, check_penalties, greedy_params
+from volley.certify.checks import PENALTY, Questions, check_penalties, check_seeds, greedy_params
 from volley.certify.structured import check_json
 from volley.certify.subject import Reply, ServerSubject, Structured
 from volley.types import SamplingParams
@@ -94,3 +94,29 @@ def test_penalties_are_judged_where_it_is_known_what_they_change(
     found = check_penalties(questions)
     assert found.outcome == outcome
     assert ("give more prompts" in found.detail) == (plain is not REPEATS or prompt == "xbz")
+
+
+class Seeded:
+    """Draws letters by seed; ``again`` is what the second time of asking draws."""
+
+    def __init__(self, again: str, other: str) -> None:
+        self.texts = iter(["abcdefghijklmnopqrst", again, other])
+
+    def ask(self, prompts: Sequence[Any], params: Any, concurrency: int = 1) -> list[Reply]:
+        return [reply(next(self.texts)) for _ in prompts]
+
+
+@pytest.mark.parametrize(
+    ("again", "other", "exact", "passed"),
+    [
+        ("abcdefghijklmnopqrst", "zbcd", True, True),
+        ("abcdefghijklmnopqrsz", "zbcd", True, False),
+        ("abcdefghijklmnopqrsz", "zbcd", False, True),  # rounding may tip a draw
+        ("abcdefghizklmnopqrst", "azcd", False, False),  # but seldom
+        ("abcdefghijklmnopqrst", "abcdefghijklmnopqrst", False, False),  # the seed changes nothing
+    ],
+)
+def test_a_seed_gives_an_answer_again_but_for_rounding(again: str, other: str, exact: bool, passed: bool) -> None:
+    greedy, subject = greedy_params(8), Seeded(again, other)
+    questions = Questions(subject, None, ["x"], ["x"], lambda asked, _: list(asked), greedy, exact=exact)  # type: ignore[arg-type]
+    assert check_seeds(questions).passed == passed

@@ -19,8 +19,8 @@ from volley.decode.sampling import Purpose, draw, token_probs
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.engine.engine import DEFAULT_POLICY
 from volley.errors import ConfigError
-from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.pilot import PilotConfig, net_for
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.fixed import Feedback, Fixed

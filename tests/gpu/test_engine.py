@@ -21,8 +21,8 @@ from volley.memory.kv_store import make_store
 from volley.memory.upload import upload_together
 from volley.models import backlog
 from volley.models.accelerate import weight_bytes
-from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.loading import load_causal_lm
 from volley.models.target import Target
 

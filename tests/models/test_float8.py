@@ -15,10 +15,10 @@ from tests.tiny import Pair, drafts_of, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.memory import float8
 from volley.models.accelerate import weight_bytes
-from volley.models.adapter import drafter_fingerprint
 from volley.models.checkpoint import HeadConfig
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.products import Float8Product
 
 PROMPTS = random_prompts(3, longest=30, seed=4)

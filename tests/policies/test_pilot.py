@@ -12,8 +12,8 @@ from tests.policies.views import views
 from tests.tiny import VOCAB, random_drafter
 from volley.errors import CheckpointError, ConfigError, MismatchError
 from volley.files import load_tensors, save_tensors
-from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.pilot import (
     CONFIG,
     WEIGHTS,

@@ -13,8 +13,8 @@ from tests.conftest import TinyPair
 from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
 from volley.files import write_atomically
-from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.target import Target
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import Reservoir

@@ -13,8 +13,8 @@ from tests.test_cli import FAST, failure, run
 from tests.tiny import VOCAB, Pair, random_drafter, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError, InputError
-from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.pilot import PilotConfig, load_pilot
 from volley.train.options import PilotOptions
 from volley.train.pilot import Labelled, PilotOutcome, cycle_seconds, fit, inputs_of, label, label_all, train_pilot

@@ -124,6 +124,15 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert not (tmp_path / "reduced" / "certificate.json").exists()
 
 
+def test_a_narrow_target_learns_in_float32_and_serves_in_bfloat16(tmp_path: Path) -> None:
+    config = options(tmp_path, make_target(tmp_path, CONFIGS["llama"]), dtype="auto")
+    tune(config, lambda line: None)
+    tuning = Tuning(config, print)
+    assert tuning.serving.dtype == torch.bfloat16
+    assert tuning.base.dtype == "float32"
+    assert read_certificate(config.out / "certificate.json")["verdict"] == "lossless"
+
+
 def test_documents_longer_than_a_batch_are_learnt_from_whole(tmp_path: Path) -> None:
     rows = [{"prompt_token_ids": [4 + i] * 40, "response_token_ids": list(range(5, 25 + i))} for i in range(8)]
     data = tmp_path / "responses.jsonl"

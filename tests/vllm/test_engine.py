@@ -18,8 +18,8 @@ from volley import Engine, SamplingParams
 from volley.decode.sampling import token_probs
 from volley.errors import MismatchError
 from volley.files import REFERENCE, read_json, write_atomically
-from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.pilot import PilotConfig, net_for, save_pilot
 from volley.vllm import PluginOptions, engine_args
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 
-from volley.bench.ties import TIE_UNITS, unit_in_last_place
 from volley.certify import checks
 from volley.certify.checks import Check, Questions
 from volley.certify.options import CertifyConfig
@@ -25,8 +24,7 @@ from volley.certify.subject import EngineSubject, ServerFailure, ServerSubject
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError
 from volley.files import read_json, write_atomically
-from volley.models.adapter import drafter_fingerprint
-from volley.train.features import fingerprint
+from volley.models.fingerprint import drafter_fingerprint, target_fingerprint
 
 Say = Callable[[str], None]
 Steps = list[tuple[str, Callable[[], Sequence[Check]]]]
@@ -124,8 +122,11 @@ def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyCo
     answers = reference.ask(chosen, greedy, len(chosen))
     longer = [[*prompt, *map(int, reply.tokens)] for prompt, reply in zip(chosen, answers, strict=True)]
     longer = [prompt for prompt in longer if len(prompt) > 2 * page] or longer
-    tie = TIE_UNITS * unit_in_last_place(16.0, engine.target.dtype)
-    questions = Questions(subject, reference, chosen, longer, lambda asked, _: list(asked), greedy, max(tie, 1e-3))
+    tie = checks.tie_between(engine.target.dtype)
+    exact = engine.inexact is None or engine.target.dtype == torch.float32
+    questions = Questions(
+        subject, reference, chosen, longer, lambda asked, _: list(asked), greedy, max(tie, 1e-3), exact
+    )
     before = engine.config
     if engine.proposer is not None:
         engine.block_size = engine.proposer.block_size
@@ -231,7 +232,7 @@ def _said(check: Check, say: Say) -> Check:
 
 
 def _pair_facts(engine: Engine) -> dict[str, Any]:
-    facts: dict[str, Any] = {"target": fingerprint(engine.target.model), "dtype": str(engine.target.dtype)}
+    facts: dict[str, Any] = {"target": target_fingerprint(engine.target.model), "dtype": str(engine.target.dtype)}
     facts["exact"] = "yes" if engine.inexact is None else f"no: {engine.inexact}"
     if engine.drafter is not None:
         facts["drafter"] = drafter_fingerprint(engine.drafter)

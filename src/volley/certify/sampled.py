@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volley.certify.checks import Check
+from volley.certify.checks import Check, tie_between
 from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution, penalised
 from volley.certify.statistics import Deviations, two_sample_p, two_sided
@@ -132,27 +132,27 @@ def _draw(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) 
 def _compare(scorer: Engine, request: Request, params: SamplingParams, bonus: set[int], found: Sampled) -> None:
     prompt, output = request.token_ids[: request.num_prompt], request.token_ids[request.num_prompt :]
     logits = score(scorer, [*prompt, *output[:-1]])[len(prompt) - 1 :]
+    tie = tie_between(scorer.target.dtype)
     for index, token in enumerate(output):
         row = logits[index]
         if params.is_penalised:
             row = penalised(row, params, prompt, output[:index])
         probs = distribution(row, params)
-        if not _reaches(probs, token, row, params):
-            found.every.impossible += 1
         if float(probs[token]) == 0:
+            found.every.impossible += not _reaches(row, token, params, tie)
             continue
         found.every.add(probs, token)
         if index in bonus:
             found.bonus.add(probs, token)
 
 
-def _reaches(probs: Tensor, token: int, row: Tensor, params: SamplingParams) -> bool:
-    """Whether the token may be drawn; at the edge of a truncation rounding decides."""
-    if float(probs[token]) > 0:
-        return True
-    whole = (row.double() / params.temperature).softmax(-1)
-    edge = float(whole[probs > 0].min())
-    return float(whole[token]) > 0.9 * edge
+def _reaches(logits: Tensor, token: int, params: SamplingParams, tie: float) -> bool:
+    """Whether the token may be drawn: at the edge of a truncation rounding decides, which moves a logit by ``tie`` at most.
+
+    The worst case is that all tokens up to it are too low by that, and the likelier ones too high.
+    """
+    worst = logits + 2 * tie * (logits <= logits[token])
+    return float(distribution(worst, params)[token]) > 0
 
 
 def score(engine: Engine, token_ids: Sequence[int]) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from volley import native
 from volley.memory import kernels
+from volley.models.fingerprint import sample
 from volley.models.fused import LINEAR, FusedLayer
 from volley.models.joined import join_layers
 from volley.models.products import Float8Product, Product, codes_of, is_linear, make_product
@@ -155,10 +156,12 @@ def _decoder(model: Any) -> Any:
 
 
 def _release(layer: nn.Module, files: MappedFiles) -> None:
-    """Give up a layer's weight; its shape stays known."""
+    """Give up a layer's weight; its shape stays known, and a sample for its fingerprint."""
     weight = layer.get_parameter("weight")
+    released = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+    released.sample = sample(weight)  # type: ignore[attr-defined]
     files.forget(weight)
-    layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+    layer.weight = released
 
 
 def _share(layers: Sequence[nn.Linear], weights: Weights, files: MappedFiles | None) -> None:

@@ -4,7 +4,6 @@
 B alone learn; for decoding the update is added to a copy of the drafter, which then runs as any drafter does.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from torch.nn.utils import parametrize
 from volley.errors import ConfigError, MismatchError, check_keys
 from volley.files import check_finite, check_weights, load_tensors, read_json, save_tensors, write_atomically
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.inject import Injection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -81,15 +81,6 @@ class Adapter:
     injection: Injection
     digest: bytes
     """Distinguishes draft K/V of these weights from those of other weights."""
-
-
-def drafter_fingerprint(drafter: Drafter) -> str:
-    """A digest of every weight as a checkpoint keeps it."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(drafter.state_dict().items()):
-        digest.update(f"{name}{list(weight.shape)}".encode())
-        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def _linears(drafter: Drafter) -> Iterator[tuple[str, nn.Linear]]:

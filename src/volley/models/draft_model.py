@@ -13,10 +13,11 @@ from volley.errors import ConfigError, MismatchError
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
-from volley.models.adapter import Adapter, adapted, drafter_fingerprint
+from volley.models.adapter import Adapter, adapted
 from volley.models.domino import BoundRecurrent, DominoHead, RecurrentMarkovTables
 from volley.models.drafter import Drafter, read_drafter
 from volley.models.eagle import drafter_class
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.fused import FusedDecoder
 from volley.models.heads import BoundHead, MarkovTables, Projection
 from volley.models.inject import Injection

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from volley.errors import ConfigError, MismatchError, check_keys, unknown_key
 from volley.files import check_finite, check_weights, load_tensors, read_json, save_tensors, write_atomically
-from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 
 CONFIG, WEIGHTS = "pilot.json", "pilot.safetensors"
 _TOP = 32  # likeliest tokens that the input ``top`` looks at

@@ -19,9 +19,9 @@ from volley.engine.engine import Engine
 from volley.engine.reload import replace_drafter
 from volley.errors import ConfigError
 from volley.files import REFERENCE, write_atomically
-from volley.models.adapter import drafter_fingerprint
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint, target_fingerprint
 from volley.models.sharded import ShardedTarget
 from volley.native import DraftWeights
 from volley.procedures.request import Request
@@ -32,7 +32,6 @@ from volley.recalibrate.state import BASE, Learnt, Standing
 from volley.serve.metrics import memory_of
 from volley.serve.service import Service
 from volley.serve.worker import Job
-from volley.train.features import fingerprint
 
 log = logging.getLogger("volley.serve")
 
@@ -65,7 +64,7 @@ class Recalibrator:
         self._threads, self._program = threads, tuple(program)
         self.figures = Figures(service.metrics.registry)
         self.reservoir = Reservoir(self.folder, most_tokens=config.reservoir_tokens, most_days=config.reservoir_days)
-        self.reservoir.open(fingerprint(engine.target.model))
+        self.reservoir.open(target_fingerprint(engine.target.model))
         try:
             self.learnt = self._find_learnt(drafter_of(engine))
             self._go_on()

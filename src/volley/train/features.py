@@ -1,6 +1,5 @@
 """What the frozen target knows about each position: tapped hidden states and, if asked for, its soft labels."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from volley.errors import CheckpointError, VolleyError
 from volley.memory.device import memory_bytes
 from volley.models.accelerate import accelerate
 from volley.models.export import TargetEnds
+from volley.models.fingerprint import target_fingerprint
 from volley.models.loading import load_causal_lm
 from volley.models.taps import Taps, decoder_layers
 from volley.models.target import load_tokenizer
@@ -53,7 +53,7 @@ class FrozenTarget:
             raise CheckpointError(
                 f"cannot load the target {path!r} ({error}); give a causal LM with its tokenizer"
             ) from None
-        self.fingerprint = fingerprint(model)
+        self.fingerprint = target_fingerprint(model)
         self.pass_weights = _pass_weights(model)
         if not with_layers:
             layers = decoder_layers(model)
@@ -96,16 +96,6 @@ class FrozenTarget:
     def embed(self, token_ids: Tensor) -> Tensor:
         embedded: Tensor = self.model.get_input_embeddings()(token_ids)
         return embedded
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A digest of every weight's name, shape and a sample of its values: another training gives another one."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
-        digest.update(f"{name}{list(weight.shape)}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def target_ends(model: PreTrainedModel) -> TargetEnds:

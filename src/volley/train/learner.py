@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from volley.errors import ConfigError
-from volley.models.adapter import AdapterConfig, attach, drafter_fingerprint, merge, save_adapter
+from volley.models.adapter import AdapterConfig, attach, merge, save_adapter
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.train.data import TrainingData
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from volley.engine.engine import Engine
 from volley.errors import ConfigError, InputError
 from volley.files import load_tensors, make_folder, save_tensors
-from volley.models.adapter import drafter_fingerprint
 from volley.models.drafter import Drafter
+from volley.models.fingerprint import drafter_fingerprint
 from volley.models.pilot import PilotConfig, PilotInput, features, net_for, save_pilot
 from volley.policies.fixed import Fixed
 from volley.prompts import load_prompts

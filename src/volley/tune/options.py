@@ -39,7 +39,7 @@ class TuneConfig:
     api_key_env: str = "OPENAI_API_KEY"
     """With --endpoint: environment variable that holds the key."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of both models; auto: float32 for targets up to 512 wide on a CPU, bfloat16 for others."""
+    """Data type of both models. auto: bfloat16, but float32 to train for targets up to 512 wide on a CPU."""
     device: str = "auto"
     """Torch device, such as cpu or cuda; auto is the GPU if there is one."""
     threads: int | None = None

@@ -102,13 +102,15 @@ class Tuning:
 
     @cached_property
     def dtype(self) -> torch.dtype:
+        """Of the training."""
         text = AutoConfig.from_pretrained(self.config.target).get_text_config()
         return training_dtype(self.config.dtype, text.hidden_size, usable_device(self.config.device))
 
     @cached_property
     def serving(self) -> Target:
-        """The target as it decodes."""
-        return Target.from_pretrained(self.config.target, dtype=self.dtype, device=self.config.device)
+        """The target as it decodes: in bf16, like other commands, unless a data type was given."""
+        dtype = torch.bfloat16 if self.config.dtype == "auto" else self.dtype
+        return Target.from_pretrained(self.config.target, dtype=dtype, device=self.config.device)
 
     def collect(self) -> dict[str, Any]:
         paths, last = self.config.data, 0.0
