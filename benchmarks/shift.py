@@ -50,7 +50,7 @@ from volley.train.features import FrozenTarget
 from volley.train.loop import train
 from volley.train.options import TrainConfig
 
-TARGET, DTYPE = str(REFERENCE / "target"), torch.float32
+TARGET = str(REFERENCE / "target")
 AT_ONCE, MAX_TOKENS, WINDOW = 8, 96, 2000
 
 
@@ -70,6 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=48, help="speed, latency")
     parser.add_argument("--seconds", type=float, default=40, help="latency: of each kind")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of what decodes")
     return parser.parse_args()
 
 
@@ -118,12 +119,8 @@ def prepare(arguments: argparse.Namespace) -> None:
     """Train a drafter of the bundled one's shape on responses to one workload."""
     data = arguments.out / "static.jsonl"
     if not data.exists():
-        engine, source, rows, count = (
-            Engine.from_pretrained(dtype=DTYPE),
-            prompts(arguments.data, arguments.workload, 0),
-            [],
-            0,
-        )
+        engine = Engine.from_pretrained(dtype=dtype_of(arguments))
+        source, rows, count = prompts(arguments.data, arguments.workload, 0), [], 0
         while count < arguments.tokens:
             asked = [engine.encode(next(source)) for _ in range(32)]
             for prompt, result in zip(asked, answer(engine, asked)[0], strict=True):
@@ -154,6 +151,11 @@ def prepare(arguments: argparse.Namespace) -> None:
     print(train(config))
 
 
+def dtype_of(arguments: argparse.Namespace) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, arguments.dtype)
+    return dtype
+
+
 def static_folder(arguments: argparse.Namespace) -> Path:
     return Path(arguments.drafter or arguments.out / "static" / "drafter")
 
@@ -164,8 +166,9 @@ class Shift:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.folder, static = arguments.out / "kept", static_folder(arguments)
-        self.static = Engine.from_pretrained(None, dtype=DTYPE, drafter=static, policy="fixed")
-        self.engine = Engine.from_pretrained(None, dtype=DTYPE, drafter=static, policy="fixed")
+        self.static, self.engine = (
+            Engine.from_pretrained(None, dtype=dtype_of(arguments), drafter=static, policy="fixed") for _ in range(2)
+        )
         self.reservoir = Reservoir(self.folder)
         self.reservoir.open(target_fingerprint(self.engine.target.model))
         if Learnt.load(self.folder) is None:
@@ -245,7 +248,8 @@ def speed(arguments: argparse.Namespace) -> None:
     learnt = Learnt.load(arguments.out / "kept")
     assert learnt is not None
     folders = {"static": static_folder(arguments), "learnt": arguments.out / "kept" / learnt.current.folder}
-    engines = {name: Engine.from_pretrained(None, dtype=DTYPE, drafter=folder) for name, folder in folders.items()}
+    dtype = dtype_of(arguments)
+    engines = {name: Engine.from_pretrained(None, dtype=dtype, drafter=folder) for name, folder in folders.items()}
     source = prompts(arguments.data, arguments.workload, 2)
     for at_once in (1, AT_ONCE):
         ratios, lengths = [], {name: list[int]() for name in engines}
@@ -269,7 +273,7 @@ def speed(arguments: argparse.Namespace) -> None:
 def latency(arguments: argparse.Namespace) -> None:
     """Latency of one request after another with pauses in which training goes on, and without training."""
     source, command = prompts(arguments.data, arguments.workload, 3), [sys.executable, "-m", "volley.cli", "serve"]
-    command += ["--drafter", str(static_folder(arguments)), "--threads", "1", "--dtype", "float32"]
+    command += ["--drafter", str(static_folder(arguments)), "--threads", "1", "--dtype", arguments.dtype]
     bodies = [{"messages": next(source), "max_tokens": 48, "temperature": 0} for _ in range(64)]
     kept = ["--recalibrate", str(arguments.out / "latency"), "--recalibrate-tokens", "1000"]
     kept += ["--recalibrate-steps", "1000", "--recalibrate-idle", "0.05", "--recalibrate-updates", "full"]
