@@ -9,7 +9,7 @@ ordinary Hugging Face checkpoints.
 How: each channel of the hidden state, each head and each neuron is held several times, and what reads the copies is scaled by
 powers of two that sum to 1. Powers of two are exact in every float type, and equal copies keep the mean square, so RMS norms
 and their eps stay. Added layers have zero ``o_proj`` and ``down_proj``. Added vocabulary rows must never win, so they read a
-channel that is a small constant in every token's embedding. Room for it comes from 32 channels that are held once at twice
+channel that is a small constant in every token's embedding. Room for it comes from 64 channels that are held once at twice
 their value instead of four times: the mean square is the same and three channels of each four are free.
 
 The heads stay 64 wide. A shape has twice the heads of the model that it is named after, so that its matrices and its K/V have
@@ -31,7 +31,7 @@ from volley.errors import ConfigError
 from volley.files import REFERENCE, load_tensors, read_json, save_tensors, write_atomically
 
 DRAFTERS = (REFERENCE / "drafter", REFERENCE / "drafter-dflash")
-FREED = 32  # channels held once: a block of the quantised formats, so that the constant has a block of its own
+FREED = 64  # channels held once: a group of volley's codes, so that the constant has one of its own, as it has a block of GGUF's
 CONSTANT = (
     2.0**-8
 )  # of the mean square of the weakest embedding, 5e-6; not lost where Q6_K scales 256 channels together

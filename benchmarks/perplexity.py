@@ -5,8 +5,8 @@ still differs: llama.cpp cuts text into tokens by the tokenizer of the file, beg
 one, and keeps K and V in fp16. Every row is a process of its own. Peaks: that of volley is of loading and one token, that of
 llama.cpp includes the logits of its batches.
 
-python benchmarks/perplexity.py DIR/gsm8k_test.jsonl
-python benchmarks/perplexity.py DIR/gsm8k_test.jsonl --target runs/llama-cpp/pair-0.6b/target --llama bf16,q8_0,q4_0
+python -m benchmarks.perplexity DIR/gsm8k_test.jsonl
+python -m benchmarks.perplexity DIR/gsm8k_test.jsonl --target runs/llama-cpp/pair-0.6b/target --llama bf16,q8_0,q4_0
 """
 
 import argparse
