@@ -18,5 +18,5 @@ def names_unknown_fields(cls: type[T]) -> type[T]:
         check_keys(f"field of {cls.__name__}", given, [field.name for field in fields(cls)])  # type: ignore[arg-type]
         construct(self, *args, **given)
 
-    cls.__init__ = checked  # type: ignore[method-assign]
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]
     return cls
