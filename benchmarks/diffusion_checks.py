@@ -17,19 +17,26 @@ import torch
 from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
+from tests.diffusion_gemma import random_model
 from tests.engine.test_diffusion import arrive_and_leave
 from tests.procedures.test_denoising import masked_model
 from tests.procedures.test_self_speculative import Independent, Unmatched, V, Whim, draws, exact, target
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.models.diffusion import FAST_DLLM, SDAR
+from volley.models.diffusion_gemma import DiffusionGemma
 from volley.procedures.self_speculative import SelfSpeculative
 
 AT_ONCE = 500
 
 
 def check_leaks(turns: int) -> None:
-    for name, family in (("SDAR", SDAR), ("Fast-dLLM v2", FAST_DLLM)):
-        came = arrive_and_leave(masked_model(family), turns)
+    targets = {
+        "SDAR": masked_model(SDAR).target,
+        "Fast-dLLM v2": masked_model(FAST_DLLM).target,
+        "DiffusionGemma": DiffusionGemma(random_model()),
+    }
+    for name, own in targets.items():
+        came = arrive_and_leave(own, turns)
         print(f"{name}: {turns} turns, {came} requests, nothing leaked", flush=True)
 
 

@@ -34,7 +34,7 @@ def random_model(seed: int = 0, *, is_sharp: bool = False, wide: bool = False) -
         sliding_window=WINDOW,
         num_experts=4,
         top_k_experts=2,
-        moe_intermediate_size=8,
+        moe_intermediate_size=32 if wide else 8,
         per_layer_config={1: {"head_dim": 64 if wide else 16, "num_key_value_heads": 2}},
         eos_token_id=None,
         bos_token_id=None,

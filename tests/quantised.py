@@ -22,6 +22,44 @@ def save_compressed_but(model: PreTrainedModel, scheme: str, folder: Path, ignor
     quantise(model, scheme, [], folder, ignore)
 
 
+class _OneByOne(nn.Module):
+    """Experts as released checkpoints have them: linear layers ``N.gate_proj``, ``N.up_proj`` and ``N.down_proj``."""
+
+    def __init__(self, stacked: nn.Module) -> None:
+        super().__init__()
+        for place, (both, down) in enumerate(zip(stacked.gate_up_proj, stacked.down_proj, strict=True)):  # type: ignore[arg-type]
+            gate, up = both.chunk(2)
+            own = nn.ModuleDict({"gate_proj": _linear(gate), "up_proj": _linear(up), "down_proj": _linear(down)})
+            self.add_module(str(place), own)
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    return layer
+
+
+def save_by_expert(model: PreTrainedModel, scheme: str, folder: Path, ignore: list[str]) -> dict[str, Tensor]:
+    """Quantise linear layers and single experts; returns the decoded weights by the names of an unquantised checkpoint."""
+    from compressed_tensors.compressors import ModelCompressor
+
+    for name in [name for name, module in model.named_modules() if hasattr(module, "gate_up_proj")]:
+        model.set_submodule(name, _OneByOne(model.get_submodule(name)))
+    save_compressed_but(model, scheme, folder, ignore)
+    ModelCompressor.from_pretrained_model(model).decompress_model(model)
+    weights = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _OneByOne):
+            parts = [{part: layer.weight for part, layer in own.items()} for own in module.children()]  # type: ignore[operator]
+            weights[f"{name}.gate_up_proj"] = torch.stack(
+                [torch.cat([own["gate_proj"], own["up_proj"]]) for own in parts]
+            )
+            weights[f"{name}.down_proj"] = torch.stack([own["down_proj"] for own in parts])
+        elif isinstance(module, nn.Linear) and ".experts." not in name:
+            weights[f"{name}.weight"] = module.weight
+    return {name: value.detach().float() for name, value in weights.items()}
+
+
 def _save(
     model: PreTrainedModel, folder: Path, settings: dict[str, Any], replaced: dict[str, dict[str, Tensor]]
 ) -> None:

@@ -21,6 +21,28 @@ def test_a_chat_ends_with_the_opening_of_the_answer_unless_told_otherwise() -> N
     assert render_chat(tokenizer, ANSWERED, add_generation_prompt=False).rstrip() == f"{opened}yes<|im_end|>"
 
 
+def test_text_parts_are_joined_as_the_server_does() -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert render_chat(byte_tokenizer(), [{"role": "user", "content": parts}]) == render_chat(byte_tokenizer(), ASKED)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "a"}}],
+            "a part of type 'image_url'",
+        ),
+        ([{"type": "text", "text": None}], "a part of type 'text'"),
+        (["hi"], "a part of type 'hi'"),
+        ({"type": "image"}, r"content is \{'type': 'image'\}"),
+    ],
+)
+def test_what_is_no_text_is_refused_and_never_put_into_the_prompt(content: object, said: str) -> None:
+    with pytest.raises(InputError, match=said + ".*must be a string or a list of text parts"):
+        render_chat(byte_tokenizer(), [{"role": "user", "content": content}])
+
+
 def test_token_ids_are_those_of_the_rendered_text_and_of_the_tokenizer_itself() -> None:
     tokenizer = byte_tokenizer()
     token_ids = encode_chat(tokenizer, ASKED)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests.conftest import TinyPair
 from volley import Engine
-from volley.console import Comparison, Paper, demo_diffusion, explain_difference
+from volley.console import Comparison, Paper, demo_diffusion, explain_difference, median_turn
 from volley.models.diffusion import JOINT
 from volley.models.target import Target
 from volley.types import MASKED, GenerationResult, GenerationStats
@@ -147,3 +147,15 @@ def test_sketches_leave_nothing_behind(pieces: list[tuple[str, str]], columns: i
     paper.write("")
     assert written.shown == plain.shown
     assert (written.row, written.column) == (plain.row, plain.column)
+
+
+def test_the_median_turn_is_shown_unless_tokens_differ_in_another() -> None:
+    turns = [Comparison(timed([1, 2], speed), timed([1, 2], 10)) for speed in (5, 40, 12)]
+    assert median_turn(turns).speedup == pytest.approx(1.2)
+    odd = Comparison(timed([1, 3], 90), timed([1, 2], 10))
+    assert median_turn([*turns, odd]) is odd
+
+
+def timed(token_ids: list[int], per_second: float) -> GenerationResult:
+    stats = GenerationStats(output_tokens=len(token_ids), total_seconds=(len(token_ids) - 1) / per_second)
+    return GenerationResult("", token_ids, "length", stats)

@@ -73,6 +73,7 @@ def render_chat(
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f"a chat message has 'role' and 'content'; this one has {sorted(message)}")
+    messages = [{**message, "content": _text_of(message["content"])} for message in messages]
     if template is None and check_template(tokenizer) is None:
         return _as_it_is(messages)
     given = dict(variables or {})
@@ -82,7 +83,7 @@ def render_chat(
         given["tools"] = [dict(tool) for tool in tools]
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            messages,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -92,6 +93,24 @@ def render_chat(
     except (ValueError, TypeError) as error:
         raise InputError(f"the messages cannot be rendered: {error}") from error
     return str(text)
+
+
+def _text_of(content: object) -> str | None:
+    """The text of a message; its parts are joined. ``None`` is an answer that only calls tools."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InputError(f"a chat message's content is {content!r}; it must be a string or a list of text parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise InputError(
+                f"a chat message has a part of type {kind!r}, which volley does not read; its content must be a string or a "
+                "list of text parts, such as {'type': 'text', 'text': 'Hello'}"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def _as_it_is(messages: Sequence[Mapping[str, Any]]) -> str:

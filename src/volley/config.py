@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from volley.errors import ConfigError, check_keys, unknown_key
+from volley.fields import names_unknown_fields
 
 KVDtype = Literal["auto", "int8", "int4"]
 """How K/V are kept: in the model's dtype, in 8 bits, or in 4 bits after a random rotation."""
@@ -12,6 +13,7 @@ Verification = Literal["auto", "speculative", "match"]
 Schedule = Literal["cosine", "linear", "sqrt"]
 
 
+@names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DraftingConfig:
     """How tokens are drafted: the settings that volley's engine and its plugin for vLLM share."""
@@ -44,6 +46,7 @@ class DraftingConfig:
             )
 
 
+@names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig(DraftingConfig):
     """How tokens are drafted and verified. All choices are lossless; they differ in speed.
@@ -112,6 +115,7 @@ class DecodingConfig(DraftingConfig):
         return self.verification == "match" or has_no_distribution or wants_repetition
 
 
+@names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
     """How much an engine holds and does at once."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.errors import ConfigError, check_keys, unknown_key
+from volley.fields import names_unknown_fields
 from volley.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -21,6 +22,7 @@ Strategy = Literal[
 ]
 
 
+@names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DiffusionParams:
     """How a diffusion language model answers one request. ``None`` is the checkpoint's own setting (``docs/diffusion.md``).
@@ -111,6 +113,7 @@ _LEAST = {
 }
 
 
+@names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. Names are OpenAI's where OpenAI has one.

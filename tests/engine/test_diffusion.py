@@ -294,13 +294,13 @@ def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) 
 
 
 def test_nothing_leaks_in_a_long_run_of_arrivals_aborts_and_preemptions(model: Masked) -> None:
-    arrive_and_leave(model, 150)
+    arrive_and_leave(model.target, 150)
 
 
-def arrive_and_leave(model: Masked, turns: int) -> int:
+def arrive_and_leave(target: Target, turns: int) -> int:
     """Requests of all three modes come, are aborted and preempted, and the books are recounted in each turn; how many came."""
     chance, came = random.Random(0), 0
-    engine = Engine(model.target, num_pages=24, max_running=6, max_batch_tokens=40, **BLOCKS)
+    engine = Engine(target, num_pages=24, max_running=6, max_batch_tokens=40, **BLOCKS)
     alive: list[Request] = []
     for turn in range(turns):
         if len(alive) < 8 and chance.random() < 0.5:

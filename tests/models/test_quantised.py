@@ -9,7 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GptOssConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from tests import quantised as made
 from tests.conftest import byte_tokenizer
@@ -129,6 +136,22 @@ def test_other_methods_compute_with_what_is_stored(name: str, tmp_path: Path) ->
     quantisation = quantisation_of(AutoConfig.from_pretrained(tmp_path))
     assert quantisation is not None
     assert quantisation.weights == description
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4A16", "MXFP4A16"])
+def test_experts_coded_one_by_one_are_stacked(scheme: str, tmp_path: Path) -> None:
+    """transformers stacks them too, but leaves the scale of the whole matrix out (NVFP4)."""
+    shape = {**SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(
+        **shape, moe_intermediate_size=32, head_dim=16, vocab_size=50, num_hidden_layers=2, initializer_range=0.3
+    )
+    plain, decoded = (eager_model(config).requires_grad_(False) for _ in range(2))
+    weights = made.save_by_expert(eager_model(config).requires_grad_(False), scheme, tmp_path, ["re:.*mlp.gate$"])
+    for name, value in weights.items():
+        decoded.get_parameter(name).copy_(value)
+    found = logits(load_causal_lm(tmp_path, torch.float32, "eager"))
+    assert torch.allclose(found, logits(decoded), atol=1e-4)
+    assert not torch.allclose(found, logits(plain), atol=0.1)
 
 
 def test_mxfp4_experts(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+from compressed_tensors.quantization.utils import generate_gparam
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, DiffusionGemmaForBlockDiffusion
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, DiffusionGemmaForBlockDiffusion
 
 from tests import quantised as made
 from tests.conftest import byte_tokenizer
@@ -21,6 +23,7 @@ from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.models.diffusion import load_target
 from volley.models.diffusion_gemma import DiffusionGemma
+from volley.models.quantised import quantisation_of
 
 SCHEMES = ["FP8_DYNAMIC", "NVFP4"]
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
@@ -117,10 +120,94 @@ def test_a_quantised_diffusion_gemma_has_the_logits_of_transformers(once: bool, 
     assert modules == [], "what both modes share is held once"
 
 
-def test_a_file_that_transformers_does_not_tie_is_refused(tmp_path: Path) -> None:
-    """Codes of four bits have other names than weights: then nothing is tied, not even embeddings, and random ones would run."""
-    compressed_gemma(tmp_path, "NVFP4", once=True)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+def experts_apart(folder: Path, scheme: str, trees: str) -> DiffusionGemmaForBlockDiffusion:
+    """A file with experts one by one, and transformers' model of what it decodes to, inputs of linear layers rounded.
+
+    ``trees``: what both modes share is in the file for ``both``, or for ``encoder`` or ``decoder`` only.
+    """
+    left_out = ["re:.*vision.*", "re:.*router.*", "re:.*self_conditioning.*"]
+    weights = made.save_by_expert(random_model(wide=True).requires_grad_(False), scheme, folder, left_out)
+    byte_tokenizer().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept, decoder = dict[str, torch.Tensor](), "model.decoder.layers."
+    for name, value in tensors.items():
+        if name.startswith(LAYERS) and "layer_scalar" not in name and trees == "decoder":
+            continue
+        moves = name.startswith(decoder) and "layer_scalar" not in name and trees == "encoder"
+        kept[LAYERS + name.removeprefix(decoder) if moves else name] = value
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    model = random_model(wide=True).requires_grad_(False)
+    for name, value in weights.items():
+        model.get_parameter(name).copy_(value)
+    scheme_of_all = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
+    config = QuantizationConfig(
+        config_groups=scheme_of_all, ignore=["lm_head", *left_out], quantization_status="compressed"
+    )
+    apply_quantization_config(model, config)
+    for _, layer in model.named_modules():
+        if hasattr(layer, "input_global_scale"):
+            layer.input_global_scale.data.copy_(generate_gparam(-torch.ones(1), torch.ones(1)))
+    return model
+
+
+@pytest.mark.parametrize("trees", ["both", "decoder", "encoder"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_coded_one_by_one_compute_as_transformers_with_the_decoded_weights(
+    scheme: str, trees: str, tmp_path: Path
+) -> None:
+    hf = experts_apart(tmp_path, scheme, trees)
+    assert any(".experts.3.up_proj." in name for name in load_file(tmp_path / "model.safetensors"))
+    target = load_target(tmp_path, torch.float32, "cpu")
+    assert isinstance(target, DiffusionGemma)
+    torch.manual_seed(1)
+    prompt, canvas, last = torch.randint(VOCAB, (11,)), torch.randint(VOCAB, (CANVAS,)), torch.randn(CANVAS, VOCAB)
+    with torch.inference_mode():
+        theirs = hf(prompt[None], decoder_input_ids=canvas[None], self_conditioning_logits=last[None]).logits[0]
+    mine = logits_of(target, prompt, canvas, last)
+    plain = logits_of(DiffusionGemma(random_model(wide=True)), prompt, canvas, last)
+    assert (mine - theirs).norm() < 1e-3 * theirs.norm()
+    assert (mine - plain).norm() > 0.02 * plain.norm()
+    for layer in target.model.model.encoder.language_model.layers.modules():  # planted: what rounds inputs is lost
+        if "forward" in vars(layer) and hasattr(layer, "quantization_scheme"):
+            del layer.forward
+    assert (logits_of(target, prompt, canvas, last) - theirs).norm() > 2e-3 * theirs.norm()
+    found = quantisation_of(AutoConfig.from_pretrained(tmp_path))
+    assert found is not None
+    assert found.weights.startswith("8-bit float" if scheme == "FP8_DYNAMIC" else "4-bit float")
+    assert found.inputs
+
+
+EXPERT = "model.decoder.layers.0.experts.1.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({f"{EXPERT}.weight_packed": None, f"{EXPERT}.weight_scale": None}, f"lacks {EXPERT}"),
+        ({f"{EXPERT}.weight_packed": None}, f"lacks {EXPERT}.weight_packed"),
+        ({"model.decoder.layers.0.self_attn.q_proj.input_global_scale": None}, "lacks .*q_proj.input_global_scale"),
+        ({"model.decoder.norm.weight": None}, "lacks model.decoder.norm.weight"),
+        ({"model.decoder.layers.0.experts.scale": torch.ones(1)}, "has model.decoder.layers.0.experts.scale"),
+        (
+            {"model.encoder.language_model.layers.0.self_attn.q_proj.weight_packed": torch.zeros(1)},
+            "differ, where the model shares one weight",
+        ),
+    ],
+)
+def test_a_file_with_experts_one_by_one_that_is_not_whole_is_refused(
+    change: dict[str, torch.Tensor | None], said: str, tmp_path: Path
+) -> None:
+    experts_apart(tmp_path, "NVFP4", "decoder")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, value in change.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    if "model.decoder.norm.weight" in change:
+        tensors.pop("model.encoder.language_model.norm.weight", None)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=said):
         load_target(tmp_path, torch.float32, "cpu")
 
 

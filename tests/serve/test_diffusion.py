@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.conftest import byte_tokenizer
 from tests.serve.browser import BROWSER, open_page
 from tests.serve.running import MODEL, Running, running
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.models.diffusion import SDAR
+from volley.models.diffusion import JOINT, SDAR
 from volley.models.target import Target
 
 OWN = {"canvas_length": 8, "threshold": 0.3}
@@ -138,21 +139,44 @@ def test_settings_that_cannot_be_used_are_refused(client: OpenAI, own: dict[str,
         client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"diffusion": own})
 
 
-def test_metrics_count_passes_and_tokens(server: Running) -> None:
-    server.settle()
-    before = server.metrics()
-    made = server.complete(PROMPT, max_tokens=24, seed=1, ignore_eos=True, diffusion=OWN).json()
-    server.settle()
-    after = server.metrics()
+def joint_engine() -> Engine:
+    hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
+    return Engine(Target(hf, byte_tokenizer(), replace(JOINT, mask_token_id=3)), page_size=8)
 
-    def grown(name: str) -> float:
-        return after[f"volley:{name}"] - before[f"volley:{name}"]
 
-    assert grown("denoised_tokens_total") == grown("generation_tokens_total") == 24
-    steps = made["usage"]["completion_tokens_details"]["denoising_steps"]
-    assert grown("denoising_steps_total") == steps
-    assert grown("commit_passes_total") == 0
-    assert grown("denoising_steps_per_canvas_count") == 1
+def test_metrics_give_tokens_per_pass_and_per_forward_of_each_mode() -> None:
+    """The figures of one request of each mode side by side are those of its own statistics, and of its usage."""
+    with running(joint_engine()) as server:
+        modes: dict[str, dict[str, object]] = {
+            "diffusion": OWN,
+            "self": {"mode": "self", "canvas_length": 6, "max_steps": 2},
+            "autoregressive": {"mode": "autoregressive"},
+        }
+        asked = {"max_tokens": 24, "seed": 1, "temperature": 1.0, "ignore_eos": True}
+        with ThreadPoolExecutor() as pool:
+            made = pool.map(lambda own: server.complete(PROMPT, **asked, diffusion=own).json(), modes.values())
+            usages = dict(zip(modes, (one["usage"]["completion_tokens_details"] for one in made), strict=True))
+        server.settle()
+        found = server.metrics()
+    for mode, own in modes.items():
+        params = SamplingParams(**{**asked, "diffusion": own})  # type: ignore[arg-type]
+        (result,) = joint_engine().generate(PROMPT, params)
+        if mode == "autoregressive":
+            assert f'volley:denoised_tokens_total{{mode="{mode}"}}' not in found
+            assert "tokens_per_pass" not in usages[mode]
+            continue
+        stats = result.stats
+        steps, commits, tokens = (
+            found[f'volley:{name}_total{{mode="{mode}"}}']
+            for name in ("denoising_steps", "commit_passes", "denoised_tokens")
+        )
+        assert (steps, commits, tokens) == (stats.denoising_steps, stats.commit_passes, 24)
+        assert tokens / (steps + commits) == stats.tokens_per_pass
+        assert tokens / steps == stats.tokens_per_forward
+        assert usages[mode]["tokens_per_pass"] == pytest.approx(stats.tokens_per_pass, abs=1e-4)
+        assert usages[mode]["tokens_per_forward"] == pytest.approx(stats.tokens_per_forward, abs=1e-4)
+    assert found["volley:generation_tokens_total"] == 72
+    assert found["volley:denoising_steps_per_canvas_count"] == 1
 
 
 CHAT = [{"role": "user", "content": "Hello"}]

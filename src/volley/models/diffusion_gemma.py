@@ -19,6 +19,7 @@ from volley.memory.batch import RaggedBatch
 from volley.memory.device import usable_device
 from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
+from volley.models.decoded import Twins
 from volley.models.loading import straight_to
 from volley.models.quantised import load_model
 from volley.models.taps import Taps
@@ -36,7 +37,7 @@ _DEFAULTS = DiffusionParams(
 )
 
 
-_TWINS = ("model.decoder.layers.", "model.encoder.language_model.layers.")
+_TWINS = Twins("model.decoder.", "model.encoder.language_model.", own=".layer_scalar")
 
 
 class DiffusionGemma(Target):

@@ -34,16 +34,21 @@ def folder_of(path: str | Path) -> Path:
     return Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=["*.safetensors*"]))
 
 
-def dense_tensors(path: str | Path, form: PackedFormat, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder or hub name by its name, packed ones decoded to fp32."""
-    folder = folder_of(path)
+def open_tensors(path: str | Path) -> dict[str, Any]:
+    """The names of a folder's or hub name's tensors, with the open file of each."""
     where: dict[str, Any] = {}
     try:
-        for file in weight_files(folder):
+        for file in weight_files(folder_of(path)):
             opened = safe_open(file, framework="pt")
             where |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); fetch the checkpoint again") from error
+    return where
+
+
+def dense_tensors(path: str | Path, form: PackedFormat, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder or hub name by its name, packed ones decoded to fp32."""
+    where = open_tensors(path)
     for name in where:
         stem, _, part = name.rpartition(".")
         if part not in _PARTS or f"{stem}.qweight" not in where:

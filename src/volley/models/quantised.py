@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     CompressedTensorsConfig,
     FineGrainedFP8Config,
@@ -21,7 +22,8 @@ from transformers import (
 )
 
 from volley.errors import CheckpointError, UnsupportedModelError, unknown_key
-from volley.models.packed import FORMATS, dense_tensors
+from volley.models.decoded import Twins, decode_tensors, has_experts, round_inputs, settle, stack_experts
+from volley.models.packed import FORMATS, dense_tensors, open_tensors
 
 log = getLogger(__name__)
 
@@ -116,13 +118,12 @@ def load_model(
     path: str | Path,
     config: PretrainedConfig,
     dtype: torch.dtype | str,
-    twins: tuple[str, str] | None = None,
+    twins: Twins | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """``kind.from_pretrained`` with quantised weights decoded. ``kind`` is a class of models of transformers, or an auto class.
 
-    ``twins`` are the prefixes of two trees of modules over the same weights. Where a quantised checkpoint has a linear layer
-    of the first tree only, both trees get that layer: transformers ties weights, but not their scales.
+    ``twins`` are two trees of modules over the same weights, of which compressed-tensors' codes are decoded once.
     Raises ``CheckpointError`` if weights are missing, or left over: transformers only warns, and runs with random ones.
     """
     quantisation = quantisation_of(config)
@@ -132,9 +133,7 @@ def load_model(
     else:
         check_packages(quantisation)
         log.warning("%s: weights of %s (%s) are decoded", path, quantisation.method, quantisation.weights)
-        model, report = _LOADERS[quantisation.method](kind, path, quantisation, options)
-        if twins is not None:
-            report = {**report, "missing_keys": _share_twins(model, set(report["missing_keys"]), *twins)}
+        model, report = _LOADERS[quantisation.method](kind, path, quantisation, options, twins)
     _check_keys(path, report, with_scales_of_kv=quantisation is not None)
     loaded: PreTrainedModel = model
     return loaded
@@ -155,17 +154,6 @@ def _check_keys(path: str | Path, report: Mapping[str, Any], *, with_scales_of_k
         )
 
 
-def _share_twins(model: PreTrainedModel, missing: set[str], first: str, second: str) -> set[str]:
-    """Let the ``second`` tree have linear layers of the ``first`` where it lacks weights; returns what is still missing."""
-    for name in {key.rpartition(".")[0] for key in missing if key.startswith(second)}:
-        twin = first + name.removeprefix(second)
-        layer = model.get_submodule(twin)
-        if isinstance(layer, torch.nn.Linear) and not any(key.startswith(f"{twin}.") for key in missing):
-            model.set_submodule(name, layer)
-            missing = {key for key in missing if not key.startswith(f"{name}.")}
-    return missing
-
-
 def _some(keys: Sequence[str]) -> str:
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
@@ -175,71 +163,61 @@ def _some(keys: Sequence[str]) -> str:
 Loaded = tuple[PreTrainedModel, Mapping[str, Any]]
 
 
-def _load_compressed(kind: Any, path: str | Path, quantisation: Quantisation, options: dict[str, Any]) -> Loaded:
+def _load_compressed(
+    kind: Any, path: str | Path, quantisation: Quantisation, options: dict[str, Any], twins: Twins | None
+) -> Loaded:
+    opened = open_tensors(path)
+    if twins is not None or has_experts(opened):
+        decoded = decode_tensors(opened, quantisation.settings, _dtype(options), twins)
+        if twins is not None:
+            stack_experts(decoded.weights)
+        model, report = _load_plain(kind, decoded.weights, options)
+        round_inputs(model, quantisation.settings, decoded.rounding, twins)
+        return model, report
     options["config"].quantization_config = {**quantisation.settings, "kv_cache_scheme": None}
     decode = CompressedTensorsConfig(dequantize=True)
     model, report = kind.from_pretrained(path, quantization_config=decode, **options)
-    _settle(model)
+    settle(model)
     return model, report
-
-
-def _settle(model: PreTrainedModel) -> None:
-    """Make decoded layers plain ones again where nothing is left to do, and have all weights in the model's dtype.
-
-    Of the rest only what rounds inputs stays, as buffers: parameters are what the model computes with.
-    """
-    from compressed_tensors.offload import remove_dispatch
-    from compressed_tensors.quantization import QuantizationMetadata
-
-    remove_dispatch(
-        model, onload_tensors=True
-    )  # the library reads weights through a cache, which nothing can be set in
-    for module in model.modules():
-        scheme: Any = getattr(module, "quantization_scheme", None)
-        if scheme is None:
-            continue
-        module.weight = torch.nn.Parameter(module.get_parameter("weight").to(model.dtype), requires_grad=False)
-        if scheme.input_activations is None and scheme.output_activations is None:
-            QuantizationMetadata.clear_quantization(module)
-            del module.quantization_status
-            continue
-        for name, value in list(module.named_parameters(recurse=False)):
-            if name.startswith("weight_"):
-                delattr(module, name)
-            elif name not in ("weight", "bias"):
-                delattr(module, name)
-                module.register_buffer(name, value.data)
-    for module in model.modules():
-        if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
-            del module.forward
 
 
 def _load_decoding(decode: Callable[[], Any]) -> Callable[..., Loaded]:
     """For methods that transformers decodes by itself when its config says so."""
 
-    def load(kind: Any, path: str | Path, _: Quantisation, options: dict[str, Any]) -> Loaded:
+    def load(kind: Any, path: str | Path, _: Quantisation, options: dict[str, Any], __: Twins | None) -> Loaded:
         model, report = kind.from_pretrained(path, quantization_config=decode(), **options)
         return model.to(model.dtype), report  # experts come in bf16
 
     return load
 
 
-def _load_bitsandbytes(kind: Any, path: str | Path, _: Quantisation, options: dict[str, Any]) -> Loaded:
+def _load_bitsandbytes(
+    kind: Any, path: str | Path, _: Quantisation, options: dict[str, Any], __: Twins | None
+) -> Loaded:
     model, report = kind.from_pretrained(path, **options)
     return model.dequantize(model.dtype), report
 
 
-def _load_packed(kind: Any, path: str | Path, quantisation: Quantisation, options: dict[str, Any]) -> Loaded:
-    config = options["config"]
-    options.pop("device_map", None)
-    tensors = dense_tensors(path, FORMATS[quantisation.method], quantisation.settings)
-    del config.quantization_config
-    dtype = options["dtype"]
-    if dtype == "auto":
-        options["dtype"] = dtype = config.dtype or torch.float32
+def _load_packed(
+    kind: Any, path: str | Path, quantisation: Quantisation, options: dict[str, Any], _: Twins | None
+) -> Loaded:
+    dtype, tensors = _dtype(options), dense_tensors(path, FORMATS[quantisation.method], quantisation.settings)
     state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors}
-    found: Loaded = _class_of(kind, config).from_pretrained(None, state_dict=state, **options)
+    return _load_plain(kind, state, options)
+
+
+def _dtype(options: Mapping[str, Any]) -> torch.dtype:
+    found: torch.dtype = options["config"].dtype or torch.float32 if options["dtype"] == "auto" else options["dtype"]
     return found
+
+
+def _load_plain(kind: Any, state: dict[str, Tensor], options: dict[str, Any]) -> Loaded:
+    """A model of weights that are decoded already."""
+    config, dtype = options["config"], _dtype(options)
+    options.pop("device_map", None)
+    del config.quantization_config
+    loaded: Loaded = _class_of(kind, config).from_pretrained(None, state_dict=state, **{**options, "dtype": dtype})
+    return loaded
 
 
 def _class_of(kind: Any, config: PretrainedConfig) -> Any:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from volley.errors import ConfigError, unknown_key
+from volley.fields import names_unknown_fields
 
 UPDATES = ("full", "adapter")
 
 
+@names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class RecalibrateConfig:
     """Off without a folder."""

@@ -80,9 +80,9 @@ class Metrics:
             "spec_decode_num_draft_tokens_per_pos", "Drafts that reached so far, by place in the block.", "position"
         )
         self.block_sizes = counter("spec_decode_block_size", "Decoding cycles, by tokens verified.", "size")
-        self.denoising_steps = counter("denoising_steps", "Passes over canvases, of finished diffusion requests.")
-        self.denoised_tokens = counter("denoised_tokens", "Tokens of finished diffusion requests.")
-        self.commit_passes = counter("commit_passes", "Passes of finished diffusion requests that denoised nothing.")
+        self.denoising_steps = counter("denoising_steps", "Passes over canvases, of finished requests.", "mode")
+        self.commit_passes = counter("commit_passes", "Their other passes behind the prompt.", "mode")
+        self.denoised_tokens = counter("denoised_tokens", "Output tokens of the same requests.", "mode")
         self.canvas_steps = histogram("denoising_steps_per_canvas", "Mean passes of a request's canvases.", _STEPS)
         self._first_tokens = 0
         self._cycles: Counts[tuple[int, int, int, int]] = Counts()
@@ -151,11 +151,13 @@ class Metrics:
         self.preemptions.inc(stats.preemptions)
         self.prompt_tokens.inc(stats.prompt_tokens)
         self.cached_tokens.inc(stats.cached_tokens)
-        self.denoising_steps.inc(stats.denoising_steps)
-        self.commit_passes.inc(stats.commit_passes)
+        own = request.params.diffusion
+        if own is not None and own.mode != "autoregressive":
+            self.denoising_steps.labels(own.mode).inc(stats.denoising_steps)
+            self.commit_passes.labels(own.mode).inc(stats.commit_passes)
+            self.denoised_tokens.labels(own.mode).inc(stats.output_tokens)
         if stats.canvases:
             self.generation_tokens.inc(stats.output_tokens)
-            self.denoised_tokens.inc(stats.output_tokens)
             self.canvas_steps.observe(stats.denoising_steps / stats.canvases)
         if reason == "abort":
             return

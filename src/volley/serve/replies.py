@@ -68,8 +68,11 @@ class Usage:
         """``acceptance_length`` is volley's own: τ, tokens gained per decoding cycle; so is what is said of canvases."""
         details = {}
         if self.denoising_steps:
-            per_pass = round(self.completion / self.passes, 4)
-            details = {"denoising_steps": self.denoising_steps, "tokens_per_pass": per_pass}
+            details = {
+                "denoising_steps": self.denoising_steps,
+                "tokens_per_pass": round(self.completion / self.passes, 4),
+                "tokens_per_forward": round(self.completion / self.denoising_steps, 4),
+            }
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from volley.errors import ConfigError, check_keys, unknown_key
+from volley.fields import names_unknown_fields
 from volley.models.tap_layers import parse_taps
 from volley.prompts import check_training
 
@@ -55,6 +56,7 @@ CHOICES = {
 }
 
 
+@names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What to train, on what, how and for how long. ``None`` takes the value from the target or from the paper."""
@@ -284,6 +286,7 @@ class TrainConfig:
         return cls(**options)
 
 
+@names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class PilotOptions:
     """How a pilot is trained (BlockPilot): on which prompts, what it sees and what it chooses from."""

@@ -1,0 +1,34 @@
+"""Unknown settings by keyword: volley's error, with the nearest name."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from volley import CapacityConfig, DecodingConfig, DiffusionParams, SamplingParams
+from volley.errors import ConfigError
+from volley.recalibrate.options import RecalibrateConfig
+from volley.train.options import PilotOptions, TrainConfig
+
+KINDS = [
+    (DiffusionParams, "treshold", "threshold"),
+    (SamplingParams, "max_token", "max_tokens"),
+    (DecodingConfig, "denoising_step", "denoising_steps"),
+    (CapacityConfig, "num_page", "num_pages"),
+    (TrainConfig, "learning_rat", "learning_rate"),
+    (PilotOptions, "see", "seed"),
+    (RecalibrateConfig, "recalibrate_request", "recalibrate_requests"),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "right"), KINDS)
+def test_an_unknown_field_names_the_nearest_known_one(kind: Any, wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown field of {kind.__name__} '{wrong}'; did you mean '{right}'"):
+        kind(**{wrong: 1})
+
+
+def test_copies_are_checked_too_and_known_fields_pass() -> None:
+    params = replace(SamplingParams(max_tokens=3), top_k=5)
+    assert (params.max_tokens, params.top_k) == (3, 5)
+    with pytest.raises(ConfigError, match="did you mean 'top_p'"):
+        replace(params, topp=1)  # type: ignore[call-arg]
