@@ -208,7 +208,7 @@ def test_hits_are_the_same_with_speculation_on_and_off() -> None:
 
 
 def test_answers_are_found_as_prefixes_too() -> None:
-    """The second turn of a conversation starts at the last page of the first."""
+    """The second turn of a conversation starts at the newest snapshot of the first, one of every fourth page."""
     name = "qwen3_5_text"
     for window in (None, 4):
         engine = taught(name, policy="fixed", draft_window=window)
@@ -217,8 +217,7 @@ def test_answers_are_found_as_prefixes_too() -> None:
         engine.block_size = 1
         (second,) = run(engine, [turn])
         assert second.token_ids == greedy(model(name), turn, COUNT)
-        end = (len(PROMPTS[0]) + COUNT - 1) // 4 * 4
-        assert second.stats.cached_tokens == end
+        assert second.stats.cached_tokens == (len(PROMPTS[0]) + COUNT - 1) // 16 * 16 > len(PROMPTS[0])
 
 
 def test_a_junction_of_prompts_is_found_by_the_third() -> None:
@@ -240,7 +239,7 @@ def test_a_preempted_request_goes_on_from_its_newest_snapshot() -> None:
     length = request.length
     assert states(engine).num_held == 0
     assert engine.sequences.admit(request, length)
-    assert request.computed == (length - 1) // 4 * 4, "at most a page is computed again"
+    assert request.computed == (length - 1) // 16 * 16, "at most four pages are computed again"
     engine.scheduler.finish(request)
 
 
