@@ -208,8 +208,8 @@ def test_chunked_attention_is_refused_by_name() -> None:
 
 
 def test_a_model_without_the_attention_interface_is_refused() -> None:
-    config = tf.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)
-    with pytest.raises(UnsupportedModelError, match="Bloom"):
+    config = tf.GPTJConfig(vocab_size=50, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
+    with pytest.raises(UnsupportedModelError, match="GPTJForCausalLM does not route attention"):
         build(config)
 
 
