@@ -36,7 +36,7 @@ FOR_EACH_CPU static void move_row(float *out, const float *before, float by, con
     }
 }
 
-/* One head: up to AT_ONCE tokens are added; ``last`` is G, or null where earlier tokens were added before. */
+/* One head: up to AT_ONCE tokens are added; ``is_first``: none was before, so the state decays as well. */
 static void move_head(const Rule *rule, const Move *move, int64_t head, const int64_t *tokens, int64_t count,
                       const float *before, float *out, int is_first) {
     const float *keys[AT_ONCE], *rows[AT_ONCE], *totals[AT_ONCE];
