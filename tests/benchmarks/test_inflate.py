@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import inflate
 from benchmarks.inflate import Axis, Shape, Widening, shares
-from volley import Engine, SamplingParams
+from benchmarks.stretch import stretch
+from volley import Engine, SamplingParams, Target
 from volley.errors import ConfigError
-from volley.files import REFERENCE
+from volley.files import REFERENCE, read_json
 
 SMALL = Shape(1024, 22, 8, 4, 1536, 9000)
 CHATS = [[{"role": "user", "content": text}] for text in ("How do I use `tar`?", "Explain “Lifetimes” in Rust.")]
@@ -33,6 +34,17 @@ def test_tokens_and_accepted_lengths_stay(folders: dict[str, Path], drafter: str
         assert small.token_ids == wide.token_ids
         assert small.stats.accepted_lengths == wide.stats.accepted_lengths
         assert max(small.stats.accepted_lengths) > 2
+
+
+def test_a_stretched_target_stays_stretched(tmp_path: Path) -> None:
+    """So that long contexts can be measured at a larger model's cost."""
+    source = stretch(REFERENCE / "target", 16, tmp_path / "stretched")
+    raw = read_json(source / "config.json")
+    same = {key: raw[key] for key in Shape.__dataclass_fields__ if key != "vocab_size"}
+    folder = inflate.inflate(tmp_path / "pair", Shape(**same), source, ())["stretched"]
+    found = read_json(folder / "config.json")
+    assert all(found[key] == raw[key] for key in ("rope_parameters", "max_position_embeddings"))
+    assert Target.from_pretrained(folder).context_length == 16 * 2048
 
 
 def logits(folder: Path) -> torch.Tensor:

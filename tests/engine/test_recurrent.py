@@ -1,5 +1,6 @@
 """Targets with recurrent layers in the engine: transformers' own tokens, whatever is drafted, cut, shared and taken away."""
 
+import copy
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 
 from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_sampled import TOKENS, V, exact_law, sampled
-from tests.hybrid import BASE, COMMON, CONFIGS, COUNT, DELTA, KINDS, PROMPTS, answers, expected, model, target
+from tests.hybrid import BASE, CONFIGS, COUNT, KINDS, PROMPTS, answers, expected, model, target
 from tests.models.test_adapter import make_adapter
 from tests.tiny import Pair, eager_model, greedy, random_drafter, teach
 from volley import Engine, GenerationResult, SamplingParams
@@ -194,22 +194,23 @@ def test_a_snapshot_of_other_tokens_is_found(monkeypatch: pytest.MonkeyPatch) ->
 # -- the prefix cache --------------------------------------------------------------------------------------------------
 
 
-def test_hits_are_the_same_with_speculation_on_and_off() -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_hits_are_the_same_with_speculation_on_and_off(name: str) -> None:
     cached = []
     for options in ({"policy": "fixed"}, {"block_size": 1}, {"tree_nodes": 9}):
-        engine = taught("qwen3_5_text", **options)
+        engine = taught(name, **options)
         run(engine)
         results = run(engine)
-        assert tokens(results) == expected("qwen3_5_text")
+        assert tokens(results) == expected(name)
         cached.append([result.stats.cached_tokens for result in results])
     assert cached[0] == cached[1] == cached[2]
     # All of a prompt but its last page, which always has a token to compute.
     assert cached[0] == [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]
 
 
-def test_answers_are_found_as_prefixes_too() -> None:
-    """The second turn of a conversation starts at the last page of the first."""
-    name = "qwen3_5_text"
+@pytest.mark.parametrize("name", KINDS)
+def test_answers_are_found_as_prefixes_too(name: str) -> None:
+    """The second turn of a conversation starts at the newest snapshot of the first, one of every fourth page."""
     for window in (None, 4):
         engine = taught(name, policy="fixed", draft_window=window)
         run(engine, PROMPTS[:1])
@@ -217,8 +218,7 @@ def test_answers_are_found_as_prefixes_too() -> None:
         engine.block_size = 1
         (second,) = run(engine, [turn])
         assert second.token_ids == greedy(model(name), turn, COUNT)
-        end = (len(PROMPTS[0]) + COUNT - 1) // 4 * 4
-        assert second.stats.cached_tokens == end
+        assert second.stats.cached_tokens == (len(PROMPTS[0]) + COUNT - 1) // 16 * 16 > len(PROMPTS[0])
 
 
 def test_a_junction_of_prompts_is_found_by_the_third() -> None:
@@ -240,7 +240,7 @@ def test_a_preempted_request_goes_on_from_its_newest_snapshot() -> None:
     length = request.length
     assert states(engine).num_held == 0
     assert engine.sequences.admit(request, length)
-    assert request.computed == (length - 1) // 4 * 4, "at most a page is computed again"
+    assert request.computed == (length - 1) // 16 * 16, "at most four pages are computed again"
     engine.scheduler.finish(request)
 
 
@@ -277,6 +277,12 @@ def test_requests_wait_for_states() -> None:
 def test_few_states_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_states is 1"):
         Engine(target("qwen3_5_text"), num_states=1)
+
+
+def test_exact_answers_in_bf16_are_not_promised() -> None:
+    own = Target(copy.deepcopy(model("qwen3_5_text")).to(torch.bfloat16))
+    with pytest.raises(ConfigError, match="exact=True cannot be kept"):
+        Engine(own, page_size=4, exact=True)
 
 
 def test_a_lost_slot_is_found() -> None:
@@ -317,19 +323,42 @@ def test_a_step_that_raises_costs_one_request(monkeypatch: pytest.MonkeyPatch, p
 
 
 @functools.cache
-def small_pair() -> Pair:
-    changes = {"vocab_size": V, "initializer_range": 0.2, "hidden_size": 32}
-    hf = eager_model(tf.Qwen3_5TextConfig(**{**COMMON, **DELTA, **changes}, head_dim=8), seed=3)
-    drafter = random_drafter(4, vocab_size=V, block_size=4, mask_token_id=5)
-    return Pair(Target(eager_model(hf.config, seed=3)), drafter, hf)
+def small_pair(name: str = "qwen3_5_text") -> Pair:
+    config = CONFIGS[name]()
+    config.vocab_size, config.initializer_range = V, 0.2
+    hf = eager_model(config, seed=3)
+    own = Target(eager_model(config, seed=3))
+    drafter = random_drafter(4, vocab_size=V, block_size=4, mask_token_id=5, num_target_layers=own.num_layers)
+    return Pair(own, drafter, hf)
 
 
-@pytest.mark.parametrize("options", [{"verification": "speculative"}, {"tree_nodes": 7}])
-def test_sampled_answers_have_the_targets_distribution(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("qwen3_5_text", options) for options in ({"verification": "speculative"}, {"tree_nodes": 7})),
+        *((name, {"verification": "speculative"}) for name in ("kimi_linear", "nemotron_h")),
+    ],
+    ids=str,
+)
+def test_sampled_answers_have_the_targets_distribution(name: str, options: dict[str, Any]) -> None:
     params = SamplingParams(temperature=1.2, max_tokens=TOKENS)
-    sequences, accepted = sampled(params, small_pair(), seeds=800, **options)
-    assert chi_square_p(joint_counts(sequences, V), exact_law(params, small_pair())) > 1e-3
+    sequences, accepted = sampled(params, small_pair(name), seeds=800, **options)
+    assert chi_square_p(joint_counts(sequences, V), exact_law(params, small_pair(name))) > 1e-3
     assert accepted > 0.2, "drafts must have been accepted for this to mean anything"
+
+
+@pytest.mark.parametrize("options", [{"policy": "fixed", "max_batch_tokens": 11}, {"tree_nodes": 9}], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_seed_gives_the_same_answer_with_and_without_drafts(name: str, options: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0.8, max_tokens=COUNT, seed=11)
+    plain = tokens(list(taught(name, block_size=1).generate(PROMPTS, params)))
+    assert plain != expected(name)
+    own = target(name)
+    engine = Engine(own, random_drafter(num_target_layers=own.num_layers), page_size=4, num_pages=160, **options)
+    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)})
+    results = list(engine.generate(PROMPTS, params))
+    assert tokens(results) == plain
+    assert longest(results) > 3
 
 
 def test_states_that_are_not_rolled_back_change_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:

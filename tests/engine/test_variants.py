@@ -54,6 +54,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "domino, shifted": zlab({**DOMINO, "shift_label": True, "block_size": 5}),
     "gated": zlab({**DSPARK, "markov_head_type": "gated"}),
     "rnn": zlab({**DSPARK, "markov_head_type": "rnn"}),
+    "biased": zlab({}, attention_bias=True, **SLIDING),
+    "biased of speculators": speculators(attention_bias=True),
     "causal": zlab({"causal": True}, **SLIDING),
     "is_causal": zlab({"causal": False}, is_causal=True),
     "causal sliding layers": {**speculators(**SLIDING), "sliding_window_non_causal": False},
@@ -64,13 +66,15 @@ def tensors_of(kind: str, config: DrafterConfig, seed: int = 0) -> dict[str, Ten
     """Random tensors by the names of the kind's authors."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 2 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
     for layer in range(2):
-        own = {
+        own: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (H,), "post_attention_layernorm.weight": (H,),
             "self_attn.q_proj.weight": (HEADS * DIM, H), "self_attn.k_proj.weight": (SHARED * DIM, H),
             "self_attn.v_proj.weight": (SHARED * DIM, H), "self_attn.o_proj.weight": (H, HEADS * DIM),
             "self_attn.q_norm.weight": (DIM,), "self_attn.k_norm.weight": (DIM,),
             "mlp.gate_proj.weight": (48, H), "mlp.up_proj.weight": (48, H), "mlp.down_proj.weight": (H, 48),
         }  # fmt: skip
+        if "biased" in kind:
+            own |= {f"self_attn.{part}_proj.bias": own[f"self_attn.{part}_proj.weight"][:1] for part in "qkvo"}
         if "dflash2" in kind:
             for conv in ("attention_conv", "mlp_conv"):
                 own |= {f"{conv}.base_kernel": (2, 2, H), f"{conv}.kernel_projection.weight": (4 * H // GROUP, H)}
@@ -149,15 +153,18 @@ def slow_states(config: DrafterConfig, causal: Sequence[bool], tensors: Tensors,
         seen = visible(len(x), length, window=config.sliding_window if slides else None, causal=causal[layer])
 
         def attend(states: Tensor, own: Tensors = own, seen: Tensor = seen) -> Tensor:
-            q, k, v = (own[f"self_attn.{name}_proj.weight"] for name in "qkv")
+            def project(part: str, x: Tensor) -> Tensor:
+                x = x @ own[f"self_attn.{part}_proj.weight"].T
+                return x + own.get(f"self_attn.{part}_proj.bias", torch.zeros(1))
+
             both = torch.cat([context, states])
-            queries = norm((states @ q.T).view(-1, HEADS, DIM), own["self_attn.q_norm.weight"])
-            keys = norm((both @ k.T).view(-1, SHARED, DIM), own["self_attn.k_norm.weight"])
+            queries = norm(project("q", states).view(-1, HEADS, DIM), own["self_attn.q_norm.weight"])
+            keys = norm(project("k", both).view(-1, SHARED, DIM), own["self_attn.k_norm.weight"])
             queries, keys = rotate(queries, cos[length:], sin[length:]), rotate(keys, cos, sin)
-            values = (both @ v.T).view(-1, SHARED, DIM).repeat_interleave(HEADS // SHARED, 1)
+            values = project("v", both).view(-1, SHARED, DIM).repeat_interleave(HEADS // SHARED, 1)
             scores = torch.einsum("qhd,khd->hqk", queries, keys.repeat_interleave(HEADS // SHARED, 1)) * DIM**-0.5
             weights = softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
-            return torch.einsum("hqk,khd->qhd", weights, values).flatten(1) @ own["self_attn.o_proj.weight"].T
+            return project("o", torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
 
         def mlp(states: Tensor, own: Tensors = own) -> Tensor:
             inner = silu(states @ own["mlp.gate_proj.weight"].T) * (states @ own["mlp.up_proj.weight"].T)
@@ -262,6 +269,7 @@ def test_drafts_are_those_of_the_definition(pair: Pair, tmp_path: Path, kind: st
         ("domino, shifted", "embed_proj.2.weight"),
         ("gated", "markov_head.gate_proj.weight"),
         ("rnn", "markov_head.joint_proj.weight"),
+        *(("biased", f"layers.1.self_attn.{name}_proj.bias") for name in "qkvo"),
         ("causal", "causal"),
     ],
 )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from volley import native
 from volley.errors import UnsupportedModelError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
@@ -96,7 +97,9 @@ def test_every_segment_is_computed_as_by_itself(marks: list[tuple[int, ...]] | N
             close(mixed[rows], expected[1])
 
 
-def test_what_is_written_is_the_states_after_the_tokens_that_stay() -> None:
+@pytest.mark.parametrize("in_c", [True, False])
+def test_what_is_written_is_the_states_after_the_tokens_that_stay(monkeypatch: pytest.MonkeyPatch, in_c: bool) -> None:
+    monkeypatch.setattr(native, "is_built", in_c and native.is_built)
     store = make_store()
     own = make_pass(store, MARKS)
     layer = Layer(len(own.batch))

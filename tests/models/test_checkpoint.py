@@ -126,7 +126,7 @@ def test_an_unused_sliding_window_is_ignored() -> None:
         ({**PUBLISHED, "block_size": 1}, "a block needs an anchor and at least one slot"),
         ({**PUBLISHED, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({**PUBLISHED, "layer_types": ["full_attention"]}, "layer_types has 1 entries for 5 layers"),
-        ({**PUBLISHED, "attention_bias": True}, "attention_bias is true"),
+        ({**PUBLISHED, "attention_bias": "yes"}, "attention_bias is 'yes'; it must be true or false"),
     ],
 )
 def test_wrong_configs_are_named(raw: dict[str, Any], message: str) -> None:

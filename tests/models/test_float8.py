@@ -60,9 +60,10 @@ def check(pair: Pair, drafter: Drafter) -> None:
         {},
         {"head": RESIDUAL},
         {"draft_vocab_size": 40},
+        {"attention_bias": True},
         {"head": HeadConfig(type="selector", rank=4), "conv_kernel_size": 2, "conv_group_size": 8},
     ],
-    ids=["plain", "a sequential head", "a reduced vocabulary", "convolutions"],
+    ids=["plain", "a sequential head", "a reduced vocabulary", "biases", "convolutions"],
 )
 def test_drafts_are_those_of_rounded_weights(pair: Pair, changes: dict[str, Any]) -> None:
     check(pair, random_drafter(**changes))

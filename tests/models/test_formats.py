@@ -319,6 +319,7 @@ def test_a_sequential_head_fits_no_other_engine(tmp_path: Path, form: Format) ->
         ("sglang", {"target_layer_ids": (-1,)}, "not the embedding"),
         ("transformers", {"draft_vocab_size": 20}, "an embedding or a head of its own"),
         ("sglang", {"own_embedding": True}, "an embedding or a head of its own"),
+        ("transformers", {"attention_bias": True}, "its attention has biases"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused(

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from tests.models.families import COMMON, FUSED, OTHERS
 from tests.tiles import needs_kernels
-from tests.tiny import eager_model
+from tests.tiny import eager_model, random_drafter
 from volley import Engine, SamplingParams
 from volley.config import KVDtype
+from volley.memory.attention import paged_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.models.accelerate import accelerate
+from volley.models.draft_model import DraftModel
 from volley.models.fused import FusedDecoder, FusedLayer
 from volley.models.taps import Taps
 from volley.models.target import Target
@@ -259,3 +261,24 @@ def test_answers_from_quantised_pools(kind: KVDtype) -> None:
         engine = Engine(target, page_size=PAGE, num_pages=40, kv_dtype=kind)
         answers.append([next(engine.generate([TOKENS[:n].tolist()], params)).token_ids for n in (5, 18, 30)])
     assert answers[0] == answers[1]
+
+
+@torch.inference_mode()
+def test_a_drafter_with_biases() -> None:
+    """As gpt-oss drafters have them."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    drafter = random_drafter(attention_bias=True, **shape).bfloat16()
+    fused, unbiased = copy.deepcopy(drafter), copy.deepcopy(drafter)
+    fused.fuse()
+    assert fused.fused is not None
+    for name, parameter in unbiased.named_parameters():
+        if "bias" in name:
+            parameter.zero_()
+    batch = RaggedBatch([Segment(BlockTable(PAGE, [0, 1]), 0, 6, causal=False)], torch.arange(6))
+    table, found = torch.randn(6, 64).bfloat16(), []
+    for own in (drafter, fused, unbiased):
+        store = make_store("auto", own.kv_shapes, 2 * PAGE, torch.bfloat16, torch.device("cpu"))
+        model = DraftModel(own, store, paged_attention, lambda ids: table[ids], lambda states: states)
+        found.append(model.block_states(batch, store))
+    assert error(found[1], found[0]) < 0.05
+    assert error(found[2], found[0]) > 0.1

@@ -43,9 +43,10 @@ def test_random_features(count: int, layers: int, kind: KVDtype, seed: int, scat
         assert float(store.read(layer, slice(0, 50))[0].abs().sum()) > 0
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_half_precision(packed: bool) -> None:
-    drafter = random_drafter().to(torch.bfloat16)
+def test_half_precision(packed: bool, biased: bool) -> None:
+    drafter = random_drafter(attention_bias=biased).to(torch.bfloat16)
     if packed:
         accelerate(drafter)
     features, positions = torch.randn(12, TAPS).bfloat16(), torch.arange(12)
@@ -57,22 +58,22 @@ def test_half_precision(packed: bool) -> None:
             torch.testing.assert_close(mine, theirs, rtol=2**-5, atol=2**-5)
 
 
-@pytest.mark.parametrize("name", ["k_proj", "v_proj", "k_norm"])
+@pytest.mark.parametrize("name", ["k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight"])
 @pytest.mark.parametrize("replaced", [False, True])
 @torch.no_grad()
 def test_it_follows_the_weights(name: str, replaced: bool) -> None:
     """Whether an optimizer changes them in place or others are put in their place."""
-    drafter = random_drafter()
+    drafter = random_drafter(attention_bias=True)
     injection = Injection(drafter, make_store("auto", drafter.kv_shapes, 9, torch.float32, CPU))
     features, positions = torch.randn(5, TAPS), torch.arange(5)
     before = injection.keys_values(features, positions)
-    weight = getattr(drafter.layers[1].self_attn, name).weight  # type: ignore[union-attr]
+    weight = drafter.get_parameter(f"layers.1.self_attn.{name}")
     if replaced:
         weight.data = torch.randn_like(weight)
     else:
         weight.mul_(1.5)
     after = injection.keys_values(features, positions)
-    changed = 1 if name == "v_proj" else 0
+    changed = 1 if name.startswith("v_proj") else 0
     assert torch.equal(before[changed][0], after[changed][0])
     assert not torch.allclose(before[changed][1], after[changed][1])
     for layer, (keys, values) in enumerate(drafter.context_kv(features, positions)):

@@ -56,9 +56,10 @@ def test_nothing_is_held_twice() -> None:
     assert not changed.project[0][: len(attention.q_proj.weight)].any()
 
 
-def test_a_joined_drafter_drafts_the_same() -> None:
-    pair = make_pair()
-    joined = random_drafter(1)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_joined_drafter_drafts_the_same(biased: bool) -> None:
+    pair = make_pair(drafter={"attention_bias": biased})
+    joined = random_drafter(1, attention_bias=biased)
     joined.join()
     prompts, params = random_prompts(3, seed=1), SamplingParams(max_tokens=16)
     answers = []

@@ -156,6 +156,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "mamba2": (tf.Mamba2Config(num_hidden_layers=2), "mamba2 has no attention layer"),
     "zamba2": (tf.Zamba2Config(), "zamba2 has attention layers that share"),
     "minimax": (tf.MiniMaxConfig(num_hidden_layers=2), "minimax has lightning attention"),
+    "qwen4_exp": (tf.Qwen4ExpConfig(), "qwen4_exp_text has further convolution states and an indexer"),
+    "inkling": (tf.InklingConfig(), "inkling_text has further convolution states and an indexer"),
+    "glm5_next": (tf.Glm5NextConfig(), "glm5_next_text has an indexer"),
     "recurrent_gemma": (tf.RecurrentGemmaConfig(num_hidden_layers=3), "recurrent_gemma has a recurrence of its own"),
 }
 

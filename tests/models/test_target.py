@@ -208,8 +208,8 @@ def test_chunked_attention_is_refused_by_name() -> None:
 
 
 def test_a_model_without_the_attention_interface_is_refused() -> None:
-    config = tf.BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)
-    with pytest.raises(UnsupportedModelError, match="Bloom"):
+    config = tf.XGLMConfig(vocab_size=50, d_model=32, num_layers=2, attention_heads=2, ffn_dim=32)
+    with pytest.raises(UnsupportedModelError, match="XGLMForCausalLM does not route attention"):
         build(config)
 
 

@@ -74,7 +74,7 @@ def test_a_pilot_learns_what_the_prompt_tells(pair: Pair) -> None:
 def test_labelling_goes_on_from_its_file(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(pair.target, pair.drafter, num_pages=60)
 
-    def encode(prompt: Any) -> list[int]:
+    def encode(prompt: Any, *, thinking: bool | None = None) -> list[int]:
         return prompt if isinstance(prompt[0], int) else [ord(c) % VOCAB for c in prompt[0]["content"]]
 
     monkeypatch.setattr(engine, "encode", encode)
@@ -101,6 +101,25 @@ def test_labelling_goes_on_from_its_file(pair: Pair, tmp_path: Path, monkeypatch
         label_all(engine, kept, (2, 5), stop)
     with pytest.raises(InputError, match="more than one token"):
         label_all(engine, PilotOptions(**{**options, "max_tokens": 1}), (2, 6), lambda *_: None)
+
+
+@pytest.mark.parametrize("thinking", [True, False, None])
+def test_thinking_is_passed_to_the_template(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thinking: bool | None
+) -> None:
+    engine, seen = Engine(pair.target, pair.drafter, num_pages=60), list[bool | None]()
+
+    def encode(prompt: Any, *, thinking: bool | None = None) -> list[int]:
+        if isinstance(prompt[0], int):
+            return prompt
+        seen.append(thinking)
+        return [1, 2, 3]
+
+    monkeypatch.setattr(engine, "encode", encode)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    options = PilotOptions(prompts=(str(tmp_path / "p.jsonl"),), max_tokens=6, temperatures=(0.0,), thinking=thinking)
+    label_all(engine, options, (2, 6), lambda *_: None)
+    assert seen == [thinking]
 
 
 def test_the_times_of_a_cycle(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

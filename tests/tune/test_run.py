@@ -25,7 +25,9 @@ from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError
 from volley.files import make_folder, read_json
 from volley.models.export import export
+from volley.models.target import load_tokenizer
 from volley.train.data import TrainingData, read_rows
+from volley.tune.data import held_out_prompts
 from volley.tune.options import TuneConfig
 from volley.tune.run import Tuning, tune
 from volley.tune.trials import steady_acceptance
@@ -206,6 +208,28 @@ def test_an_endpoint_of_the_same_target_answers_the_prompts(tmp_path: Path) -> N
     assert read_certificate(asked / "certificate.json")["verdict"] == "lossless"
 
 
+def test_prompts_are_answered_and_judged_with_or_without_thinking(tmp_path: Path) -> None:
+    """Whether their responses have token ids, as those of the target here, or text alone, as those of an endpoint."""
+    target = make_target(tmp_path, CONFIGS["llama"])
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'T' if enable_thinking else 'F' }}"
+    (target / "chat_template.jinja").write_text(template)
+    for thinking, mark, name in ((True, "T", "on"), (False, "F", "off")):
+        config = options(tmp_path, target, thinking=thinking, out=tmp_path / name)
+        make_folder(config.out)
+        Tuning(config, lambda _: None).collect()
+        tokenizer = load_tokenizer(target)
+        rows = list(read_rows([config.out / "responses.jsonl"]))
+        assert {row["thinking"] for row in rows} == {name}
+        prompts = held_out_prompts(config.out, tokenizer)
+        assert len(prompts) == 2
+        assert all(tokenizer.decode(prompt).endswith(f"upon{mark}") for prompt in prompts)
+        held = [
+            {key: row[key] for key in ("messages", "thinking")} for row in read_rows([config.out / "held-out.jsonl"])
+        ]
+        (config.out / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+        assert held_out_prompts(config.out, tokenizer) == prompts
+
+
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "gpt_oss"])
 def test_other_families_run_through(tmp_path: Path, family: str) -> None:
     out = tune(options(tmp_path, make_target(tmp_path, CONFIGS[family])), lambda _: None)
@@ -217,6 +241,8 @@ def test_what_cannot_be_tuned_is_said_at_once(tmp_path: Path) -> None:
     for changes in ({"data": ("d",)}, {"prompts": ()}, {"prompts": (), "data": ("d",), "endpoint": "http://h"}):
         with pytest.raises(ConfigError, match=r"one of the two|name them with --prompts"):
             TuneConfig(**{"target": "t", "out": tmp_path, "prompts": ("p",), **changes})
+    with pytest.raises(ConfigError, match="--thinking is for prompts that are answered here"):
+        TuneConfig(target="t", out=tmp_path, data=("d",), thinking=False)
     with pytest.raises(ConfigError, match="max_minutes is 0; it must be positive"):
         TuneConfig(target="t", out=tmp_path, prompts=("p",), max_minutes=0)
     few = tmp_path / "few.jsonl"

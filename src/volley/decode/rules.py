@@ -63,7 +63,7 @@ class Constraint(TokenRule):
 
 def _forbid(row: Tensor, mask: Bits) -> None:
     """Only what ``mask`` has keeps its logit in ``row [V]``."""
-    if native.has_masks and row.device.type == "cpu" and row.is_contiguous():
+    if native.is_built and row.device.type == "cpu" and row.is_contiguous():
         native.forbid(row, mask)
         return
     forbidden = np.unpackbits(~mask, count=len(row), bitorder="little").view(np.bool_)
@@ -138,7 +138,7 @@ def allowed_probs(
     That of :func:`apply_rules` and then :func:`token_probs`. Where few tokens are allowed, only these are looked at; a row's
     result depends on that row and its mask alone.
     """
-    if len(bound) == 1 and _is_plain(params) and native.has_masks and logits.device.type == "cpu":
+    if len(bound) == 1 and _is_plain(params) and native.is_built and logits.device.type == "cpu":
         return _allowed_softmax(bound[0], logits, paths, params)
     few: dict[int, Tensor] = {}
     for row, path in enumerate(paths):

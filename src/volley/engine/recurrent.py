@@ -1,8 +1,8 @@
 """What recurrent layers remember of each request: one slot of states that moves with the tokens that stay, and snapshots of it.
 
 A state cannot be cut where a page ends, so a prefix is found only where pages and a snapshot end together. Snapshots are taken at
-the last page boundary of a prompt, at the last one of the answer so far, and where pages had matched further than any snapshot:
-other prompts may part there too. The least recently used ones make room.
+the last page boundary of a prompt, at every fourth one of an answer (the newest is kept), and where pages had matched further
+than any snapshot: other prompts may part there too. The least recently used ones make room.
 """
 
 from collections import OrderedDict
@@ -22,6 +22,7 @@ from volley.procedures.request import Request
 _BYTES = 2**30  # of all states, by default
 _PREFIXES = 256
 _FEWEST = 4
+_ANSWER_PAGES = 4  # of an answer between two snapshots
 
 
 @dataclass(slots=True)
@@ -129,7 +130,7 @@ class RecurrentStates(SequenceState):
         if work.kind is Kind.PREFILL:
             ends = self._boundaries(work)
         else:
-            last = end // size * size
+            last = end // (size * _ANSWER_PAGES) * size * _ANSWER_PAGES
             ends = [last] if last > first else []
         wanted = []
         for boundary in ends:

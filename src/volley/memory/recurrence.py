@@ -104,10 +104,6 @@ class Advance(NamedTuple):
     def __call__(self, states: Tensor) -> Tensor:
         return self.factors * states + self.keys.transpose(-1, -2) @ self.updates
 
-    def in_place(self, states: Tensor) -> None:
-        """Change the states ``[heads, keys, values]`` of one run."""
-        states.mul_(self.factors[0]).baddbmm_(self.keys[0].transpose(-1, -2), self.updates[0])
-
 
 def advance(trace: Trace, ancestors: Tensor, rows: Tensor) -> Advance:
     """How states become those after token ``rows [N]`` of each run."""

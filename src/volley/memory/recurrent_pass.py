@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from volley import native
 from volley.errors import UnsupportedModelError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.recurrence import Run, Trace, advance, scan
 from volley.memory.recurrent_store import RecurrentLayout, RecurrentStore, read_slots
+from volley.native.states import Moved, move_states
 
 _PIECE = 64  # tokens of a marked segment that are computed at once
 
@@ -37,6 +39,14 @@ class _OpenGroup(NamedTuple):
     """Their tokens in the batch ``[N, T]``, the batch's length for padding; ``None``: the whole batch in its order."""
     ancestors: Tensor
     slots: list[int | None]
+
+
+class _Move(NamedTuple):
+    """A run of a group goes on to its token ``row``, into a slot."""
+
+    run: int
+    row: int
+    slot: int
 
 
 class RecurrentPass:
@@ -129,39 +139,56 @@ class RecurrentPass:
         assert self.store is not None, "a pass without a store keeps nothing"
         if not wanted:
             return
-        device = self.batch.token_ids.device
-        offsets = [self.batch.offsets[each.segment] + each.row for each in wanted]
-        slots = torch.tensor([each.slot for each in wanted], device=device)
-        for history, extended in zip(self.store.histories, self._inputs, strict=True):
-            taps = self._taps_of(history.shape[1] + 1)[offsets, :-1].flip(1)
-            history[slots] = extended[taps].to(history.dtype)
+        self._write_histories(wanted)
         for states, marked in zip(self.store.states, self._marked, strict=True):
             found = [(marked[each.segment, each.row], each.slot) for each in wanted if self.marks[each.segment]]
             for state, slot in found:
                 states[slot] = state
         for place, group in enumerate(self._groups):
-            members = {segment: place for place, segment in enumerate(group.members)}
-            own = [each for each in wanted if each.segment in members]
-            if own:
-                self._write_group(place, [members[each.segment] for each in own], own)
+            runs = {segment: run for run, segment in enumerate(group.members)}
+            own = [_Move(runs[each.segment], each.row, each.slot) for each in wanted if each.segment in runs]
+            if own and self._traces:
+                self._write_group(place, own)
 
-    def _write_group(self, place: int, places: list[int], wanted: list[Wanted]) -> None:
+    def _write_histories(self, wanted: Sequence[Wanted]) -> None:
+        assert self.store is not None
+        device = self.batch.token_ids.device
+        offsets = torch.tensor([self.batch.offsets[each.segment] + each.row for each in wanted], device=device)
+        slots = torch.tensor([each.slot for each in wanted], device=device)
+        taps: dict[int, Tensor] = {}
+        for history, extended in zip(self.store.histories, self._inputs, strict=True):
+            size = history.shape[1]
+            if size not in taps:
+                taps[size] = self._taps_of(size + 1)[offsets, :-1].flip(1)
+            history.index_copy_(0, slots, extended[taps[size]].to(history.dtype))
+
+    def _write_group(self, place: int, moves: list[_Move]) -> None:
         assert self.store is not None
         group, device = self._groups[place], self.batch.token_ids.device
-        rows = torch.tensor([each.row for each in wanted], device=device)
-        slots = torch.tensor([each.slot for each in wanted], device=device)
-        is_whole = places == list(range(len(group.members)))
-        ancestors = group.ancestors
-        if not is_whole and len(ancestors) > 1:
-            ancestors = ancestors[places]
-        before = [group.slots[at] for at in places]
-        for states, traces in zip(self.store.states, self._traces, strict=True):
-            trace = traces[place] if is_whole else Trace(*(x[places] for x in traces[place]))
-            step = advance(trace, ancestors, rows)
-            if before == [wanted[0].slot]:
-                step.in_place(states[wanted[0].slot])
-            else:
-                states.index_copy_(0, slots, step(read_slots(states, before)))
+        traces = [traces[place] for traces in self._traces]
+        if native.is_built and device.type == "cpu":
+            self._move_in_c(group, traces, moves)
+            return
+        runs, rows, slots = torch.tensor(moves, device=device).T
+        ancestors = group.ancestors if len(group.ancestors) == 1 else group.ancestors[runs]
+        before = [group.slots[move.run] for move in moves]
+        for states, trace in zip(self.store.states, traces, strict=True):
+            step = advance(Trace(*(x[runs] for x in trace)), ancestors, rows)
+            states.index_copy_(0, slots, step(read_slots(states, before)))
+
+    def _move_in_c(self, group: _OpenGroup, traces: list[Trace], moves: list[_Move]) -> None:
+        """All layers in one call; a slot that is read is written last."""
+        assert self.store is not None
+        moves = sorted(moves, key=lambda move: move.slot == group.slots[move.run])
+        before = [group.slots[move.run] for move in moves]
+        table = [
+            (run, row, -1 if source is None else source, slot)
+            for (run, row, slot), source in zip(moves, before, strict=True)
+        ]
+        seen = group.ancestors.numpy()
+        stays = np.stack([seen[run if len(seen) > 1 else 0, row] for run, row, _ in moves])
+        layers = [Moved(states, *trace) for states, trace in zip(self.store.states, traces, strict=True)]
+        move_states(layers, np.array(table, dtype=np.int64), stays)
 
     # -- the batch's structure -----------------------------------------------------------------------------------------
     def _slot(self, segment: Segment) -> int | None:

@@ -14,7 +14,7 @@ ARCHITECTURE = "DFlashDraftModel"
 
 # Keys every Qwen3 config may carry that say nothing about how a drafter computes.
 _IGNORED_KEYS = {
-    "architectures", "attention_bias", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward",
+    "architectures", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward",
     "dtype", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "max_window_layers",
     "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
@@ -98,6 +98,8 @@ class DrafterConfig:
     hidden_act: str = "silu"
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = field(default=())
+    attention_bias: bool = False
+    """Whether queries, keys, values and attention's outputs have biases, as in drafters for gpt-oss."""
     head: HeadConfig | None = None
     """Without one the drafter is DFlash."""
     draft_vocab_size: int | None = None
@@ -138,6 +140,10 @@ class DrafterConfig:
             (
                 self.eagle is not None and self.num_hidden_layers != 1,
                 f"num_hidden_layers is {self.num_hidden_layers}; volley reads EAGLE-3 drafters of one layer",
+            ),
+            (
+                self.eagle is not None and self.attention_bias,
+                "attention_bias is true; volley reads EAGLE-3 drafters without biases",
             ),
             (
                 not self.target_layer_ids and self.eagle is None,
@@ -269,7 +275,7 @@ class DrafterConfig:
             "sliding_window": self.sliding_window,
             "use_sliding_window": self.sliding_window is not None,
             "layer_types": list(self.layer_types),
-            "attention_bias": False,
+            "attention_bias": self.attention_bias,
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
             **({"draft_vocab_size": self.draft_vocab_size} if self.draft_vocab_size else {}),
@@ -288,8 +294,6 @@ class DrafterConfig:
         own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids", "own_embedding", "confidence_width"}
         read = own | {"dflash_config", "rope_parameters", "use_sliding_window"}
         check_keys("drafter config key", [key for key in raw if key not in _IGNORED_KEYS], read)
-        if raw.get("attention_bias"):
-            raise ConfigError("drafter config: attention_bias is true; DFlash drafters have no attention bias")
         dflash = raw.get("dflash_config")
         if not isinstance(dflash, Mapping):
             raise ConfigError("drafter config has no 'dflash_config'; is this a DFlash drafter in z-lab's format?")
@@ -353,6 +357,8 @@ def _check_types(values: Mapping[str, Any]) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"drafter config: {name} is {value!r}; it must be an integer of at least {least}")
+    if not isinstance(values.get("attention_bias", False), bool):
+        raise ConfigError(f"drafter config: attention_bias is {values['attention_bias']!r}; it must be true or false")
     for name in ("rms_norm_eps", "rope_theta"):
         value = values.get(name, 1.0)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:

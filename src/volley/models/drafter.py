@@ -104,10 +104,10 @@ class DraftAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, heads, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=False)
-        self.o_proj = nn.Linear(heads, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, heads, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 

@@ -56,6 +56,7 @@ _TRANSFORMERS_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "
 _SHAPE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "rope_theta", "rope_parameters", "max_position_embeddings", "hidden_act", "sliding_window", "layer_types",
+    "attention_bias",
 )  # fmt: skip
 _DFLASH2_KEYS = (*CONVOLUTION_KEYS, *SELECTOR_KEYS)
 _SPECULATORS_KEYS = {
@@ -224,6 +225,10 @@ def obstacles(config: DrafterConfig, form: Format) -> list[str]:
             f"its sequential head ({config.head.type}) has no place there{others}; --drop-head exports the plain drafter, "
             "whose acceptance is lower. A head trained with --head markov can go to llama.cpp and vLLM"
         )
+    if form in ("gguf", "transformers") and config.attention_bias:
+        found.append(
+            "its attention has biases (attention_bias), which have no place there; zlab and speculators hold them"
+        )
     if form == "gguf":
         found += obstacles_in_gguf(config)
     if form in ("sglang", "transformers"):
@@ -292,7 +297,6 @@ def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: 
         "transformer_layer_config": {
             "model_type": "qwen3",
             "vocab_size": config.vocab_size,
-            "attention_bias": False,
             "tie_word_embeddings": False,
             "use_sliding_window": config.sliding_window is not None,
             **_shape(config),

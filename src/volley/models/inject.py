@@ -20,15 +20,16 @@ from volley.models.products import Float8Product, make_product
 class Injection:
     """Writes the context features of one drafter into its store.
 
-    Holds a copy of every layer's ``k_proj`` and ``v_proj`` as one weight, made again whenever one of them has changed.
+    Holds a copy of every layer's ``k_proj`` and ``v_proj`` as one, made again whenever one of them has changed.
     """
 
     def __init__(self, drafter: Drafter, store: KVStore) -> None:
         self.drafter = drafter
         self.store = store
         attentions = [cast(DraftLayer, layer).self_attn for layer in drafter.layers]
-        self._keys = [attention.k_proj.weight for attention in attentions]
-        self._values = [attention.v_proj.weight for attention in attentions]
+        projections = [attention.k_proj for attention in attentions] + [attention.v_proj for attention in attentions]
+        self._weights = [projection.weight for projection in projections]
+        self._biases = [projection.bias for projection in projections if projection.bias is not None]
         self._norms = [attention.k_norm.weight for attention in attentions]
         self._made_from: list[tuple[int, int]] = []
         self._project: Callable[[Tensor], Tensor]
@@ -55,7 +56,7 @@ class Injection:
 
     def project(self, features: Tensor) -> Tensor:
         """Keys before norm and rotation, and values: ``[T, 2, layers, kv_heads, d]``."""
-        made_from = [(w.data_ptr(), w._version) for w in (*self._keys, *self._values, *self._norms)]
+        made_from = [(w.data_ptr(), w._version) for w in (*self._weights, *self._biases, *self._norms)]
         if made_from != self._made_from:
             self._made_from = made_from
             self._build()
@@ -65,9 +66,10 @@ class Injection:
         return self._project(context).view(shape)
 
     def _build(self) -> None:
-        weight = torch.cat([w.detach() for w in (*self._keys, *self._values)])
+        weight = torch.cat([w.detach() for w in self._weights])
+        bias = torch.cat([b.detach() for b in self._biases]) if self._biases else None
         if self.drafter.float8:
-            self._project = Float8Product(weight.to(self.drafter.norm.weight.device))
+            self._project = Float8Product(weight.to(self.drafter.norm.weight.device), bias)
         else:
-            self._project = make_product(weight) if packing_pays(weight) else lambda x: linear(x, weight)
+            self._project = make_product(weight, bias) if packing_pays(weight) else lambda x: linear(x, weight, bias)
         self.norm_weights = torch.stack([w.detach() for w in self._norms])

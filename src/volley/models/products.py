@@ -93,15 +93,16 @@ def make_product(
 
 
 class Float8Product:
-    """``x @ weight.T`` for ``weight [out, in]``, of which it holds e4m3 codes and an fp32 scale for each output."""
+    """``x @ weight.T + bias`` for ``weight [out, in]``, of which it holds e4m3 codes and an fp32 scale for each output."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = float8.quantise(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight, self._bias = float8.quantise(weight), bias
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear]) -> Self:
-        """Of several layers without biases that read the same input, one below the other."""
-        return cls(torch.cat([layer.weight.detach() for layer in layers]))
+        """Of several layers that read the same input, one below the other."""
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        return cls(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +110,8 @@ class Float8Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., out]`` of ``x [..., in]``."""
-        return float8.product(x, self._weight)
+        output = float8.product(x, self._weight)
+        return output if self._bias is None else output + self._bias
 
     def add_to(self, states: Tensor, x: Tensor) -> Tensor:
         """``states [T, out]`` plus the product with ``x [T, in]``, in place."""

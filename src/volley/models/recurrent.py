@@ -48,6 +48,7 @@ _REASONS = {
     "xlstm": "a recurrence of its own",
     "zaya": "a recurrence of its own",
 }
+"""Why models of some types are refused, by the type without "_text"."""
 
 
 class LayerPass(Protocol):
@@ -73,8 +74,9 @@ def running(own: LayerPass | None) -> Iterator[None]:
 
 def check_family(model_type: str, layer_types: set[str]) -> None:
     """Refuse a model whose recurrent layers volley does not compute."""
-    if model_type in _REASONS or (layer_types & RECURRENT_LAYERS and model_type not in FAMILIES):
-        reason = _REASONS.get(model_type, f"layers of type {', '.join(sorted(layer_types & RECURRENT_LAYERS))}")
+    named = _REASONS.get(model_type.removesuffix("_text"))
+    if named or (layer_types & RECURRENT_LAYERS and model_type not in FAMILIES):
+        reason = named or (f"layers of type {', '.join(sorted(layer_types & RECURRENT_LAYERS))}")
         raise UnsupportedModelError(
             f"{model_type} has {reason}, whose states volley cannot roll back. Use a target whose layers are all attention, "
             f"or one of the families {', '.join(sorted(FAMILIES))}"

@@ -61,6 +61,13 @@ class BlockDiffusion:
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"}
 _STATELESS_LAYERS = {"moe", "mlp"}
+_INDEXER = "an indexer that chooses which keys a token sees, with a cache of its own that volley does not keep on pages"
+_ALIBI = "ALiBi, biases by distance that do not pass through transformers' AttentionInterface"
+_REASONS = {
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl", "axk2", "hy_v4"), _INDEXER),
+    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
+}
+"""Why models of some types are refused, by the type without "_text"."""
 
 
 def _volley_attention(
@@ -170,7 +177,7 @@ class Target:
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list[tuple[int, int]], RecurrentLayout]:
-        """K/V shape of each layer with attention, and the recurrent states; refuses a model that keeps state anywhere else."""
+        """K/V shape of each attention, and the recurrent states; refuses a model that keeps state anywhere else."""
         text = self.model.config.get_text_config()
         types = list(getattr(text, "layer_types", None) or ["full_attention"] * self.num_layers)[: self.num_layers]
         probe, recurrent = _ShapeProbe(), LayoutProbe()
@@ -185,8 +192,9 @@ class Target:
                 f"layers {absent} of {type(self.model).__name__} do not call the attention interface: they keep state "
                 "that cannot be rolled back by dropping pages. Use a target whose layers are all attention"
             )
-        self._places = {layer: place for place, layer in enumerate(expected)}
-        return [probe.shapes[layer] for layer in expected], recurrent.layout(types)
+        called = sorted(probe.shapes)  # LongCat-Flash has two attentions in each layer, with numbers of their own
+        self._places = {layer: place for place, layer in enumerate(called)}
+        return [probe.shapes[layer] for layer in called], recurrent.layout(types)
 
     @property
     def is_regular(self) -> bool:
@@ -360,6 +368,11 @@ def check_config(config: Any) -> None:
     """Refuse, before weights are read, an architecture whose layers keep state that volley cannot roll back."""
     text = config.get_text_config()
     types = set(getattr(text, "layer_types", None) or ())
+    reason = _REASONS.get(text.model_type.removesuffix("_text")) or (_ALIBI if getattr(text, "alibi", False) else None)
+    if reason:
+        raise UnsupportedModelError(
+            f"{text.model_type} has {reason}. Use a target with full or sliding-window attention, or its latent form (MLA)"
+        )
     check_family(text.model_type, types)
     others = sorted(types - _ATTENTION_LAYERS - _STATELESS_LAYERS - RECURRENT_LAYERS)
     if "chunked_attention" in others:

@@ -2,7 +2,7 @@
 
 The library is built when the package is installed, where there is a C compiler, and its products need a CPU with AVX2
 (AVX512-BF16 and AMX are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations;
-masks over logits need no such CPU.
+masks over logits and recurrent states need no such CPU.
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 
@@ -82,6 +82,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "linear": [POINTER(_Product), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
     "forbid": [c_void_p, c_void_p, c_int64],
     "allowed_softmax": [c_void_p, c_void_p, c_void_p, c_int64, c_float],
+    "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "paged_attention": [POINTER(_AttentionCall), POINTER(_Plan)],
     "decode": [
         *(POINTER(_Layer), c_int64, POINTER(_Shape), POINTER(_Plan)),
@@ -93,7 +94,7 @@ _SIGNATURES: dict[str, list[object]] = {
 def load(folder: Path) -> ctypes.CDLL | None:
     """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine.
 
-    Its masks serve any CPU; ``library.usable(1)`` says whether all the rest does.
+    Masks and recurrent states are for any CPU; ``library.usable(1)`` says whether all the rest runs.
     """
     for path in sorted(folder.glob("_kernels*.so")):
         try:
@@ -111,14 +112,15 @@ def load(folder: Path) -> ctypes.CDLL | None:
 
 
 _library = load(Path(__file__).parent)
-has_masks = _library is not None
-"""Whether the library was built, from these sources."""
+is_built = _library is not None
+"""Whether the library was built, from these sources; masks and recurrent states need no more."""
 available = _library is not None and bool(_library.usable(1))
 """Whether it was, and its products run on this CPU."""
 
 
-def _functions() -> ctypes.CDLL:
-    assert _library is not None, "ask native.available or native.has_masks first"
+def functions() -> ctypes.CDLL:
+    """The library, where it was built."""
+    assert _library is not None, "ask native.available or native.is_built first"
     return _library
 
 
@@ -133,7 +135,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight [H] · x / rms(x)`` of contiguous ``x [..., H]``, rounded before and after the weight."""
     out = torch.empty_like(x)
     size = x.shape[-1]
-    _functions().rms_norm(x.data_ptr(), size, weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
+    functions().rms_norm(x.data_ptr(), size, weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
     return out
 
 
@@ -145,7 +147,7 @@ def norm_and_turn(
     ``norms`` are the weights ``[d]`` of queries and keys; ``cos`` and ``sin`` are ``[T, d]`` in the half-split layout.
     """
     of_queries, of_keys = norms or (None, None)
-    _functions().norm_and_turn(
+    functions().norm_and_turn(
         *(x.data_ptr(), x.stride(0), _pointer(of_queries), _pointer(of_keys), cos.data_ptr(), sin.data_ptr()),
         *(len(x), heads, shared, cos.shape[-1], eps),
     )
@@ -154,7 +156,7 @@ def norm_and_turn(
 def gated_silu(x: Tensor) -> Tensor:
     """``silu(gate) · up [T, I]`` of both side by side, ``x [T, 2 · I]``."""
     out = x.new_empty(len(x), x.shape[1] // 2)
-    _functions().gated_silu(x.data_ptr(), out.data_ptr(), len(x), out.shape[1])
+    functions().gated_silu(x.data_ptr(), out.data_ptr(), len(x), out.shape[1])
     return out
 
 
@@ -162,7 +164,7 @@ def forbid(row: Tensor, allowed: NDArray[np.uint8]) -> None:
     """Replace logits in ``row [V]`` (fp32, contiguous) by −∞ where the token has no bit in ``allowed [≥ V / 8]``."""
     assert row.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
     assert 8 * allowed.nbytes >= len(row), "every token has a bit"
-    _functions().forbid(row.data_ptr(), allowed.ctypes.data, len(row))
+    functions().forbid(row.data_ptr(), allowed.ctypes.data, len(row))
 
 
 def allowed_softmax(row: Tensor, allowed: NDArray[np.uint8], out: Tensor, temperature: float) -> None:
@@ -171,7 +173,7 @@ def allowed_softmax(row: Tensor, allowed: NDArray[np.uint8], out: Tensor, temper
     """
     assert row.dtype == out.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
     assert 8 * allowed.nbytes >= len(row), "every token has a bit"
-    _functions().allowed_softmax(row.data_ptr(), allowed.ctypes.data, out.data_ptr(), len(row), 1 / temperature)
+    functions().allowed_softmax(row.data_ptr(), allowed.ctypes.data, out.data_ptr(), len(row), 1 / temperature)
 
 
 # -- products -----------------------------------------------------------------------------------------------------------
@@ -223,7 +225,7 @@ class Product:
         out = torch.empty((len(rows), self.outputs), dtype=torch.bfloat16)
         if len(rows):
             scratch = _code_scratch(len(rows), self.inputs) if self.kind != "bf16" else (None, None, None)
-            _functions().linear(
+            functions().linear(
                 *(
                     byref(self.struct),
                     rows.data_ptr(),
@@ -390,7 +392,7 @@ class AttentionPlan:
             *map(_pointer, (queries, keys, values, key_pool, value_pool, out)),
             *(queries.stride(0), queries.shape[1], keys.shape[1], queries.shape[2], scale),
         )
-        _functions().paged_attention(byref(call), byref(self.struct))
+        functions().paged_attention(byref(call), byref(self.struct))
         return out
 
 
@@ -454,7 +456,7 @@ class Decoder:
         """States ``[T, H]``, contiguous, through layers ``[first, last)`` in place; ``cos`` and ``sin`` are ``[T, d]``."""
         structs = (_Plan * len(plans))(*(plan.struct for plan in plans))
         start = byref(self._array, first * ctypes.sizeof(_Layer))
-        _functions().decode(
+        functions().decode(
             *(ctypes.cast(start, POINTER(_Layer)), last - first, byref(self._struct), structs),
             *(states.data_ptr(), cos.data_ptr(), sin.data_ptr(), byref(self._scratch(len(states)))),
         )

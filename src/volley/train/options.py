@@ -303,6 +303,8 @@ class PilotOptions:
     """File that keeps what was measured of each prompt; a run that finds it goes on from there."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """Each prompt is answered at each; the pilot knows a request's."""
+    thinking: bool | None = None
+    """Passed to the chat template as ``enable_thinking``; left out, the template decides."""
     max_tokens: int = 96
     """Longest answer."""
     batch: int = 32

@@ -104,7 +104,7 @@ def label_all(
     """Label every prompt at every temperature, ``batch`` prompts at a time; ``options.labels`` is written after each."""
     conversations = [c for source in options.prompts for c in load_prompts(source, options.data_dir, options.limit)]
     random.Random(options.seed).shuffle(conversations)
-    prompts = [engine.encode(list(conversation.messages)) for conversation in conversations]
+    prompts = [engine.encode(list(conversation.messages), thinking=options.thinking) for conversation in conversations]
     room = engine.target.context_length - options.max_tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= room]
     facts = [drafter_fingerprint(_drafter(engine)), list(block_sizes), options.temperatures, options.max_tokens]

@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from volley.engine.engine import Engine
 from volley.errors import InputError
 from volley.files import write_atomically
 from volley.models.target import Target, load_tokenizer
 from volley.train.collect import CollectConfig, EngineSource, Source, collect, make_jobs
 from volley.train.collect import Progress as Collected
-from volley.train.data import read_rows
+from volley.train.data import prompt_ids, read_rows
 from volley.train.endpoint import EndpointSource
 from volley.tune.options import TuneConfig
 
@@ -35,6 +37,7 @@ def plan_collection(config: TuneConfig, out: Path) -> CollectConfig:
         max_tokens=config.max_tokens,
         seed=config.seed,
         temperatures=config.temperatures,
+        thinking=config.thinking,
     )
     prompts, warm = len(make_jobs(once)), [t for t in config.temperatures if t > 0]
     samples = max(1, min(MOST_SAMPLES, -(-WANTED_RESPONSES // max(1, prompts))))
@@ -64,9 +67,10 @@ def _line(now: Collected) -> str:
 def _source(config: TuneConfig, target: Callable[[], Target]) -> Source:
     if config.endpoint is None:
         engine = Engine(target())
-        return EngineSource(engine, config.target, context_length=engine.target.context_length)
+        return EngineSource(engine, config.target, config.thinking, context_length=engine.target.context_length)
     raw = not load_tokenizer(config.target).chat_template
-    return EndpointSource((config.endpoint,), config.model, os.environ.get(config.api_key_env), raw=raw)
+    key = os.environ.get(config.api_key_env)
+    return EndpointSource((config.endpoint,), config.model, key, config.thinking, raw=raw)
 
 
 def part(paths: tuple[str, ...], out: Path) -> dict[str, Any]:
@@ -96,10 +100,7 @@ def _size(row: dict[str, Any]) -> int:
     return len(ids) or sum(len(message["content"]) for message in row["messages"]) // 3
 
 
-def held_out_prompts(out: Path) -> list[Any]:
-    """One prompt each, as the engine takes it: token ids where the responses have them, else messages."""
-    found: dict[str, Any] = {}
-    for row in read_rows([out / "held-out.jsonl"]):
-        prompt = row.get("prompt_token_ids") or row["messages"][:-1]
-        found.setdefault(json.dumps(prompt), prompt)
-    return list(found.values())
+def held_out_prompts(out: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The token ids of each prompt once, with or without thinking, as it was answered."""
+    rows = read_rows([out / "held-out.jsonl"])
+    return [list(ids) for ids in dict.fromkeys(tuple(prompt_ids(tokenizer, row)) for row in rows)]

@@ -30,6 +30,8 @@ class TuneConfig:
     """Longest response."""
     limit: int | None = None
     """Prompts taken from each source."""
+    thinking: bool | None = None
+    """Passed to the chat template as ``enable_thinking`` where prompts are answered; left out, the template decides."""
     block_size: int | None = None
     """Largest block, anchor included; by default what pays on this machine."""
     bias: float = 0.05
@@ -52,6 +54,10 @@ class TuneConfig:
             raise ConfigError("give --prompts, which the target answers, or --data, its responses; one of the two")
         if self.endpoint is not None and not self.prompts:
             raise ConfigError("--endpoint answers prompts; name them with --prompts")
+        if self.thinking is not None and self.data:
+            raise ConfigError(
+                "--thinking is for prompts that are answered here; the rows of --data say how theirs were"
+            )
         if not self.max_minutes > 0:
             raise ConfigError(f"max_minutes is {self.max_minutes}; it must be positive")
         if not self.temperatures or min(self.temperatures) < 0:

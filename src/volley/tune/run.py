@@ -276,7 +276,7 @@ class Tuning:
 
     def measure(self) -> dict[str, Any]:
         engine = self._pair()
-        found = measure(engine, held_out_prompts(self.out), self.config.temperatures)
+        found = measure(engine, self._held_out(), self.config.temperatures)
         for row in found["rows"]:
             self.say(f"T = {row['temperature']:g}: τ {row['tau']:.2f}, {row['speedup']:.2f} × plain decoding")
         return found
@@ -286,16 +286,15 @@ class Tuning:
 
     def certify(self) -> dict[str, Any]:
         self.say("greedy and sampled output against plain decoding, a few minutes")
-        prompts = [self.serving_ids(prompt) for prompt in held_out_prompts(self.out)]
         engine, settings = self._pair(), CertifyConfig(bias=self.config.bias, max_tokens=32)
-        certificate = certify_pair(engine, prompts, settings, self._say)
+        certificate = certify_pair(engine, self._held_out(), settings, self._say)
         certificate.write(self.out / "certificate.json")
         self.say(f"{certificate.verdict}: {len(certificate.checks)} checks")
         return {"verdict": certificate.verdict, "failed": [check.name for check in certificate.failed]}
 
-    def serving_ids(self, prompt: Any) -> list[int]:
-        engine_ids: list[int] = Engine(self.serving, num_pages=64).encode(prompt)
-        return engine_ids
+    def _held_out(self) -> list[list[int]]:
+        assert self.serving.tokenizer is not None, "a loaded target has a tokenizer"
+        return held_out_prompts(self.out, self.serving.tokenizer)
 
     def export(self) -> dict[str, Any]:
         written = {}

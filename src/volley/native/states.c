@@ -1,0 +1,82 @@
+/* States of recurrent layers moved on to tokens that stay: each state is read once and written once.
+ *
+ * A head's state S [keys, values] becomes e^G S + the sum of e^(G - G_j) k_j u_j over the tokens j that stay, where G_j is a
+ * token's sum of decays and G that of the last one. memory/recurrence.py has the same in PyTorch.
+ */
+#include "common.h"
+
+#define SMALLEST -50.6568f /* logarithm of the least factor that is not taken as 0 */
+#define AT_ONCE 64         /* tokens, and values of a row, whose sums are held at once */
+#define FEW 65536          /* numbers of states below which a second thread costs more than it takes over */
+
+typedef struct { /* one layer's rule for the runs of a group; strides are those of runs, heads and tokens */
+    float *states; /* [slots, heads, keys, values] */
+    const float *keys, *updates, *totals;
+    int64_t key_strides[3], update_strides[3], total_strides[3];
+    int64_t heads, num_keys, num_values, by_channel;
+} Rule;
+
+typedef struct { /* slot ``target`` becomes what ``source`` (< 0: zeros) is after token ``row`` of run ``run`` */
+    int64_t run, row, source, target;
+} Move;
+
+static inline float factor(float logarithm) { return logarithm > SMALLEST ? exponential(logarithm) : 0.0f; }
+
+/* out = by * before (null: zeros) + the sum of weights[j] * rows[j]; ``out`` may be ``before``. */
+FOR_EACH_CPU static void move_row(float *out, const float *before, float by, const float *weights, const float *const *rows,
+                                  int64_t count, int64_t size) {
+    for (int64_t start = 0; start < size; start += AT_ONCE) {
+        float sums[AT_ONCE] = {0};
+        int64_t width = size - start < AT_ONCE ? size - start : AT_ONCE;
+        if (before)
+            for (int64_t i = 0; i < width; i++) sums[i] = by * before[start + i];
+        for (int64_t j = 0; j < count; j++)
+            for (int64_t i = 0; i < width; i++) sums[i] += weights[j] * rows[j][start + i];
+        memcpy(out + start, sums, width * sizeof(float));
+    }
+}
+
+/* One head: up to AT_ONCE tokens are added; ``is_first``: none was before, so the state decays as well. */
+static void move_head(const Rule *rule, const Move *move, int64_t head, const int64_t *tokens, int64_t count,
+                      const float *before, float *out, int is_first) {
+    const float *keys[AT_ONCE], *rows[AT_ONCE], *totals[AT_ONCE];
+    float decays[AT_ONCE], weights[AT_ONCE];
+    const int64_t *of_keys = rule->key_strides, *of_rows = rule->update_strides, *of_totals = rule->total_strides;
+    const float *last = rule->totals + move->run * of_totals[0] + head * of_totals[1] + move->row * of_totals[2];
+    for (int64_t j = 0; j < count; j++) {
+        keys[j] = rule->keys + move->run * of_keys[0] + head * of_keys[1] + tokens[j] * of_keys[2];
+        rows[j] = rule->updates + move->run * of_rows[0] + head * of_rows[1] + tokens[j] * of_rows[2];
+        totals[j] = rule->totals + move->run * of_totals[0] + head * of_totals[1] + tokens[j] * of_totals[2];
+        decays[j] = factor(last[0] - totals[j][0]);
+    }
+    for (int64_t key = 0; key < rule->num_keys; key++) {
+        for (int64_t j = 0; j < count; j++)
+            weights[j] = keys[j][key] * (rule->by_channel ? factor(last[key] - totals[j][key]) : decays[j]);
+        float by = is_first ? factor(last[rule->by_channel ? key : 0]) : 1.0f;
+        int64_t start = key * rule->num_values;
+        move_row(out + start, before ? before + start : 0, by, weights, rows, count, rule->num_values);
+    }
+}
+
+static void move_state(const Rule *rule, const Move *move, int64_t head, const uint8_t *stays, int64_t length) {
+    int64_t size = rule->num_keys * rule->num_values, tokens[AT_ONCE], count = 0, is_first = 1;
+    const float *before = move->source < 0 ? 0 : rule->states + (move->source * rule->heads + head) * size;
+    float *out = rule->states + (move->target * rule->heads + head) * size;
+    for (int64_t token = 0; token < length; token++) {
+        if (stays[token]) tokens[count++] = token;
+        if (count < AT_ONCE && token < length - 1) continue;
+        move_head(rule, move, head, tokens, count, before, out, is_first);
+        before = out, is_first = 0, count = 0;
+    }
+}
+
+/* All rules of a group; ``stays [moves, length]``. Moves are made in their order: a source may be the target of a later one. */
+void move_states(const Rule *rules, int64_t num_rules, const Move *moves, const uint8_t *stays, int64_t num_moves,
+                 int64_t length) {
+    int64_t heads = rules[0].heads, size = heads * rules[0].num_keys * rules[0].num_values;
+#pragma omp parallel for collapse(2) if (num_rules * num_moves * size > FEW)
+    for (int64_t rule = 0; rule < num_rules; rule++)
+        for (int64_t head = 0; head < heads; head++)
+            for (int64_t move = 0; move < num_moves; move++)
+                move_state(rules + rule, moves + move, head, stays + move * length, length);
+}

@@ -1,0 +1,47 @@
+"""States of recurrent layers moved on to the tokens that stay: one read and one write of each state."""
+
+from collections.abc import Sequence
+from ctypes import Structure, c_int64, c_void_p
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from volley.native import functions
+
+
+class _Rule(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("states", "keys", "updates", "totals")),
+        *((name, c_int64 * 3) for name in ("key_strides", "update_strides", "total_strides")),
+        *((name, c_int64) for name in ("heads", "num_keys", "num_values", "by_channel")),
+    )
+
+
+class Moved(NamedTuple):
+    """One layer's states, and what the tokens of N runs made of them; all fp32 (:class:`volley.memory.recurrence.Trace`)."""
+
+    states: Tensor
+    """``[slots, heads, keys, values]``, contiguous; changed in place."""
+    keys: Tensor
+    updates: Tensor
+    totals: Tensor
+
+
+def move_states(layers: Sequence[Moved], moves: NDArray[np.int64], stays: NDArray[np.bool_]) -> None:
+    """Move states on, in the order of ``moves [M, 4]``: run, last token that stays, slot before (−1: zeros), slot after.
+
+    ``stays [M, T]`` says which tokens are added. A slot may be a source of several moves, the last of which overwrites it.
+    All layers have as many heads.
+    """
+    held, rules = [], (_Rule * len(layers))()
+    for rule, (states, *parts) in zip(rules, layers, strict=True):
+        keys, updates, totals = (x if x.stride(-1) == 1 else x.contiguous() for x in parts)
+        held.append((keys, updates, totals))
+        rule.states, rule.keys, rule.updates, rule.totals = (x.data_ptr() for x in (states, keys, updates, totals))
+        rule.key_strides, rule.update_strides, rule.total_strides = (x.stride()[:3] for x in (keys, updates, totals))
+        rule.heads, rule.num_keys, rule.num_values = states.shape[1:]
+        rule.by_channel = totals.shape[-1] > 1
+    moves, stays = np.ascontiguousarray(moves), np.ascontiguousarray(stays)
+    functions().move_states(rules, len(layers), moves.ctypes.data, stays.ctypes.data, *stays.shape)
