@@ -15,10 +15,11 @@ from transformers import AutoConfig
 from volley.certify.certificate import certify_pair
 from volley.certify.options import CertifyConfig
 from volley.engine.engine import Engine
-from volley.errors import ConfigError
+from volley.errors import ConfigError, VolleyError
 from volley.files import make_folder, read_json, write_atomically
 from volley.memory.device import usable_device
 from volley.models.export import export
+from volley.models.formats import Format
 from volley.models.target import Target
 from volley.prompts import read_jsonl
 from volley.train.data import TrainingData
@@ -63,7 +64,8 @@ EVALUATIONS = 8
 MINUTES_BETWEEN = 0.7
 """From one evaluation to the next, at least, where two fit."""
 PATIENCE = 3
-EXPORTS = ("speculators", "sglang", "transformers")
+EXPORTS: dict[Format, str] = {"speculators": "", "sglang": "", "transformers": "", "gguf": "drafter.gguf"}
+"""Formats, and the file inside the format's folder where it is one file."""
 
 
 def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
@@ -303,13 +305,16 @@ class Tuning:
 
     def export(self) -> dict[str, Any]:
         written = {}
-        for form in EXPORTS:
+        for form, file in EXPORTS.items():
             folder = self.out / "exports" / form
             try:
-                export(self.out, folder, form, target=self.config.target)  # type: ignore[arg-type]
+                export(self.out, folder / file, form, target=self.config.target)
                 written[form] = str(folder)
-            except ConfigError as error:
+            except VolleyError as error:  # what the format, or its reader of the target, cannot hold
                 written[form] = str(error)
+                continue
+            if file:
+                write_atomically(folder / "certificate.json", (self.out / "certificate.json").read_bytes())
         made = [form for form in EXPORTS if written[form].startswith(str(self.out))]
         self.say(
             f"written for {', '.join(made) or 'no other program'}; drafter/ is z-lab's format, which volley and vLLM read"
