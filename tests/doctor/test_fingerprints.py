@@ -51,6 +51,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("name", ["drafter", "drafter-dflash"])
 @pytest.mark.parametrize("other", ["fine-tune", "int4"])
 def test_another_target_under_a_bundled_drafter_is_named_first(

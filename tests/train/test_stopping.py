@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from volley.files import make_folder
 from volley.models.drafter import Drafter
 from volley.train.evaluate import HeldOut
 from volley.train.loop import Trainer
@@ -39,6 +40,7 @@ class Scripted(HeldOut):
 def scripted(pair: TinyPair, folder: Path, *taus: float | None, **changes: Any) -> tuple[Trainer, Scripted]:
     options = {"keep_best": True, "patience": 3, "eval_steps": 2, "save_steps": 2, "max_steps": 40, "epochs": 99}
     options |= {"eval_prompts": 1, "eval_max_tokens": 2, "learning_rate": 0.01}
+    make_folder(folder / "run")
     trainer = Trainer(TrainConfig(**tiny_run(pair.target, folder, **{**options, **changes})), Ranks("cpu"))
     trainer.held_out = evaluations = Scripted(trainer, iter(taus))
     return trainer, evaluations
