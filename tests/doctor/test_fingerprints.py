@@ -51,7 +51,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", ["drafter", "drafter-dflash"])
 @pytest.mark.parametrize("other", ["fine-tune", "int4"])
 def test_another_target_under_a_bundled_drafter_is_named_first(
