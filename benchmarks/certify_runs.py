@@ -8,6 +8,9 @@ fall below 0.05, 0.01 and 0.001, which is as many parts of all where tests are t
     python benchmarks/certify_runs.py --runs 4 --bias 0.01 --pieces 25 --planted 0.01 --ways sampled         # a bias of 1 %
     python benchmarks/certify_runs.py --runs 4 --bias 0.01 --pieces 25 --ways sampled                        # and none
     python benchmarks/certify_runs.py --bundled --runs 5 --bias 0.03                                         # the bundled pair
+    python benchmarks/certify_runs.py --whole --bundled --runs 100 --bias 0.1     # all checks of `volley certify`, run by run
+
+``--whole`` repeats all that certifying a pair does, greedy checks, parameters and seeds too, and prints the alarms by check.
 
 Each piece of a run is a line of ``--out``; the same command goes on where it was stopped, by ``--seconds`` or otherwise. The
 pieces of a run are tested together, as one sample of the size that ``--bias`` states.
@@ -21,6 +24,7 @@ import random
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from volley import DecodingConfig, Engine
 from volley.bench.report import machine
+from volley.certify.certificate import certify_pair
 from volley.certify.checks import Check
 from volley.certify.options import CertifyConfig
 from volley.certify.sampled import Sampled, Way, draw_way, verdicts, ways
@@ -58,6 +63,8 @@ def main() -> None:
     path = options.out / f"{name_of(options)}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     done = [row for _, row in read_jsonl(path)] if path.exists() else []
+    if options.whole and (options.planted or options.ways or options.pieces > 1):
+        raise SystemExit("--whole certifies as volley certify does; leave --planted, --ways and --pieces out")
     if len(done) < options.runs * options.pieces:
         engine = bundled() if options.bundled else tiny()
         if options.planted:
@@ -67,9 +74,10 @@ def main() -> None:
             prompts = [engine.encode(text) for text in ("Once upon a time", "def sort(", "To list files", "3 + 5 =")]
         started = time.monotonic()
         while len(done) < options.runs * options.pieces and time.monotonic() - started < options.seconds:
-            done.append(draw_piece(engine, prompts, options, len(done)))
+            make = whole_run if options.whole else draw_piece
+            done.append(make(engine, prompts, options, len(done)))
             write_atomically(path, "".join(json.dumps(piece) + "\n" for piece in done))
-    report(done, options)
+    (report_whole if options.whole else report)(done, options)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -82,6 +90,9 @@ def parse_arguments() -> argparse.Namespace:
         "--planted", type=float, default=0.0, help="points by which the likeliest token comes too often, over 100"
     )
     parser.add_argument("--bundled", action="store_true")
+    parser.add_argument(
+        "--whole", action="store_true", help="all that certify does, in place of its sampled checks alone"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further piece after so many")
     parser.add_argument("--out", type=Path, default=Path("runs/certify"))
     parser.add_argument("--threads", type=int, default=2)
@@ -90,7 +101,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def name_of(options: argparse.Namespace) -> str:
     """Of the file that holds what was drawn with these options."""
-    parts = ["bundled" if options.bundled else "tiny", f"bias-{options.bias:g}", f"pieces-{options.pieces}"]
+    parts = ["whole"] if options.whole else []
+    parts += ["bundled" if options.bundled else "tiny", f"bias-{options.bias:g}", f"pieces-{options.pieces}"]
     parts += [f"planted-{options.planted:g}"] if options.planted else []
     return "-".join([*parts, *options.ways.replace(" ", "").split(",")]).rstrip("-")
 
@@ -108,6 +120,34 @@ def draw_piece(
             found = draw_way(engine, prompts, way, wanted, number)
             sums[way.name] = {part: vars(getattr(found, part)) | {"random": None} for part in PARTS}
     return {"tests": 4 * len(todo), "ways": sums, "seconds": round(time.monotonic() - started, 1)}
+
+
+def whole_run(engine: Engine, prompts: Sequence[list[int]], options: argparse.Namespace, number: int) -> dict[str, Any]:
+    """The outcome of every check of one certificate."""
+    engine.reset_prefix_cache()
+    config = CertifyConfig(bias=options.bias, max_tokens=32, seed=number)
+    certificate = certify_pair(engine, prompts, config, lambda _: None)
+    checks = {check.name: [check.outcome, check.p_value, check.detail] for check in certificate.checks}
+    return {"verdict": certificate.verdict, "checks": checks, "seconds": round(certificate.seconds, 1)}
+
+
+def report_whole(done: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    seconds, names = sum(run["seconds"] for run in done), {name: None for run in done for name in run["checks"]}
+    alarms = sum(run["verdict"] != "lossless" for run in done)
+    print(f"{machine(options.threads)['cpu']}, commit {commit()}; {name_of(options)}")
+    print(f"{len(done)} certificates, {len(names)} checks each, {seconds:.0f} s: {alarms} with an alarm")
+    for name in names:
+        outcomes = Counter(run["checks"][name][0] for run in done if name in run["checks"])
+        print(f"{name}: {', '.join(f'{times} {outcome}' for outcome, times in outcomes.most_common())}")
+    for number, run in enumerate(done):
+        for name, (outcome, _, detail) in run["checks"].items():
+            if outcome == "FAILED":
+                print(f"run {number}, {name}: {detail}")
+
+
+def commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def pooled(pieces: Sequence[dict[str, Any]], config: CertifyConfig) -> list[Check]:
@@ -135,8 +175,7 @@ def report(done: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     alarms = sum(any(not check.passed for check in run) for run in runs)
     tokens = sum(check.sample for check in checks if not check.name.endswith("bonus"))
     seconds = sum(piece["seconds"] for piece in done[: len(runs) * size])
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    print(f"{machine(options.threads)['cpu']}, commit {commit.strip()}; {name_of(options)}: {len(done)} pieces")
+    print(f"{machine(options.threads)['cpu']}, commit {commit()}; {name_of(options)}: {len(done)} pieces")
     print(f"{len(runs)} runs, {len(checks)} checks, {tokens} tokens, {seconds:.0f} s: {alarms} runs with an alarm")
     for name in {check.name: None for check in checks}:
         shifts = [f"{100 * check.facts['shift']:+.2f}" for check in checks if check.name == name]

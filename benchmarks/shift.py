@@ -6,6 +6,7 @@
     python benchmarks/shift.py serve --data DATA --out runs/shift --workload code --tokens 20000
     python benchmarks/shift.py speed --data DATA --out runs/shift --workload math
     python benchmarks/shift.py latency --data DATA --out runs/shift --workload math
+    python benchmarks/shift.py steady --data DATA --out runs/shift --workload code
 
 ``DATA`` holds ``python_functions.jsonl`` (sympy, networkx), ``gsm8k_train.jsonl``, ``tldr_pages.jsonl`` and ``rust_book.jsonl``.
 
@@ -13,8 +14,11 @@
   --recalibrate`` run whenever they are due, in this process. The static drafter decodes the same prompts beside it. It goes on
   from what the folder has learnt.
 - ``speed`` compares both on prompts that were not served.
-- ``latency`` asks a server that trains in the pauses between requests, and one that does not; while the second is asked the
-  training of the first is stopped.
+- ``latency`` asks a server that trains in the pauses between requests, and two that do not; while those are asked the training
+  of the first is stopped. Ratios come with their error (bootstrap over rounds); the two plain ones are each other's control.
+  A p99 needs a thousand rounds or so: ``--seconds 600`` is half an hour.
+- ``steady`` compares tokens a second of the same servers on the workload that the static drafter knows, in batches, and names
+  the lowest part of the run too.
 
 Each prints its figures and adds them to ``OUT/figures.jsonl``.
 """
@@ -28,8 +32,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +58,13 @@ from volley.train.options import TrainConfig
 
 TARGET = str(REFERENCE / "target")
 AT_ONCE, MAX_TOKENS, WINDOW = 8, 96, 2000
+PART = 10
+"""Batches that a part of a steady run has."""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", choices=("prepare", "serve", "speed", "latency"))
+    parser.add_argument("step", choices=tuple(STEPS))
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/shift"))
     parser.add_argument("--drafter", type=Path, help="static drafter; by default the one that prepare has trained")
@@ -68,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=None)
     parser.add_argument("--updates", default="full")
     parser.add_argument("--requests", type=int, default=48, help="speed, latency")
-    parser.add_argument("--seconds", type=float, default=40, help="latency: of each kind")
+    parser.add_argument("--seconds", type=float, default=300, help="latency, steady: of each server")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of what decodes")
     return parser.parse_args()
@@ -270,48 +278,137 @@ def speed(arguments: argparse.Namespace) -> None:
         note(arguments.out, {"step": "speed", "workload": arguments.workload, "at_once": at_once, **figures})
 
 
-def latency(arguments: argparse.Namespace) -> None:
-    """Latency of one request after another with pauses in which training goes on, and without training."""
-    source, command = prompts(arguments.data, arguments.workload, 3), [sys.executable, "-m", "volley.cli", "serve"]
-    command += ["--drafter", str(static_folder(arguments)), "--threads", "1", "--dtype", arguments.dtype]
-    bodies = [{"messages": next(source), "max_tokens": 48, "temperature": 0} for _ in range(64)]
-    kept = ["--recalibrate", str(arguments.out / "latency"), "--recalibrate-tokens", "1000"]
-    kept += ["--recalibrate-steps", "1000", "--recalibrate-idle", "0.05", "--recalibrate-updates", "full"]
-    found: dict[str, list[float]] = {"training": [], "plain": []}
-    servers = {
-        name: subprocess.Popen([*command, "--port", str(port), *options], stderr=subprocess.DEVNULL)
-        for name, port, options in (("training", 8711, kept), ("plain", 8712, []))
-    }
-    try:
-        for port in (8711, 8712):
-            _wait(f"http://127.0.0.1:{port}/ready")
-        ports = {"training": 8711, "plain": 8712}
-        for body in bodies[:24]:  # what the first round learns from, and a warm-up for both
-            for port in ports.values():
-                httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
-        child = int(Path(f"/proc/{servers['training'].pid}/task/{servers['training'].pid}/children").read_text())
-        while not list((arguments.out / "latency").glob("rounds/*/plan.json")):  # the first round has begun
-            time.sleep(0.2)
-        before = _cpu_seconds(child)
-        end, index = time.monotonic() + 2 * arguments.seconds, 0
-        while time.monotonic() < end:
-            index += 1
-            for name in sorted(ports, reverse=bool(index % 2)):
-                os.kill(child, signal.SIGCONT if name == "training" else signal.SIGSTOP)
-                time.sleep(0.25)  # training goes on, or not
-                started = time.perf_counter()
-                url = f"http://127.0.0.1:{ports[name]}/v1/chat/completions"
-                httpx.post(url, json=bodies[index % len(bodies)], timeout=60)
-                found[name].append(time.perf_counter() - started)
-        trained = round(_cpu_seconds(child) - before, 1)
-    finally:
-        for server in servers.values():
+# -- servers, asked in turn --------------------------------------------------------------------------------------------
+class Servers:
+    """Servers of the static drafter: ``training`` recalibrates, ``plain`` and ``control`` do not.
+
+    Training goes on in the turns of the first alone, and in the pauses before them.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, names: tuple[str, ...]) -> None:
+        command = [sys.executable, "-m", "volley.cli", "serve", "--drafter", str(static_folder(arguments))]
+        command += ["--threads", "1", "--dtype", arguments.dtype]
+        kept = ["--recalibrate", str(folder), "--recalibrate-tokens", "1000", "--recalibrate-steps", "1000"]
+        kept += ["--recalibrate-idle", "0.05", "--recalibrate-updates", "full"]
+        self.urls = {name: f"http://127.0.0.1:{8711 + place}" for place, name in enumerate(names)}
+        self.folder, self.child, self.client = folder, 0, httpx.Client(timeout=120)
+        self.processes = {
+            name: subprocess.Popen(
+                [*command, "--port", url.rpartition(":")[2], *(kept if name == "training" else [])],
+                stderr=subprocess.DEVNULL,
+            )
+            for name, url in self.urls.items()
+        }
+
+    def __enter__(self) -> "Servers":
+        for url in self.urls.values():
+            _wait(f"{url}/ready")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        for server in self.processes.values():
             server.kill()
             server.wait()
-    values = {name: _percentiles(seconds) for name, seconds in found.items()}
-    ratio = {key: round(values["training"][key] / values["plain"][key], 3) for key in ("p50", "p99")}
-    figures = {"requests": len(found["plain"]), **values, "ratio": ratio, "cpu_seconds_trained": trained}
-    note(arguments.out, {"step": "latency", **figures})
+
+    def begin(self, bodies: Sequence[dict[str, Any]]) -> None:
+        """Serve what the first round learns from, which warms all of them up, and wait until it has begun."""
+        for body in bodies:
+            for name in self.urls:
+                self.ask(name, [body])
+        pid = self.processes["training"].pid
+        self.child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        while not list(self.folder.glob("rounds/*/plan.json")):
+            time.sleep(0.2)
+
+    def turn(self, name: str) -> None:
+        """Let training go on, or not, and pause."""
+        os.kill(self.child, signal.SIGCONT if name == "training" else signal.SIGSTOP)
+        time.sleep(0.25)
+
+    def ask(self, name: str, bodies: Sequence[dict[str, Any]]) -> tuple[int, float]:
+        """All at once; tokens, and seconds until the last has come."""
+        url, started = f"{self.urls[name]}/v1/chat/completions", time.perf_counter()
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = list(pool.map(lambda body: self.client.post(url, json=body).raise_for_status().json(), bodies))
+        seconds = time.perf_counter() - started
+        return sum(answer["usage"]["completion_tokens"] for answer in answers), seconds
+
+
+def latency(arguments: argparse.Namespace) -> None:
+    """Latency of one request after another while training goes on in the pauses, and without training: twice, so that the second
+    shows what equal servers differ by."""
+    names, found = ("training", "plain", "control"), list[list[float]]()
+    source = prompts(arguments.data, arguments.workload, 3)
+    bodies = [{"messages": next(source), "max_tokens": 48, "temperature": 0} for _ in range(64)]
+    with Servers(arguments, arguments.out / "latency", names) as servers:
+        servers.begin(bodies[:24])
+        before, end = _cpu_seconds(servers.child), time.monotonic() + len(names) * arguments.seconds
+        while time.monotonic() < end:
+            turns, seconds = len(found) % len(names), {}
+            for name in (*names[turns:], *names[:turns]):
+                servers.turn(name)
+                seconds[name] = servers.ask(name, [bodies[len(found) % len(bodies)]])[1]
+            found.append([seconds[name] for name in names])
+        trained = round(_cpu_seconds(servers.child) - before, 1)
+    figures: dict[str, Any] = {"requests": len(found), "cpu_seconds_trained": trained}
+    for share in (50, 99):
+        at = {name: _percentile([row[place] for row in found], share) for place, name in enumerate(names)}
+        figures[f"p{share}_ms"] = {name: round(1000 * value, 2) for name, value in at.items()}
+        for place, name in ((0, "training"), (2, "control")):
+            ratio = bootstrap(found, partial(_ratio_at, place=place, share=share))
+            figures[f"p{share}_{name}_to_plain"] = ratio
+    note(arguments.out, {"step": "latency", "workload": arguments.workload, **figures})
+
+
+def steady(arguments: argparse.Namespace) -> None:
+    """Tokens a second of a server that recalibrates and of one that does not, on the workload that the drafter knows."""
+    names, found = ("training", "plain", "control"), list[list[float]]()
+    source = prompts(arguments.data, arguments.workload, 4)
+    with Servers(arguments, arguments.out / "steady", names) as servers:
+        servers.begin([{"messages": next(source), "max_tokens": 48, "temperature": 0} for _ in range(24)])
+        end = time.monotonic() + len(names) * arguments.seconds
+        while time.monotonic() < end:
+            bodies = [{"messages": next(source), "max_tokens": MAX_TOKENS, "temperature": 0} for _ in range(AT_ONCE)]
+            turns, rates = len(found) % len(names), {}
+            for name in (*names[turns:], *names[:turns]):
+                servers.turn(name)
+                tokens, seconds = servers.ask(name, bodies)
+                rates[name] = tokens / seconds
+            found.append([rates[name] for name in names])
+        swaps = httpx.get(f"{servers.urls['training']}/metrics").text
+    parts = [found[at : at + PART] for at in range(0, len(found) - PART + 1, PART)]
+    figures: dict[str, Any] = {"batches": len(found), "swaps": _counted(swaps, "swaps")}
+    for place, name in ((0, "training"), (2, "control")):
+        ratio = partial(_median_ratio, place=place)
+        figures[f"{name}_to_plain"] = bootstrap(found, ratio)
+        figures[f"{name}_lowest_of_{len(parts)}_parts"] = round(min(map(ratio, parts or [found])), 3)
+    note(arguments.out, {"step": "steady", "workload": arguments.workload, **figures})
+
+
+def bootstrap(rows: Sequence[list[float]], figure: Callable[[Sequence[list[float]]], float]) -> dict[str, Any]:
+    """A figure of rounds, and the middle 95 % of it over a thousand draws of as many rounds."""
+    generator = random.Random(0)
+    drawn = sorted(figure(generator.choices(rows, k=len(rows))) for _ in range(1000))
+    return {"ratio": round(figure(rows), 3), "95%": [round(drawn[25], 3), round(drawn[974], 3)]}
+
+
+def _ratio_at(rows: Sequence[list[float]], *, place: int, share: int) -> float:
+    return _percentile([row[place] for row in rows], share) / _percentile([row[1] for row in rows], share)
+
+
+def _median_ratio(rows: Sequence[list[float]], *, place: int) -> float:
+    return statistics.median(row[place] / row[1] for row in rows)
+
+
+def _percentile(values: Sequence[float], share: int) -> float:
+    return sorted(values)[min(len(values) - 1, len(values) * share // 100)]
+
+
+def _counted(metrics: str, name: str) -> float:
+    """The sum of a counter over its labels."""
+    lines = [line for line in metrics.splitlines() if name in line.partition("{")[0] and not line.startswith("#")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def _cpu_seconds(process: int) -> float:
@@ -330,16 +427,14 @@ def _wait(url: str) -> None:
     raise SystemExit(f"no answer from {url}")
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(seconds, n=100)
-    return {"p50": round(1000 * cuts[49], 2), "p99": round(1000 * cuts[98], 2)}
+STEPS = {"prepare": prepare, "serve": serve, "speed": speed, "latency": latency, "steady": steady}
 
 
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    {"prepare": prepare, "serve": serve, "speed": speed, "latency": latency}[arguments.step](arguments)
+    STEPS[arguments.step](arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Options from dataclasses: which fields become options, and what the command gets."""
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -72,6 +75,53 @@ def test_a_field_that_is_left_out_is_no_option() -> None:
     result = CliRunner().invoke(application, ["--hidden", "1"])
     assert result.exit_code == 2
     assert "No such option" in result.output
+
+
+def every_command(found: Any, name: str = "volley") -> Iterator[tuple[str, Any]]:
+    """Those of groups too, hidden ones included."""
+    commands = getattr(found, "commands", None)
+    if commands is None:
+        yield name, found
+    else:
+        for part, command in commands.items():
+            yield from every_command(command, f"{name} {part}")
+
+
+COMMANDS = dict(every_command(typer.main.get_command(app)))
+
+
+def test_there_are_the_commands_that_are_looked_at() -> None:
+    assert {"volley doctor", "volley presets", "volley certify", "volley reservoir erase", "volley serve-vllm"} <= set(
+        COMMANDS
+    )
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_of_every_command_may_come_from_the_environment(name: str) -> None:
+    options = [option for option in COMMANDS[name].params if option.param_type_name == "option"]
+    for option in options:
+        assert option.envvar == f"VOLLEY_{option.name.upper()}", f"{name}: {option.name}"
+
+
+def test_what_is_in_the_environment_is_taken(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3", "num_hidden_layers": 14, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runner = CliRunner()
+    assert "Qwen3 MoE" in runner.invoke(app, ["presets"]).output
+    found = json.loads(runner.invoke(app, ["presets"], env={"VOLLEY_TARGET": str(tmp_path)}).output)
+    assert found["family"] == "Qwen3"
+    given = {"VOLLEY_TARGET": "t", "VOLLEY_DRAFTER": "d", "VOLLEY_DATA": "nowhere.jsonl", "VOLLEY_DECODE": "0"}
+    assert "Missing option" not in runner.invoke(app, ["doctor"], env=given).output
+    assert "Missing option '--target'" in runner.invoke(app, ["doctor"]).output
+    refused = runner.invoke(app, ["certify", "http://localhost:1"], env={"VOLLEY_TARGET": "t"})
+    assert "leave --target and --drafter out" in str(refused.exception)
+
+
+def test_vllms_server_may_be_asked_for_by_the_environment() -> None:
+    output = CliRunner().invoke(app, ["serve", "--help"], env={"VOLLEY_ENGINE": "vllm"}).output
+    assert "vLLM's OpenAI server" in output
+    output = CliRunner().invoke(app, ["serve", "--engine", "volley", "--help"], env={"VOLLEY_ENGINE": "vllm"}).output
+    assert "vLLM's OpenAI server" not in output
 
 
 ENGINE_COMMANDS = {

@@ -37,7 +37,9 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
-        if name == "serve" and "--engine vllm" in " ".join(rest).replace("--engine=", "--engine "):
+        line = " ".join(rest).replace("--engine=", "--engine ")
+        by_variable = "--engine" not in line and os.environ.get("VOLLEY_ENGINE") == "vllm"
+        if name == "serve" and ("--engine vllm" in line or by_variable):
             found = self.get_command(ctx, "serve-vllm")
         return name, found, rest
 
@@ -251,6 +253,7 @@ def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, 
 
 
 @app.command()
+@expand
 def demo(
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",

@@ -29,6 +29,7 @@ class ExportOptions:
     """Leave a sequential head out: the plain drafter, whose acceptance is lower."""
 
 
+@expand
 def inspect(
     path: Annotated[Path, typer.Argument(help="Folder or GGUF file of a drafter, or of a target.")],
     target: Annotated[

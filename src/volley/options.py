@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from volley.errors import ConfigError
 
@@ -26,7 +27,7 @@ class Without:
 
 
 def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace every parameter of ``command`` that is a dataclass by options, one a field.
+    """Replace every parameter of ``command`` that is a dataclass by options, one a field; all options may come from variables.
 
     A field is left out, and keeps its default, where an earlier parameter or an earlier dataclass has an option of its name,
     and where its dataclass comes :class:`Without` it.
@@ -43,6 +44,9 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
             configs[parameter.name] = config_class, [option.name for option in options]
             parameters += options
         else:
+            for note in notes:
+                if isinstance(note, OptionInfo):
+                    note.envvar, note.show_envvar = _variable(parameter.name), False
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
@@ -104,11 +108,16 @@ def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:
                 *names,
                 help=doc,
                 show_default=default not in (None, "", False),
-                envvar=f"VOLLEY_{field.name.upper()}",
+                envvar=_variable(field.name),
                 show_envvar=False,
             ),
         ],
     )
+
+
+def _variable(name: str) -> str:
+    """The environment variable of an option."""
+    return f"VOLLEY_{name.upper()}"
 
 
 def _command_line_type(hint: Any) -> Any:

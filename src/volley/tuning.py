@@ -107,6 +107,7 @@ def _certify_here(
     return certify_pair(engine, asked, config, _say)
 
 
+@expand
 def doctor(
     target: Annotated[str, typer.Option(help="Target: folder or hub name.")],
     drafter: Annotated[Path, typer.Option(help="Drafter: its folder, or that of the run that trained it.")],
@@ -118,25 +119,36 @@ def doctor(
     decode: Annotated[
         bool, typer.Option(help="Decode the prompts too: real τ, and whether the prefix cache costs any.")
     ] = True,
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="A server of the pair, volley's or vLLM's: its acceptance by position is compared."),
+    ] = None,
 ) -> None:
     """Why is acceptance low? What is wrong with a pair, likeliest first, and what to do; nothing for a healthy one.
 
     Exit code 1 where something is found.
     """
+    from volley.doctor.counters import read_counters
     from volley.doctor.diagnosis import Doctor
     from volley.engine.engine import Engine
 
+    counters = None if metrics is None else read_counters(metrics)
     physician = Doctor(target, drafter, data, temperature=temperature, block_size=block_size)
     engine = Engine.from_pretrained(target, drafter=drafter, dtype=physician.target.dtype) if decode else None
-    found = physician.examine(engine)
+    found = physician.examine(engine, counters)
     measured = "" if found.measured is None else f", {found.measured:.2f} measured"
     typer.echo(f"τ {found.expected:.2f} expected from {len(physician.documents)} answers{measured}")
+    if counters is not None:
+        curves = (counters.acceptance, physician.as_it_is.acceptance)
+        served, expected = (" ".join(f"{share:.2f}" for share in curve) for curve in curves)
+        typer.echo(f"kept by position: {served} served, {expected} expected")
     for finding in found.findings:
         typer.echo(f"{finding.name}: {finding.evidence}\n  remedy: {finding.remedy}")
     if found.findings:
         raise typer.Exit(1)
 
 
+@expand
 def presets(
     target: Annotated[
         str | None, typer.Option(help="Derive one from this target's config: folder or hub name.")

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from volley import Engine, SamplingParams
+from tests.doctor.answers import TARGET, write_answers
+from volley import Engine
 from volley.doctor.diagnosis import Doctor
 from volley.engine.states import TargetPages
 from volley.errors import InputError
@@ -21,32 +22,11 @@ from volley.models.export import export
 from volley.procedures.request import Request
 from volley.train.features import FrozenTarget
 
-TARGET = str(REFERENCE / "target")
-QUESTIONS = (
-    "How do I use `tar`?",
-    "Write a function that adds two numbers.",
-    "What is 12 times 4?",
-    "How do I list files?",
-)
-
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Greedy answers of the bundled target, as ``volley collect`` writes them."""
-    engine = Engine.from_pretrained(dtype=torch.float32)
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    with path.open("w") as file:
-        for chat, result in zip(chats, engine.generate(chats, SamplingParams(max_tokens=40)), strict=True):
-            row = {
-                "messages": [*chat, {"role": "assistant", "content": result.text}],
-                "prompt_token_ids": engine.encode(chat),
-                "response_token_ids": result.token_ids,
-                "temperature": 0.0,
-                "thinking": None,
-            }
-            file.write(json.dumps(row) + "\n")
-    return path
+    return write_answers(tmp_path_factory.mktemp("rows") / "rows.jsonl")
 
 
 @pytest.fixture(scope="module")

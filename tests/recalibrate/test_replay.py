@@ -1,6 +1,5 @@
 """Replayed acceptance is that of decoding."""
 
-import pytest
 import torch
 
 from tests.conftest import TinyPair
@@ -8,33 +7,13 @@ from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
 from volley.files import REFERENCE
 from volley.models.drafter import Drafter
-from volley.recalibrate.replay import expected_cycles, replay
+from volley.recalibrate.replay import replay
 from volley.recalibrate.reservoir import Entry, ServedRow
 from volley.train.features import FrozenTarget
 
 
 def row(prompt: list[int], response: list[int], temperature: float) -> ServedRow:
     return ServedRow(Entry(0, 0, "a", 1, True), prompt, response, temperature)
-
-
-def test_cycles_of_certain_and_of_hopeless_drafts() -> None:
-    assert expected_cycles(torch.zeros(10, 5)) == 10
-    assert expected_cycles(torch.ones(12, 5)) == 2
-    assert expected_cycles(torch.zeros(0, 5)) == 0
-
-
-def test_expected_cycles_are_those_of_a_simulation() -> None:
-    generator = torch.Generator().manual_seed(0)
-    chances = torch.rand(20, 3, generator=generator)
-    total, runs = 0, 4000
-    for _ in range(runs):
-        at = 0
-        while at < 20:
-            kept = 0
-            while kept < 3 and torch.rand((), generator=generator) < chances[at, kept]:
-                kept += 1
-            at, total = at + kept + 1, total + 1
-    assert expected_cycles(chances) == pytest.approx(total / runs, rel=0.02)
 
 
 def test_replayed_cycles_are_those_of_sampled_decoding(tiny_pair: TinyPair, frozen: FrozenTarget) -> None:

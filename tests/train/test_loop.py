@@ -55,6 +55,7 @@ def test_a_run_learns_reports_and_saves_a_drafter(tiny_pair: TinyPair, tmp_path:
     assert report["held_out"]["decoded"]["tau"] >= 1
     assert len(report["held_out"]["accuracy"]) == 3
     assert report["data"]["rows"] == 22
+    assert drafter.config.target_fingerprint == report["fingerprints"]["target"]
     printed = capsys.readouterr().out
     assert "accuracy" in printed
     assert "real τ" in printed

@@ -25,6 +25,7 @@ from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError
 from volley.files import make_folder, read_json
 from volley.models.export import export
+from volley.models.formats import read_checkpoint
 from volley.models.target import load_tokenizer
 from volley.train.data import TrainingData, read_rows
 from volley.tune.data import held_out_prompts
@@ -108,6 +109,13 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert any("draft vocab size all" in line for line in said)
     assert report.count("data:image/png;base64,") == 2
     assert "Certificate: lossless" in report
+    for form in ("speculators", "gguf"):
+        assert read_certificate(out / "exports" / form / "certificate.json")["verdict"] == "lossless"
+    assert read_checkpoint(out / "exports" / "gguf" / "drafter.gguf").config.block_size == 8
+    assert (
+        read_checkpoint(out).config.target_fingerprint
+        == read_checkpoint(out / "exports/sglang").config.target_fingerprint
+    )
 
     engine = Engine.from_pretrained(config.target, drafter=out, dtype=torch.float32, policy="fixed")
     (mine,) = engine.generate("Once", SamplingParams(max_tokens=20))

@@ -21,6 +21,8 @@ PROMPTS = [
 ]
 QUICK = CertifyConfig(bias=0.1, max_tokens=16, prompts_used=4)
 
+STARTS = 3
+
 
 def certify(log: Path, *arguments: str) -> Certificate:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(REFERENCE / "target")]
@@ -39,10 +41,17 @@ def test_vllm_alone_passes(tmp_path: Path) -> None:
 
 
 def test_the_fault_of_sampled_drafts_is_found(tmp_path: Path) -> None:
-    """Verification reads temperatures that were never written, so how large the bias is differs from run to run. In a pass
-    without drafts top_k breaks the server down."""
+    """Verification reads temperatures that were never written, so how large the bias is differs from start to start: one of a
+    few shows it. In a pass without drafts top_k breaks the server down, which is another fault."""
     drafting = {"method": "dflash", "model": str(REFERENCE / "drafter-dflash"), "num_speculative_tokens": 7}
-    certificate = certify(tmp_path / "log", "--speculative-config", json.dumps(drafting))
-    failed = {check.name for check in certificate.failed}
-    assert {"greedy", "prefix cache", "concurrency 8"} <= {check.name for check in certificate.checks} - failed
-    assert failed & {"sampled", "top_k"}
+    for start in range(STARTS):
+        certificate = certify(tmp_path / f"log-{start}", "--speculative-config", json.dumps(drafting))
+        failed = {check.name for check in certificate.failed}
+        assert {"greedy", "prefix cache", "concurrency 8"} <= {check.name for check in certificate.checks} - failed
+        assert certificate.verdict == "not lossless"
+        (sampled,) = [check for check in certificate.checks if check.name == "sampled"]
+        if sampled.p_value is not None and not sampled.passed:  # its tokens are not the target's; it did not break down
+            return
+    pytest.fail(
+        f"{STARTS} servers drew tokens from the target's distribution; is the fault of vLLM's CPU build repaired?"
+    )

@@ -1,6 +1,8 @@
 """What a drafter would gain on known answers: every position is drafted from, and the cycles of decoding are walked through.
 
-Where the answers are the target's own greedy ones, this is the τ that decoding has.
+Greedily a draft token is kept where it is the answer's. At a temperature speculative sampling keeps one with chance Σ min(p, q)
+of the target's and the drafter's distributions there. Where the answers are the target's own at that temperature, this is the
+τ that decoding has; block verification, which the engine uses, keeps somewhat more.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,34 +25,60 @@ UNLIKELY = -20.0
 
 @dataclass
 class Walk:
-    """Tokens gained from every position of each document's answer, bonus included."""
+    """What would be kept from every position of each document's answer."""
 
-    gained: list[list[int]] = field(default_factory=list)
+    chances: list[Tensor] = field(default_factory=list)
+    """``[n, B − 1]`` a document: that each draft token is kept if all before it were; 0 behind the answer's end."""
     losses: list[float] = field(default_factory=list)
     """The drafter's mean cross-entropy of the block at each position: it moves before τ does."""
 
-    def cycles(self, block_size: int | None = None) -> list[int]:
-        """What the cycles of decoding gain, with blocks of at most ``block_size``, anchor included."""
-        found = []
-        for row in self.gained:
-            at = 0
-            while at < len(row):
-                found.append(row[at] if block_size is None else min(row[at], block_size))
-                at += found[-1]
-        return found
+    def kept(self, block_size: int | None = None) -> list[float]:
+        """Expected cycles of decoding that keep at least k draft tokens, k = 0 … B − 1, with blocks of at most ``block_size``."""
+        most = None if block_size is None else block_size - 1
+        each = [kept_at_least(chances[:, :most]) for chances in self.chances]
+        return [sum(column) for column in zip(*each, strict=True)]
+
+    @property
+    def tokens(self) -> int:
+        """Those of the answers behind their first."""
+        return sum(map(len, self.chances))
 
     def tau_with(self, block_size: int | None) -> float:
-        cycles = self.cycles(block_size)
-        return sum(cycles) / max(1, len(cycles))
+        return self.tokens / self.kept(block_size)[0] if self.tokens else 0.0
 
     @property
     def tau(self) -> float:
         return self.tau_with(None)
 
     @property
+    def acceptance(self) -> list[float]:
+        """Share of the cycles that keep at least k draft tokens, k = 1 … B − 1."""
+        cycles, *more = self.kept()
+        return [count / max(cycles, 1e-9) for count in more]
+
+    @property
     def loss(self) -> float:
         """The mean of ``losses``."""
         return sum(self.losses) / max(1, len(self.losses))
+
+
+def kept_at_least(chances: Tensor) -> list[float]:
+    """Expected cycles until n tokens have come that keep at least k drafts, k = 0 … B − 1; the first is all of them.
+
+    ``chances [n, B − 1]``: a cycle at token i keeps drafts by ``chances[i]``, one after the other, and brings what it keeps and
+    a token of the target's own.
+    """
+    rows = chances.tolist()
+    begins = [1.0, *[0.0] * len(rows)]
+    """The chance that a cycle begins at each token."""
+    found = [0.0] * (chances.shape[1] + 1)
+    for index, row in enumerate(rows):
+        reached = begins[index]
+        for kept, chance in enumerate([*row, 0.0]):
+            found[kept] += reached
+            begins[min(index + kept + 1, len(rows))] += reached * (1 - chance)
+            reached *= chance
+    return found
 
 
 @torch.no_grad()
@@ -59,6 +87,7 @@ def walk(
     target: FrozenTarget,
     documents: Sequence[Document],
     *,
+    temperature: float = 0.0,
     taps: Sequence[int] | None = None,
     mask: int | None = None,
     logits: Callable[[Tensor], Tensor] | None = None,
@@ -76,7 +105,7 @@ def walk(
             start, end = document.response_start, len(document)
             anchors = list(range(start, min(end - 1, start + MOST_ANCHORS)))
             ids = pad([document])
-            target.model.get_decoder()(input_ids=ids, use_cache=False)
+            hidden = target.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
             features = tapped.take()
             blocks = build_blocks(ids, [end], [anchors], config.block_size, mask)
             tokens = blocks.token_ids.flatten()
@@ -94,12 +123,31 @@ def walk(
             of_label = found.float().log_softmax(-1)[torch.arange(len(labels)), labels].clamp(min=UNLIKELY)
             sums = (of_label.view(valid.shape) * valid).sum(-1) / valid.sum(-1)
             result.losses += (-sums).tolist()
-            right = (found.argmax(-1).view(len(anchors), -1) == blocks.labels[0]) & blocks.valid[0]
-            gained = (right.long().cumprod(-1).sum(-1) + 1).tolist()
-            result.gained.append([min(gain, end - 1 - anchor) for gain, anchor in zip(gained, anchors, strict=True)])
+            slots = found.view(len(anchors), config.block_size - 1, -1)
+            if temperature == 0:
+                chances = (slots.argmax(-1) == blocks.labels[0]).float()
+            else:
+                chances = _overlap(slots, target_logits(target, hidden[start : end - 1]), temperature)
+            result.chances.append(chances * blocks.valid[0])
     return result
 
 
 def with_bias(states: Tensor, head: Tensor) -> Tensor:
     """A head with a bias has it as its last column."""
     return states if head.shape[1] == states.shape[1] else torch.nn.functional.pad(states, (0, 1), value=1.0)
+
+
+def target_logits(target: FrozenTarget, hidden: Tensor) -> Tensor:
+    """fp32 ``[n, V]`` of final states ``[n, H]``."""
+    logits = (with_bias(hidden, target.head) @ target.head.t()).float()
+    return logits if target.softcap is None else target.softcap * torch.tanh(logits / target.softcap)
+
+
+def _overlap(drafted: Tensor, known: Tensor, temperature: float) -> Tensor:
+    """Σ min(p, q) ``[n, B − 1]``: slot k of the block at place i, ``drafted[i, k]``, stands where ``known[i + k]`` decides."""
+    p, slots = (known / temperature).softmax(-1), []
+    for slot in range(drafted.shape[1]):
+        q = (drafted[: max(0, len(p) - slot), slot].float() / temperature).softmax(-1)
+        shares = torch.minimum(q, p[slot : slot + len(q)]).sum(-1)
+        slots.append(torch.nn.functional.pad(shares, (0, len(drafted) - len(shares))))
+    return torch.stack(slots, dim=1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from volley.doctor.acceptance import Walk, walk, with_bias
+from volley.doctor.counters import Counters
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, InputError
 from volley.files import read_json
@@ -78,7 +79,7 @@ class Doctor:
     ) -> None:
         """``temperature`` and ``block_size`` are those that are served with, where they are known."""
         self.path, self.temperature, self.served_block = target, temperature, block_size
-        self.report = _training_report(drafter)
+        self.folder, self.report = drafter, _beside(drafter, "training_report.json")
         trained: dict[str, Any] = self.report.get("options", {})
         dtype = getattr(torch, str(trained.get("dtype", "float32")))
         self.target = FrozenTarget(target, dtype, torch.device("cpu"))
@@ -91,10 +92,18 @@ class Doctor:
         vocab = self.target.vocab_size
         if any(int(document.token_ids.max()) >= vocab for document in self.documents):
             raise InputError(f"a row has a token id outside the target's vocabulary of {vocab}; collect it again")
-        self.as_it_is = walk(self.drafter, self.target, self.documents)
+        self.as_it_is = self._walk()
 
-    def examine(self, engine: Engine | None = None) -> Examination:
-        """All findings, the likeliest first. ``engine`` is the pair as it is served; without one nothing is decoded."""
+    def _walk(self, drafter: Drafter | None = None, **changes: Any) -> Walk:
+        """At the temperature served, with what is to be changed."""
+        temperature = self.temperature or 0.0
+        return walk(drafter or self.drafter, self.target, self.documents, temperature=temperature, **changes)
+
+    def examine(self, engine: Engine | None = None, counters: Counters | None = None) -> Examination:
+        """All findings, the likeliest first. ``engine`` is the pair as it is served; without one nothing is decoded.
+
+        ``counters`` are those of a server of the pair.
+        """
         # A wrong setting makes other changes look good too: the one that helps most is what is wrong.
         suspects = [each for check in (self._head, self._taps, self._rotary, self._mask) for each in check()]
         likeliest = [min(suspects, key=lambda suspect: suspect[0])[1]] if suspects else []
@@ -112,6 +121,8 @@ class Doctor:
         if engine is not None:
             measured = self._decode(engine)
             findings += self._prefix_cache(engine)
+        if counters is not None:
+            findings += self._served(counters)
         return Examination(findings, self.as_it_is.tau, measured)
 
     def _better(self, changed: Walk) -> bool:
@@ -127,7 +138,8 @@ class Doctor:
         return f"{taus}; cross-entropy {self.as_it_is.loss:.2f} and {changed.loss:.2f}"
 
     def _weights(self) -> Iterator[Finding]:
-        trained = self.report.get("fingerprints", {}).get("target")
+        trained = self.report.get("fingerprints", {}).get("target") or self.drafter.config.target_fingerprint
+        trained = trained or _certified_target(self.folder)
         if trained is not None and trained != self.target.fingerprint:
             yield Finding(
                 "another target's weights",
@@ -157,7 +169,7 @@ class Doctor:
         def of_target(states: Tensor) -> Tensor:
             return with_bias(states, head) @ head.t()
 
-        changed = walk(drafter, self.target, self.documents, logits=of_target)
+        changed = self._walk(logits=of_target)
         if self._better(changed):
             yield (
                 changed.loss,
@@ -174,7 +186,7 @@ class Doctor:
             taps = [tap + shift for tap in own]
             if min(taps) < -1 or max(taps) >= depth:
                 continue
-            changed = walk(self.drafter, self.target, self.documents, taps=taps)
+            changed = self._walk(taps=taps)
             if self._better(changed):
                 yield (
                     changed.loss,
@@ -193,7 +205,7 @@ class Doctor:
         for theta in sorted(candidates | set(THETAS) - {config.rope_theta}):
             other = Drafter(replace(config, rope_theta=theta)).to(self.drafter.fc.weight.dtype)
             other.load_state_dict(self.drafter.state_dict())
-            changed = walk(other.eval(), self.target, self.documents)
+            changed = self._walk(other.eval())
             if self._better(changed) and (best is None or changed.loss < best[1].loss):
                 best = theta, changed
         if best is not None:
@@ -212,7 +224,7 @@ class Doctor:
             self.target.tokenizer, self.target.model.get_input_embeddings().weight, self.documents, None
         )
         if usual != own:
-            changed = walk(self.drafter, self.target, self.documents, mask=usual)
+            changed = self._walk(mask=usual)
             if self._better(changed):
                 yield (
                     changed.loss,
@@ -268,11 +280,11 @@ class Doctor:
         if not beyond:
             return
         far, near = Walk(), Walk()
-        for document, gained in zip(self.documents, self.as_it_is.gained, strict=True):
+        for document, chances in zip(self.documents, self.as_it_is.chances, strict=True):
             edge = max(0, longest - document.response_start)
-            near.gained.append(gained[:edge])
-            far.gained.append(gained[edge:])
-        if far.cycles() and (not near.cycles() or far.tau < near.tau / MUCH):
+            near.chances.append(chances[:edge])
+            far.chances.append(chances[edge:])
+        if far.tokens and (not near.tokens or far.tau < near.tau / MUCH):
             yield Finding(
                 "context beyond training",
                 f"trained on at most {longest} tokens; τ {near.tau:.2f} within and {far.tau:.2f} beyond",
@@ -320,6 +332,20 @@ class Doctor:
         lengths = [length for result in results for length in result.stats.accepted_lengths]
         return sum(lengths) / max(1, len(lengths))
 
+    def _served(self, counters: Counters) -> Iterator[Finding]:
+        """Where a server keeps fewer drafts than these answers promise, something differs between the two."""
+        expected = self.as_it_is.acceptance[: len(counters.acceptance)]
+        served, promised = 1 + sum(counters.acceptance), 1 + sum(expected)
+        if served * MUCH < promised:
+            pairs = zip(counters.acceptance, expected, strict=True)
+            curve = ", ".join(f"{own:.2f} of {hoped:.2f}" for own, hoped in pairs)
+            yield Finding(
+                "served acceptance",
+                f"the server keeps {curve} expected by position, over {counters.drafts} drafts",
+                "give answers to the prompts it serves as --data, at its --temperature; if nothing else is named then, compare "
+                "its target, drafter and chat template with these",
+            )
+
     def _prefix_cache(self, engine: Engine) -> Iterator[Finding]:
         """The drafter's K/V of the same texts, computed and found in the cache."""
         if engine.draft_model is None or engine.draft_model.window is not None:
@@ -354,14 +380,21 @@ def _draft_context(engine: Engine, token_ids: Sequence[int]) -> tuple[Tensor, in
     return torch.stack([part.float() for pair in found for part in pair]), request.stats.cached_tokens
 
 
-def _training_report(drafter: Path) -> dict[str, Any]:
+def _beside(drafter: Path, name: str) -> dict[str, Any]:
+    """A JSON file of a drafter's, or of the run that made it; empty where there is none."""
     inside = drafter_folder(drafter)
     for folder in (drafter, inside, inside.parent, drafter / "train"):
         try:
-            return read_json(folder / "training_report.json")
+            return read_json(folder / name)
         except CheckpointError:
             continue
     return {}
+
+
+def _certified_target(drafter: Path) -> str | None:
+    """Fingerprint of the target that a drafter was certified with."""
+    found: str | None = _beside(drafter, "certificate.json").get("subject", {}).get("target")
+    return found
 
 
 def _differs(row: Row, tokenizer: Any) -> bool:

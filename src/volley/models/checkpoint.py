@@ -116,6 +116,8 @@ class DrafterConfig:
     """Width of the target's states where the drafter has another; then embedding and head are the drafter's own."""
     draft_window: int | None = None
     """Tokens of context that are enough for its drafts, measured when it was trained; ``None``: not measured."""
+    target_fingerprint: str | None = None
+    """Digest of the target that it was trained on (``fingerprint.py``); ``None``: not known."""
     eagle: EagleConfig | None = None
     """It is an EAGLE-3 drafter; block, mask token and head mean nothing then, and the taps may be left to the target's depth."""
     confidence_width: int | None = None
@@ -246,6 +248,11 @@ class DrafterConfig:
         ]
         return " and ".join(name for there, name in parts if there) or None
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What every format's config says of where the drafter comes from; other programs ignore it."""
+        return {"target_fingerprint": self.target_fingerprint} if self.target_fingerprint else {}
+
     def to_json(self) -> dict[str, Any]:
         """The config as z-lab writes it; what newer and older readers expect in different places is in both."""
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
@@ -284,6 +291,7 @@ class DrafterConfig:
             **({"target_hidden_size": self.target_hidden_size} if self.target_hidden_size else {}),
             **({"causal_layers": list(self.causal_layers)} if self.causal_layers else {}),
             **({"draft_window": self.draft_window} if self.draft_window else {}),
+            **self.provenance,
             **{key: getattr(self, key) for key in CONVOLUTION_KEYS if getattr(self, key) is not None},
         }
 
@@ -357,8 +365,13 @@ def _check_types(values: Mapping[str, Any]) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"drafter config: {name} is {value!r}; it must be an integer of at least {least}")
+<<<<<<< HEAD
     if not isinstance(values.get("attention_bias", False), bool):
         raise ConfigError(f"drafter config: attention_bias is {values['attention_bias']!r}; it must be true or false")
+=======
+    if not isinstance(values.get("target_fingerprint"), str | None):
+        raise ConfigError(f"drafter config: target_fingerprint is {values['target_fingerprint']!r}; it must be text")
+>>>>>>> tune
     for name in ("rms_norm_eps", "rope_theta"):
         value = values.get(name, 1.0)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:

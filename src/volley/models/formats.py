@@ -63,7 +63,7 @@ _SPECULATORS_KEYS = {
     "architectures", "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
     "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
     "sliding_window_non_causal", "sample_from_anchor", "num_target_layers", "max_anchors", "tie_word_embeddings", "dtype",
-    "torch_dtype", "transformers_version", "auto_map", "model_type", *_MARKOV_KEYS,
+    "torch_dtype", "transformers_version", "auto_map", "model_type", "target_fingerprint", *_MARKOV_KEYS,
 }  # fmt: skip
 
 
@@ -311,6 +311,7 @@ def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: 
         "num_target_layers": config.num_target_layers,
         "tie_word_embeddings": False,
         **({} if config.head is None else _markov(config)),
+        **config.provenance,
     }
 
 
@@ -353,6 +354,7 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
         "draft_vocab_size": raw.get("draft_vocab_size"),
         "target_hidden_size": raw.get("target_hidden_size"),
         "num_target_layers": raw.get("num_target_layers"),
+        "target_fingerprint": raw.get("target_fingerprint"),
         "causal_layers": [one == "sliding_attention" for one in types] if isinstance(types, list) else None,
         "dflash_config": {
             **({key: raw.get(key) for key in _DFLASH2_KEYS} if kind == "dflash2" else {}),
@@ -410,6 +412,7 @@ def transformers_config(config: DrafterConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
+        **config.provenance,
     }
 
 

@@ -6,11 +6,14 @@ from typing import Annotated
 
 import typer
 
+from volley.options import expand
+
 reservoir = typer.Typer(no_args_is_help=True, help="What volley serve --recalibrate keeps: show it, erase it.")
 _Folder = Annotated[Path, typer.Argument(help="The folder that volley serve --recalibrate was given.")]
 
 
 @reservoir.command()
+@expand
 def show(folder: _Folder) -> None:
     """How much is kept, of how many clients and since when. No text is shown."""
     from volley.recalibrate.reservoir import check_reservoir, entries
@@ -32,6 +35,7 @@ def show(folder: _Folder) -> None:
 
 
 @reservoir.command()
+@expand
 def erase(
     folder: _Folder,
     everything: Annotated[

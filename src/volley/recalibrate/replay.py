@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from volley.doctor.acceptance import with_bias
+from volley.doctor.acceptance import kept_at_least, target_logits, with_bias
 from volley.models.drafter import Drafter
 from volley.models.taps import Taps
 from volley.recalibrate.reservoir import ServedRow
@@ -50,7 +50,7 @@ def replay(drafters: Sequence[Drafter], target: FrozenTarget, rows: Sequence[Ser
             features = tapped.take()
             wanted = _confidences(hidden[start : end - 1], target, ids[0, start + 1 :], row.temperature)
             cycles = [
-                expected_cycles(_chances(forward, target, ids, features, start, wanted, row.temperature))
+                kept_at_least(_chances(forward, target, ids, features, start, wanted, row.temperature))[0]
                 for forward in forwards
             ]
             found.append(Replayed(row, end - 1 - start, tuple(cycles)))
@@ -61,10 +61,7 @@ def _confidences(hidden: Tensor, target: FrozenTarget, served: Tensor, temperatu
     """The target's log-probabilities ``[n]`` of ``served [n]``, each after one of ``hidden [n, H]``; ``None`` if it is greedy."""
     if temperature == 0:
         return None
-    logits = (with_bias(hidden, target.head) @ target.head.t()).float()
-    if target.softcap is not None:
-        logits = target.softcap * torch.tanh(logits / target.softcap)
-    return (logits / temperature).log_softmax(-1).gather(1, served[:, None])[:, 0]
+    return (target_logits(target, hidden) / temperature).log_softmax(-1).gather(1, served[:, None])[:, 0]
 
 
 def _chances(
@@ -105,19 +102,3 @@ def _chances(
             kept = (drawn.view(labels.shape) - wanted[after]).clamp(max=0).exp()
         parts.append((kept * valid).cpu())
     return torch.cat(parts)
-
-
-def expected_cycles(chances: Tensor) -> float:
-    """Cycles until n tokens have come, where a cycle at token i keeps drafts by ``chances[i]``, one after the other.
-
-    ``chances`` is ``[n, B − 1]``. A cycle brings what it keeps and a token of the target's own.
-    """
-    rows = chances.tolist()
-    need = [0.0] * (len(rows) + 1)
-    for index in reversed(range(len(rows))):
-        reached, total = 1.0, 1.0
-        for gained, chance in enumerate([*rows[index], 0.0], start=1):
-            total += reached * (1 - chance) * need[min(index + gained, len(rows))]
-            reached *= chance
-        need[index] = total
-    return need[0]

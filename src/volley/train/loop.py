@@ -186,7 +186,8 @@ class Trainer:
         values = self.held_out.teacher_forced() if self.ranks.first or self.ranks.sharded else {}
         if drafter is not None:
             window = values.get("draft_window", drafter.config.draft_window)
-            drafter.config = replace(drafter.config, draft_window=window)
+            trained_on = self.saved_run.facts["target"]
+            drafter.config = replace(drafter.config, draft_window=window, target_fingerprint=trained_on)
             values |= self.held_out.decoded(drafter)
             if self._is_best(values) or not self.config.keep_best or not self.product.exists():
                 self.learner.save(drafter, self.product)

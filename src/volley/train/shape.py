@@ -144,7 +144,7 @@ def start_from(drafter: Drafter, path: str, target: PreTrainedModel) -> None:
     """
     found = Drafter.from_pretrained(path, torch.float32)
     _check_ends(path, target)
-    ends = {"own_embedding": False, "draft_vocab_size": None, "draft_window": None}
+    ends = {"own_embedding": False, "draft_vocab_size": None, "draft_window": None, "target_fingerprint": None}
     wanted, have = asdict(drafter.config), {**asdict(found.config), **ends}
     if have["head"] is None:
         wanted["head"] = None

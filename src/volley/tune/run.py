@@ -15,10 +15,11 @@ from transformers import AutoConfig
 from volley.certify.certificate import certify_pair
 from volley.certify.options import CertifyConfig
 from volley.engine.engine import Engine
-from volley.errors import ConfigError
+from volley.errors import ConfigError, VolleyError
 from volley.files import make_folder, read_json, write_atomically
 from volley.memory.device import usable_device
 from volley.models.export import export
+from volley.models.formats import Format
 from volley.models.target import Target
 from volley.prompts import read_jsonl
 from volley.train.data import TrainingData
@@ -37,20 +38,22 @@ from volley.tune.state import Milestones
 from volley.tune.trials import (
     BLOCK_SIZES,
     Search,
+    Trainings,
     Trial,
     choose_block_size,
     from_json,
+    head_rank,
     more_taps,
     to_json,
     training_dtype,
 )
 from volley.tune.vocabulary import choose_vocabulary, sizes_for
 
-TRIAL_SHARE = 0.3
-"""Of the minutes; the rest is the training's."""
+TRIAL_SHARE, LATER_SHARE, LONG = 0.3, 0.15, 20.0
+"""Of the first ``LONG`` minutes, and of those beyond; the rest is the training's."""
 READ_SHARE = 0.12
 """Of the minutes, at most, in which the target reads the responses; they are the training's, which need not read them again."""
-TYPICAL_TRIALS = 10
+TYPICAL_TRIALS = 12
 SHORTEST_TRIAL = 1 / 4
 """Minutes."""
 BATCH, SMALLEST_BATCH, LARGEST_BATCH = 1024, 512, 8192
@@ -61,7 +64,8 @@ EVALUATIONS = 8
 MINUTES_BETWEEN = 0.7
 """From one evaluation to the next, at least, where two fit."""
 PATIENCE = 3
-EXPORTS = ("speculators", "sglang", "transformers")
+EXPORTS: dict[Format, str] = {"speculators": "", "sglang": "", "transformers": "", "gguf": "drafter.gguf"}
+"""Formats, and the file inside the format's folder where it is one file."""
 
 
 def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
@@ -175,7 +179,7 @@ class Tuning:
         if "batch" not in self.progress:
             self.progress["read"] = read
             self.progress["batch"] = self._batch()
-        total = TRIAL_SHARE * self.config.max_minutes
+        total = trial_minutes(self.config.max_minutes)
         minutes = min(total, max(SHORTEST_TRIAL, total / TYPICAL_TRIALS))
         self.base = replace(self.base, tokens_per_batch=self.progress["batch"], max_minutes=minutes)
         self.say(f"trials of {60 * minutes:.0f} s each, {total:.1f} minutes in all, from the preset")
@@ -184,7 +188,9 @@ class Tuning:
         def note(_: Trial) -> None:
             self.progress["trials"] = [to_json(trial) for trial in trials]
 
-        search = Search(self.base, self.frozen, self.serving, self.ranks, self._say, trials, note, total)
+        make = Trainings(self.base, self.frozen, self.serving, self.ranks)
+        taps, rank = more_taps(self.frozen), head_rank(self.frozen.text_config.hidden_size)
+        search = Search(self.base, make, taps, rank, self._say, trials, note, total)
         best = search.run()
         options = dict(best.options)
         if self.config.block_size is None:
@@ -236,7 +242,7 @@ class Tuning:
     @property
     def training_minutes(self) -> float:
         read: float = self.progress.done.get("read", 0.0)
-        return (1 - TRIAL_SHARE) * self.config.max_minutes - read
+        return self.config.max_minutes - trial_minutes(self.config.max_minutes) - read
 
     @cached_property
     def training(self) -> TrainConfig:
@@ -298,13 +304,16 @@ class Tuning:
 
     def export(self) -> dict[str, Any]:
         written = {}
-        for form in EXPORTS:
+        for form, file in EXPORTS.items():
             folder = self.out / "exports" / form
             try:
-                export(self.out, folder, form, target=self.config.target)  # type: ignore[arg-type]
+                export(self.out, folder / file, form, target=self.config.target)
                 written[form] = str(folder)
-            except ConfigError as error:
+            except VolleyError as error:  # what the format, or its reader of the target, cannot hold
                 written[form] = str(error)
+                continue
+            if file:
+                write_atomically(folder / "certificate.json", (self.out / "certificate.json").read_bytes())
         made = [form for form in EXPORTS if written[form].startswith(str(self.out))]
         self.say(
             f"written for {', '.join(made) or 'no other program'}; drafter/ is z-lab's format, which volley and vLLM read"
@@ -320,6 +329,11 @@ class Tuning:
             f"{self.out / 'report.html'}; use it: Engine.from_pretrained({self.config.target!r}, drafter={str(self.out)!r})"
         )
         return {}
+
+
+def trial_minutes(minutes: float) -> float:
+    """Those of all trials, of ``minutes`` in all."""
+    return TRIAL_SHARE * min(minutes, LONG) + LATER_SHARE * max(0.0, minutes - LONG)
 
 
 def _window(tokens: int | None) -> str:

@@ -52,15 +52,66 @@ class Trial:
 
 
 @dataclass
-class Search:
-    """Trials in order: each changes one thing of the best so far."""
+class Trainings:
+    """Makes trials by training; each leaves nothing but its outcome."""
 
     base: TrainConfig
-    """Its ``max_minutes`` are those of one trial."""
+    """Its ``max_minutes``, or ``max_steps``, are those of one trial."""
     target: FrozenTarget
     serving: Target
     """The target as it serves, whose passes are timed."""
     ranks: Ranks
+    _cycles: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    def __call__(self, name: str, options: dict[str, Any], before: Sequence[Trial]) -> Trial:
+        """The outcome of ``options``; ``before`` are the trials made so far."""
+        folder = Path(self.base.out) / f"trial-{len(before)}"
+        shutil.rmtree(folder, ignore_errors=True)
+        config = replace(self.base, out=str(folder), **options)
+        trainer = Trainer(config, self.ranks, self.target, speaks=False)
+        trainer.run()
+        values, steps = trainer.values, trainer.schedule.position.step
+        drafter = trainer.learner.drafter()
+        assert drafter is not None
+        shutil.rmtree(folder, ignore_errors=True)
+        seconds = self._cycle_seconds(drafter, before)
+        return Trial(name, options, values["tau"], values["accuracy"], seconds, steps, values["loss"])
+
+    def _cycle_seconds(self, drafter: Drafter, before: Sequence[Trial]) -> float:
+        """Measured once for each shape: what is compared must not differ by what else the machine does."""
+        config = drafter.config
+        shape = (config.num_hidden_layers, config.head, config.block_size)
+        if shape not in self._cycles:
+            same = [t.cycle_seconds for t in before if self._shape(t) == shape]
+            self._cycles[shape] = same[0] if same else self._measure(drafter, before)
+        return self._cycles[shape]
+
+    def _measure(self, drafter: Drafter, before: Sequence[Trial]) -> float:
+        """Beside the first trial's shape, whose seconds stay as they were measured then."""
+        reference = Drafter(drafter_config(self.base, self.target.model, drafter.config.mask_token_id))
+        mine, first = cycle_seconds(self.serving, [drafter, reference])
+        known = before[0].cycle_seconds if before else first
+        return mine / first * known
+
+    def _shape(self, trial: Trial) -> tuple[Any, ...]:
+        """Layers, sequential head and block size of a trial that an earlier run made."""
+        config = replace(self.base, **trial.options)
+        head = HeadConfig(type=config.head, rank=config.head_rank) if config.head != "none" else None
+        return config.num_layers, head, config.block_size
+
+
+@dataclass
+class Search:
+    """Trials in order: each changes one thing of the best so far."""
+
+    base: TrainConfig
+    """The preset. Its ``max_minutes`` are those of one trial."""
+    make: Callable[[str, dict[str, Any], Sequence[Trial]], Trial]
+    """Makes the trial of a name and options; told of the trials before it."""
+    taps: Sequence[int]
+    """The larger choice of taps."""
+    head_rank: int
+    """Of a sequential head."""
     say: Callable[[str], None]
     trials: list[Trial] = field(default_factory=list)
     """Those of a run before come first."""
@@ -68,7 +119,6 @@ class Search:
     """Told of each new trial."""
     minutes: float = float("inf")
     """For all trials together; questions that no time is left for keep the preset's answer."""
-    _cycles: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     def run(self) -> Trial:
         """Try the options one after the other; returns the best trial."""
@@ -81,90 +131,61 @@ class Search:
     def trial(self, name: str, options: dict[str, Any]) -> Trial:
         """The outcome of a training of ``options``, from an earlier run if it was made there."""
         found = next((trial for trial in self.trials if trial.options == options), None)
-        return found or self._run(name, options)
+        if found is not None:
+            return found
+        made = self.make(name, options, self.trials)
+        self.trials.append(made)
+        self.note(made)
+        self.say(f"  {name}: τ {made.tau:.3f} after {made.steps} steps, {1000 * made.cycle_seconds:.2f} ms a cycle")
+        return made
 
-    def _run(self, name: str, options: dict[str, Any]) -> Trial:
-        folder = Path(self.base.out) / f"trial-{len(self.trials)}"
-        shutil.rmtree(folder, ignore_errors=True)
-        config = replace(self.base, out=str(folder), **options)
-        trainer = Trainer(config, self.ranks, self.target, speaks=False)
-        trainer.run()
-        values = trainer.values
-        drafter = trainer.learner.drafter()
-        assert drafter is not None
-        seconds = self._cycle_seconds(drafter)
-        trial = Trial(
-            name, options, values["tau"], values["accuracy"], seconds, trainer.schedule.position.step, values["loss"]
-        )
-        shutil.rmtree(folder, ignore_errors=True)
-        self.trials.append(trial)
-        self.note(trial)
-        self.say(f"  {name}: τ {trial.tau:.3f} after {trial.steps} steps, {1000 * seconds:.2f} ms a cycle")
-        return trial
-
-    def _cycle_seconds(self, drafter: Drafter) -> float:
-        """Measured once for each shape: what is compared must not differ by what else the machine does."""
-        config = drafter.config
-        shape = (config.num_hidden_layers, config.head, config.block_size)
-        if shape not in self._cycles:
-            same = [t.cycle_seconds for t in self.trials if self._shape(t) == shape]
-            self._cycles[shape] = same[0] if same else self._measure(drafter)
-        return self._cycles[shape]
-
-    def _measure(self, drafter: Drafter) -> float:
-        """Beside the first trial's shape, whose seconds stay as they were measured then."""
-        reference = Drafter(drafter_config(self.base, self.target.model, drafter.config.mask_token_id))
-        mine, first = cycle_seconds(self.serving, [drafter, reference])
-        known = self.trials[0].cycle_seconds if self.trials else first
-        return mine / first * known
-
-    def _shape(self, trial: Trial) -> tuple[Any, ...]:
-        """Layers, sequential head and block size of a trial that an earlier run made."""
-        config = replace(self.base, **trial.options)
-        head = HeadConfig(type=config.head, rank=config.head_rank) if config.head != "none" else None
-        return config.num_layers, head, config.block_size
-
-    def _compare(self, best: Trial, options: Sequence[tuple[str, dict[str, Any]]]) -> Trial:
+    def _compare(self, best: Trial, *options: tuple[str, dict[str, Any]]) -> Trial:
         """The best of ``best`` and changes of it, one after the other until one is no better."""
         for name, change in options:
-            if len(self.trials) * (self.base.max_minutes or 0.0) >= self.minutes:
+            changed = {**best.options, **change}
+            known = any(trial.options == changed for trial in self.trials)
+            if not known and len(self.trials) * (self.base.max_minutes or 0.0) >= self.minutes:
                 self.say(f"  {name}: no time is left to try")
                 break
-            tried = self.trial(name, {**best.options, **change})
+            tried = self.trial(name, changed)
             if tried.score <= BETTER * best.score:
                 break
             best = tried
         return best
 
     def _rates(self, best: Trial) -> Trial:
+        """Up, and where that is no better, down."""
         rate = self.base.learning_rate
-        higher = self._compare(
-            best, [(f"learning rate {rate * f:.1e}", {"learning_rate": rate * f}) for f in (2.5, 6.25)]
-        )
-        if higher is not best:
-            return higher
-        return self._compare(
-            best, [(f"learning rate {rate / f:.1e}", {"learning_rate": rate / f}) for f in (2.5, 6.25)]
-        )
-
-    def _taps(self, best: Trial) -> Trial:
-        more = more_taps(self.target)
-        taps = ",".join(map(str, more))
-        return self._compare(best, [(f"taps {taps}", {"taps": taps})]) if len(more) > 1 else best
-
-    def _batches(self, best: Trial) -> Trial:
-        sizes = [self.base.tokens_per_batch // factor for factor in (4, 16)]
-        return self._compare(best, [(f"batches of {size} tokens", {"tokens_per_batch": size}) for size in sizes])
+        for rates in ((2.5 * rate, 6.25 * rate), (rate / 2.5, rate / 6.25)):
+            found = self._compare(best, *((f"learning rate {rate:.1e}", {"learning_rate": rate}) for rate in rates))
+            if found is not best:
+                return found
+        return best
 
     def _layers(self, best: Trial) -> Trial:
         layers = self.base.num_layers or 1
-        return self._compare(
-            best, [(f"{number} layers", {"num_layers": number}) for number in (layers + 1, layers + 2)]
-        )
+        return self._compare(best, *((f"{more} layers", {"num_layers": more}) for more in (layers + 1, layers + 2)))
+
+    def _taps(self, best: Trial) -> Trial:
+        taps = ",".join(map(str, self.taps))
+        return self._compare(best, (f"taps {taps}", {"taps": taps})) if len(self.taps) > 1 else best
+
+    def _batches(self, best: Trial) -> Trial:
+        sizes = [self.base.tokens_per_batch // factor for factor in (4, 16)]
+        return self._compare(best, *((f"batches of {size} tokens", {"tokens_per_batch": size}) for size in sizes))
 
     def _heads(self, best: Trial) -> Trial:
-        rank = min(256, max(16, self.target.text_config.hidden_size // 2))
-        return self._compare(best, [("a sequential head", {"head": "residual", "head_rank": rank})])
+        """A residual head accepts most; a Markov head is cheaper, and llama.cpp and vLLM have it too."""
+        for head in ("residual", "markov"):
+            found = self._compare(best, (f"a {head} head", {"head": head, "head_rank": self.head_rank}))
+            if found is not best:
+                return found
+        return best
+
+    def _targets(self, best: Trial) -> Trial:
+        """What the loss is taken against. The mixture is asked for in any case: alone soft targets show late."""
+        soft = self._compare(best, ("soft targets", {"soft_targets": 0.5}))
+        return self._compare(soft, ("total variation", {"soft_targets": 0.3, "total_variation": 0.5}))
 
     def _optimizers(self, best: Trial) -> Trial:
         muon = self.base.optimizer == "muon"
@@ -173,10 +194,12 @@ class Search:
             "optimizer": "adamw" if muon else "muon",
             "learning_rate": rate / MUON_FACTOR if muon else rate * MUON_FACTOR,
         }
-        return self._compare(best, [(str(other["optimizer"]), other)])
+        return self._compare(best, (str(other["optimizer"]), other))
 
-    def _targets(self, best: Trial) -> Trial:
-        return self._compare(best, [("soft targets", {"soft_targets": 0.5})])
+
+def head_rank(width: int) -> int:
+    """Of a sequential head for a target of hidden size ``width``."""
+    return min(256, max(16, width // 2))
 
 
 def more_taps(target: FrozenTarget) -> Sequence[int]:

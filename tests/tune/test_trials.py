@@ -1,0 +1,178 @@
+"""The search of tune: scripted trials show what it keeps, real ones that each of its questions can be trained."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import TinyPair
+from tests.train.runs import tiny_run
+from volley.models.target import Target
+from volley.train.features import FrozenTarget
+from volley.train.options import TrainConfig
+from volley.train.parallel import Ranks
+from volley.tune.run import trial_minutes
+from volley.tune.trials import (
+    BETTER,
+    Search,
+    Trainings,
+    Trial,
+    choose_block_size,
+    from_json,
+    head_rank,
+    more_taps,
+    to_json,
+)
+
+BASE = TrainConfig(
+    target="t", data=("d",), out="o", num_layers=1, learning_rate=0.01, optimizer="muon", max_minutes=1.0
+)
+QUESTIONS: dict[str, list[dict[str, Any]]] = {
+    "rate up": [{"learning_rate": 0.025}, {"learning_rate": 0.0625}],
+    "rate down": [{"learning_rate": 0.004}, {"learning_rate": 0.0016}],
+    "layers": [{"num_layers": 2}, {"num_layers": 3}],
+    "taps": [{"taps": "0,1,2"}],
+    "batches": [{"tokens_per_batch": 2048}, {"tokens_per_batch": 512}],
+    "residual head": [{"head": "residual", "head_rank": 16}],
+    "markov head": [{"head": "markov", "head_rank": 16}],
+    "soft targets": [{"soft_targets": 0.5}],
+    "total variation": [{"soft_targets": 0.3, "total_variation": 0.5}],
+    "optimizer": [{"optimizer": "adamw", "learning_rate": 0.002}],
+}
+"""The changes that each question tries, one after the other while they are better."""
+ALONE = [{}, *(changes[0] for changes in QUESTIONS.values())]
+"""All trials of a search in which nothing is better than the preset."""
+
+
+class Script:
+    """Trials by their options: ``tau(options)`` decides, and what was asked is kept."""
+
+    def __init__(self, tau: Callable[[dict[str, Any]], float]) -> None:
+        self.tau, self.asked = tau, list[dict[str, Any]]()
+
+    def __call__(self, name: str, options: dict[str, Any], before: Sequence[Trial]) -> Trial:
+        assert len(before) >= len(self.asked)
+        self.asked.append(options)
+        return Trial(name, options, self.tau(options), [0.5], 0.01, 10, 1.0)
+
+
+def search(script: Script, **more: Any) -> Search:
+    return Search(BASE, script, (0, 1, 2), 16, more.pop("say", lambda _: None), **more)
+
+
+def preferring(*wanted: dict[str, Any], gain: float = 1.1) -> Script:
+    """The preset has τ 2; each of the ``wanted`` changes that options contain multiplies it, any other costs a tenth."""
+
+    def tau(options: dict[str, Any]) -> float:
+        held = [change for change in wanted if change.items() <= options.items()]
+        known = {name for change in wanted for name in change}
+        return 2.0 * gain ** len(held) * 0.9 ** len(options.keys() - known)
+
+    return Script(tau)
+
+
+def test_what_is_no_better_than_the_preset_is_dropped() -> None:
+    script = preferring()
+    assert search(script).run().options == {}
+    assert script.asked == ALONE
+
+
+@pytest.mark.parametrize("changes", QUESTIONS.values(), ids=QUESTIONS)
+def test_each_question_keeps_what_is_better(changes: list[dict[str, Any]]) -> None:
+    assert search(preferring(changes[0])).run().options == changes[0]
+    assert search(preferring(changes[0], gain=BETTER - 0.01)).run().options == {}, "by less than trials differ"
+
+
+@pytest.mark.parametrize("changes", [each for each in QUESTIONS.values() if len(each) > 1])
+def test_a_question_goes_on_while_it_gets_better(changes: list[dict[str, Any]]) -> None:
+    order = {tuple(change.items()): place for place, change in enumerate(changes, 1)}
+    (name,) = changes[0]
+
+    def tau(options: dict[str, Any]) -> float:
+        return 2.0 + order.get(((name, options.get(name)),), -1 if options else 0) - 0.5 * (len(options) > 1)
+
+    script = Script(tau)
+    assert search(script).run().options == changes[-1]
+    assert all(change in script.asked for change in changes)
+
+
+def test_better_answers_add_up() -> None:
+    wanted = (QUESTIONS["layers"][0], QUESTIONS["residual head"][0], QUESTIONS["total variation"][0])
+    script = preferring(*wanted)
+    assert search(script).run().options == {key: value for change in wanted for key, value in change.items()}
+    assert not any(options.get("head") == "markov" for options in script.asked), "the residual head was better"
+
+
+def test_a_slower_cycle_counts_against_tau() -> None:
+    def make(name: str, options: dict[str, Any], before: Sequence[Trial]) -> Trial:
+        return Trial(name, options, 2.2 if options else 2.0, [0.5], 0.012 if options else 0.01, 10, 1.0)
+
+    assert Search(BASE, make, (0, 1, 2), 16, lambda _: None).run().options == {}
+
+
+@pytest.mark.parametrize("trials", [1, 2, 4, 7])
+def test_the_minutes_are_kept(trials: int) -> None:
+    script, said = preferring(), list[str]()
+    search(script, minutes=float(trials), say=said.append).run()
+    assert script.asked == ALONE[:trials]
+    assert said[-1].endswith("no time is left to try")
+
+
+def test_a_search_goes_on_after_the_last_whole_trial() -> None:
+    whole, kept = preferring(*QUESTIONS["layers"][:1]), list[Trial]()
+    expected = search(whole, trials=kept).run()
+    for done in range(len(kept)):
+        script, noted = preferring(*QUESTIONS["layers"][:1]), list[Trial]()
+        before = [from_json(to_json(trial)) for trial in kept[:done]]
+        found = search(script, trials=before, note=noted.append, minutes=float(len(kept))).run()
+        assert found == expected
+        assert script.asked == whole.asked[done:]
+        assert noted == kept[done:]
+
+
+def test_trials_take_less_of_many_minutes() -> None:
+    assert [trial_minutes(minutes) for minutes in (4, 20, 60)] == pytest.approx([1.2, 6.0, 12.0])
+
+
+@pytest.fixture(scope="module")
+def trainings(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    options = tiny_run(tiny_pair.target, tmp_path_factory.mktemp("trials"), max_steps=2, eval_share=0.2)
+    target = FrozenTarget(str(tiny_pair.target), torch.float32, torch.device("cpu"))
+    serving = Target.from_pretrained(tiny_pair.target, dtype=torch.float32)
+    return Trainings(TrainConfig(**options), target, serving, Ranks("cpu"))
+
+
+def test_each_question_can_be_trained(trainings: Trainings) -> None:
+    made = list[Trial]()
+    taps, rank = more_taps(trainings.target), head_rank(trainings.target.text_config.hidden_size)
+    assert list(taps) == [0, 1, 2]
+    found = Search(replace(trainings.base, max_minutes=None), trainings, taps, rank, lambda _: None, made, minutes=1e9)
+    found.run()
+    kinds = {name for trial in made for name in trial.options}
+    assert kinds == {name for changes in QUESTIONS.values() for change in changes for name in change}
+    for trial in made:
+        assert trial.steps == 2
+        assert trial.tau >= 1
+        assert trial.cycle_seconds > 0
+        assert len(trial.accuracy) == trainings.base.block_size - 1
+    assert not list(Path(trainings.base.out).glob("trial-*")), "a trial leaves nothing behind"
+
+
+def test_a_shape_is_timed_once(trainings: Trainings) -> None:
+    first = trainings("preset", {}, [])
+    kept = [replace(first, cycle_seconds=0.25)]
+    later = Trainings(
+        trainings.base, trainings.target, trainings.serving, trainings.ranks
+    )  # a run that goes on has timed nothing yet
+    again = later("soft targets", {"soft_targets": 0.5}, kept)
+    assert again.cycle_seconds == 0.25, "an earlier run's seconds of the shape hold"
+
+
+@pytest.mark.parametrize(("accuracy", "chosen"), [(0.98, 16), (0.05, 8)])
+def test_the_block_size_follows_acceptance(trainings: Trainings, accuracy: float, chosen: int) -> None:
+    tau = sum(accuracy**k for k in range(8))
+    trial = Trial("preset", {}, tau, [accuracy] * 7, 1000.0, 10, 1.0)  # beside it no pass costs anything
+    assert choose_block_size(trial, trainings.serving) == chosen
