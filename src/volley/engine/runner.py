@@ -96,7 +96,7 @@ class Runner:
         context = min(CONTEXT, max(0, target.context_length - max(lengths)))
         replay = None if self.passes is None else self.passes.made_up(lengths, context, causal=True)
         if replay is not None:
-            return fastest(lambda: best_tokens(replay()))
+            return fastest(lambda: best_tokens(replay()), target.device)
         batch, store = made_up(lengths, target.kv_shapes, target.dtype, target.device, causal=True, context=context)
         rows = torch.arange(len(batch), device=target.device)[-tokens:]
-        return fastest(lambda: best_tokens(target.forward(batch, store, rows)))
+        return fastest(lambda: best_tokens(target.forward(batch, store, rows)), target.device)

@@ -54,6 +54,12 @@ def memory_bytes(device: torch.device) -> int:
     return min(machine, int(text)) if text.isdigit() else machine
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait for all that a GPU was told to do; a CPU has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     """Bytes of a GPU that ``run`` holds at its peak beyond what is held before."""
     before = torch.cuda.memory_allocated(device)

@@ -197,12 +197,12 @@ class BlockProposer(Proposer):
         model = self.model
         features = torch.zeros(requests, model.drafter.fc.in_features, dtype=model.dtype, device=model.device)
         positions = torch.arange(requests, device=model.device)
-        making = fastest(lambda: model.drafter.context_kv(features, positions))
+        making = fastest(lambda: model.drafter.context_kv(features, positions), model.device)
         sizes = spread(tokens, requests)
         context = min(CONTEXT, max(0, model.drafter.rotary.length - max(sizes)))
         replay = None if self.passes is None else self.passes.made_up(sizes, context, causal=False)
         if replay is not None and model.bound_head is None:
-            return making + fastest(lambda: best_tokens(replay()))
+            return making + fastest(lambda: best_tokens(replay()), model.device)
         return making + sum(self.timed_parts(tokens, requests))
 
     @torch.inference_mode()
@@ -226,7 +226,8 @@ class BlockProposer(Proposer):
             else:
                 best_tokens(logits)
 
-        return fastest(lambda: model.block_states(batch, store)), fastest(choose)
+        layers = fastest(lambda: model.block_states(batch, store), model.device)
+        return layers, fastest(choose, model.device)
 
 
 def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: Tensor) -> Following:
