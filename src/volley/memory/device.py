@@ -60,6 +60,15 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def sum_in_fp32() -> None:
+    """Let a GPU add up the parts of its half-precision products in fp32, as long as this process runs.
+
+    PyTorch allows sums in bf16 and fp16 by default. How many parts a product has depends on its rows.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     """Bytes of a GPU that ``run`` holds at its peak beyond what is held before."""
     before = torch.cuda.memory_allocated(device)
