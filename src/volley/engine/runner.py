@@ -29,7 +29,8 @@ class Runner:
     ) -> None:
         """The states of the layers that the drafter of ``model`` reads are kept for it.
 
-        With ``spare`` slots at the end of the store, one page that is nobody's, small passes run in fixed memory if they can.
+        With ``spare`` slots at the end of the store, one page that is nobody's, small passes run in fixed memory if they can. Of
+        one request they have as many rows as a whole block with its anchor, in plain decoding too.
         """
         self.target, self.store, self.recurrent = target, store, recurrent
         self._taps = taps = None if model is None else Taps(target.model, model.taps)
@@ -43,7 +44,8 @@ class Runner:
         self.passes: StaticPasses | None = None
         """Small passes of decoding, as CUDA graphs on a GPU; ``None``: all of them are launched operation by operation."""
         if spare and target.is_regular:
-            self.passes = static_passes(forward, store, spare, target.device)
+            least = 1 if model is None else model.drafter.config.block_size
+            self.passes = static_passes(forward, store, spare, target.device, least)
 
     def close(self) -> None:
         """Keep no more states of layers; it runs no more steps."""

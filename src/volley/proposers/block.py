@@ -50,7 +50,9 @@ class BlockProposer(Proposer):
             states = model.block_states(batch, model.store)[rows]
             return [model.logits(states), states]
 
-        self.passes = static_passes(forward, model.store, page_size, model.device) if model.is_regular else None
+        self.passes = None
+        if model.is_regular:
+            self.passes = static_passes(forward, model.store, page_size, model.device, self.block_size)
 
     def configure(self, config: DraftingConfig) -> None:
         if config.denoising_steps > 1 and self.model.drafter.config.sample_from_anchor:
