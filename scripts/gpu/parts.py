@@ -70,6 +70,11 @@ class Bench:
         if self.device.type == "cuda":
             self.torch.cuda.synchronize()
 
+    def warn_of_waits(self, on: bool) -> None:
+        """Let PyTorch warn whenever the host waits for the device, or no more."""
+        if self.device.type == "cuda":
+            self.torch.cuda.set_sync_debug_mode("warn" if on else "default")
+
     def pair(self) -> Any:
         """A target and a drafter with random weights in Qwen3-8B's shape and DFlash's."""
         from transformers import AutoModelForCausalLM, Qwen3Config
@@ -308,15 +313,15 @@ def waits(bench: Bench) -> dict[str, Any]:
             request = engine.add_request(list(range(40)), SamplingParams(max_tokens=200, ignore_eos=True, **own))
             for _ in range(4):
                 engine.step()
-            found = [waits_of(bench.torch, engine.step) for _ in range(3)]
+            found = [waits_of(bench.warn_of_waits, engine.step) for _ in range(3)]
             engine.abort(request)
             table.append({"policy": policy, "kind": kind, "most_waits": max(step.total() for step in found)})
             places[f"{policy}, {kind}"] = dict(max(found, key=Counter.total))
     return {"passed": all(row["most_waits"] <= 1 for row in table), "places": places, "table": table}
 
 
-def waits_of(torch: Any, run: Callable[[], object]) -> Counter[str]:
-    """Places in volley where ``run`` waits for the device, by PyTorch's warnings."""
+def waits_of(warn: Callable[[bool], None], run: Callable[[], object]) -> Counter[str]:
+    """Places in volley where ``run`` waits for the device, by PyTorch's warnings, which ``warn`` switches."""
     found: Counter[str] = Counter()
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -329,11 +334,11 @@ def waits_of(torch: Any, run: Callable[[], object]) -> Counter[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = note
-        torch.cuda.set_sync_debug_mode("warn")
+        warn(True)
         try:
             run()
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            warn(False)
     return found
 
 
