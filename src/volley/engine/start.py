@@ -5,7 +5,7 @@ import time
 from typing import TYPE_CHECKING
 
 from volley.decode.lookup import MOST_FOUND
-from volley.memory.graphs import StaticPasses
+from volley.memory.graphs import MOST_SEGMENTS, StaticPasses
 from volley.models.accelerate import weight_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ def warm_up(engine: "Engine") -> tuple[int, float]:
 
     Of up to as many requests as run at once, with texts of up to :data:`REACH` tokens and drafts as its policy makes them.
     """
-    started, requests, policy = time.perf_counter(), engine.capacity.max_running, engine.policy
+    started, policy = time.perf_counter(), engine.policy
+    requests = (
+        MOST_SEGMENTS if policy.uses_costs else engine.capacity.max_running
+    )  # costs are those of many requests, too
     reach = min(REACH, engine.target.context_length, engine.pool.num_pages * engine.pool.page_size)
     rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
     if engine.runner.passes is not None:

@@ -170,10 +170,11 @@ class StaticPasses:
         return run
 
     def warm_up(self, requests: int, rows: int, reach: int, *, causal: bool) -> None:
-        """Run, and so capture, each bucket of up to so many requests of up to ``rows`` rows whose texts ``reach`` so far."""
+        """Run, and so capture, each bucket of up to so many requests of up to ``rows`` rows, with texts of up to ``reach`` tokens."""
+        rows = min(rows, MOST_ROWS)
         counts = [1 << i for i in range((min(requests, MOST_SEGMENTS) - 1).bit_length() + 1)]
         sizes = [size for size in _SIZES if size < rows] + [next(size for size in _SIZES if size >= rows)]
-        spans = [PART << i for i in range((-(-reach // PART) - 1).bit_length() + 1)]
+        spans = [min(PART << i, reach) for i in range((-(-reach // PART) - 1).bit_length() + 1)]
         buckets = {Bucket.of([size] * count, self._least): [size] * count for count in counts for size in sizes}
         for lengths in buckets.values():
             for span in spans:
