@@ -170,7 +170,7 @@ class StaticPasses:
         return run
 
     def warm_up(self, requests: int, rows: int, reach: int, *, causal: bool) -> None:
-        """Run, and so capture, each bucket of up to so many requests of up to ``rows`` rows, with texts of up to ``reach`` tokens."""
+        """Run, and so capture, the buckets of so many requests at most, of up to ``rows`` rows after up to ``reach`` tokens."""
         rows = min(rows, MOST_ROWS)
         counts = [1 << i for i in range((min(requests, MOST_SEGMENTS) - 1).bit_length() + 1)]
         sizes = [size for size in _SIZES if size < rows] + [next(size for size in _SIZES if size >= rows)]
