@@ -23,7 +23,7 @@ COMMAND_SECONDS = 500
 """Of a command within a part: what it has said by then is kept."""
 LOAD_SECONDS = 400
 """After which a part starts no further level of load."""
-PROMPT, BLOCK = 512, 16
+BLOCK = 16
 WANTED = 0.85
 """Of the bandwidth of a copy, in plain decoding."""
 SYNCHRONISED = "synchronizing CUDA operation"
