@@ -22,8 +22,9 @@ from volley.memory import float8
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.memory.upload import upload_together
-from volley.models import backlog
+from volley.models import backlog, draft_model
 from volley.models.accelerate import weight_bytes
+from volley.models.adapter import adapted
 from volley.models.drafter import Drafter
 from volley.models.fingerprint import drafter_fingerprint
 from volley.models.loading import load_causal_lm
@@ -104,9 +105,15 @@ def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, opt
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
-def test_requests_with_and_without_an_adapter_draft_as_on_a_cpu(both: Both, cuda_graphs: bool, tmp_path: Path) -> None:
-    """One draft pass for each drafter among the requests; an adapter that drafted as its drafter would prove nothing."""
+def test_requests_with_and_without_an_adapter_draft_as_on_a_cpu(
+    both: Both, cuda_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One draft pass for each drafter among the requests; an adapter that drafted as its drafter would prove nothing.
+
+    It is merged on the CPU: PyTorch's parametrisations refuse tensors of a pretended device.
+    """
     make_adapter(tmp_path, both.here.drafter, seed=5)
+    merged = adapted(both.here.drafter, tmp_path)
     each = [GREEDY, replace(GREEDY, draft_adapter="own"), replace(SEEDED, draft_adapter="own")]
 
     def found(target: Target, drafter: Drafter, each: list[SamplingParams]) -> Any:
@@ -122,6 +129,7 @@ def test_requests_with_and_without_an_adapter_draft_as_on_a_cpu(both: Both, cuda
     expected = found(both.here.target, both.here.drafter, each)
     assert expected != found(both.here.target, both.here.drafter, [replace(own, draft_adapter=None) for own in each])
     with pretended() as counts:
+        monkeypatch.setattr(draft_model, "adapted", lambda *_: move(copy.deepcopy(merged)))
         assert found(both.target, both.drafter, each) == expected
     assert "_inject_kernel" in counts.operations
 
