@@ -6,19 +6,22 @@
 
 Operations and waits are counted on a pretended device (``pretended_gpu.py``), with as many layers as Qwen3-8B and a drafter of
 five, at a tiny width: neither depends on it. Launches are those of the same steps with CUDA graphs, where a replay is one.
-Kernels are compiled ahead of time. The floor counts bytes and FLOPs of Qwen3-8B and a drafter in DFlash's published shape (16
-positions) on a device that copies 4.3 TB/s and multiplies 790 TFLOP/s in bf16: no kernel and no launch is in it. Ends with status
-1 and names the bars that are missed, if any is.
+Waits are counted for what users send as well (greedy, sampled, trees, …), with few layers. Bars on them hold for greedy requests
+and for those sampled at T = 1 without a seed; the others are figures. Kernels are compiled ahead of time. The floor counts bytes
+and FLOPs of Qwen3-8B and a drafter in DFlash's published shape (16 positions) on a device that copies 4.3 TB/s and multiplies 790
+TFLOP/s in bf16: no kernel and no launch is in it. Ends with status 1 and names the bars that are missed, if any is.
 """
 
 import argparse
 import copy
 import json
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest import mock
 
@@ -34,7 +37,7 @@ from volley.engine.runner import Runner
 from volley.files import write_atomically
 from volley.memory.attention import AttentionOptions
 from volley.memory.device import Device
-from volley.models.checkpoint import DrafterConfig
+from volley.models.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafter import Drafter
 from volley.models.joined import JoinedLayer
 from volley.models.target import Target
@@ -50,13 +53,53 @@ BYTES = {"bf16": 2, "fp8": 1}
 """Of a drafter's weight; the scales of fp8 are too few to count."""
 BARS = {
     "waits a step": 1,
+    "waits before the last read": 0,
     "launches a layer": 12,
     "spilled bytes": 0,
     "pool on 139 GiB": 500_000,
     "floor of the ratio": 1.09,
 }
+POLICIES = ("fixed:1", f"fixed:{BLOCK}", "goodput")
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 LENGTH = 600  # of a prompt: attention joins parts of its keys
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What users send, and how the engine is set for it."""
+
+    params: dict[str, Any]
+    options: dict[str, Any]
+    is_gated: bool = False
+    head: HeadConfig | None = None
+
+
+SENT = {
+    "greedy": Sent({}, {}, is_gated=True),
+    "T = 1": Sent({"temperature": 1.0}, {}, is_gated=True),
+    "T = 1, seed": Sent({"temperature": 1.0, "seed": 3}, {}),
+    "top-p": Sent({"temperature": 1.0, "top_p": 0.9}, {}),
+    "trees": Sent({}, {"tree_nodes": BLOCK}),
+    "penalties": Sent({"presence_penalty": 0.5, "repetition_penalty": 1.1}, {}),
+    "log-probabilities": Sent({"logprobs": True, "top_logprobs": 2}, {}),
+    "Markov head": Sent({}, {}, head=HeadConfig(type="markov", rank=4)),
+}
+
+
+@dataclass(frozen=True)
+class WaitCount:
+    """Means of a step with CUDA graphs."""
+
+    sent: str
+    policy: str
+    requests: int
+    drafted: float
+    """Tokens that a request drafts."""
+    waits: float
+    before_last: float
+    """Waits after which the step waits once more: the device may have been idle meanwhile."""
+    places: dict[str, float]
+    is_gated: bool
 
 
 @dataclass(frozen=True)
@@ -78,19 +121,22 @@ class StepCount:
     """Operations in the graphs that a step replays."""
 
 
-def models() -> tuple[Any, Drafter]:
+def models(
+    layers: int = LAYERS, draft_layers: int = DRAFT_LAYERS, head: HeadConfig | None = None
+) -> tuple[Any, Drafter]:
     torch.manual_seed(0)
     config = Qwen3Config(
-        **TINY, vocab_size=64, num_hidden_layers=LAYERS, max_position_embeddings=1024, eos_token_id=None
+        **TINY, vocab_size=64, num_hidden_layers=layers, max_position_embeddings=1024, eos_token_id=None
     )
     shape = DrafterConfig(
         **TINY,
         vocab_size=64,
-        num_hidden_layers=DRAFT_LAYERS,
-        num_target_layers=LAYERS,
+        num_hidden_layers=draft_layers,
+        num_target_layers=layers,
         block_size=BLOCK,
         mask_token_id=3,
-        target_layer_ids=tuple(range(1, LAYERS, 8))[:TAPS],
+        target_layer_ids=tuple(range(1, layers, 8))[:TAPS],
+        head=head,
     )
     return AutoModelForCausalLM.from_config(config).eval(), Drafter(shape).eval().requires_grad_(False)
 
@@ -105,12 +151,22 @@ def on_device(model: Any, drafter: Drafter, draft_weights: DraftWeights) -> tupl
     return target, drafter
 
 
-def decoding(model: Any, drafter: Drafter, policy: str, requests: int, *, cuda_graphs: bool) -> Engine:
+def decoding(
+    model: Any,
+    drafter: Drafter,
+    policy: str,
+    requests: int,
+    sent: Sent = SENT["greedy"],
+    *,
+    length: int = LENGTH,
+    cuda_graphs: bool = True,
+) -> Engine:
     """An engine all of whose requests decode."""
-    options = {"num_pages": 8192, "policy": policy, "cuda_graphs": cuda_graphs}
+    options = {"num_pages": 8192, "policy": policy, "cuda_graphs": cuda_graphs, **sent.options}
     engine = Engine(model, None if policy == "fixed:1" else drafter, **options)
+    params = SamplingParams(max_tokens=400, ignore_eos=True, **sent.params)
     for number in range(requests):
-        engine.add_request([(number + i) % 64 for i in range(LENGTH)], SamplingParams(max_tokens=900, ignore_eos=True))
+        engine.add_request([(number + i) % 64 for i in range(length)], params)
     while engine.scheduler.waiting or not all(own.is_decoding for own in engine.scheduler.running):
         engine.step()
     engine.step()
@@ -128,7 +184,7 @@ def count_steps(
     """Means over some steps in which all requests decode."""
     with pretended_cuda() as counts, floors_as_costs(draft_weights):
         target, own = on_device(model, drafter, draft_weights)
-        engine = decoding(target, own, policy, requests, cuda_graphs=True)
+        engine = decoding(target, own, policy, requests)
         counts.clear()
         for _ in range(steps):
             engine.step()
@@ -152,6 +208,30 @@ def count_steps(
             launches,
             captured,
         )
+
+
+def count_waits(model: Any, drafter: Drafter, name: str, policy: str, requests: int, steps: int = 4) -> WaitCount:
+    """Means over some steps in which all ``requests`` of one kind of :data:`SENT` decode. Waits do not depend on layers."""
+    drafted, waits, before = list[int](), Counter[tuple[str, str]](), 0
+    with pretended_cuda() as counts, floors_as_costs("bf16"):
+        engine = decoding(*on_device(model, drafter, "bf16"), policy, requests, SENT[name], length=40)
+        engine.on_verified.append(lambda _, proposal, __: drafted.append(len(proposal.token_ids)))
+        for _ in range(steps):
+            counts.clear()
+            engine.step()
+            waits += counts.waits
+            before += max(0, counts.waits.total() - 1)
+    places = {f"{kind}, {where}": times / steps for (kind, where), times in waits.most_common()}
+    own = (mean(drafted), waits.total() / steps, before / steps, places)
+    return WaitCount(name, policy, requests, *own, SENT[name].is_gated)
+
+
+def all_waits(requests: Sequence[int]) -> Iterator[WaitCount]:
+    """Of all that users send, with each policy that it makes a difference to."""
+    for name, sent in SENT.items():
+        pair = models(2, 1, sent.head)
+        for policy in POLICIES[sent.head is not None or "tree_nodes" in sent.options :]:
+            yield from (count_waits(*pair, name, policy, number) for number in requests)
 
 
 @contextmanager
@@ -260,6 +340,12 @@ def missed(report: dict[str, Any]) -> list[str]:
         for figure, bar in (("waits", "waits a step"), ("layer_operations", "launches a layer")):
             if step[figure] > BARS[bar]:
                 found.append(f"{name}: {step[figure]:g} {bar}, at most {BARS[bar]}")
+    for own in report["waits"]:
+        if own["is_gated"] and own["before_last"] > BARS["waits before the last read"]:
+            found.append(
+                f"{own['policy']}, {own['sent']}, {own['requests']} requests: {own['before_last']:g} waits before the last read, "
+                f"at most {BARS['waits before the last read']}"
+            )
     for own in report["kernels"]:
         if not own["fits"]:
             found.append(f"{own['kernel']} on sm_{own['arch']}: {own['spilled']} bytes spilled, {own['shared']} shared")
@@ -283,9 +369,18 @@ def show(report: dict[str, Any]) -> None:
         names = ("operations", "layer_operations", "waits", "copies", "launches", "captured")
         figures = " | ".join(f"{step[name]:.1f}" for name in names)
         print(f"| {step['policy']} | {step['draft_weights']} | {step['requests']} | {figures} |")
-    for step in report["steps"][-1:]:
-        for where, times in step["places"].items():
-            print(f"    {times:5.1f}  {where}")
+    for step in report["steps"]:
+        _show_places(step, f"{step['policy']}, {step['draft_weights']}")
+    print(
+        "| sent | policy | requests | drafted | waits | before the last read | gated |\n|---|---|---|---|---|---|---|"
+    )
+    for own in report["waits"]:
+        figures = " | ".join(f"{own[name]:.1f}" for name in ("drafted", "waits", "before_last"))
+        print(
+            "| {sent} | {policy} | {requests}".format(**own), figures, "yes |" if own["is_gated"] else "no |", sep=" | "
+        )
+    for own in report["waits"]:
+        _show_places(own, f"{own['sent']}, {own['policy']}")
     for own in report["kernels"]:
         print("sm_{arch} {kernel}: {registers} registers, {spilled} spilled, {shared} bytes shared".format(**own))
     for gib, tokens in report["pool_tokens"].items():
@@ -297,6 +392,12 @@ def show(report: dict[str, Any]) -> None:
         print(f"{row['drafter']}: {times}; ratio {row['ratio']:.3f}")
 
 
+def _show_places(counted: dict[str, Any], name: str) -> None:
+    print(f"waits of {name}, {counted['requests']} requests")
+    for where, times in counted["places"].items():
+        print(f"    {times:5.1f}  {where}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the figures go as JSON")
@@ -304,13 +405,14 @@ def main() -> int:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
     options = parser.parse_args()
     pair = models()
-    policies = (("fixed:1", "bf16"), (f"fixed:{BLOCK}", "bf16"), (f"fixed:{BLOCK}", "fp8"), ("goodput", "bf16"))
+    policies = [*((policy, "bf16") for policy in POLICIES), (f"fixed:{BLOCK}", "fp8")]
     report: dict[str, Any] = {
         "steps": [
             asdict(count_steps(*pair, policy, n, draft_weights=weights))
             for policy, weights in policies
             for n in options.requests
         ],
+        "waits": [asdict(own) for own in all_waits(options.requests)],
         "kernels": [] if options.no_kernels else [{**asdict(own), "fits": own.fits} for own in kernel_resources()],
         "pool_tokens": {str(gib): pool_tokens(gib) for gib in (80, 139)},
         "drafter_bytes": {weights: drafter_bytes(weights) for weights in BYTES},

@@ -32,6 +32,8 @@ _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_in
 _READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"}
 _SIZED_BY_DATA = {"nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim"}
 _FREE = {"detach", "detach_", "lift_fresh", "_unsafe_view", "view", "_reshape_alias"}
+SYNCHRONISED = "all work is waited for"
+"""The kind of wait of ``torch.cuda.synchronize``."""
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty"}
 """Here these make zeros: a kernel that is only counted leaves them as they are."""
 
@@ -46,6 +48,8 @@ class Counts:
     """Asynchronous copies to the device."""
     replayed: Counter[str] = field(default_factory=Counter)
     """Operations and kernels within graphs that were replayed; :attr:`operations` has ``a graph`` for each replay."""
+    unfinished: int = 0
+    """Launches since the host last waited. A GPU may still be at work on them."""
 
     def clear(self) -> None:
         for counter in (self.operations, self.waits, self.copies, self.replayed):
@@ -137,11 +141,13 @@ class PretendedCuda(TorchDispatchMode):
         if self._graph is not None:
             raise RuntimeError(f"{kind} while a graph is captured, at {place()}")
         self.counts.waits[kind, place()] += 1
+        self.counts.unfinished = 0
 
     def do(self, name: str, operation: Callable[[], Any]) -> Any:
         """Run one operation of the device. A graph that is captured will run it again, and write to the memory of this result."""
         result = operation()
         self.counts.operations[name] += name not in _UNSET
+        self.counts.unfinished += name not in _UNSET
         if self._graph is not None and name not in _UNSET:
             outputs = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
 
@@ -167,6 +173,7 @@ class PretendedCuda(TorchDispatchMode):
 
         def replay() -> None:
             self.counts.operations["a graph"] += 1
+            self.counts.unfinished += 1
             for name, operation in graph:
                 self.counts.replayed[name] += 1
                 operation()
@@ -335,6 +342,7 @@ def pretended_cuda(free_bytes: int = 2**28, *, runs_kernels: bool = False) -> It
         "max_memory_allocated": lambda *_: 0,
         "memory_reserved": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
+        "synchronize": lambda *_: device.wait(SYNCHRONISED),
     }
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)

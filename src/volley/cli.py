@@ -166,6 +166,7 @@ def generate(
     _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley import console
+    from volley.engine.start import describe_memory
     from volley.types import SamplingParams
 
     params = SamplingParams(
@@ -180,6 +181,8 @@ def generate(
         diffusion=_diffusion([*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]),
     )
     engine = load_engine(models, decoding, capacity)
+    if engine.target.device.type != "cpu":
+        console.stderr().print(describe_memory(engine))
     if adapter is not None:
         engine.load_adapter(str(adapter), adapter)
     if prompts is not None:

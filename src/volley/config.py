@@ -136,7 +136,8 @@ class CapacityConfig:
     num_states: int | None = None
     """Recurrent states of a hybrid target, of running requests and of prefixes; by default up to 1 GiB."""
     cuda_graphs: bool = True
-    """Launch a small pass as one CUDA graph, captured when a pass of its size first runs; has a meaning only on an NVIDIA GPU."""
+    """Launch a small pass as one CUDA graph, captured at a server's start or when a pass of its size first comes; has a meaning
+    only on an NVIDIA GPU."""
 
     def __post_init__(self) -> None:
         if any(size is not None and size < 1 for size in (self.max_batch_tokens, self.max_running)):

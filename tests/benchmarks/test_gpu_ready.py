@@ -1,5 +1,6 @@
 """What the benchmark counts and gates without a GPU."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -9,13 +10,17 @@ pytest.importorskip("triton")
 
 from benchmarks import gpu_ready
 from benchmarks.pretended_gpu import OnDevice, pretended_cuda
+from volley.engine.runner import Runner
+from volley.engine.step import Step
 
 
 def good() -> dict[str, Any]:
     step = {"policy": "fixed:16", "draft_weights": "fp8", "requests": 1, "waits": 1.0, "layer_operations": 12}
     kernel = {"kernel": "attention", "arch": 90, "spilled": 0, "shared": 1, "fits": True}
+    waits = {"sent": "T = 1", "policy": "goodput", "requests": 8, "before_last": 0.0, "is_gated": True}
     return {
         "steps": [step],
+        "waits": [{**waits, "sent": "trees", "before_last": 5.0, "is_gated": False}, waits],
         "kernels": [kernel],
         "pool_tokens": {"139": 500_000},
         "roofline": [{"ratio": 1.2}, {"ratio": 1.09}],
@@ -30,6 +35,7 @@ def test_bars_that_are_reached_are_not_named() -> None:
     ("part", "change", "named"),
     [
         ("steps", {"waits": 1.25}, "fixed:16, fp8, 1 requests: 1.25 waits a step, at most 1"),
+        ("waits", {"before_last": 0.25}, "goodput, T = 1, 8 requests: 0.25 waits before the last read, at most 0"),
         ("steps", {"layer_operations": 13}, "13 launches a layer"),
         ("kernels", {"fits": False, "spilled": 8}, "attention on sm_90: 8 bytes spilled"),
         ("roofline", {"ratio": 1.1}, "floor of the ratio 1.100"),
@@ -63,6 +69,37 @@ def test_operations_of_a_layer_and_waits_are_counted() -> None:
     assert found.waits == sum(found.places.values()) >= 1
     assert found.launches <= 4
     assert found.captured > gpu_ready.LAYERS * found.layer_operations
+
+
+@pytest.mark.parametrize("policy", gpu_ready.POLICIES)
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_greedy_step_reads_once_and_the_gate_says_so(policy: str, requests: int) -> None:
+    found = gpu_ready.count_waits(*gpu_ready.models(2, 1), "greedy", policy, requests)
+    assert (found.waits, found.before_last, found.drafted > 0) == (1, 0, policy != "fixed:1")
+    assert gpu_ready.missed(good() | {"waits": [asdict(found)]}) == []
+
+
+def test_a_wait_before_the_targets_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Runner.forward
+
+    def late(self: Runner, step: Step) -> None:
+        torch.ones(1, device="cuda").item()
+        forward(self, step)
+
+    monkeypatch.setattr(Runner, "forward", late)
+    found = gpu_ready.count_waits(*gpu_ready.models(2, 1), "greedy", "fixed:16", 2)
+    assert (found.waits, found.before_last) == (2, 1)
+    assert any(where.startswith("a value is read, ") for where in found.places)
+    assert "1 waits before the last read" in gpu_ready.missed(good() | {"waits": [asdict(found)]})[0]
+
+
+@pytest.mark.parametrize("name", gpu_ready.SENT.keys() - {"greedy"})
+def test_all_that_users_send_is_counted(name: str) -> None:
+    sent = gpu_ready.SENT[name]
+    found = gpu_ready.count_waits(*gpu_ready.models(2, 1, sent.head), name, "fixed:16", 2, steps=2)
+    assert found.drafted > 0
+    assert found.waits == sum(found.places.values()) >= 1
+    assert found.before_last == found.waits - 1
 
 
 def test_a_drafter_in_fp8_waits_no_more_and_adds_in_an_operation_of_its_own() -> None:

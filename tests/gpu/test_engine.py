@@ -1,7 +1,9 @@
 """The whole engine on a pretended GPU: the CPU's tokens, no mixed devices, and what it waits for."""
 
 import copy
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ pytest.importorskip("triton")
 
 from benchmarks.pretended_gpu import CPU, CUDA, OnDevice, move, pretended_cuda
 from tests.costs import settle
+from tests.models.test_adapter import make_adapter
 from tests.tiny import Pair, answers_and_drafts, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.files import REFERENCE
@@ -19,8 +22,9 @@ from volley.memory import float8
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.memory.upload import upload_together
-from volley.models import backlog
+from volley.models import backlog, draft_model
 from volley.models.accelerate import weight_bytes
+from volley.models.adapter import adapted
 from volley.models.drafter import Drafter
 from volley.models.fingerprint import drafter_fingerprint
 from volley.models.loading import load_causal_lm
@@ -100,6 +104,36 @@ def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, opt
         assert {"_attention_kernel", *(["_inject_kernel"] if here else [])} <= used
 
 
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+def test_requests_with_and_without_an_adapter_draft_as_on_a_cpu(
+    both: Both, cuda_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One draft pass for each drafter among the requests; an adapter that drafted as its drafter would prove nothing.
+
+    It is merged on the CPU: PyTorch's parametrisations refuse tensors of a pretended device.
+    """
+    make_adapter(tmp_path, both.here.drafter, seed=5)
+    merged = adapted(both.here.drafter, tmp_path)
+    each = [GREEDY, replace(GREEDY, draft_adapter="own"), replace(SEEDED, draft_adapter="own")]
+
+    def found(target: Target, drafter: Drafter, each: list[SamplingParams]) -> Any:
+        engine = Engine(target, drafter, policy="fixed", num_pages=64, cuda_graphs=cuda_graphs)
+        engine.load_adapter("own", tmp_path)
+        return [
+            (result.token_ids, result.stats.accepted_lengths, proposed)
+            for result, proposed in zip(
+                *answers_and_drafts(engine, random_prompts(3, longest=20, seed=1), each), strict=True
+            )
+        ]
+
+    expected = found(both.here.target, both.here.drafter, each)
+    assert expected != found(both.here.target, both.here.drafter, [replace(own, draft_adapter=None) for own in each])
+    with pretended() as counts:
+        monkeypatch.setattr(draft_model, "adapted", lambda *_: move(copy.deepcopy(merged)))
+        assert found(both.target, both.drafter, each) == expected
+    assert "_inject_kernel" in counts.operations
+
+
 def drafts(target: Target, drafter: Drafter, count: int, **options: Any) -> list[Any]:
     """What each request answers, is proposed, and accepts of it."""
     engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
@@ -169,6 +203,23 @@ def test_weights_behind_codes_are_readable_on_the_cpu(both: Both) -> None:
         assert drafter.norm.weight.device == CUDA
         assert drafter_fingerprint(drafter) == drafter_fingerprint(both.here.drafter)
         assert 0 < weight_bytes(drafter) < weight_bytes(both.here.drafter)
+
+
+def test_products_on_a_gpu_are_summed_in_fp32(both: Both) -> None:
+    settings = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(settings, name) for name in names}
+    try:
+        for name in names:
+            setattr(settings, name, True)
+        Target(copy.deepcopy(both.here.hf))
+        assert all(getattr(settings, name) for name in names), "a CPU changes nothing"
+        with pretended():
+            Target(move(copy.deepcopy(both.here.hf)))
+        assert not any(getattr(settings, name) for name in names)
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
 
 
 def test_goodput_decides_alike(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,10 @@ from tests.hybrid import target as hybrid_target
 from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
 from volley.engine import capacity
+from volley.engine.start import memory_of, report_memory, warm_up
 from volley.memory import graphs
 from volley.memory.device import Device
+from volley.memory.graphs import Bucket
 from volley.memory.kernels import launching
 
 __all__ = ["both"]
@@ -79,6 +81,80 @@ def test_a_step_is_a_few_launches_and_waits_once(both: Both) -> None:
         for request in requests:
             engine.abort(request)
         engine.check_integrity()
+
+
+WARM = {"num_pages": 24, "max_running": 4}
+
+
+def some_load(engine: Engine, start: int = 0) -> None:
+    """Requests of several lengths that join and leave."""
+    each = [SamplingParams(max_tokens=size, ignore_eos=True) for size in (30, 3, 8, 17, 1, 25)]
+    prompts = [[(start + number + i) % 50 for i in range(20 + 3 * number)] for number in range(len(each))]
+    assert len(list(engine.generate(prompts, each))) == len(each)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "fixed"}, {"policy": "fixed:1"}, {"policy": "goodput"}, {"tree_nodes": 8}],
+    ids=["blocks", "plain", "goodput", "trees"],
+)
+def test_no_graph_is_captured_while_a_warm_engine_serves(both: Both, options: dict[str, Any]) -> None:
+    captured: list[Any] = []
+    with pretended_cuda():
+        engine = Engine(both.target, both.drafter, **WARM, **options)
+        bare = memory_of(engine)["graphs"]
+        with mock.patch.object(launching, "capture", note_captures(captured)):
+            some_load(engine)
+            assert captured, "or nothing is proven"
+        engine = Engine(both.target, both.drafter, **WARM, **options)
+        count, seconds = warm_up(engine)
+        assert count > 2
+        assert seconds > 0
+        assert memory_of(engine)["graphs"] == bare, "here a graph holds nothing"
+        captured.clear()
+        with mock.patch.object(launching, "capture", note_captures(captured)):
+            some_load(engine, start=7)
+        assert not captured
+        engine.check_integrity()
+
+
+def note_captures(captured: list[Any]) -> Any:
+    real = launching.capture
+
+    def capture(run: Any, device: Any) -> Any:
+        captured.append(device)
+        return real(run, device)
+
+    return capture
+
+
+def test_memory_is_reported_on_a_gpu_alone(both: Both, caplog: pytest.LogCaptureFixture) -> None:
+    with pretended_cuda():
+        engine = Engine(both.target, both.drafter, policy="fixed", **WARM)
+        with caplog.at_level("INFO", "volley"):
+            report_memory(engine)
+        assert "memory of cuda:0: target " in caplog.text
+        assert "graphs " in caplog.text
+    caplog.clear()
+    report_memory(Engine(both.here.target, both.here.drafter))
+    assert not caplog.text
+    assert warm_up(Engine(both.here.target, both.here.drafter))[0] == 0
+
+
+def test_plain_decoding_and_verification_of_a_request_have_as_many_rows(both: Both) -> None:
+    """So both run the same products, however few tokens are drafted; the tokens are the CPU's."""
+    expected = answers(both.here.target, None, 1, GREEDY)
+    for drafter, rows in ((both.drafter, both.drafter.config.block_size), (None, 1)):
+        with pretended() as counts:
+            engine = Engine(both.target, drafter, num_pages=64, policy="fixed:1")
+            assert [own.token_ids for own in engine.generate(random_prompts(1, longest=20, seed=1), GREEDY)] == expected
+            assert counts.operations["a graph"]
+            buckets = {Bucket.of([size], rows) for size in range(1, rows + 1)}
+            assert buckets == {(1, rows, 1)}
+            for size in range(1, rows + 1):
+                engine.runner.seconds(size, 1)
+            assert engine.runner.passes is not None
+            assert engine.runner.passes.num_graphs == 1
 
 
 def test_values_of_the_pass_before_are_seen(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

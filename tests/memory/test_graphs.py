@@ -119,6 +119,28 @@ def test_a_bucket_holds_its_segments() -> None:
     assert Bucket.of([1] * 65) is None
 
 
+def test_few_requests_have_as_many_rows_whatever_they_verify() -> None:
+    for count in (1, 2, 3, 5, 8):
+        buckets = {Bucket.of([size] * count, 16) for size in range(1, 17)}
+        assert buckets == {Bucket.of([16] * (1 << (count - 1).bit_length()))}
+    assert Bucket.of([1], 10) == Bucket.of([10], 10) == (1, 12, 1)
+    assert Bucket.of([1] * 16, 16) == Bucket.of([1] * 16), "sixteen times sixteen rows would not be free"
+    assert Bucket.of([17], 16) == Bucket.of([17])
+
+
+def test_what_is_warmed_up_needs_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = StaticPasses(Model().forward, BlockTable(SIZE, [PAGES]), CPU, 6)
+    passes.warm_up(5, 9, 64, causal=True)
+    known = passes.num_graphs
+    assert known == len({Bucket.of([size] * count, 6) for size in range(1, 10) for count in range(1, 9)})
+    for count in range(1, 6):
+        for size in range(1, 10):
+            run = passes.made_up([size] * count, 20, causal=True)
+            assert run is not None
+            run()
+    assert passes.num_graphs == known
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.sampled_from([1, 3, 16]))
 def test_a_bucket_has_room_for_all_tiles(lengths: list[int], tokens: int) -> None:

@@ -1,44 +1,92 @@
 """The script for the day a GPU is there, dry: everything but the device."""
 
 import json
+import os
+import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from scripts.gpu import run
+from scripts.gpu import parts, run
 from tests.memory.kernels import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a dry run is for machines without a GPU")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(out: Path) -> subprocess.CompletedProcess[str]:
+    """``scripts/gpu/run OUT --dry-run``, as on the day."""
+    env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [str(ROOT / "scripts/gpu/run"), str(out), "--dry-run"]
+    return subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_every_part_runs_dry_and_has_its_table(tmp_path: Path) -> None:
-    for name in run.PARTS:
-        run.run_part(name, tmp_path, dry=True)
+    done = script(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(f"{name}: done" in done.stdout for name in run.PARTS)
+    assert "passes: " in done.stdout.replace("passes: done", ""), "the verdict"
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in run.PARTS}
-    assert found["rows"]["equal_rows"] == found["rows"]["rows"] == run.BLOCK
+    assert found["rows"]["equal_rows"] == found["rows"]["equal_rows_filled_up"] == parts.BLOCK
     assert [row["equal"] for row in found["load"]["table"]] == [1, 1]
+    assert [row["fixed:16"] > 0 for row in found["load_large"]["table"]] == [True, True]
     assert found["copy"]["GB_s"] > 0
     assert found["graphs"]["equal_answers"] == 1
-    text = run.tables(tmp_path)
+    assert {(row["kind"], row["requests"]) for row in found["engine"]["table"]} >= {("goodput", 2), ("greedy trees", 1)}
+    assert all(row["equal"] == 1 for row in found["engine"]["table"])
+    assert [row["most_waits"] for row in found["waits"]["table"]] == [0] * 6
+    text = (tmp_path / "tables.md").read_text()
     assert "not run\n\n##" not in text.replace("- tail: not run", "")
     assert "| requests | T_plain | T_verify | T_draft | ratio | T_draft_fp8 | ratio_fp8 |\n" in text
     assert all(row["T_draft_fp8"] > 0 for row in found["passes"]["table"])
 
 
-def test_what_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in run.PARTS:
-        (tmp_path / f"{name}.json").write_text('{"seconds": 1}')
-    monkeypatch.setattr(sys, "argv", ["run", str(tmp_path), "--dry-run"])
-    monkeypatch.setattr(run.subprocess, "run", lambda *_, **__: pytest.fail("a part was run again"))
-    assert run.main() == 0
+def done_but(tmp_path: Path, *others: str) -> None:
+    """All parts are done, except for some."""
+    for name in run.PARTS.keys() - set(others):
+        (tmp_path / f"{name}.json").write_text('{"seconds": 1, "passed": true}')
 
 
-def test_a_part_that_fails_is_named(
+def test_what_did_not_pass_is_run_again_and_nothing_else(tmp_path: Path) -> None:
+    done_but(tmp_path)
+    (tmp_path / "copy.json").write_text('{"passed": false}')
+    done = script(tmp_path)
+    assert (done.returncode, done.stdout) == (0, "copy: done\n"), done.stderr
+    assert script(tmp_path).stdout == ""
+
+
+def test_a_part_that_does_not_pass_is_named_and_its_figures_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in run.PARTS.keys() - {"copy"}:
-        (tmp_path / f"{name}.json").write_text('{"seconds": 1}')
+    done_but(tmp_path, "kernels")
+    arguments = ["run", str(tmp_path), "--dry-run"]
+
+    def here(command: list[str], **_: object) -> Any:
+        monkeypatch.setattr(sys, "argv", command[1:])
+        status = run.main()
+        monkeypatch.setattr(sys, "argv", arguments)
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(run.subprocess, "run", here)
+    for _ in range(2):
+        monkeypatch.setitem(run.PARTS, "kernels", lambda _: {"passed": False, "table": "they differ"})
+        assert run.main() == 1
+        assert capsys.readouterr().out == "kernels: did not pass\n"
+        assert "they differ" in (tmp_path / "tables.md").read_text()
+    monkeypatch.setitem(run.PARTS, "kernels", lambda _: {"passed": True, "table": "alike"})
+    assert run.main() == 0
+    assert capsys.readouterr().out == "kernels: done\n"
+
+
+def test_a_part_that_takes_too_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done_but(tmp_path, "copy")
 
     def late(*_: object, **__: object) -> None:
         raise run.subprocess.TimeoutExpired("copy", run.SECONDS)
@@ -46,5 +94,39 @@ def test_a_part_that_fails_is_named(
     monkeypatch.setattr(sys, "argv", ["run", str(tmp_path)])
     monkeypatch.setattr(run.subprocess, "run", late)
     assert run.main() == 1
-    assert capsys.readouterr().out == "copy: failed with status 124\n"
+    assert capsys.readouterr().out == "copy: stopped after 540 s\n"
     assert "## copy\n\nnot run" in (tmp_path / "tables.md").read_text()
+
+
+def test_what_a_slow_command_said_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "COMMAND_SECONDS", 1)
+    passed, said = parts.run_command("-c", "import time; print('so far'); time.sleep(60)")
+    assert not passed
+    assert said == "so far\n\nstopped after 1 s"
+    assert parts.run_command("-c", "raise SystemExit(2)") == (False, "")
+    assert parts.COMMAND_SECONDS < parts.SECONDS
+
+
+@pytest.mark.parametrize(("missing", "named"), [("pytest", "pytest missing"), ("hypothesis", "hypothesis missing")])
+def test_what_the_tests_need_is_named(missing: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "find_spec", lambda name: None if name == missing else name)
+    found = parts.tests(SimpleNamespace(dry=False))  # type: ignore[arg-type]
+    assert not found["passed"]
+    assert named in found["tail"]
+
+
+def test_every_wait_is_listed_and_no_other_warning() -> None:
+    modes: list[bool] = []
+
+    def step() -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    assert parts.waits_of(modes.append, step) == {"elsewhere": 2}
+    assert modes == [True, False]
+
+
+@pytest.mark.parametrize(("plain", "verdict"), [(86.0, "reached: 86 %"), (84.0, "MISSED: 84 %")])
+def test_plain_decoding_is_judged_by_the_copy(plain: float, verdict: str) -> None:
+    assert parts.compared(plain, 100.0)["verdict"].startswith(verdict.replace(" %", "%"))

@@ -11,9 +11,12 @@ import pytest
 from tests.conftest import TinyPair
 from tests.models.test_adapter import make_adapter
 from tests.serve.running import MODEL, Running, Tiny, running
+from volley.engine import capacity
 from volley.errors import ConfigError
+from volley.memory.device import Device
 from volley.serve.config import ServeConfig
 from volley.serve.limits import RateLimit
+from volley.serve.service import Service
 
 
 def test_adapters_are_models_too(tiny: Tiny, tmp_path: Path) -> None:
@@ -128,3 +131,13 @@ def test_the_memory_that_is_held(server: Running, tiny_pair: TinyPair) -> None:
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeConfig(**options)  # type: ignore[arg-type]
+
+
+def test_graphs_are_captured_before_a_server_listens(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cuda_graphs" not in Service(tiny.engine(), ServeConfig(), MODEL).memory
+    monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda", "a CPU that says so"))
+    engine = tiny.engine(max_running=2, policy="fixed")
+    service = Service(engine, ServeConfig(), MODEL)
+    assert engine.runner.passes is not None
+    assert service.memory["cuda_graphs"] == engine.runner.passes.num_graphs == 2, "of one request and of two"
+    assert service.memory["cuda_graphs_seconds"] >= 0

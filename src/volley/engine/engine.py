@@ -25,6 +25,7 @@ from volley.engine.pacing import Pacing
 from volley.engine.recurrent import make_recurrent
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
+from volley.engine.start import report_memory
 from volley.engine.states import (
     DraftContext,
     DraftRing,
@@ -173,6 +174,7 @@ class Engine:
         target = load_target(target or REFERENCE / "target", dtype, device, weights, tensor_parallel=tensor_parallel)
         engine = cls(target, None if drafter is None else load_drafter(drafter, target, draft_weights), **options)
         engine.drafter_source = None if drafter is None or isinstance(drafter, Drafter) else (drafter, draft_weights)
+        report_memory(engine)
         return engine
 
     # -- the loop ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ class Runner:
     ) -> None:
         """The states of the layers that the drafter of ``model`` reads are kept for it.
 
-        With ``spare`` slots at the end of the store, one page that is nobody's, small passes run in fixed memory if they can.
+        With ``spare`` slots at the end of the store, one page that is nobody's, small passes run in fixed memory if they can. Of
+        one request they have as many rows as a whole block with its anchor, in plain decoding too.
         """
         self.target, self.store, self.recurrent = target, store, recurrent
         self._taps = taps = None if model is None else Taps(target.model, model.taps)
@@ -43,7 +44,8 @@ class Runner:
         self.passes: StaticPasses | None = None
         """Small passes of decoding, as CUDA graphs on a GPU; ``None``: all of them are launched operation by operation."""
         if spare and target.is_regular:
-            self.passes = static_passes(forward, store, spare, target.device)
+            least = 1 if model is None else model.drafter.config.block_size
+            self.passes = static_passes(forward, store, spare, target.device, least)
 
     def close(self) -> None:
         """Keep no more states of layers; it runs no more steps."""
@@ -96,7 +98,7 @@ class Runner:
         context = min(CONTEXT, max(0, target.context_length - max(lengths)))
         replay = None if self.passes is None else self.passes.made_up(lengths, context, causal=True)
         if replay is not None:
-            return fastest(lambda: best_tokens(replay()))
+            return fastest(lambda: best_tokens(replay()), target.device)
         batch, store = made_up(lengths, target.kv_shapes, target.dtype, target.device, causal=True, context=context)
         rows = torch.arange(len(batch), device=target.device)[-tokens:]
-        return fastest(lambda: best_tokens(target.forward(batch, store, rows)))
+        return fastest(lambda: best_tokens(target.forward(batch, store, rows)), target.device)

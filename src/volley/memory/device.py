@@ -54,6 +54,21 @@ def memory_bytes(device: torch.device) -> int:
     return min(machine, int(text)) if text.isdigit() else machine
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait for all that a GPU was told to do; a CPU has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def sum_in_fp32() -> None:
+    """Let a GPU add up the parts of its half-precision products in fp32, as long as this process runs.
+
+    PyTorch allows sums in bf16 and fp16 by default. How many parts a product has depends on its rows.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     """Bytes of a GPU that ``run`` holds at its peak beyond what is held before."""
     before = torch.cuda.memory_allocated(device)

@@ -2,8 +2,11 @@
 
 A pass is filled up to a bucket: so many segments, rows and parts of keys. What it reads besides weights and K/V lies in one
 buffer of the device, which one copy from the host fills anew. The rows that fill up are a segment of their own, on a page that
-is nobody's. So a bucket launches the same operations on the same memory every time: captured at its first use, replayed after
-that. On a CPU the same function is called instead of a replay.
+is nobody's. So a bucket launches the same operations on the same memory every time: captured at its first use or ahead of it,
+replayed after that. On a CPU the same function is called instead of a replay.
+
+A product may round a row otherwise where it has other rows beside it, since a library chooses its kernel by their number. So
+few requests have as many rows in every pass, however few tokens each verifies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +22,14 @@ from volley.memory.device import reserved_bytes
 from volley.memory.kernels import launching
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore
-from volley.memory.tiles import TiledBatch, Tiling, most_parts, segment_arrays, tile_array
+from volley.memory.tiles import PART, TiledBatch, Tiling, most_parts, segment_arrays, tile_array
 from volley.memory.upload import refill
 
 MOST_ROWS = 256
 """Rows of a pass. With about so many, computing takes a GPU as long as reading the weights, and launches no longer count."""
 MOST_SEGMENTS = 64
+FREE_ROWS = 128
+"""Rows up to which a pass takes about as long as one of a single row: filling it up costs nothing."""
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a request
 _SIZE = 2**20  # 32-bit numbers that a pass may have: page ids most of all
 _ALIGNED = 4  # a part of the buffer begins at a multiple of 16 bytes
@@ -40,10 +45,14 @@ class Bucket(NamedTuple):
     """Of keys, where parts have programs of their own."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Self | None:
-        """The smallest for segments of such lengths, of one part; ``None`` where there are too many rows or segments."""
+    def of(cls, lengths: Sequence[int], least: int = 1) -> Self | None:
+        """The smallest for segments of such lengths, of one part; ``None`` where there are too many rows or segments.
+
+        While that is free, it has room for ``least`` rows of each segment.
+        """
         segments = 1 << (len(lengths) - 1).bit_length()
-        rows = next((segments * size for size in _SIZES if segments * size >= sum(lengths)), MOST_ROWS + 1)
+        wanted = max(sum(lengths), segments * least if segments * least <= FREE_ROWS else 0)
+        rows = next((segments * size for size in _SIZES if segments * size >= wanted), MOST_ROWS + 1)
         return cls(segments, rows, 1) if segments <= MOST_SEGMENTS and rows <= MOST_ROWS else None
 
 
@@ -93,9 +102,12 @@ class StaticPasses:
     """Passes of one model over one store."""
 
     @torch.inference_mode()
-    def __init__(self, forward: Forward, scratch: BlockTable, device: torch.device) -> None:
-        """``scratch`` is one page of the store that no request ever has. A pass over one token tells what layers read."""
-        self._forward, self._scratch, self.device = forward, scratch, device
+    def __init__(self, forward: Forward, scratch: BlockTable, device: torch.device, least: int = 1) -> None:
+        """``scratch`` is one page of the store that no request ever has. A pass over one token tells what layers read.
+
+        Buckets have room for ``least`` rows of each request, as :meth:`Bucket.of` says.
+        """
+        self._forward, self._scratch, self.device, self._least = forward, scratch, device, least
         batch, rows = RaggedBatch.on_device([Segment(scratch, 0, 1)], [0], [0], device)
         outputs = forward(batch, rows)
         self.tilings = [plan for plan in batch.plans if isinstance(plan, Tiling)]
@@ -124,7 +136,7 @@ class StaticPasses:
 
         Outputs have the rows of the bucket, real ones first. They are valid until the next pass.
         """
-        bucket = Bucket.of([segment.length for segment in segments])
+        bucket = Bucket.of([segment.length for segment in segments], self._least)
         if bucket is None:
             return None
         static = _Input.of(self._buffer, bucket, self.tilings)
@@ -145,7 +157,7 @@ class StaticPasses:
 
         Segments of such ``lengths`` come after ``context`` tokens each. All of it is on the page that is nobody's.
         """
-        if Bucket.of(lengths) is None:
+        if Bucket.of(lengths, self._least) is None:
             return None
         segments = [Segment(self._nobodys(context + length), context, length, causal) for length in lengths]
         token_ids = [0] * sum(lengths)
@@ -156,6 +168,24 @@ class StaticPasses:
             return found[1][0]
 
         return run
+
+    def warm_up(self, requests: int, rows: int, reach: int, *, causal: bool) -> None:
+        """Run, and so capture, the buckets of so many requests at most, of up to ``rows`` rows after up to ``reach`` tokens."""
+        rows = min(rows, MOST_ROWS)
+        counts = [1 << i for i in range((min(requests, MOST_SEGMENTS) - 1).bit_length() + 1)]
+        sizes = [size for size in _SIZES if size < rows] + [next(size for size in _SIZES if size >= rows)]
+        spans = [min(PART << i, reach) for i in range((-(-reach // PART) - 1).bit_length() + 1)]
+        buckets = {Bucket.of([size] * count, self._least): [size] * count for count in counts for size in sizes}
+        for lengths in buckets.values():
+            for span in spans:
+                run = self.made_up(lengths, max(0, span - lengths[0]), causal=causal)
+                if run is not None:
+                    run()
+
+    @property
+    def num_graphs(self) -> int:
+        """Buckets that were captured by now."""
+        return len(self._replays)
 
     def _nobodys(self, num_tokens: int) -> BlockTable:
         """A table for so many tokens, all of whose pages are the one that is nobody's."""
@@ -211,9 +241,14 @@ class StaticPasses:
             kept[: len(output)].copy_(output)
 
 
-def static_passes(forward: Forward, store: KVStore, page_size: int, device: torch.device) -> StaticPasses | None:
-    """Passes over ``store``, the last page of which is nobody's; ``None`` where a GPU could not capture them."""
-    passes = StaticPasses(forward, BlockTable(page_size, [store.num_slots // page_size - 1]), device)
+def static_passes(
+    forward: Forward, store: KVStore, page_size: int, device: torch.device, least: int = 1
+) -> StaticPasses | None:
+    """Passes over ``store``, the last page of which is nobody's; ``None`` where a GPU could not capture them.
+
+    They have room for ``least`` rows of each request.
+    """
+    passes = StaticPasses(forward, BlockTable(page_size, [store.num_slots // page_size - 1]), device, least)
     return passes if passes.can_be_captured or device.type == "cpu" else None
 
 

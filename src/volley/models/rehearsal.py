@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.device import synchronise
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore, make_store
 
@@ -42,12 +43,17 @@ def spread(tokens: int, requests: int) -> list[int]:
 
 
 @torch.inference_mode()
-def fastest(run: Callable[[], object]) -> float:
-    """Seconds of the fastest run, once another was about as fast: a machine with other work interrupts most long runs."""
+def fastest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest run, once another was about as fast: a machine with other work interrupts most long runs.
+
+    A run ends when ``device`` has done all of it: a GPU is still at work when its launches return.
+    """
     run()
+    synchronise(device)
     times: list[float] = []
     while sum(times) < _LONG and (len(times) < 2 or (times[1] > _ALIKE * times[0] and len(times) < _MOST_RUNS)):
         started = time.perf_counter()
         run()
+        synchronise(device)
         times = sorted([*times, time.perf_counter() - started])
     return times[0]

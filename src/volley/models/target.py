@@ -26,7 +26,7 @@ from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
 from volley.files import find_target
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
-from volley.memory.device import usable_device
+from volley.memory.device import sum_in_fp32, usable_device
 from volley.memory.kernels import attention_for
 from volley.memory.kv_store import KVStore, LatentShape, make_store
 from volley.memory.recurrent_pass import RecurrentPass
@@ -141,6 +141,8 @@ class Target:
         self.tokenizer = tokenizer
         self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
         """Where it runs; weights that fused layers hold are on no device any more."""
+        if self.device.type == "cuda":
+            sum_in_fp32()
         self.attention = attention_for(self.device)
         text = model.config.get_text_config()
         self.num_layers = len(decoder_layers(model))

@@ -150,7 +150,7 @@ class AutoregressiveProposer(ChainProposer):
             context = min(CONTEXT, model.context_length - 1)
             batch, store = made_up(lengths, model.kv_shapes, model.dtype, model.device, causal=True, context=context)
             rows = torch.arange(requests, device=model.device)
-            self._seconds[requests] = fastest(lambda: best_tokens(model.forward(batch, store, rows)))
+            self._seconds[requests] = fastest(lambda: best_tokens(model.forward(batch, store, rows)), model.device)
         return passes * self._seconds[requests]
 
 

@@ -50,7 +50,9 @@ class BlockProposer(Proposer):
             states = model.block_states(batch, model.store)[rows]
             return [model.logits(states), states]
 
-        self.passes = static_passes(forward, model.store, page_size, model.device) if model.is_regular else None
+        self.passes = None
+        if model.is_regular:
+            self.passes = static_passes(forward, model.store, page_size, model.device, self.block_size)
 
     def configure(self, config: DraftingConfig) -> None:
         if config.denoising_steps > 1 and self.model.drafter.config.sample_from_anchor:
@@ -197,12 +199,12 @@ class BlockProposer(Proposer):
         model = self.model
         features = torch.zeros(requests, model.drafter.fc.in_features, dtype=model.dtype, device=model.device)
         positions = torch.arange(requests, device=model.device)
-        making = fastest(lambda: model.drafter.context_kv(features, positions))
+        making = fastest(lambda: model.drafter.context_kv(features, positions), model.device)
         sizes = spread(tokens, requests)
         context = min(CONTEXT, max(0, model.drafter.rotary.length - max(sizes)))
         replay = None if self.passes is None else self.passes.made_up(sizes, context, causal=False)
         if replay is not None and model.bound_head is None:
-            return making + fastest(lambda: best_tokens(replay()))
+            return making + fastest(lambda: best_tokens(replay()), model.device)
         return making + sum(self.timed_parts(tokens, requests))
 
     @torch.inference_mode()
@@ -226,7 +228,8 @@ class BlockProposer(Proposer):
             else:
                 best_tokens(logits)
 
-        return fastest(lambda: model.block_states(batch, store)), fastest(choose)
+        layers = fastest(lambda: model.block_states(batch, store), model.device)
+        return layers, fastest(choose, model.device)
 
 
 def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: Tensor) -> Following:

@@ -71,8 +71,10 @@ class EagleProposer(ChainProposer):
             states = eagle.fused_states(tapped)
             embeddings = eagle.embed(batch.token_ids, model.embed)
             self._seconds[requests] = (
-                fastest(lambda: best_tokens(model.advance(batch, store, states)[0])),
-                fastest(lambda: eagle.keys_values(embeddings, eagle.fused_states(tapped), batch.positions)),
+                fastest(lambda: best_tokens(model.advance(batch, store, states)[0]), model.device),
+                fastest(
+                    lambda: eagle.keys_values(embeddings, eagle.fused_states(tapped), batch.positions), model.device
+                ),
             )
         step, making = self._seconds[requests]
         return (-(-tokens // requests) - 1) * step + making

@@ -17,6 +17,7 @@ from typing import Any
 
 from volley.engine.engine import Engine
 from volley.engine.reload import replace_drafter
+from volley.engine.start import memory_of
 from volley.errors import ConfigError
 from volley.files import REFERENCE, write_atomically
 from volley.models.draft_model import load_drafter
@@ -29,7 +30,6 @@ from volley.recalibrate.figures import Figures
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import Reservoir
 from volley.recalibrate.state import BASE, Learnt, Standing
-from volley.serve.metrics import memory_of
 from volley.serve.service import Service
 from volley.serve.worker import Job
 

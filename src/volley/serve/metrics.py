@@ -7,7 +7,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.metrics_core import Metric
 
 from volley.engine.engine import Engine
-from volley.models.accelerate import weight_bytes
 from volley.procedures.request import Request
 from volley.types import Proposal, Verdict
 
@@ -178,16 +177,6 @@ def _depth(proposal: Proposal) -> int:
     for parent in proposal.parents:
         depths.append(depths[parent] + 1)
     return max(depths)
-
-
-def memory_of(engine: Engine) -> dict[str, int]:
-    """Bytes of the weights of target and drafter, of the K/V pools of both, and of CUDA graphs that are captured by now."""
-    held, model = {"target": weight_bytes(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
-    if model is not None:
-        held |= {"drafter": weight_bytes(model.drafter), "draft_kv": model.store.nbytes}
-    if graphs := [own.passes for own in (engine.runner, engine.proposer) if own is not None and own.passes is not None]:
-        held["graphs"] = sum(passes.nbytes for passes in graphs)
-    return held
 
 
 class HttpMetrics:

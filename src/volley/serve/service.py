@@ -11,6 +11,7 @@ from volley.chat import Prompt, render_chat
 from volley.decode.rules import AtLeast
 from volley.decode.thinking import ThinkingBudget
 from volley.engine.engine import Engine
+from volley.engine.start import memory_of, warm_up
 from volley.errors import ConfigError, VolleyError
 from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
@@ -20,7 +21,7 @@ from volley.serve.errors import ApiError, shutting_down
 from volley.serve.formats import AnswerFormat, format_of, plain_calls
 from volley.serve.grammars import compile_grammar
 from volley.serve.messages import NamedTool, for_template
-from volley.serve.metrics import Metrics, memory_of
+from volley.serve.metrics import Metrics
 from volley.serve.parsing import AnswerParser
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
@@ -59,11 +60,14 @@ class Service:
         self._adapters = dict(adapter.split("=", 1) for adapter in config.adapters)
         for name, folder in self._adapters.items():
             engine.load_adapter(name, folder)
+        graphs, seconds = warm_up(engine)
         holds = engine.snapshot()
         self.metrics = Metrics(holds.num_pages, memory_of(engine))
         self.worker = Worker(engine, self.metrics, config.max_waiting)
         self.max_model_len = holds.max_tokens
         self.memory = memory(engine)
+        if graphs:
+            self.memory |= {"cuda_graphs": graphs, "cuda_graphs_seconds": round(seconds, 1)}
         self.draining = False
         self.companions: list[Companion] = []
         self.on_reloaded: list[Callable[[Drafter], None]] = []

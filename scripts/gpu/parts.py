@@ -1,0 +1,348 @@
+"""What is measured and checked on a GPU: one function a part. ``run.py`` runs them, each in a process of its own.
+
+Weights are random in Qwen3-8B's shape, or the bundled pair's. A part that checks something says so with ``passed``.
+"""
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 9 * 60
+"""Of a part at most."""
+COMMAND_SECONDS = 500
+"""Of a command within a part: what it has said by then is kept."""
+LOAD_SECONDS = 400
+"""After which a part starts no further level of load."""
+BLOCK = 16
+WANTED = 0.85
+"""Of the bandwidth of a copy, in plain decoding."""
+SYNCHRONISED = "synchronizing CUDA operation"
+"""What PyTorch's warning of a wait says."""
+
+
+class Bench:
+    """The device and the sizes of a run; models are made once a process."""
+
+    def __init__(self, dry: bool) -> None:
+        import torch
+
+        self.torch, self.dry = torch, dry
+        self.device = torch.device("cpu" if dry else "cuda")
+        self.levels = (1, 2) if dry else (1, 2, 4, 8, 16, 32, 64)
+        self.layers = 8 if dry else 36
+        self.shape = {
+            "hidden_size": 64 if dry else 4096,
+            "intermediate_size": 96 if dry else 12288,
+            "num_attention_heads": 4 if dry else 32,
+            "num_key_value_heads": 2 if dry else 8,
+            "head_dim": 16 if dry else 128,
+            "vocab_size": 64 if dry else 151936,
+        }
+
+    def seconds(self, run: Callable[[], object], repeats: int = 20) -> float:
+        """Median of some runs, each waited for."""
+        times = []
+        for turn in range(2 if self.dry else repeats + 3):
+            self.wait()
+            started = time.perf_counter()
+            run()
+            self.wait()
+            if turn >= (1 if self.dry else 3):
+                times.append(time.perf_counter() - started)
+        return median(times)
+
+    def pass_times(self, engine: Any, level: int) -> tuple[float, float, float]:
+        """Milliseconds of a pass of plain decoding, of one of verification and of one of drafting, for ``level`` requests."""
+        plain, verify = (engine.runner.seconds(size * level, level) for size in (1, BLOCK))
+        return 1e3 * plain, 1e3 * verify, 1e3 * engine.proposer.seconds(BLOCK * level, level)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize()
+
+    def warn_of_waits(self, on: bool) -> None:
+        """Let PyTorch warn whenever the host waits for the device, or no more."""
+        if self.device.type == "cuda":
+            self.torch.cuda.set_sync_debug_mode("warn" if on else "default")
+
+    def pair(self) -> Any:
+        """A target and a drafter with random weights in Qwen3-8B's shape and DFlash's."""
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        from volley.models.accelerate import accelerate
+        from volley.models.target import Target
+
+        config = Qwen3Config(
+            **self.shape, num_hidden_layers=self.layers, max_position_embeddings=40960, eos_token_id=None
+        )
+        self.torch.manual_seed(0)
+        with self.torch.device(self.device):
+            dtype = self.torch.bfloat16
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        accelerate(model)
+        target = Target(model)
+        return target, self.drafter(target, "bf16")
+
+    def drafter(self, target: Any, weights: Any) -> Any:
+        """A drafter for ``target`` with such weights."""
+        from volley.models.checkpoint import DrafterConfig
+        from volley.models.drafter import Drafter
+
+        own = DrafterConfig(
+            **self.shape,
+            num_hidden_layers=2 if self.dry else 5,
+            num_target_layers=self.layers,
+            block_size=BLOCK,
+            mask_token_id=3,
+            target_layer_ids=tuple(range(1, self.layers, 8))[:5],
+        )
+        with self.torch.device(self.device):
+            drafter = Drafter(own).to(self.device, self.torch.bfloat16).eval().requires_grad_(False)
+        drafter.fuse(weights, None if weights == "bf16" else target.head_weight)
+        return drafter
+
+
+def run_command(*command: str) -> tuple[bool, str]:
+    """Whether a command of the checkout ended well, and the end of what it said; also if it was stopped for the time."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        said, _ = process.communicate(timeout=COMMAND_SECONDS)
+        return process.returncode == 0, said[-6000:]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said, _ = process.communicate()
+        return False, f"{said[-6000:]}\nstopped after {COMMAND_SECONDS} s"
+
+
+def tests(bench: Bench) -> dict[str, Any]:
+    """The kernels' tests, compiled on the device; the reference is PyTorch's."""
+    if bench.dry:
+        return {"passed": True, "tail": "not run"}
+    if missing := [name for name in ("pytest", "hypothesis") if find_spec(name) is None]:
+        return {"passed": False, "tail": f"{' and '.join(missing)} missing here; install it, or bring its wheels"}
+    passed, tail = run_command("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/memory/kernels")
+    return {"passed": passed, "tail": tail}
+
+
+def copy(bench: Bench) -> dict[str, Any]:
+    """Bandwidth of a copy, bytes read and written."""
+    size = 2**20 if bench.dry else 2**31
+    source = bench.torch.ones(size, dtype=bench.torch.uint8, device=bench.device)
+    target = bench.torch.empty_like(source)
+    return {"GB_s": 2 * size / bench.seconds(lambda: target.copy_(source)) / 1e9}
+
+
+def kernels(bench: Bench) -> dict[str, Any]:
+    """Kernels against the copy: ``benchmarks/gpu_kernels.py``."""
+    if bench.dry:
+        return {"passed": True, "table": "not run"}
+    passed, table = run_command("benchmarks/gpu_kernels.py", "--device", "cuda")
+    return {"passed": passed, "table": table}
+
+
+def rows(bench: Bench) -> dict[str, Any]:
+    """Whether a row has the same bits in a block of sixteen as alone, and as alone in a pass filled up to sixteen rows."""
+    from volley.memory.batch import RaggedBatch, Segment
+    from volley.memory.kv_cache import BlockTable
+    from volley.memory.kv_store import make_store
+
+    torch, (target, _) = bench.torch, bench.pair()
+    tokens = torch.arange(BLOCK, device=bench.device) % target.vocab_size
+    store = make_store("auto", target.kv_shapes, 128, target.dtype, bench.device)
+    more, zeros = Segment(BlockTable(64, [1]), 0, BLOCK - 1), tokens[: BLOCK - 1] * 0
+    with torch.inference_mode():
+        table = BlockTable(64, [0])
+        together = target.forward(
+            RaggedBatch([Segment(table, 0, BLOCK)], tokens), store, torch.arange(BLOCK).to(tokens)
+        )
+        alone = [
+            target.forward(RaggedBatch([Segment(table, i, 1)], tokens[i : i + 1]), store, tokens[:1])[0]
+            for i in range(BLOCK)
+        ]
+        filled = [
+            target.forward(
+                RaggedBatch([Segment(table, i, 1), more], torch.cat([tokens[i : i + 1], zeros])), store, tokens[:1]
+            )[0]
+            for i in range(BLOCK)
+        ]
+    change = (torch.stack(alone).float() - together.float()).abs().amax(dim=-1)
+    equal, equal_filled = (
+        sum(torch.equal(one, other) for one, other in zip(own, together, strict=True)) for own in (alone, filled)
+    )
+    found = {"equal_rows": equal, "equal_rows_filled_up": equal_filled, "rows": BLOCK}
+    return {"passed": equal_filled == BLOCK, **found, "largest_difference": float(change.max())}
+
+
+def passes(bench: Bench) -> dict[str, Any]:
+    """T_plain, T_verify and T_draft by requests, in milliseconds, and what a plain pass reaches of a copy's bandwidth."""
+    from volley import Engine
+
+    target, drafter = bench.pair()
+    small = {"policy": "fixed", "num_pages": 64}  # passes are timed on pools of their own
+    engine, table = Engine(target, drafter, **small), []
+    for level in bench.levels:
+        plain, verify, draft = bench.pass_times(engine, level)
+        times = {"T_plain": plain, "T_verify": verify, "T_draft": draft}
+        table.append({"requests": level, **times, "ratio": (verify + draft) / plain})
+    coded = Engine(target, bench.drafter(target, "fp8"), **small).proposer
+    for row in table:
+        row["T_draft_fp8"] = 1e3 * coded.seconds(BLOCK * row["requests"], row["requests"])
+        row["ratio_fp8"] = (row["T_verify"] + row["T_draft_fp8"]) / row["T_plain"]
+    read = sum(w.nbytes for w in target.model.parameters()) - target.head_weight.nbytes  # less the embedding
+    return {"table": table, **compared(read / table[0]["T_plain"] / 1e6, copy(bench)["GB_s"])}
+
+
+def compared(plain: float, copied: float) -> dict[str, Any]:
+    """What plain decoding reaches of the bandwidth of a copy, both in GB/s, and the verdict."""
+    share = plain / copied
+    verdict = f"{'reached' if share >= WANTED else 'MISSED'}: {share:.0%} of a copy's bandwidth, {WANTED:.0%} wanted"
+    return {"plain_GB_s": plain, "copy_GB_s": copied, "verdict": verdict}
+
+
+def graphs(bench: Bench) -> dict[str, Any]:
+    """T_plain, T_verify and T_draft in milliseconds with and without CUDA graphs, and whether the tokens are the same."""
+    from volley import Engine, SamplingParams
+
+    pair = bench.pair()
+    params = SamplingParams(max_tokens=8 if bench.dry else 64, ignore_eos=True)
+    prompts = [[10 + i] * 32 + list(range(40, 60)) for i in range(max(bench.levels))]
+    table: list[dict[str, Any]] = [{"requests": level} for level in bench.levels]
+    answers, held = [], 0
+    for name, with_graphs in (("eager", False), ("graphs", True)):
+        engine = Engine(*pair, policy=f"fixed:{BLOCK}", num_pages=64 * max(bench.levels), cuda_graphs=with_graphs)
+        for row in table:
+            plain, verify, draft = bench.pass_times(engine, row["requests"])
+            row |= {f"plain {name}": plain, f"verify {name}": verify, f"draft {name}": draft}
+        answers.append([own.token_ids for level in bench.levels for own in engine.generate(prompts[:level], params)])
+        held = sum(own.passes.nbytes for own in (engine.runner, engine.proposer) if own.passes is not None)
+    same = sum(one == other for one, other in zip(*answers, strict=True)) / len(answers[0])
+    return {"equal_answers": same, "graphs_MiB": held / 2**20, "table": table}
+
+
+def engine(bench: Bench) -> dict[str, Any]:
+    """Tokens of the bundled pair in fp32, on the CPU and on the device: the share of answers that are equal."""
+    from volley import Engine, SamplingParams
+
+    size = 8 if bench.dry else 64
+    greedy, seeded = SamplingParams(max_tokens=size), SamplingParams(max_tokens=size, temperature=1.0, seed=3)
+    kinds: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
+        "greedy chains": (greedy, {"policy": "fixed"}),
+        "greedy trees": (greedy, {"tree_nodes": BLOCK}),
+        "sampled with a seed": (seeded, {"policy": "fixed"}),
+        "goodput": (greedy, {"policy": "goodput"}),
+    }
+    prompts = [[10 + i] * 8 + list(range(40, 60)) for i in range(2 if bench.dry else 8)]
+    here, there = (
+        Engine.from_pretrained(dtype=bench.torch.float32, device=device, num_pages=1024, max_running=8)
+        for device in ("cpu", bench.device)
+    )
+    table = []
+    for name, (params, options) in kinds.items():
+        for level in (1, len(prompts)):
+            answers = []
+            for own in (here, there):
+                own.reconfigure(type(own.config)(**options))
+                own.reset_prefix_cache()
+                answers.append([result.token_ids for result in own.generate(prompts[:level], params)])
+            equal = sum(one == other for one, other in zip(*answers, strict=True)) / level
+            table.append({"kind": name, "requests": level, "equal": equal})
+    return {"passed": all(row["equal"] == 1 for row in table), "table": table}
+
+
+def load(bench: Bench) -> dict[str, Any]:
+    """Tokens a second of so many requests at once, plain and with the bundled drafter, and whether their tokens are equal."""
+    from volley import Engine
+
+    engine = Engine.from_pretrained(device=bench.device, num_pages=256 * max(bench.levels))
+    return loaded(bench, engine, ("fixed:1", "goodput"), 8 if bench.dry else 128)
+
+
+def load_large(bench: Bench) -> dict[str, Any]:
+    """The same in Qwen3-8B's shape with random weights, of whose drafts next to nothing is accepted: what cycles cost."""
+    from volley import Engine
+
+    engine = Engine(*bench.pair(), num_pages=64 * max(bench.levels))
+    return loaded(bench, engine, ("fixed:1", f"fixed:{BLOCK}", "goodput"), 8 if bench.dry else 96)
+
+
+def loaded(bench: Bench, engine: Any, policies: tuple[str, ...], size: int) -> dict[str, Any]:
+    """Tokens a second by requests and policy, for as many levels as there is time for, and what capturing graphs took before."""
+    from volley import SamplingParams
+    from volley.engine.start import warm_up
+
+    graphs, seconds = warm_up(engine)
+    params, started = SamplingParams(max_tokens=size, ignore_eos=True), time.perf_counter()
+    prompts = [[10 + i % 50] * 32 + list(range(40, 60)) for i in range(max(bench.levels))]
+    table: list[dict[str, Any]] = []
+    for level in bench.levels:
+        if time.perf_counter() - started > LOAD_SECONDS:
+            break
+        row, answers = {"requests": level}, []
+        for policy in policies:
+            engine.policy = policy
+            warm_up(engine)
+            engine.reset_prefix_cache()
+            begun = time.perf_counter()
+            results = list(engine.generate(prompts[:level], params))
+            row[policy] = sum(len(own.token_ids) for own in results) / (time.perf_counter() - begun)
+            answers.append([own.token_ids for own in results])
+        row["equal"] = sum(all(one == first for one in others) for first, *others in zip(*answers, strict=True)) / level
+        table.append(row)
+    return {"cuda_graphs": graphs, "cuda_graphs_seconds": seconds, "table": table}
+
+
+def waits(bench: Bench) -> dict[str, Any]:
+    """Where a step of decoding waits for the device, of one request: the read of its results is the only place allowed."""
+    from volley import Engine, SamplingParams
+
+    kinds = {"greedy": {}, "T = 1": {"temperature": 1.0}, "T = 1, seed": {"temperature": 1.0, "seed": 3}}
+    pair, table, places = bench.pair(), [], {}
+    for policy in (f"fixed:{BLOCK}", "fixed:1"):
+        engine = Engine(*pair, policy=policy, num_pages=256)
+        for kind, own in kinds.items():
+            request = engine.add_request(list(range(40)), SamplingParams(max_tokens=200, ignore_eos=True, **own))
+            for _ in range(4):
+                engine.step()
+            found = [waits_of(bench.warn_of_waits, engine.step) for _ in range(3)]
+            engine.abort(request)
+            table.append({"policy": policy, "kind": kind, "most_waits": max(step.total() for step in found)})
+            places[f"{policy}, {kind}"] = dict(max(found, key=Counter.total))
+    return {"passed": all(row["most_waits"] <= 1 for row in table), "places": places, "table": table}
+
+
+def waits_of(warn: Callable[[bool], None], run: Callable[[], object]) -> Counter[str]:
+    """Places in volley where ``run`` waits for the device, by PyTorch's warnings, which ``warn`` switches."""
+    found: Counter[str] = Counter()
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if SYNCHRONISED in str(message):
+            frames = [frame for frame in traceback.extract_stack() if "/volley/" in frame.filename]
+            found[
+                f"{frames[-1].filename.rpartition('/volley/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
+            ] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        warn(True)
+        try:
+            run()
+        finally:
+            warn(False)
+    return found
+
+
+PARTS = {part.__name__: part for part in (tests, copy, kernels, rows, engine, passes, graphs, load, load_large, waits)}

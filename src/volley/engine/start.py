@@ -1,0 +1,61 @@
+"""What an engine does and tells before it serves: passes that are captured ahead, and what it holds of its device's memory."""
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from volley.decode.lookup import MOST_FOUND
+from volley.memory.graphs import MOST_SEGMENTS, StaticPasses
+from volley.models.accelerate import weight_bytes
+
+if TYPE_CHECKING:
+    from volley.engine.engine import Engine
+
+log = logging.getLogger("volley")
+REACH = 4096
+"""Tokens of the longest text whose passes are captured ahead; longer ones' are when they first come."""
+
+
+def warm_up(engine: "Engine") -> tuple[int, float]:
+    """Capture the CUDA graphs of what ``engine`` will run, so that no step waits for that: how many, and the seconds it took.
+
+    Of up to as many requests as run at once, with texts of up to :data:`REACH` tokens and drafts as its policy makes them.
+    """
+    started, policy = time.perf_counter(), engine.policy
+    requests = (
+        MOST_SEGMENTS if policy.uses_costs else engine.capacity.max_running
+    )  # costs are those of many requests, too
+    reach = min(REACH, engine.target.context_length, engine.pool.num_pages * engine.pool.page_size)
+    rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
+    if engine.runner.passes is not None:
+        engine.runner.passes.warm_up(requests, rows, reach, causal=True)
+    if engine.proposer is not None and engine.proposer.passes is not None and policy.block_size > 1:
+        engine.proposer.passes.warm_up(requests, policy.block_size, reach, causal=False)
+    return sum(passes.num_graphs for passes in _static(engine)), time.perf_counter() - started
+
+
+def memory_of(engine: "Engine") -> dict[str, int]:
+    """Bytes of the weights of target and drafter, of the K/V pools of both, and of CUDA graphs that are captured by now."""
+    held, model = {"target": weight_bytes(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
+    if model is not None:
+        held |= {"drafter": weight_bytes(model.drafter), "draft_kv": model.store.nbytes}
+    if graphs := _static(engine):
+        held["graphs"] = sum(passes.nbytes for passes in graphs)
+    return held
+
+
+def describe_memory(engine: "Engine") -> str:
+    """:func:`memory_of` as a line of text."""
+    parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory_of(engine).items())
+    return f"memory of {engine.target.device}: {parts}"
+
+
+def report_memory(engine: "Engine") -> None:
+    """Log it where memory is a device's own: how little is left on it decides what runs."""
+    if engine.target.device.type != "cpu":
+        log.info(describe_memory(engine))
+
+
+def _static(engine: "Engine") -> list[StaticPasses]:
+    owners = (engine.runner, engine.proposer)
+    return [own.passes for own in owners if own is not None and own.passes is not None]
