@@ -222,7 +222,7 @@ class Late:
 
     token_ids: Tensor
     """``[k]``"""
-    confidence: Tensor | None
+    confidence: Tensor | None = None
     """``[k]`` in double precision, or ``None`` where nobody asks for it."""
 
     def first(self, size: int) -> "Late":

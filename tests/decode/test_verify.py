@@ -4,7 +4,7 @@ The target is a table p(x | prefix) over 5 tokens. Every draw drafts three token
 sampling to four tokens, so that the joint law of whole sequences can be compared, not only that of single tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
+from volley.decode import verify
 from volley.decode.sampling import race
-from volley.decode.verify import verify_choices, verify_speculative
+from volley.decode.verify import verify_choices
 from volley.types import Verdict
 
 V, K = 5, 3
@@ -113,6 +114,22 @@ def speculative(drafts: Tensor, scored_with: Tensor, seed: int, lengths: Tensor 
             [row[:size] for row, size in zip(uniforms, sizes, strict=True)],
             draw,
         )
+
+
+def verify_speculative(
+    target: Tensor,
+    laws: Sequence[Tensor],
+    drafts: Sequence[Sequence[int]],
+    uniforms: Sequence[Sequence[float]],
+    draw: Callable[[Tensor, list[int]], list[int]],
+) -> list[Verdict]:
+    """The verifier's verdicts; ``draw`` gets what each token behind a draft is drawn from, and the row it belongs to."""
+    tokens = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int64)
+    sizes = [len(draft) for draft in drafts]
+    numbers = [number for own in uniforms for number in own]
+    judged = verify.verify_speculative(target, torch.cat(list(laws)), tokens, sizes, numbers)
+    found = zip(judged.kept.tolist(), drafts, draw(judged.weights, judged.rows.tolist()), strict=True)
+    return [Verdict(kept, [*draft[:kept], token]) for kept, draft, token in found]
 
 
 def single_pass_laws(draws: int) -> Tensor:

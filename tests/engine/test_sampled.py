@@ -207,8 +207,8 @@ def test_the_law_of_whole_answers_is_the_targets(params: dict[str, Any], options
     assert accepted > 0.2, "drafts must have been accepted for this to mean anything"
 
 
-def soft_scored(logits: Tensor, params: SamplingParams, *_: Any) -> Proposal:
-    return Proposal(logits.argmax(dim=-1).tolist(), token_probs(logits, params))
+def soft_scored(logits: Tensor, params: SamplingParams, *_: Any) -> tuple[Tensor, Tensor]:
+    return logits.argmax(dim=-1), token_probs(logits, params)
 
 
 def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

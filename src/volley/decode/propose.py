@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, race
+from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, exponentials, race
 from volley.decode.work import Work
 from volley.types import Lattice, Proposal, SamplingParams
 
@@ -22,15 +22,21 @@ Transitions = Callable[[list[int], list[int]], Tensor]
 """``after(rows, tokens)``: the logits ``[n, V]`` of n positions, numbered over all blocks, each after its token."""
 
 
-def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Proposal:
-    """Draw every position from its own distribution for speculative sampling; ``logits [k, V]`` of positions from ``first``."""
+def propose_sampled(logits: Tensor, params: SamplingParams, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Draw every position from its own distribution, for speculative sampling: tokens ``[R]`` and distributions ``[R, V]``.
+
+    ``logits [R, V]`` may be those of several requests that sample alike, and each row has its own of ``uniforms [R]``.
+    """
     probs = draft_probs(logits, params)
-    return Proposal(draw(probs, noise.uniforms(Purpose.DRAFT, first, len(logits))).tolist(), probs)
+    return draw(probs, uniforms), probs
 
 
-def propose_coupled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
-    """Draw every position with the noise the target will use at that position; tokens ``[k]``, for sample-and-match only."""
-    return race(draft_probs(logits, params), noise.exponentials(range(first, first + len(logits)), logits.shape[-1]))
+def propose_coupled(logits: Tensor, params: SamplingParams, places: Sequence[tuple[PositionNoise, int]]) -> Tensor:
+    """Draw every position with the noise the target will use there, for sample-and-match only; tokens ``[R]``.
+
+    ``places`` says whose noise that is for each row of ``logits [R, V]``, and at which position.
+    """
+    return race(draft_probs(logits, params), exponentials(places, logits.shape[-1], logits.device))
 
 
 def walk_greedy(lattice: Lattice) -> Proposal:
@@ -75,8 +81,8 @@ def walk_coupled(after: Transitions, works: Works) -> list[Proposal]:
 
     def choose(distributions: Tensor, _: list[int], works: Works, position: int) -> Tensor:
         size, requests = distributions.shape[-1], [work.request for work in works]
-        noise = [request.noise.exponentials([request.length + position], size) for request in requests]
-        return race(distributions, torch.cat(noise))
+        places = [(request.noise, request.length + position) for request in requests]
+        return race(distributions, exponentials(places, size, distributions.device))
 
     return [Proposal(own) for own in _walk(after, works, choose)]
 

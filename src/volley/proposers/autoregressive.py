@@ -68,7 +68,7 @@ class ChainProposer(Proposer):
             requests = [owner[row].request for row in rows]
             logits = self.read(requests, token_ids)
             if sure is not None:
-                for row, probability in zip(rows, confidences(logits), strict=True):
+                for row, probability in zip(rows, confidences(logits).tolist(), strict=True):
                     sure[row] = probability
             parts = zip(requests, torch.split(logits, 1), strict=True)
             return torch.cat([apply_rules(own.rules, row, [()]) if own.rules else row for own, row in parts])
