@@ -6,20 +6,18 @@ with others therefore cannot change what it samples, and sample-and-match gives 
 
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import lru_cache
 from hashlib import shake_128
 from struct import unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from volley.decode import noise
 from volley.memory.upload import upload
 from volley.types import SamplingParams
 
 _CPU = torch.device("cpu")
-_KEPT = 128  # rows of exponentials: the blocks of a few requests, which draft and target and the next draft all ask for
 _PART = 128  # tokens of a vocabulary that are drawn together at first
 
 
@@ -67,15 +65,9 @@ class PositionNoise:
 
 
 def exponentials(places: Sequence[tuple[PositionNoise, int]], size: int, device: torch.device) -> Tensor:
-    """:meth:`PositionNoise.exponentials` of several requests, each at a position: ``[len(places), size]``."""
-    rows = np.stack([_exponentials(noise.seed, position, size) for noise, position in places])
-    return upload(rows, device)
-
-
-@lru_cache(maxsize=_KEPT)
-def _exponentials(seed: int, position: int, size: int) -> NDArray[np.float32]:
-    generator = np.random.Generator(np.random.Philox(key=[seed, int(Purpose.TARGET)], counter=[0, 0, position, 0]))
-    return generator.standard_exponential(size, dtype=np.float32).clip(1e-30)
+    """:meth:`PositionNoise.exponentials` of several requests, each at a position: ``[len(places), size]`` on ``device``."""
+    seeds, positions = [own.seed for own, _ in places], [position for _, position in places]
+    return noise.exponentials(seeds, Purpose.TARGET, positions, size, device)
 
 
 def likeliest(logits: Tensor) -> Tensor:
