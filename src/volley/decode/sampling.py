@@ -90,7 +90,7 @@ def confidences(logits: Tensor) -> Tensor:
     once stay in the cache.
     """
     size = 8 if logits.device.type == "cpu" else max(1, len(logits))
-    return torch.cat([rows.log_softmax(dim=-1).amax(dim=-1) for rows in logits.split(size)]).double().exp()
+    return torch.cat([rows.log_softmax(dim=-1).amax(dim=-1) for rows in torch.split(logits, size)]).double().exp()
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:

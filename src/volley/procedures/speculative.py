@@ -162,7 +162,7 @@ def _match(works: Works, logits: Tensor, reading: Reading) -> None:
     if logits.device.type == "cpu":  # where it pays to draw behind accepted nodes alone
         for work in works:
             if work.proposal.parents is not None:
-                reading.add(logits.new_empty(0, dtype=torch.int64), partial(_walk, work, *_rows([work], logits)))
+                reading.add(logits.new_empty(0, dtype=torch.int64), partial(_walk, work, _rows([work], logits)[0]))
         works = [work for work in works if work.proposal.parents is None]
     if works:
         probs, places = _probs(works, logits), _places(works)

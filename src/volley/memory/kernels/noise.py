@@ -7,7 +7,7 @@ from torch import Tensor
 
 from volley.memory.kernels import launching
 
-_BLOCK = 512  # counters of one program, four tokens each
+BLOCK = 512  # counters of one program, four tokens each
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def fill_exponentials(places: Tensor, purpose: int, size: int) -> Tensor:
     """Unit exponentials ``[R, size]`` (fp32) of ``places [2, R]`` (int64), seeds and positions."""
     count = places.shape[1]
     output = torch.empty(count, size, dtype=torch.float32, device=places.device)
-    grid = (count, triton.cdiv(size, 4 * _BLOCK))
+    grid = (count, triton.cdiv(size, 4 * BLOCK))
     launching.launch(
-        _exponentials_kernel, grid, places.device, places, output, count, size, PURPOSE=purpose, BLOCK=_BLOCK
+        _exponentials_kernel, grid, places.device, places, output, count, size, PURPOSE=purpose, BLOCK=BLOCK
     )
     return output
