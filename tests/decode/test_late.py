@@ -27,7 +27,7 @@ def test_one_copy_brings_choices_and_drafts(sizes: list[tuple[int, bool]], with_
             work.proposal = Proposal(own)
             continue
         late.append(work)
-        late_proposals([work], torch.tensor(own, dtype=torch.int64))
+        (work.proposal,) = late_proposals([work], torch.tensor(own, dtype=torch.int64))
         assert work.proposal.late is not None
         if with_confidence:
             sure += (own_sure := [1 / (2 + token) for token in own])
@@ -49,7 +49,8 @@ def test_one_copy_brings_choices_and_drafts(sizes: list[tuple[int, bool]], with_
 def test_every_work_gets_its_part_of_tokens_and_distributions() -> None:
     works = [Work[Request](decoding([1, 2]), replace(CHAIN, size=size, positions=size)) for size in (2, 1)]
     probs = torch.eye(3)
-    late_proposals(works, torch.tensor([5, 6, 7]), probs)
+    for work, proposal in zip(works, late_proposals(works, torch.tensor([5, 6, 7]), probs), strict=True):
+        work.proposal = proposal
     assert [work.proposal.token_ids for work in works] == [[0, 0], [0]]
     read_drafts(works)
     assert [work.proposal.token_ids for work in works] == [[5, 6], [7]]

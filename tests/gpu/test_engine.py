@@ -242,7 +242,7 @@ def waits_of_a_step(target: Target, drafter: Drafter | None, count: int, params:
     with pretended() as counts:
         engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
         for prompt in random_prompts(count, longest=20, seed=1):
-            engine.add_request(prompt, params)
+            engine.add_request(prompt, replace(params, max_tokens=60, ignore_eos=True))
         engine.step()
         engine.step()
         counts.clear()
@@ -300,7 +300,7 @@ def test_several_sampled_kinds_in_a_step_are_read_at_once(both: Both) -> None:
     with pretended() as counts:
         engine = Engine(both.target, both.drafter, num_pages=64, policy="fixed")
         for prompt, params in zip(random_prompts(4, longest=20, seed=1), each, strict=True):
-            engine.add_request(prompt, params)
+            engine.add_request(prompt, replace(params, max_tokens=60, ignore_eos=True))
         engine.step()
         engine.step()
         counts.clear()

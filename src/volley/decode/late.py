@@ -54,14 +54,12 @@ def _take_confidence(proposal: Proposal, bits: list[int]) -> None:
     proposal.confidence = np.array(bits, dtype=np.int64).view(np.float64).tolist()
 
 
-def late_proposals(works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None) -> None:
-    """Give each work its part of ``tokens [Σ k]``, and of ``probs [Σ k, V]`` that they were drawn from, which nobody has read."""
-    start = 0
-    for work in works:
-        part = slice(start, start := start + work.ask.positions)
-        work.proposal = Proposal(
-            [0] * work.ask.positions, None if probs is None else probs[part], late=Late(tokens[part])
-        )
+def late_proposals(works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None) -> list[Proposal]:
+    """Each work's part of ``tokens [Σ k]``, and of ``probs [Σ k, V]`` that they were drawn from, which nobody has read."""
+    sizes = [work.ask.positions for work in works]
+    laws = [None] * len(works) if probs is None else torch.split(probs, sizes)
+    parts = zip(sizes, laws, torch.split(tokens, sizes), strict=True)
+    return [Proposal([0] * size, law, late=Late(own)) for size, law, own in parts]
 
 
 def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:

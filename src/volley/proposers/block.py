@@ -304,14 +304,17 @@ def _choose_chains(works: Works, logits: Tensor) -> None:
     """Chains under one rule, of requests that sample alike."""
     requests, sizes, rule = [work.request for work in works], _sizes(works), works[0].ask.rule
     params = requests[0].params
+    probs = None
     if rule is Rule.GREEDY:
-        late_proposals(works, likeliest(logits))
+        tokens = likeliest(logits)
     elif rule is Rule.MATCH:
-        late_proposals(works, propose_coupled(logits, params, _places(requests, sizes)))
+        tokens = propose_coupled(logits, params, _places(requests, sizes))
     else:
-        drawn = zip(requests, sizes, strict=True)
-        uniforms = [own.noise.uniforms(Purpose.DRAFT, own.length, size) for own, size in drawn]
-        late_proposals(works, *propose_sampled(logits, params, [u for own in uniforms for u in own]))
+        pairs = zip(requests, sizes, strict=True)
+        uniforms = [u for own, size in pairs for u in own.noise.uniforms(Purpose.DRAFT, own.length, size)]
+        tokens, probs = propose_sampled(logits, params, uniforms)
+    for work, proposal in zip(works, late_proposals(works, tokens, probs), strict=True):
+        work.proposal = proposal
 
 
 def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor) -> float:
