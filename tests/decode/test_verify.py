@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -223,6 +223,37 @@ def test_the_verifier_keeps_what_the_slow_one_keeps(size: int, seed: int) -> Non
         (verdict,) = verify_speculative(target, [laws], [list(draft)], [uniforms], draw)
         assert verdict.accepted < max(count, 1) or chance + 1e-5 > 1
         longer += probability
+
+
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=5), seed=st.integers(0, 10_000))
+def test_many_drafts_at_once_are_judged_as_each_slowly(sizes: list[int], seed: int) -> None:
+    """With target laws that have zeros, so that some drafts become impossible, and levels that fall and rise again."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = [random_laws(size + 1, seed + 7 * i) for i, size in enumerate(sizes)]
+    laws = [random_laws(size, seed + 50 + 7 * i) for i, size in enumerate(sizes)]
+    drafts = [torch.multinomial(law, 1, generator=generator)[:, 0].tolist() if len(law) else [] for law in laws]
+    uniforms = [torch.rand(size, generator=generator, dtype=torch.double).tolist() for size in sizes]
+    expected, behind = [], []
+    for target, law, draft, own in zip(targets, laws, drafts, uniforms, strict=True):
+        kept, longer, weighted = 0, 0.0, judge_slowly(tuple(draft), target.double(), law.double())
+        for count in range(len(draft), 0, -1):
+            chance = weighted[count][0] / (1 - longer) if longer < 1 - 1e-9 else 0.0
+            assume(abs(own[count - 1] - chance) > 1e-5)
+            if own[count - 1] < chance:
+                kept = count
+                break
+            longer += weighted[count][0]
+        expected.append(kept)
+        behind.append(weighted[kept][1] / weighted[kept][1].sum())
+    seen: list[Tensor] = []
+
+    def draw(weights: Tensor, rows: list[int]) -> list[int]:
+        seen.append(weights.double() / weights.double().sum(dim=-1, keepdim=True))
+        return [0] * len(rows)
+
+    verdicts = verify_speculative(torch.cat(targets), laws, drafts, uniforms, draw)
+    assert [verdict.accepted for verdict in verdicts] == expected
+    torch.testing.assert_close(seen[0], torch.stack(behind), atol=1e-4, rtol=1e-3)
 
 
 def test_speculative_sampling_has_the_targets_law() -> None:
