@@ -101,6 +101,24 @@ def test_noise_of_few_bits_is_seen_where_there_are_many_rare_tokens() -> None:
     assert probability(biased(races, 1 + rare)) < 1e-9
 
 
+def numpys(seed: int, position: int, size: int) -> torch.Tensor:
+    """Planted: NumPy's own exponentials in single precision, cut off where they are 0."""
+    generator = np.random.Generator(np.random.Philox(key=[seed, 0], counter=[0, 0, position, 0]))
+    return torch.from_numpy(generator.standard_exponential(size, dtype=np.float32).clip(1e-30))
+
+
+def test_no_token_without_a_chance_wins_in_a_large_vocabulary() -> None:
+    """Of 400 races among 151,936 tokens; NumPy's noise lets such tokens win one race of 57."""
+    probs = torch.full((151_936,), 1e-10)
+    probs[:2] = 0.5
+    for is_right, draw in (
+        (True, lambda position: noise.exponentials([3], 0, [position], len(probs), CPU)[0]),
+        (False, lambda position: numpys(3, position, len(probs))),
+    ):
+        rare = sum(int(race(probs, draw(position))) > 1 for position in range(400))
+        assert (rare == 0) is is_right
+
+
 def test_a_requests_noise_is_that_of_its_seed_and_position() -> None:
     found = PositionNoise(9).exponentials([4, 2], 6)
     assert torch.equal(found, noise.exponentials([9, 9], 0, [4, 2], 6, CPU))
