@@ -238,8 +238,8 @@ PENALISED = SamplingParams(max_tokens=5, temperature=1.0, repetition_penalty=1.2
 
 
 def waits_of_a_step(target: Target, drafter: Drafter | None, count: int, params: SamplingParams, **options: Any) -> Any:
-    """Kinds of the waits of one step of decoding, with how many there are of each."""
-    with pretended() as counts:
+    """Kinds of the waits of one step of decoding, with how many there are of each; only trees need what kernels compute."""
+    with pretended_cuda(runs_kernels="tree_nodes" in options) as counts:
         engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
         for prompt in random_prompts(count, longest=20, seed=1):
             engine.add_request(prompt, replace(params, max_tokens=60, ignore_eos=True))
@@ -297,7 +297,7 @@ def test_what_the_host_decides_about_costs_one_wait_more(
 
 def test_several_sampled_kinds_in_a_step_are_read_at_once(both: Both) -> None:
     each = [GREEDY, SAMPLED, SEEDED, replace(SAMPLED, temperature=0.5)]
-    with pretended() as counts:
+    with pretended_cuda() as counts:
         engine = Engine(both.target, both.drafter, num_pages=64, policy="fixed")
         for prompt, params in zip(random_prompts(4, longest=20, seed=1), each, strict=True):
             engine.add_request(prompt, replace(params, max_tokens=60, ignore_eos=True))
