@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from volley.files import write_atomically
-from volley.memory.kernels import attention, float8, inject, rows
+from volley.memory.kernels import attention, float8, inject, noise, rows
 
 SHARED = {80: 163, 86: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have, by architecture."""
@@ -118,6 +118,11 @@ def float8_case(size: int) -> Case:
     return Case(f"float8 {size}", float8._float8_kernel, types, tile, float8.OPTIONS)
 
 
+def noise_case() -> Case:
+    types = {"places": "*i64", "output": "*fp32", "count": "i32", "size": "i32"}
+    return Case("noise", noise._exponentials_kernel, types, {"PURPOSE": 0, "BLOCK": noise.BLOCK}, {})
+
+
 def cases() -> Iterator[Case]:
     """The kernels at the head sizes of published models."""
     half, full = torch.bfloat16, torch.float32
@@ -130,6 +135,7 @@ def cases() -> Iterator[Case]:
     yield join_case(half, 128)
     yield inject_case(half, 128)
     yield from row_cases(half, 128, 4096)
+    yield noise_case()
     yield float8_case(4096)
     yield float8_case(4100)  # rows that begin anywhere
 

@@ -225,7 +225,7 @@ class Late:
 
     token_ids: Tensor
     """``[k]``"""
-    confidence: Tensor | None
+    confidence: Tensor | None = None
     """``[k]`` in double precision, or ``None`` where nobody asks for it."""
 
     def first(self, size: int) -> "Late":
@@ -291,7 +291,8 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     walk_seconds: float = 0.0
-    """The part of ``draft_seconds`` that a sequential head takes; on a GPU it waits there for the drafter to finish."""
+    """The part of ``draft_seconds`` that a sequential head takes. On a GPU a lattice waits there for the drafter to finish, and a
+    walk is only started."""
     verify_seconds: float = 0.0
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0

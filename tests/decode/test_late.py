@@ -1,4 +1,4 @@
-"""Drafts that the host reads with the target's choices; in engines they are in ``engine/test_late.py``."""
+"""What the host reads together; drafts that it reads late in engines are in ``engine/test_late.py``."""
 
 from dataclasses import replace
 
@@ -7,24 +7,54 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.made_up import decoding
-from volley.decode.late import late_proposals, read_choices
+from volley.decode.late import Reading, draft_tokens, late_proposals, read_drafts
 from volley.decode.work import Ask, Rule, Shape, Work
+from volley.procedures.request import Request
+from volley.types import Proposal
 
 CHAIN = Ask(Shape.CHAIN, Rule.GREEDY, 3, 3)
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=5), st.integers(0, 3), st.booleans())
-def test_one_copy_brings_choices_and_drafts(sizes: list[tuple[int, bool]], own: int, with_confidence: bool) -> None:
-    """Of works some drafts are late and some were read before."""
-    works = [Work(decoding([1, 2]), replace(CHAIN, size=size, positions=size)) for size, _ in sizes]
-    late = [work for work, (_, is_late) in zip(works, sizes, strict=True) if is_late]
-    total = sum(work.ask.positions for work in late)
-    tokens, sure = torch.arange(100, 100 + total), torch.linspace(0.1, 0.9, total, dtype=torch.float64)
-    late_proposals(late, tokens, sure if with_confidence else None)
-    logits = torch.eye(5)[:own]
-    assert read_choices(logits, works) == list(range(own))
-    assert [token for work in late for token in work.proposal.token_ids] == tokens.tolist()
-    found = [value for work in late for value in work.proposal.confidence]
-    assert found == (sure.tolist() if with_confidence else [])
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=5), st.booleans())
+def test_one_copy_brings_choices_and_drafts(sizes: list[tuple[int, bool]], with_confidence: bool) -> None:
+    """Of works some drafts are late and some were read before; what is added later is taken later."""
+    works = [Work[Request](decoding([1, 2]), replace(CHAIN, size=size, positions=size)) for size, _ in sizes]
+    late, tokens, sure = list[Work[Request]](), list[int](), list[float]()
+    for index, (work, (size, is_late)) in enumerate(zip(works, sizes, strict=True)):
+        own = list(range(10 * index, 10 * index + size))
+        tokens += own
+        if not is_late:
+            work.proposal = Proposal(own)
+            continue
+        late.append(work)
+        (work.proposal,) = late_proposals([work], torch.tensor(own, dtype=torch.int64))
+        assert work.proposal.late is not None
+        if with_confidence:
+            sure += (own_sure := [1 / (2 + token) for token in own])
+            work.proposal.late.confidence = torch.tensor(own_sure, dtype=torch.float64)
+    assert draft_tokens(works, torch.device("cpu")).tolist() == tokens
+    taken: list[list[int]] = []
+    reading = Reading()
+    reading.add_drafts(works)
+    reading.add(torch.arange(3), lambda values: taken.append([*values, *works[0].proposal.token_ids]))
+    reading.read()
+    assert taken == [[0, 1, 2, *range(sizes[0][0])]]
+    assert [token for work in works for token in work.proposal.token_ids] == tokens
+    assert [value for work in late for value in work.proposal.confidence] == sure
     assert all(work.proposal.late is None for work in works)
-    assert all(not work.proposal.token_ids for work in works if work not in late)
+    reading.read()
+    assert len(taken) == 1
+
+
+def test_every_work_gets_its_part_of_tokens_and_distributions() -> None:
+    works = [Work[Request](decoding([1, 2]), replace(CHAIN, size=size, positions=size)) for size in (2, 1)]
+    probs = torch.eye(3)
+    for work, proposal in zip(works, late_proposals(works, torch.tensor([5, 6, 7]), probs), strict=True):
+        work.proposal = proposal
+    assert [work.proposal.token_ids for work in works] == [[0, 0], [0]]
+    read_drafts(works)
+    assert [work.proposal.token_ids for work in works] == [[5, 6], [7]]
+    first, second = (work.proposal.draft_probs for work in works)
+    assert first is not None
+    assert second is not None
+    assert torch.equal(torch.cat([first, second]), probs)

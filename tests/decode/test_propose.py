@@ -1,5 +1,8 @@
 """Proposals: the tokens, and the law they were really drawn from; in walks each token's given the one before, and no other."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from tests.chi_square import chi_square_p
 from tests.made_up import decoding
+from volley.decode.late import read_drafts
 from volley.decode.propose import (
     Transitions,
     propose_coupled,
@@ -17,10 +21,10 @@ from volley.decode.propose import (
     walk_greedy,
     walk_sampled,
 )
-from volley.decode.sampling import PositionNoise, race, token_probs
+from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.procedures.request import Request
-from volley.types import Lattice, SamplingParams
+from volley.types import Lattice, Proposal, SamplingParams
 
 VOCAB = 5
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
@@ -31,6 +35,17 @@ def block(positions: int, anchor: int, seed: int, first: int, params: SamplingPa
     """So many positions from ``first`` on, to be walked from ``anchor``."""
     request = decoding([0] * (first - 1) + [anchor], params, noise=PositionNoise(seed))
     return Work(request, Ask(Shape.CHAIN, Rule.SPECULATIVE, positions, positions))
+
+
+def read_walk(
+    walk: Callable[[Transitions, Sequence[Work[Any]]], list[Proposal]], after: Transitions, works: list[Work[Request]]
+) -> list[Proposal]:
+    """What the host reads of a walk."""
+    proposals = walk(after, works)
+    for work, proposal in zip(works, proposals, strict=True):
+        work.proposal = proposal
+    read_drafts(works)
+    return proposals
 
 
 def random_transitions(positions: int, seed: int) -> tuple[Tensor, Transitions]:
@@ -58,7 +73,7 @@ def test_walks_equal_choosing_slot_by_slot(positions: int, anchor: int, seed: in
         token = int(race(law, noise.exponentials([first + position], VOCAB)))
         expected.append(token)
         greedy.append(int(table[position, greedy[-1]].argmax()))
-    (found,) = walk_coupled(after, [block(positions, anchor, seed, first)])
+    (found,) = read_walk(walk_coupled, after, [block(positions, anchor, seed, first)])
     assert found.token_ids == expected
     assert found.draft_probs is None
     walked = walk_greedy(lattice_of(table, anchor, seed))
@@ -73,9 +88,9 @@ def test_blocks_walked_side_by_side_do_not_mix(sizes: list[int], seed: int) -> N
     blocks = [block(size, i % VOCAB, seed + i, 3 * i + 1) for i, size in enumerate(sizes)]
     for walk in (walk_sampled, walk_coupled):
         start = 0
-        for work, found in zip(blocks, walk(after, blocks), strict=True):
+        for work, found in zip(blocks, read_walk(walk, after, blocks), strict=True):
             own = table[start : start + work.ask.positions]
-            (alone,) = walk(lambda rows, tokens, own=own: own[rows, tokens], [work])
+            (alone,) = read_walk(walk, lambda rows, tokens, own=own: own[rows, tokens], [work])
             assert found.token_ids == alone.token_ids
             if alone.draft_probs is not None:
                 assert torch.equal(found.draft_probs, alone.draft_probs)
@@ -88,7 +103,7 @@ def test_the_law_of_a_sampled_walk_is_the_one_it_carries() -> None:
     joint = laws[0, 2][:, None, None] * laws[1][:, :, None] * laws[2][None]
     counts = torch.zeros(VOCAB, VOCAB, VOCAB)
     for seed in range(2000):
-        (proposal,) = walk_sampled(after, [block(3, 2, seed, 10)])
+        (proposal,) = read_walk(walk_sampled, after, [block(3, 2, seed, 10)])
         path = tuple(proposal.token_ids)
         counts[path] += 1
         assert proposal.draft_probs is not None
@@ -100,7 +115,7 @@ def test_sampled_walks_do_not_use_the_targets_noise() -> None:
     hot = SamplingParams(temperature=1.0)
     flat = torch.zeros(1, 1000)
     same = [
-        walk(lambda rows, tokens: flat, [block(1, 0, seed, 4, hot)])[0].token_ids
+        read_walk(walk, lambda rows, tokens: flat, [block(1, 0, seed, 4, hot)])[0].token_ids
         for seed in range(10)
         for walk in (walk_sampled, walk_coupled)
     ]
@@ -112,11 +127,10 @@ def test_the_law_of_a_sampled_proposal_is_the_one_it_was_drawn_from() -> None:
     expected = token_probs(LOGITS, params, 1.3)
     drawn = []
     for seed in range(4000):
-        proposal = propose_sampled(LOGITS, params, PositionNoise(seed), 10)
-        assert proposal.draft_probs is not None
-        assert torch.equal(proposal.draft_probs, expected)
-        drawn.append(proposal.token_ids)
-    tokens = torch.tensor(drawn)
+        found, probs = propose_sampled(LOGITS, params, PositionNoise(seed).uniforms(Purpose.DRAFT, 10, 3))
+        assert torch.equal(probs, expected)
+        drawn.append(found)
+    tokens = torch.stack(drawn)
     for position in range(3):
         assert chi_square_p(torch.bincount(tokens[:, position], minlength=5), expected[position]) > 1e-3
     pairs = torch.bincount(tokens[:, 0] * 5 + tokens[:, 1], minlength=25)
@@ -126,7 +140,7 @@ def test_the_law_of_a_sampled_proposal_is_the_one_it_was_drawn_from() -> None:
 def test_coupled_proposals_use_the_targets_own_noise() -> None:
     params, noise = SamplingParams(temperature=0.9), PositionNoise(3)
     target_choice = race(token_probs(LOGITS, params), noise.exponentials(range(7, 10), 5))
-    assert torch.equal(propose_coupled(LOGITS, params, noise, 7), target_choice)
+    assert torch.equal(propose_coupled(LOGITS, params, [(noise, at) for at in range(7, 10)]), target_choice)
 
 
 def test_sampled_proposals_do_not_use_the_targets_noise() -> None:
@@ -134,15 +148,15 @@ def test_sampled_proposals_do_not_use_the_targets_noise() -> None:
     params = SamplingParams(temperature=1.0)
     flat = torch.zeros(1, 1000)
     same = [
-        propose_sampled(flat, params, PositionNoise(seed), 4).token_ids
-        == propose_coupled(flat, params, PositionNoise(seed), 4).tolist()
-        for seed in range(50)
+        int(propose_sampled(flat, params, noise.uniforms(Purpose.DRAFT, 4, 1))[0])
+        == int(propose_coupled(flat, params, [(noise, 4)]))
+        for noise in map(PositionNoise, range(50))
     ]
     assert sum(same) < 3
 
 
 def test_draft_temperature_zero_proposes_the_best_with_certainty() -> None:
-    proposal = propose_sampled(LOGITS, SamplingParams(temperature=1.0, draft_temperature=0.0), PositionNoise(0), 0)
-    assert proposal.token_ids == LOGITS.argmax(dim=-1).tolist()
-    assert proposal.draft_probs is not None
-    assert proposal.draft_probs.max(dim=-1).values.tolist() == [1, 1, 1]
+    greedy = SamplingParams(temperature=1.0, draft_temperature=0.0)
+    tokens, probs = propose_sampled(LOGITS, greedy, PositionNoise(0).uniforms(Purpose.DRAFT, 0, 3))
+    assert tokens.tolist() == LOGITS.argmax(dim=-1).tolist()
+    assert probs.max(dim=-1).values.tolist() == [1, 1, 1]

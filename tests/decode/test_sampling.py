@@ -151,8 +151,8 @@ def test_noise_has_its_law_along_every_axis(seed: int) -> None:
 
 def test_a_race_draws_from_the_law() -> None:
     probs = torch.tensor([0.5, 0.0, 0.2, 0.05, 0.25])
-    noise = PositionNoise(3).exponentials(range(20_000), 5)
-    counts = torch.bincount(race(probs.expand(20_000, -1), noise), minlength=5)
+    noise = PositionNoise(3).exponentials(range(60_000), 5)
+    counts = torch.bincount(race(probs.expand(60_000, -1), noise), minlength=5)
     assert chi_square_p(counts, probs) > 1e-3
     assert chi_square_p(counts, torch.tensor([0.48, 0.0, 0.21, 0.05, 0.26])) < 1e-6
 

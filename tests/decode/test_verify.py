@@ -4,19 +4,20 @@ The target is a table p(x | prefix) over 5 tokens. Every draw drafts three token
 sampling to four tokens, so that the joint law of whole sequences can be compared, not only that of single tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
+from volley.decode import verify
 from volley.decode.sampling import race
-from volley.decode.verify import verify_choices, verify_speculative
+from volley.decode.verify import verify_choices
 from volley.types import Verdict
 
 V, K = 5, 3
@@ -115,6 +116,22 @@ def speculative(drafts: Tensor, scored_with: Tensor, seed: int, lengths: Tensor 
         )
 
 
+def verify_speculative(
+    target: Tensor,
+    laws: Sequence[Tensor],
+    drafts: Sequence[Sequence[int]],
+    uniforms: Sequence[Sequence[float]],
+    draw: Callable[[Tensor, list[int]], list[int]],
+) -> list[Verdict]:
+    """The verifier's verdicts; ``draw`` gets what each token behind a draft is drawn from, and the row it belongs to."""
+    tokens = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int64)
+    sizes = [len(draft) for draft in drafts]
+    numbers = [number for own in uniforms for number in own]
+    judged = verify.verify_speculative(target, torch.cat(list(laws)), tokens, sizes, numbers)
+    found = zip(judged.kept.tolist(), drafts, draw(judged.weights, judged.rows.tolist()), strict=True)
+    return [Verdict(kept, [*draft[:kept], token]) for kept, draft, token in found]
+
+
 def single_pass_laws(draws: int) -> Tensor:
     return DRAFT.expand(draws, -1, -1)
 
@@ -206,6 +223,37 @@ def test_the_verifier_keeps_what_the_slow_one_keeps(size: int, seed: int) -> Non
         (verdict,) = verify_speculative(target, [laws], [list(draft)], [uniforms], draw)
         assert verdict.accepted < max(count, 1) or chance + 1e-5 > 1
         longer += probability
+
+
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=5), seed=st.integers(0, 10_000))
+def test_many_drafts_at_once_are_judged_as_each_slowly(sizes: list[int], seed: int) -> None:
+    """With target laws that have zeros, so that some drafts become impossible, and levels that fall and rise again."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = [random_laws(size + 1, seed + 7 * i) for i, size in enumerate(sizes)]
+    laws = [random_laws(size, seed + 50 + 7 * i) for i, size in enumerate(sizes)]
+    drafts = [torch.multinomial(law, 1, generator=generator)[:, 0].tolist() if len(law) else [] for law in laws]
+    uniforms = [torch.rand(size, generator=generator, dtype=torch.double).tolist() for size in sizes]
+    expected, behind = [], []
+    for target, law, draft, own in zip(targets, laws, drafts, uniforms, strict=True):
+        kept, longer, weighted = 0, 0.0, judge_slowly(tuple(draft), target.double(), law.double())
+        for count in range(len(draft), 0, -1):
+            chance = weighted[count][0] / (1 - longer) if longer < 1 - 1e-9 else 0.0
+            assume(abs(own[count - 1] - chance) > 1e-5)
+            if own[count - 1] < chance:
+                kept = count
+                break
+            longer += weighted[count][0]
+        expected.append(kept)
+        behind.append(weighted[kept][1] / weighted[kept][1].sum())
+    seen: list[Tensor] = []
+
+    def draw(weights: Tensor, rows: list[int]) -> list[int]:
+        seen.append(weights.double() / weights.double().sum(dim=-1, keepdim=True))
+        return [0] * len(rows)
+
+    verdicts = verify_speculative(torch.cat(targets), laws, drafts, uniforms, draw)
+    assert [verdict.accepted for verdict in verdicts] == expected
+    torch.testing.assert_close(seen[0], torch.stack(behind), atol=1e-4, rtol=1e-3)
 
 
 def test_speculative_sampling_has_the_targets_law() -> None:

@@ -52,15 +52,20 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
         {"draft_window": 8},
         {"policy": "feedback"},
         {"policy": "goodput:drafts"},
+        {"verification": "match"},
+        {"verification": "speculative"},
+        {"verification": "speculative", "policy": "feedback"},
+        {"verification": "speculative", "num_pages": 20},
     ],
 )
 def test_answers_and_acceptance_are_those_of_drafts_read_at_once(
     pair: Pair, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle(monkeypatch)
+    params = replace(PARAMS, temperature=0.4, seed=3) if "verification" in options else PARAMS
     engine = taught(pair, late=True, **options)
     seen = watched(engine, monkeypatch)
-    found, expected = run(engine), run(taught(pair, late=False, **options))
+    found, expected = run(engine, params), run(taught(pair, late=False, **options), params)
     assert [own[0] for own in found] == [own[0] for own in expected]
     assert any(step.is_late for step in seen)
     if options.get("policy") != "goodput:drafts":  # which cuts drafts that were read
@@ -73,7 +78,7 @@ def test_late_drafts_beside_sampled_ruled_and_scored_requests(pair: Pair, monkey
     each = [
         PARAMS,
         replace(PARAMS, temperature=1.0, seed=4),
-        replace(PARAMS, repetition_penalty=1.3),
+        replace(PARAMS, repetition_penalty=1.3, max_tokens=6),
         replace(PARAMS, prompt_logprobs=2),
         replace(PARAMS, logprobs=True, top_logprobs=2, max_tokens=40),
     ]

@@ -14,7 +14,6 @@ from volley import Engine, SamplingParams
 from volley.models.checkpoint import HeadConfig
 from volley.models.drafter import Drafter
 from volley.proposers import block
-from volley.types import Proposal
 
 HEAD = HeadConfig(type="residual", rank=4, candidates=8)
 
@@ -110,11 +109,10 @@ def test_the_law_of_answers_is_the_targets(head: HeadConfig | None, options: dic
     assert accepted > 0.2
 
 
-def scored_over_the_whole_vocabulary(logits: Tensor, *rest: Any) -> Proposal:
+def scored_over_the_whole_vocabulary(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Drawn from the reduced vocabulary, scored as if the others could have been drawn as well."""
-    proposal = propose_sampled(logits, *rest)
-    assert proposal.draft_probs is not None
-    return Proposal(proposal.token_ids, 0.5 * proposal.draft_probs + 0.5 / logits.shape[-1])
+    tokens, probs = propose_sampled(logits, *rest)
+    return tokens, 0.5 * probs + 0.5 / logits.shape[-1]
 
 
 propose_sampled = block.propose_sampled

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
-from tests.tiny import Pair, make_pair, random_prompts, teach
+from tests.tiny import Pair, block_proposer, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.decode import propose
 from volley.decode.propose import Transitions
@@ -175,12 +175,14 @@ def sampled(
     seeds: int = SEEDS,
     *,
     seeded: bool = True,
+    late: bool = False,
     listener: OnVerified | None = None,
     **options: Any,
 ) -> tuple[Tensor, float]:
     pair = pair or tiny()
     options = {"policy": "fixed", "max_running": 256, "num_pages": 600, "page_size": 8, **options}
     engine = Engine(pair.target, pair.drafter, **options)
+    block_proposer(engine).drafts_late = late  # as on a GPU
     engine.on_verified += [listener] if listener else []
     own = [replace(params, seed=seed if seeded else None) for seed in range(seeds)]
     results = list(engine.generate([PROMPT] * seeds, own))
@@ -193,7 +195,9 @@ def sampled(
     [
         ({}, {"verification": "speculative"}),
         ({"top_p": 0.9, "temperature": 1.3, "draft_temperature": 0.7}, {"verification": "speculative"}),
+        ({"temperature": 1.2, "draft_temperature": 0.8}, {"verification": "speculative", "late": True}),
         ({}, {"verification": "match"}),
+        ({}, {"verification": "match", "late": True}),
         ({"top_k": 4}, {"denoising_steps": 2}),
         ({"top_p": 0.95}, {"denoising_steps": 3, "denoising_threshold": 0.3}),
         ({"temperature": 1.2}, {"tree_nodes": 7}),
@@ -207,15 +211,16 @@ def test_the_law_of_whole_answers_is_the_targets(params: dict[str, Any], options
     assert accepted > 0.2, "drafts must have been accepted for this to mean anything"
 
 
-def soft_scored(logits: Tensor, params: SamplingParams, *_: Any) -> Proposal:
-    return Proposal(logits.argmax(dim=-1).tolist(), token_probs(logits, params))
+def soft_scored(logits: Tensor, params: SamplingParams, *_: Any) -> tuple[Tensor, Tensor]:
+    return logits.argmax(dim=-1), token_probs(logits, params)
 
 
-def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """Greedy drafts scored softly."""
     monkeypatch.setattr(block, "propose_sampled", soft_scored)
     params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
-    sequences, _ = sampled(params, verification="speculative")
+    sequences, _ = sampled(params, verification="speculative", late=late)
     assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6
 
 

@@ -1,6 +1,7 @@
 """The whole engine on a pretended GPU: the CPU's tokens, no mixed devices, and what it waits for."""
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -282,21 +283,76 @@ def test_waits_and_copies_are_seen() -> None:
             pinned + torch.arange(3)
 
 
-@pytest.mark.parametrize(
-    ("count", "drafts", "policy"), [(1, False, "fixed"), (1, True, "fixed"), (2, True, "fixed"), (2, True, "goodput")]
-)
-def test_a_greedy_step_waits_for_its_results_alone(
-    both: Both, count: int, drafts: bool, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Choices are read once a step, and drafts with them; copies to the device are asynchronous."""
-    settle(monkeypatch)
-    with pretended() as counts:
-        engine = Engine(both.target, both.drafter if drafts else None, num_pages=64, policy=policy)
+SAMPLED = SamplingParams(max_tokens=5, temperature=1.0)
+PENALISED = SamplingParams(max_tokens=5, temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.1)
+
+
+def waits_of_a_step(target: Target, drafter: Drafter | None, count: int, params: SamplingParams, **options: Any) -> Any:
+    """Kinds of the waits of one step of decoding, with how many there are of each; only trees need what kernels compute."""
+    with pretended_cuda(runs_kernels="tree_nodes" in options) as counts:
+        engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
         for prompt in random_prompts(count, longest=20, seed=1):
-            engine.add_request(prompt, GREEDY)
+            engine.add_request(prompt, replace(params, max_tokens=60, ignore_eos=True))
         engine.step()
         engine.step()
         counts.clear()
         engine.step()
-        assert {kind for kind, _ in counts.waits} == {"a list is read"}
+        found = Counter[str]()
+        for (kind, _), times in counts.waits.items():
+            found[kind] += times
+        return dict(found)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("params", "drafts", "options"),
+    [
+        pytest.param(GREEDY, False, {}, id="plain"),
+        pytest.param(GREEDY, True, {}, id="greedy"),
+        pytest.param(GREEDY, True, {"policy": "goodput"}, id="greedy goodput"),
+        pytest.param(SAMPLED, False, {}, id="plain sampled"),
+        pytest.param(SAMPLED, True, {}, id="sampled"),
+        pytest.param(SAMPLED, True, {"policy": "goodput"}, id="sampled goodput"),
+        pytest.param(replace(SAMPLED, top_p=0.9, min_p=0.01, top_k=20), True, {}, id="truncated"),
+        pytest.param(SEEDED, False, {}, id="plain with a seed"),
+        pytest.param(SEEDED, True, {}, id="with a seed"),
+    ],
+)
+def test_a_step_waits_for_its_results_alone(
+    both: Both, count: int, params: SamplingParams, drafts: bool, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts are read once a step, and drafts with them; copies to the device are asynchronous."""
+    settle(monkeypatch)
+    found = waits_of_a_step(both.target, both.drafter if drafts else None, count, params, **options)
+    assert found == {"a list is read": 1}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("params", "options"),
+    [
+        pytest.param(GREEDY, {"tree_nodes": 8}, id="trees"),
+        pytest.param(SEEDED, {"tree_nodes": 8}, id="sampled trees"),
+        pytest.param(PENALISED, {}, id="penalties"),
+        pytest.param(replace(GREEDY, logprobs=True, top_logprobs=2), {}, id="log-probabilities"),
+        pytest.param(replace(SAMPLED, logprobs=True), {}, id="log-probabilities of sampled tokens"),
+    ],
+)
+def test_what_the_host_decides_about_costs_one_wait_more(
+    both: Both, count: int, params: SamplingParams, options: Any
+) -> None:
+    """It grows trees and counts what drafts repeat; log-probabilities are of tokens that it knows."""
+    assert sum(waits_of_a_step(both.target, both.drafter, count, params, **options).values()) == 2
+
+
+def test_several_sampled_kinds_in_a_step_are_read_at_once(both: Both) -> None:
+    each = [GREEDY, SAMPLED, SEEDED, replace(SAMPLED, temperature=0.5)]
+    with pretended_cuda() as counts:
+        engine = Engine(both.target, both.drafter, num_pages=64, policy="fixed")
+        for prompt, params in zip(random_prompts(4, longest=20, seed=1), each, strict=True):
+            engine.add_request(prompt, replace(params, max_tokens=60, ignore_eos=True))
+        engine.step()
+        engine.step()
+        counts.clear()
+        engine.step()
         assert counts.waits.total() == 1

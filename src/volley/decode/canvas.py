@@ -30,7 +30,7 @@ class CoupledNoise(PositionNoise):
     """Chooses with the noise that belongs to positions: a verifier that draws with it agrees as often as shared noise allows."""
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
-        return race(probs, self.exponentials(range(start, start + len(probs)), probs.shape[-1]))
+        return race(probs, self.exponentials(range(start, start + len(probs)), probs.shape[-1], probs.device))
 
 
 @dataclass(slots=True)

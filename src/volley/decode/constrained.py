@@ -46,13 +46,13 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
         else:
             probs = token_probs(row, params, draft_temperature(params))
             if ask.rule is Rule.MATCH:
-                exponentials = noise.exponentials([first + position], following.vocab_size)
-                place = int(race(probs, exponentials if among is None else exponentials[:, among]))
+                exponentials = noise.exponentials([first + position], following.vocab_size, probs.device)
+                place = int(race(probs, columns(exponentials, among)))
             else:
                 place = int(draw(probs, [uniforms[position]]))
                 distributions.append(_widened(probs, among, following.vocab_size, 0.0))
         if with_confidence:
-            confidence += probs.amax(dim=-1).tolist() if ask.rule is Rule.SPECULATIVE else confidences(row)
+            confidence += probs.amax(dim=-1).tolist() if ask.rule is Rule.SPECULATIVE else confidences(row).tolist()
         tokens.append(place if among is None else int(among[place]))
     return Proposal(tokens, torch.cat(distributions) if distributions else None, confidence=confidence)
 

@@ -1,51 +1,82 @@
-"""Drafts that stay on the device until the target's choices are read, so that the host waits once a step and not twice.
+"""What the device chose and the host has not read: it is read together, so that the host waits once a step and not twice.
 
-Their tokens go from the drafter's choice into the target's pass without the host, which prepares that pass meanwhile. Until they
-are read, ``Proposal.token_ids`` are zeros. Drafts that a rule, a tree or a cut by confidences needs before are read at once.
+A draft's tokens go from the drafter's choice into the target's pass without the host, which prepares that pass meanwhile. Until
+they are read, ``Proposal.token_ids`` are zeros. Drafts that a rule, a tree or a cut by confidences needs before are read at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.sampling import best_tokens
 from volley.decode.work import Work
+from volley.memory.upload import upload
 from volley.types import Late, Proposal
 
 
-def late_proposals(works: Sequence[Work[Any]], tokens: Tensor, confidence: Tensor | None) -> None:
-    """Give each work its part of ``tokens [Σ k]`` and of ``confidence [Σ k]``, which the host has not read."""
-    start = 0
-    for work in works:
-        part = slice(start, start := start + work.ask.positions)
-        late = Late(tokens[part], None if confidence is None else confidence[part])
-        work.proposal = Proposal([0] * work.ask.positions, late=late)
+class Reading:
+    """Integers on one device that the host will read in one copy."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Callable[[list[int]], None]]] = []
+
+    def add(self, values: Tensor, take: Callable[[list[int]], None]) -> None:
+        """``take`` gets ``values [n]`` (int64) when they are read, after all that were added before."""
+        self._parts.append((values, take))
+
+    def add_drafts(self, works: Iterable[Work[Any]]) -> None:
+        """The late drafts of ``works``, which are as good as any other once they are read."""
+        for proposal in (work.proposal for work in works if work.proposal.late is not None):
+            assert proposal.late is not None
+            self.add(proposal.late.token_ids, partial(_take_tokens, proposal))
+            if proposal.late.confidence is not None:
+                self.add(proposal.late.confidence.view(torch.int64), partial(_take_confidence, proposal))
+
+    def read(self) -> None:
+        if not self._parts:
+            return
+        values = torch.cat([part for part, _ in self._parts]).tolist()
+        start = 0
+        for part, take in self._parts:
+            take(values[start : start + len(part)])
+            start += len(part)
+        self._parts = []
 
 
-def read_choices(logits: Tensor, works: Sequence[Work[Any]]) -> list[int]:
-    """The most likely token of each row of ``logits [R, V]``; late drafts of ``works`` are read in the same copy."""
-    late = [work.proposal for work in works if work.proposal.late is not None]
-    if not late:
-        return best_tokens(logits)
-    parts = [own for proposal in late for own in _parts(proposal)]
-    values = torch.cat([logits.argmax(dim=-1), *parts]).tolist()
-    choices, at = values[: len(logits)], len(logits)
-    for proposal in late:
-        assert proposal.late is not None
-        size = len(proposal.token_ids)
-        proposal.token_ids, at = values[at : at + size], at + size
-        if proposal.late.confidence is not None:
-            bits, at = np.array(values[at : at + size], dtype=np.int64), at + size
-            proposal.confidence = bits.view(np.float64).tolist()
-        proposal.late = None
-    return choices
+def _take_tokens(proposal: Proposal, values: list[int]) -> None:
+    proposal.token_ids, proposal.late = values, None
 
 
-def _parts(proposal: Proposal) -> list[Tensor]:
-    """Integers ``[k]`` each: the tokens, and the bits of the confidences."""
-    assert proposal.late is not None
-    sure = proposal.late.confidence
-    return [proposal.late.token_ids, *([] if sure is None else [sure.view(torch.int64)])]
+def _take_confidence(proposal: Proposal, bits: list[int]) -> None:
+    proposal.confidence = np.array(bits, dtype=np.int64).view(np.float64).tolist()
+
+
+def late_proposals(works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None) -> list[Proposal]:
+    """Each work's part of ``tokens [Σ k]``, and of ``probs [Σ k, V]`` that they were drawn from, which nobody has read."""
+    sizes = [work.ask.positions for work in works]
+    laws = [None] * len(works) if probs is None else torch.split(probs, sizes)
+    parts = zip(sizes, laws, torch.split(tokens, sizes), strict=True)
+    return [Proposal([0] * size, law, late=Late(own)) for size, law, own in parts]
+
+
+def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:
+    """The draft tokens ``[Σ k]`` of ``works`` on ``device``, read or not."""
+    known = [token for work in works if work.proposal.late is None for token in work.proposal.token_ids]
+    uploaded, start, parts = upload(np.array(known, dtype=np.int64), device), 0, list[Tensor]()
+    for proposal in (work.proposal for work in works):
+        if proposal.late is not None:
+            parts.append(proposal.late.token_ids)
+        else:
+            parts.append(uploaded[start : start + len(proposal.token_ids)])
+            start += len(proposal.token_ids)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def read_drafts(works: Iterable[Work[Any]]) -> None:
+    """Read the late drafts of ``works`` now."""
+    reading = Reading()
+    reading.add_drafts(works)
+    reading.read()

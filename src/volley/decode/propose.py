@@ -9,28 +9,36 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, race
+from volley.decode.late import late_proposals
+from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, exponentials, race
 from volley.decode.work import Work
+from volley.memory.upload import upload, upload_indices
 from volley.types import Lattice, Proposal, SamplingParams
 
 Works = Sequence[Work[Any]]
 
-Transitions = Callable[[list[int], list[int]], Tensor]
-"""``after(rows, tokens)``: the logits ``[n, V]`` of n positions, numbered over all blocks, each after its token."""
+Transitions = Callable[[list[int], list[int] | Tensor], Tensor]
+"""``after(rows, tokens)``: the logits ``[n, V]`` of n positions, numbered over all blocks, each after its token. Tokens are the
+host's, or where the logits before were."""
 
 
-def propose_sampled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Proposal:
-    """Draw every position from its own distribution for speculative sampling; ``logits [k, V]`` of positions from ``first``."""
+def propose_sampled(logits: Tensor, params: SamplingParams, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Draw every position from its own distribution, for speculative sampling: tokens ``[R]`` and distributions ``[R, V]``.
+
+    ``logits [R, V]`` may be those of several requests that sample alike, and each row has its own of ``uniforms [R]``.
+    """
     probs = draft_probs(logits, params)
-    return Proposal(draw(probs, noise.uniforms(Purpose.DRAFT, first, len(logits))).tolist(), probs)
+    return draw(probs, uniforms), probs
 
 
-def propose_coupled(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
-    """Draw every position with the noise the target will use at that position; tokens ``[k]``, for sample-and-match only."""
-    return race(draft_probs(logits, params), noise.exponentials(range(first, first + len(logits)), logits.shape[-1]))
+def propose_coupled(logits: Tensor, params: SamplingParams, places: Sequence[tuple[PositionNoise, int]]) -> Tensor:
+    """Draw every position with the noise the target will use there, for sample-and-match only; tokens ``[R]``.
+
+    ``places`` says whose noise that is for each row of ``logits [R, V]``, and at which position.
+    """
+    return race(draft_probs(logits, params), exponentials(places, logits.shape[-1], logits.device))
 
 
 def walk_greedy(lattice: Lattice) -> Proposal:
@@ -47,52 +55,57 @@ def walk_greedy(lattice: Lattice) -> Proposal:
 
 def walk_best(after: Transitions, works: Works) -> list[Proposal]:
     """The likeliest token of every position after those before it; works that sample alike, side by side."""
-    return [Proposal(own) for own in _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1))]
+    return late_proposals(works, _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1)))
 
 
 def walk_sampled(after: Transitions, works: Works) -> list[Proposal]:
     """Draw every position given the token drawn before it, for speculative sampling; works that sample alike, side by side."""
-    sizes = [work.ask.positions for work in works]
     uniforms = [
         number
-        for work, size in zip(works, sizes, strict=True)
-        for number in work.request.noise.uniforms(Purpose.DRAFT, work.request.length, size)
+        for work in works
+        for number in work.request.noise.uniforms(Purpose.DRAFT, work.request.length, work.ask.positions)
     ]
-    drawn: list[Tensor] = []  # the distributions of all positions, once the first ones tell their size
+    drawn: list[Tensor] = []  # uniforms and distributions of all positions, once the first ones tell device and size
 
-    def choose(distributions: Tensor, rows: list[int], _: Works, __: int) -> Tensor:
+    def choose(distributions: Tensor, rows: Tensor, _: Works, __: int) -> Tensor:
         if not drawn:
+            drawn.append(upload(np.array(uniforms), distributions.device))
             drawn.append(distributions.new_empty(len(uniforms), distributions.shape[-1]))
-        drawn[0][rows] = distributions
-        return draw(distributions, [uniforms[row] for row in rows])
+        drawn[1].index_copy_(0, rows, distributions)
+        return draw(distributions, drawn[0].index_select(0, rows))
 
     tokens = _walk(after, works, choose)
-    return [Proposal(own, probs) for own, probs in zip(tokens, torch.split(drawn[0], sizes), strict=True)]
+    return late_proposals(works, tokens, drawn[1])
 
 
 def walk_coupled(after: Transitions, works: Works) -> list[Proposal]:
     """Draw with the noise the target will use at each position, for sample-and-match only."""
 
-    def choose(distributions: Tensor, _: list[int], works: Works, position: int) -> Tensor:
-        size, requests = distributions.shape[-1], [work.request for work in works]
-        noise = [request.noise.exponentials([request.length + position], size) for request in requests]
-        return race(distributions, torch.cat(noise))
+    def choose(distributions: Tensor, _: Tensor, works: Works, position: int) -> Tensor:
+        places = [(work.request.noise, work.request.length + position) for work in works]
+        return race(distributions, exponentials(places, distributions.shape[-1], distributions.device))
 
-    return [Proposal(own) for own in _walk(after, works, choose)]
+    return late_proposals(works, _walk(after, works, choose))
 
 
-def _walk(
-    after: Transitions, works: Works, choose: Callable[[Tensor, list[int], Works, int], Tensor]
-) -> list[list[int]]:
-    """The tokens of every block; ``choose`` takes the distributions ``[n, V]`` of one position of n blocks, and their rows."""
-    tokens = [[work.request.anchor] for work in works]
+def _walk(after: Transitions, works: Works, choose: Callable[[Tensor, Tensor, Works, int], Tensor]) -> Tensor:
+    """The tokens of all blocks ``[Σ k]``, where ``after`` has its logits; the host reads none.
+
+    ``choose`` takes the distributions ``[n, V]`` of one position of n blocks, and their rows.
+    """
     sizes, params = [work.ask.positions for work in works], works[0].request.params
-    starts = np.cumsum([0, *sizes]).tolist()
+    starts, walking = np.cumsum([0, *sizes]).tolist(), list(range(len(works)))
+    tokens: list[int] | Tensor = [work.request.anchor for work in works]
+    found: list[Tensor] = []
     for position in range(max(sizes)):
-        walking = [index for index, size in enumerate(sizes) if size > position]
-        rows = [starts[index] + position for index in walking]
-        distributions = draft_probs(after(rows, [tokens[index][-1] for index in walking]), params)
-        chosen = choose(distributions, rows, [works[index] for index in walking], position).tolist()
-        for index, token in zip(walking, chosen, strict=True):
-            tokens[index].append(token)
-    return [own[1:] for own in tokens]
+        left = [place for place, index in enumerate(walking) if sizes[index] > position]
+        if isinstance(tokens, Tensor) and len(left) < len(walking):
+            walking = [walking[place] for place in left]
+            tokens = tokens.index_select(0, upload_indices(left, tokens.device))
+        places = [starts[index] + position for index in walking]
+        distributions = draft_probs(after(places, tokens), params)
+        rows = upload_indices(places, distributions.device)
+        tokens = choose(distributions, rows, [works[index] for index in walking], position)
+        found = found or [tokens.new_empty(sum(sizes))]
+        found[0].index_copy_(0, rows, tokens)
+    return found[0]

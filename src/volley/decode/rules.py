@@ -15,6 +15,7 @@ from torch import Tensor
 
 from volley import native
 from volley.decode.sampling import best_tokens, token_probs
+from volley.memory.upload import upload
 from volley.types import Proposal, SamplingParams
 
 _FEW_PLACES = 16  # words of 64 tokens
@@ -180,7 +181,7 @@ class Penalties(TokenRule):
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.params = params
         self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.in_prompt[torch.tensor(prompt, dtype=torch.long, device=device)] = True
+        self.in_prompt[upload(np.array(prompt, dtype=np.int64), device)] = True
         self.counts = torch.zeros(vocab_size, device=device)
         """How often the output has each token ``[V]``."""
 
@@ -192,7 +193,7 @@ class Penalties(TokenRule):
         rows = [row for row, path in enumerate(paths) for _ in path]
         if rows:
             tokens = [token for path in paths for token in path]
-            where = torch.tensor([rows, tokens], dtype=torch.long, device=logits.device)
+            where = upload(np.array([rows, tokens], dtype=np.int64), logits.device)
             one = torch.ones((), device=logits.device)
             counts = counts.clone().index_put_((where[0], where[1]), one, accumulate=True)
         if params.repetition_penalty != 1:
@@ -231,7 +232,7 @@ class AtLeast(TokenRule):
         """In place."""
         rows = [row for row, path in enumerate(paths) if len(path) < self.left]
         if rows:
-            logits[torch.tensor(rows, device=logits.device)[:, None], self.ends] = -torch.inf
+            logits[upload(np.array(rows, dtype=np.int64), logits.device)[:, None], self.ends] = -torch.inf
         return logits
 
 

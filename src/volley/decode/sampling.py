@@ -4,22 +4,20 @@ Every random number is a function of (seed, purpose, position). Preempting a req
 with others therefore cannot change what it samples, and sample-and-match gives the very tokens plain decoding gives.
 """
 
-import math
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import lru_cache
 from hashlib import shake_128
 from struct import unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from volley.decode import noise
+from volley.memory.upload import upload
 from volley.types import SamplingParams
 
-_KEPT = 64  # rows of exponentials: the blocks of a few requests, which draft and target and the next draft all ask for
-_MANY = 8  # rows for which drawing in two steps is faster
+_CPU = torch.device("cpu")
 _PART = 128  # tokens of a vocabulary that are drawn together at first
 
 
@@ -39,9 +37,9 @@ class PositionNoise:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def exponentials(self, positions: Sequence[int], size: int) -> Tensor:
+    def exponentials(self, positions: Sequence[int], size: int, device: torch.device = _CPU) -> Tensor:
         """Unit exponentials ``[len(positions), size]``: what the target races with, and drafts that are to match it."""
-        return torch.from_numpy(np.stack([_exponentials(self.seed, position, size) for position in positions]))
+        return exponentials([(self, position) for position in positions], size, device)
 
     def uniforms(self, purpose: Purpose, first: int, count: int) -> list[float]:
         """Uniforms in [0, 1), double precision, of the cycle that begins at position ``first``.
@@ -66,29 +64,33 @@ class PositionNoise:
         return torch.tensor([int(uniform * vocab_size) for uniform in self._uniforms(name, length)])
 
 
-@lru_cache(maxsize=_KEPT)
-def _exponentials(seed: int, position: int, size: int) -> NDArray[np.float32]:
-    generator = np.random.Generator(np.random.Philox(key=[seed, int(Purpose.TARGET)], counter=[0, 0, position, 0]))
-    return generator.standard_exponential(size, dtype=np.float32).clip(1e-30)
+def exponentials(places: Sequence[tuple[PositionNoise, int]], size: int, device: torch.device) -> Tensor:
+    """:meth:`PositionNoise.exponentials` of several requests, each at a position: ``[len(places), size]`` on ``device``."""
+    seeds, positions = [own.seed for own, _ in places], [position for _, position in places]
+    return noise.exponentials(seeds, Purpose.TARGET, positions, size, device)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The most likely token of each row of ``logits [R, V]``, ``[R]``; of equal ones the first."""
+    if logits.device.type == "cpu":  # where NumPy's search is several times faster than PyTorch's
+        return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 def best_tokens(logits: Tensor) -> list[int]:
-    """The most likely token of each row of ``logits [R, V]``; of equal ones the first."""
-    on_cpu = logits.device.type == "cpu"  # where NumPy's search is several times faster than PyTorch's
-    best: list[int] = (logits.float().numpy().argmax(axis=-1) if on_cpu else logits.argmax(dim=-1)).tolist()
+    """The same, read by the host."""
+    best: list[int] = likeliest(logits).tolist()
     return best
 
 
-def confidences(logits: Tensor) -> list[float]:
-    """The probability of the most likely token in each row of ``logits [R, V]``; on a CPU few rows at once stay in its cache."""
+def confidences(logits: Tensor) -> Tensor:
+    """The probability of the most likely token in each row of ``logits [R, V]``, ``[R]`` in double precision.
+
+    Its logarithm keeps its precision near probability 1 even in bf16, which on a CPU is twice as fast as fp32. There few rows at
+    once stay in the cache.
+    """
     size = 8 if logits.device.type == "cpu" else max(1, len(logits))
-    groups = (logits[start : start + size] for start in range(0, len(logits), size))
-    return [math.exp(log) for rows in groups for log in log_confidences(rows).tolist()]
-
-
-def log_confidences(logits: Tensor) -> Tensor:
-    """Its logarithm, ``[R]``: it keeps its precision near probability 1 even in bf16, which on a CPU is twice as fast as fp32."""
-    return logits.log_softmax(dim=-1).amax(dim=-1)
+    return torch.cat([rows.log_softmax(dim=-1).amax(dim=-1) for rows in torch.split(logits, size)]).double().exp()
 
 
 def race(probs: Tensor, exponentials: Tensor) -> Tensor:
@@ -97,16 +99,19 @@ def race(probs: Tensor, exponentials: Tensor) -> Tensor:
     Two distributions raced with the same exponentials agree as often as any shared noise allows (Gumbel coupling), which
     is what makes sampled drafts match sampled verification. ``[R, V]`` → ``[R]``.
     """
-    return (probs / exponentials.to(probs.device)).argmax(dim=-1)
+    return (probs / exponentials).argmax(dim=-1)
 
 
-def draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
+def draw(weights: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
     """Draw one token a row by inverting the sums of ``weights [R, V]``, which need not add up to 1; tokens ``[R]``.
 
-    Of many rows first a part of the vocabulary is drawn, then a token of it: running sums over all of it are slow.
+    First a part of the vocabulary is drawn, then a token of it: running sums over all of it are slow. ``uniforms [R]`` are in
+    double precision. What a row gives does not depend on the others.
     """
-    places = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)[:, None]
-    if len(weights) < _MANY or weights.shape[-1] % _PART:
+    if not isinstance(uniforms, Tensor):
+        uniforms = upload(np.array(uniforms, dtype=np.float64), weights.device)
+    places = uniforms[:, None]
+    if weights.shape[-1] % _PART:
         return _invert(weights, places)[0][:, 0]
     parts = weights.view(len(weights), -1, _PART)
     masses = parts.sum(dim=-1)
@@ -166,15 +171,18 @@ def logprobs_of(
     logits: Tensor, token_ids: Sequence[int], count: int
 ) -> tuple[list[float], list[list[tuple[int, float]]]]:
     """Natural log-probability of each token under its row of ``logits [R, V]``, before any sampling parameter; and the ``count``
-    likeliest tokens of each row with theirs, likeliest first.
+    likeliest tokens of each row with theirs, likeliest first. One copy brings all of them from the device.
     """
     logprobs = logits.float().log_softmax(dim=-1)
-    best, chosen = logprobs.topk(min(count, logits.shape[-1]), dim=-1), torch.tensor(token_ids, device=logits.device)
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return logprobs.gather(1, chosen[:, None])[:, 0].tolist(), [list(zip(*pair, strict=True)) for pair in pairs]
+    best = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
+    chosen = logprobs.gather(1, upload(np.array(token_ids, dtype=np.int64), logits.device)[:, None])
+    found = torch.cat([chosen.double(), best.values.double(), best.indices.double()], dim=1).cpu().numpy()
+    own, values, tokens = np.split(found, [1, 1 + best.values.shape[1]], axis=1)
+    pairs = zip(tokens.astype(np.int64).tolist(), values.tolist(), strict=True)
+    return own[:, 0].tolist(), [list(zip(*pair, strict=True)) for pair in pairs]
 
 
 def ranks_of(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
     """The place of each token among those of its row of ``logits [R, V]``; the likeliest has 1, equal ones share the best."""
-    chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
+    chosen = logits.gather(1, upload(np.array(token_ids, dtype=np.int64), logits.device)[:, None])
     return [1 + count for count in (logits > chosen).sum(dim=-1).tolist()]

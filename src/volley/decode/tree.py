@@ -32,7 +32,7 @@ def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise,
     if params.temperature == 0:
         return logits
     weights = draft_probs(logits, params)
-    weights /= noise.exponentials(range(first, first + len(logits)), logits.shape[-1]).to(weights.device)
+    weights /= noise.exponentials(range(first, first + len(logits)), logits.shape[-1], weights.device)
     return weights.log_() * (draft_temperature(params) or 1.0)
 
 
@@ -127,6 +127,16 @@ def _preorder(chosen: list[tuple[int, float]], children: list[list[int]]) -> Pro
         place = len(tokens)
         stack += [(child, place) for child in reversed(children[node])]
     return Proposal(tokens, parents=tuple(parents), confidence=probabilities)
+
+
+def depths_of(proposal: Proposal) -> list[int]:
+    """How many draft tokens lead to the anchor's row, which is 0, and to each draft token's, the token included."""
+    if proposal.parents is None:
+        return list(range(len(proposal.token_ids) + 1))
+    depths = [0]
+    for parent in proposal.parents:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 def likeliest_first(tree: Proposal) -> list[int]:

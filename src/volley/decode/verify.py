@@ -5,17 +5,14 @@ i draft tokens. Losslessness conditions are in each docstring; a verifier must n
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from volley.memory.upload import upload_together
 from volley.types import Verdict
-
-Draw = Callable[[Tensor, list[int]], list[int]]
-"""``draw(weights [n, V], rows)`` samples one token from each of ``weights``, which need not add up to 1; ``rows`` says whose row
-each is."""
 
 
 def verify_choices(choices: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[Verdict]:
@@ -51,66 +48,76 @@ def verify_tree(choose: Callable[[int, int], int], tokens: Sequence[int], parent
     return Verdict(len(path), emitted, tuple(path))
 
 
+class Judged(NamedTuple):
+    """What block verification makes of n drafts, on the device of the distributions."""
+
+    kept: Tensor
+    """How many of the first tokens of each draft are kept, ``[n]``."""
+    rows: Tensor
+    """The row of the distributions that the token behind them belongs to, ``[n]``."""
+    weights: Tensor
+    """What that token is to be drawn from, ``[n, V]``, which need not add up to 1."""
+
+
 def verify_speculative(
-    target_probs: Tensor,
-    draft_probs: Sequence[Tensor],
-    drafts: Sequence[Sequence[int]],
-    uniforms: Sequence[Sequence[float]],
-    draw: Draw,
-) -> list[Verdict]:
+    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, sizes: Sequence[int], uniforms: Sequence[float]
+) -> Judged:
     """Block verification (Sun et al. 2024, arXiv 2403.10444): keep the longest beginning of a draft that may be kept, then draw
-    the token behind it from what the target has left over.
+    the token behind it from what the target has left over. The host reads nothing.
 
     The first i tokens of a draft have the level ``l_i = min(1, l_{i−1} · p(d_i) / q(d_i))``, ``l_0 = 1``. All k are kept with
     probability ``l_k``; otherwise the first i, if nothing longer is, with ``s_i / (s_i + 1 − l_i)``, where ``s_i`` is the sum of
     ``(l_i · p − q)⁺`` over the tokens that may follow, one of which is then drawn in proportion to it. On average no fewer are
     kept than by judging one token after the other with ``min(1, p / q)``.
 
-    Lossless only if ``draft_probs[i] [k, V]`` is the distribution that each token of ``drafts[i]`` was drawn from, given the
-    tokens before it, after temperature and truncation, and if no noise of the draft or of ``uniforms[i] [k]`` serves another
-    cycle: what came behind the kept tokens had a say. A rule that ends a draft may look at the tokens before. ``target_probs`` is
-    ``[R, V]``.
+    Lossless only if ``draft_probs [Σ k, V]`` has the distribution that each of ``tokens [Σ k]`` was drawn from, given the
+    tokens before it, after temperature and truncation, and if no noise of the draft or of ``uniforms [Σ k]`` serves another
+    cycle: what came behind the kept tokens had a say. A rule that ends a draft may look at the tokens before. ``sizes [n]`` are
+    the numbers of tokens of the drafts, and ``target_probs`` is ``[Σ (k + 1), V]``.
     """
-    sizes = [len(draft) for draft in drafts]
-    starts = np.cumsum([0, *(size + 1 for size in sizes)]).tolist()
-    rows = [start + i for start, size in zip(starts, sizes, strict=False) for i in range(size)]
-    tokens = [token for draft in drafts for token in draft]
-    distributions = torch.cat(list(draft_probs)) if tokens else target_probs[:0]
-    ratios = (target_probs[rows, tokens].double() / distributions[range(len(tokens)), tokens].double()).tolist()
-    upcoming = iter(ratios)
-    levels = [
-        list(accumulate(islice(upcoming, size), lambda level, ratio: min(1.0, level * ratio), initial=1.0))
-        for size in sizes
-    ]
-    before = torch.tensor([level for own in levels for level in own[:-1]], dtype=target_probs.dtype)
-    surplus = target_probs[rows].mul_(before[:, None].to(target_probs.device)).sub_(distributions).clamp_min_(0)
-    masses = surplus.sum(dim=-1).tolist()
+    count, total, longest = len(sizes), sum(sizes), max(sizes)
+    lengths = np.array(sizes, dtype=np.int64)
+    firsts = lengths.cumsum() - lengths  # of each draft, among all tokens
+    starts = firsts + np.arange(count)  # of each draft, among the rows of the target
+    if not total:
+        none = torch.zeros(count, dtype=torch.int64, device=target_probs.device)
+        return Judged(none, torch.arange(count, device=target_probs.device), target_probs)
+    owner = np.arange(count).repeat(lengths)
+    place = np.arange(total) - firsts[owner]
+    table = np.full((count, longest), total)  # from [draft, place] to the token; those that are not there are one more
+    table[owner, place] = np.arange(total)
+    arrays = [starts[owner] + place, owner * longest + place, table, lengths, firsts, starts]
+    own_uniforms = np.array(uniforms, dtype=np.float64).view(np.int64)
+    rows, cells, grid, lengths_, firsts_, starts_, bits = upload_together([*arrays, own_uniforms], target_probs.device)
 
-    accepted, cut, behind = [], [], []  # drafts that were cut, and the rows of what is left over there
-    for index, (size, own) in enumerate(zip(sizes, levels, strict=True)):
-        first = starts[index] - index  # the first token's row among those of all draft tokens
-        kept = _kept(own, masses[first : first + size], uniforms[index])
-        accepted.append(kept)
-        if kept < size and masses[first + kept] > 0:
-            cut.append(index)
-            behind.append(first + kept)
-    final_rows = [start + kept for start, kept in zip(starts, accepted, strict=False)]
-    finals = target_probs[final_rows]
-    if cut:
-        finals[cut] = surplus[behind]
-    bonus = draw(finals, final_rows)
-    return [Verdict(kept, [*draft[:kept], token]) for kept, draft, token in zip(accepted, drafts, bonus, strict=True)]
+    surplus = target_probs.index_select(0, rows)
+    ratios = (surplus.gather(1, tokens[:, None]).double() / draft_probs.gather(1, tokens[:, None]).double())[:, 0]
+    levels = _levels(_table(ratios.nan_to_num(nan=0.0, posinf=1e300).log(), grid))
+    before = torch.cat([torch.ones_like(levels[:, :1]), levels[:, :-1]], dim=1).flatten().index_select(0, cells)
+    surplus.mul_(before.to(surplus.dtype)[:, None]).sub_(draft_probs).clamp_min_(0)
+    masses = surplus.sum(dim=-1).double()
+
+    left = torch.cat([_table(masses, grid)[:, 1:], torch.zeros_like(levels[:, :1])], dim=1)  # s_1 … s_k
+    number = torch.arange(1, longest + 1, device=levels.device)
+    chances = torch.where(number == lengths_[:, None], levels, left / (left + 1 - levels))  # 0 / 0 keeps nothing
+    keeps = (_table(bits.view(torch.float64), grid) < chances) & (number <= lengths_[:, None])
+    kept = (keeps * number).amax(dim=1)
+    behind = (firsts_ + kept).clamp_max(total - 1)
+    is_cut = (kept < lengths_) & (masses.index_select(0, behind) > 0)
+    final = starts_ + kept
+    weights = torch.where(is_cut[:, None], surplus.index_select(0, behind), target_probs.index_select(0, final))
+    return Judged(kept, final, weights)
 
 
-def _kept(levels: Sequence[float], masses: Sequence[float], uniforms: Sequence[float]) -> int:
-    """How many tokens of a draft are kept; ``masses`` are ``s_0 … s_{k−1}``."""
-    for count in range(len(uniforms), 0, -1):
-        level = chance = levels[count]
-        if count < len(masses):
-            chance = masses[count] / (masses[count] + 1 - level) if masses[count] > 0 else 0.0
-        if uniforms[count - 1] < chance:
-            return count
-    return 0
+def _levels(logs: Tensor) -> Tensor:
+    """``l_1 … l_k`` from the logarithms ``[n, k]`` of the ratios: with S their sums, ``log l_i = S_i − max(0, S_1, …, S_i)``."""
+    sums = logs.cumsum(dim=1)
+    return (sums - sums.cummax(dim=1).values.clamp_min(0)).exp()
+
+
+def _table(values: Tensor, grid: Tensor) -> Tensor:
+    """``values [Σ k]`` as a table ``[n, k]`` of drafts; 0 where a draft has no token."""
+    return torch.cat([values, values.new_zeros(1)])[grid]
 
 
 def kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) -> slice | Tensor:

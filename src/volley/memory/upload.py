@@ -15,6 +15,11 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+def upload_indices(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """``values`` as int64 on ``device``; a tensor is there already."""
+    return values if isinstance(values, Tensor) else upload(np.array(values, dtype=np.int64), device)
+
+
 def upload_together(arrays: Sequence[NDArray[np.signedinteger[Any]]], device: torch.device) -> list[Tensor]:
     """Several arrays of one type in one copy; views of one tensor, each in its array's shape."""
     if device.type == "cpu":

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from volley.errors import ConfigError
+from volley.memory.upload import upload_indices
 from volley.models.heads import MarkovTables, Projection
 
 
@@ -75,11 +76,11 @@ class BoundRecurrent:
         Each block is asked for in order. ``hidden [Σk, H]`` and ``logits [Σk, V]`` are those of all positions of blocks of
         ``sizes``.
         """
-        places = torch.tensor([place for size in sizes for place in range(size)], device=hidden.device)
+        places = upload_indices([place for size in sizes for place in range(size)], hidden.device)
         states = hidden.new_zeros(len(hidden), self.head.state_size)
 
-        def after(rows: list[int], token_ids: list[int], among: Tensor | None = None) -> Tensor:
-            where, before = (torch.tensor(indices, device=logits.device) for indices in (rows, token_ids))
+        def after(rows: list[int], token_ids: list[int] | Tensor, among: Tensor | None = None) -> Tensor:
+            where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
             earlier = states[where - 1] * (places[where] > 0)[:, None]
             states[where], change = self.head.step(self.embed(before), hidden[where], earlier)
             if self.drafted is not None:

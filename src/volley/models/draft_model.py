@@ -13,6 +13,7 @@ from volley.errors import ConfigError, MismatchError
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
+from volley.memory.upload import upload_indices
 from volley.models.adapter import Adapter, adapted
 from volley.models.domino import BoundRecurrent, DominoHead, RecurrentMarkovTables
 from volley.models.drafter import Drafter, read_drafter
@@ -149,7 +150,7 @@ class DraftModel:
         assert head is not None
         rows = hidden[:, :0]
         if isinstance(tables, MarkovTables):
-            rows = tables.markov_w1(torch.tensor(before, device=hidden.device))
+            rows = tables.markov_w1(upload_indices(before, hidden.device))
         rates: list[float] = head(hidden, rows).tolist()
         return rates
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from volley.errors import ConfigError
+from volley.memory.upload import upload_indices, upload_together
 from volley.models.accelerate import accelerate
 from volley.types import Lattice
 
@@ -182,8 +183,8 @@ class BoundHead:
         """
         own = self._context(hidden)
 
-        def after(rows: list[int], token_ids: list[int], among: Tensor | None = None) -> Tensor:
-            where, before = (torch.tensor(indices, device=logits.device) for indices in (rows, token_ids))
+        def after(rows: list[int], token_ids: list[int] | Tensor, among: Tensor | None = None) -> Tensor:
+            where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
             mixed = self.head.mix(embedding(before, self.rows), None if own is None else own[where])
             if among is not None:
                 among = among.to(logits.device)
@@ -210,15 +211,18 @@ class BoundHead:
         ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them. All transitions are one product.
         """
         base, tokens = self._best(logits)
-        firsts = torch.tensor([0, *sizes[:-1]], device=tokens.device).cumsum(0)
+        ends = np.array(sizes, dtype=np.int64).cumsum()
+        firsts, first_tokens = upload_together(
+            [ends - np.array(sizes), np.array(anchors, dtype=np.int64)], tokens.device
+        )
         before = tokens.roll(1, dims=0)
-        before[firsts] = torch.tensor(anchors, device=tokens.device)[:, None]
+        before[firsts] = first_tokens[:, None]
         own = self._context(hidden)
         mixed = self.head.mix(embedding(before, self.rows), None if own is None else own[:, None])
         outputs = embedding(tokens, self.outputs)
         scores = torch.baddbmm(base[:, None], mixed.to(base.dtype), outputs.mT.to(base.dtype))  # noise makes base fp32
-        every_token, every_score = tokens.cpu().numpy(), scores.float().cpu().numpy()
-        ends = np.cumsum(sizes)
+        found = torch.cat([scores.float(), tokens[:, None].float()], dim=1).cpu().numpy()  # ids below 2²⁴ are exact
+        every_token, every_score = found[:, -1].astype(np.int64), found[:, :-1]
         return [
             Lattice(every_token[end - size : end], every_score[end - size : end])
             for end, size in zip(ends, sizes, strict=True)

@@ -2,13 +2,13 @@
 
 The library is built when the package is installed, where there is a C compiler, and its products need a CPU with AVX2
 (AVX512-BF16 and AMX are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations;
-masks over logits and recurrent states need no such CPU.
+masks over logits, recurrent states and noise need no such CPU.
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -80,6 +80,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
     "gated_silu": [c_void_p, c_void_p, c_int64, c_int64],
     "linear": [POINTER(_Product), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
+    "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],
     "forbid": [c_void_p, c_void_p, c_int64],
     "allowed_softmax": [c_void_p, c_void_p, c_void_p, c_int64, c_float],
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
@@ -94,7 +95,7 @@ _SIGNATURES: dict[str, list[object]] = {
 def load(folder: Path) -> ctypes.CDLL | None:
     """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine.
 
-    Masks and recurrent states are for any CPU; ``library.usable(1)`` says whether all the rest runs.
+    Masks, recurrent states and noise are for any CPU; ``library.usable(1)`` says whether all the rest runs.
     """
     for path in sorted(folder.glob("_kernels*.so")):
         try:
@@ -113,7 +114,7 @@ def load(folder: Path) -> ctypes.CDLL | None:
 
 _library = load(Path(__file__).parent)
 is_built = _library is not None
-"""Whether the library was built, from these sources; masks and recurrent states need no more."""
+"""Whether the library was built, from these sources; masks, recurrent states and noise need no more."""
 available = _library is not None and bool(_library.usable(1))
 """Whether it was, and its products run on this CPU."""
 
@@ -157,6 +158,13 @@ def gated_silu(x: Tensor) -> Tensor:
     """``silu(gate) · up [T, I]`` of both side by side, ``x [T, 2 · I]``."""
     out = x.new_empty(len(x), x.shape[1] // 2)
     functions().gated_silu(x.data_ptr(), out.data_ptr(), len(x), out.shape[1])
+    return out
+
+
+def exponentials(seed: int, purpose: int, position: int, size: int) -> Tensor:
+    """Unit exponentials ``[size]`` (fp32): :mod:`volley.decode.noise`."""
+    out = torch.empty(size)
+    _functions().exponentials(seed, purpose, position, out.data_ptr(), size)
     return out
 
 

@@ -1,28 +1,35 @@
 """Autoregressive decoding, plain or speculative: every request is verified by the rule that is lossless for its draft."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from volley.config import DecodingConfig
-from volley.decode.late import read_choices
-from volley.decode.rules import allowed_choices, allowed_probs, apply_rules, constraints, paths_of
+from volley.decode.late import Reading, draft_tokens
+from volley.decode.rules import Constraint, allowed_choices, allowed_probs, apply_rules, constraints, paths_of
 from volley.decode.sampling import (
     PositionNoise,
     Purpose,
-    best_tokens,
     draw,
+    exponentials,
+    likeliest,
     logprobs_of,
     race,
     ranks_of,
     token_probs,
 )
-from volley.decode.verify import kept_rows, verify_choices, verify_speculative, verify_tree
+from volley.decode.tree import depths_of
+from volley.decode.verify import verify_choices, verify_speculative, verify_tree
 from volley.decode.work import Ask, Rule, Work
 from volley.memory.batch import Segment
+from volley.memory.upload import upload
 from volley.policies.base import View
 from volley.procedures.request import Procedure, Request
+from volley.types import Verdict
 
 _SLICE = 32  # rows of a prompt's logits that are turned into log-probabilities at once
 
@@ -67,47 +74,26 @@ class Speculative(Procedure):
         return max(_num_choosing(work), _num_scored(work))
 
     def absorb(self, works: Works, logits: Tensor) -> None:
-        scored = [(work, count) for work in works if (count := _num_scored(work))]
-        for work, count in scored:
-            _score_prompt(work, logits, count)
+        """The host waits for the device once, and once more for log-probabilities that are asked for."""
+        for work in works:
+            if count := _num_scored(work):
+                _score_prompt(work, logits, count)
         choosing = [work for work in works if work.rows.stop > work.rows.start]
-        rows = [logits[work.rows] for work in choosing]
-        if scored:
-            read_choices(logits[:0], works)
-            choices = [best_tokens(own) for own in rows]
-        else:
-            best = read_choices(logits, works)
-            choices = [best[work.rows] for work in choosing]
-        for place, work in enumerate(choosing):
-            rules = work.request.rules
-            if not rules:
-                continue
-            paths, bound = paths_of(work.proposal), constraints(rules)
-            is_greedy = work.request.params.temperature == 0
-            free = [rule for rule in rules if rule not in bound]
-            if free:
-                rows[place] = apply_rules(free, rows[place], paths)
-                if is_greedy:
-                    choices[place] = best_tokens(rows[place])
-            if is_greedy and bound:
-                choices[place] = allowed_choices(bound, rows[place], choices[place], paths)
-        sampled: dict[tuple[bool, Rule, tuple[float | None, ...]], list[int]] = {}
-        for place, work in enumerate(choosing):
-            request, proposal = work.request, work.proposal
-            if proposal.parents is not None:
-                choose = _chooser(work, rows[place], choices[place])
-                work.verdict = verify_tree(choose, proposal.token_ids, proposal.parents)
-            elif request.params.temperature == 0:
-                work.verdict = verify_choices(choices[place], [proposal.token_ids])[0]
-            else:
-                is_compared = proposal.draft_probs is None and len(proposal.token_ids) > 0
-                sampled.setdefault((is_compared, work.ask.rule, request.params.distribution), []).append(place)
-        for (is_compared, rule, _), places in sampled.items():
-            verify = _compare if is_compared else _sample
-            verify([choosing[place] for place in places], [rows[place] for place in places], rule)
+        reading = Reading()
+        reading.add_drafts(works)
+        alike: dict[tuple[Any, ...], list[Work[Request]]] = {}  # works that are judged in one go
         for work in choosing:
-            if work.request.params.logprobs:
-                _note_logprobs(work, logits[work.rows])
+            request, proposal = work.request, work.proposal
+            judge, key = _judge_greedy, tuple[Any, ...]()
+            if request.params.temperature > 0:
+                is_matched = work.ask.rule is Rule.MATCH or proposal.parents is not None
+                judge = _match if is_matched else _compare if proposal.draft_probs is None else _sample
+                key = request.params.distribution
+            alike.setdefault((judge, *key), []).append(work)
+        for (judge, *_), members in alike.items():
+            judge(members, logits, reading)
+        reading.read()
+        _note_logprobs([work for work in choosing if work.request.params.logprobs], logits)
 
 
 def _num_choosing(work: Work[Request]) -> int:
@@ -142,37 +128,95 @@ def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int) -> None:
     work.rows = slice(work.rows.stop - _num_choosing(work), work.rows.stop)
 
 
-def _compare(works: Works, rows: list[Tensor], rule: Rule) -> None:
-    """Draw the target's own tokens and keep the draft while it agrees; all requests sample alike."""
-    probs = _probs(works, rows)
-    choices = _drawn(probs, _positions(works), rule)
-    for work, verdict in zip(works, verify_choices(choices, _drafts(works)), strict=True):
-        work.verdict = verdict
+def _rows(works: Works, logits: Tensor) -> list[Tensor]:
+    """The rows of each work, under those rules of its request that are no constraints."""
+    found = []
+    for work in works:
+        free = [rule for rule in work.request.rules if not isinstance(rule, Constraint)]
+        rows = logits[work.rows]
+        found.append(apply_rules(free, rows, paths_of(work.proposal)) if free else rows)
+    return found
 
 
-def _sample(works: Works, rows: list[Tensor], rule: Rule) -> None:
-    """Speculative sampling for requests that sample alike; one without a draft just draws its token."""
-    positions = _positions(works)
+def _judge_greedy(works: Works, logits: Tensor, reading: Reading) -> None:
+    """Keep what the target would have chosen itself."""
+    rows = _rows(works, logits)
+    unruled = [work for work in works if not work.request.rules]
+    together = [own for work, own in zip(works, rows, strict=True) if not work.request.rules]
+    if together:
+        is_all = sum(map(len, together)) == len(logits)
+        _await_choices(unruled, likeliest(logits if is_all else torch.cat(together)), reading)
+    for work, own in zip(works, rows, strict=True):
+        if work.request.rules:
+            reading.add(likeliest(own), partial(_keep_allowed, work, own))
 
-    def choose(weights: Tensor, rows: list[int]) -> list[int]:
-        return _drawn(weights, [positions[row] for row in rows], rule)
 
+def _keep_allowed(work: Work[Request], rows: Tensor, choices: list[int]) -> None:
+    if bound := constraints(work.request.rules):
+        choices = allowed_choices(bound, rows, choices, paths_of(work.proposal))
+    _keep_choices(work, choices)
+
+
+def _match(works: Works, logits: Tensor, reading: Reading) -> None:
+    """Draw the target's own tokens with the noise of their positions, which drafts may know, and keep what agrees."""
+    if logits.device.type == "cpu":  # where it pays to draw behind accepted nodes alone
+        for work in works:
+            if work.proposal.parents is not None:
+                reading.add(logits.new_empty(0, dtype=torch.int64), partial(_walk, work, _rows([work], logits)[0]))
+        works = [work for work in works if work.proposal.parents is None]
+    if works:
+        probs, places = _probs(works, logits), _places(works)
+        _await_choices(works, race(probs, exponentials(places, probs.shape[-1], probs.device)), reading)
+
+
+def _compare(works: Works, logits: Tensor, reading: Reading) -> None:
+    """Draw the target's own tokens and keep what agrees; a draft knows nothing of the noise, and one uniform is cheaper."""
+    _await_choices(works, draw(_probs(works, logits), _uniforms(works)), reading)
+
+
+def _await_choices(works: Works, chosen: Tensor, reading: Reading) -> None:
+    """Compare each draft with the tokens ``chosen`` in its rows, once these are read."""
+    start = 0
+    for work in works:
+        part = slice(start, start := start + len(work.proposal.token_ids) + 1)
+        reading.add(chosen[part], partial(_keep_choices, work))
+
+
+def _keep_choices(work: Work[Request], choices: list[int]) -> None:
+    proposal = work.proposal
+    if proposal.parents is None:
+        (work.verdict,) = verify_choices(choices, [proposal.token_ids])
+    else:
+        work.verdict = verify_tree(lambda node, _: choices[node], proposal.token_ids, proposal.parents)
+
+
+def _sample(works: Works, logits: Tensor, reading: Reading) -> None:
+    """Speculative sampling for requests that sample alike, by the distributions that their drafts were drawn from."""
+    probs, sizes = _probs(works, logits), [len(work.proposal.token_ids) for work in works]
+    laws = [work.proposal.draft_probs for work in works if work.proposal.draft_probs is not None]
     uniforms = [
-        work.request.noise.uniforms(Purpose.ACCEPT, work.request.length, len(work.proposal.token_ids)) for work in works
+        uniform
+        for work, size in zip(works, sizes, strict=True)
+        for uniform in work.request.noise.uniforms(Purpose.ACCEPT, work.request.length, size)
     ]
-    probs = _probs(works, rows)
-    draft_probs = [probs[:0] if work.proposal.draft_probs is None else work.proposal.draft_probs for work in works]
-    verdicts = verify_speculative(probs, draft_probs, _drafts(works), uniforms, choose)
-    for work, verdict in zip(works, verdicts, strict=True):
-        work.verdict = verdict
+    judged = verify_speculative(probs, torch.cat(laws), draft_tokens(works, probs.device), sizes, uniforms)
+    of_rows = upload(np.array(_uniforms(works)), probs.device)
+    bonus = draw(judged.weights, of_rows.index_select(0, judged.rows))
+    reading.add(torch.cat([judged.kept, bonus]), partial(_keep_first, works))
 
 
-def _probs(works: Works, rows: list[Tensor]) -> Tensor:
-    """The distributions of all rows, under the constraints of each request."""
-    params = works[0].request.params
+def _keep_first(works: Works, values: list[int]) -> None:
+    """So many tokens of each draft, and then the token behind each."""
+    for work, kept, bonus in zip(works, values[: len(works)], values[len(works) :], strict=True):
+        work.verdict = Verdict(kept, [*work.proposal.token_ids[:kept], bonus])
+
+
+def _probs(works: Works, logits: Tensor) -> Tensor:
+    """The distributions of all rows, under the rules of each request."""
+    params, rows = works[0].request.params, _rows(works, logits)
     each = [constraints(work.request.rules) for work in works]
     if not any(each):
-        return token_probs(torch.cat(rows), params)
+        return token_probs(rows[0] if len(rows) == 1 else torch.cat(rows), params)
     parts = [
         allowed_probs(bound, own, paths_of(work.proposal), params)
         for work, bound, own in zip(works, each, rows, strict=True)
@@ -180,42 +224,41 @@ def _probs(works: Works, rows: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _drafts(works: Works) -> list[list[int]]:
-    return [work.proposal.token_ids for work in works]
-
-
-def _positions(works: Works) -> list[tuple[PositionNoise, int]]:
+def _places(works: Works) -> list[tuple[PositionNoise, int]]:
     """Whose noise chooses the token of each row, and at which position."""
-    return [
-        (work.request.noise, work.request.length + i) for work in works for i in range(len(work.proposal.token_ids) + 1)
-    ]
+    return [(work.request.noise, work.request.length + depth) for work in works for depth in depths_of(work.proposal)]
 
 
-def _drawn(weights: Tensor, positions: list[tuple[PositionNoise, int]], rule: Rule) -> list[int]:
-    """A token of each of ``weights [R, V]``; matching needs the noise that drafts may know, else one uniform is cheaper."""
-    if rule is Rule.MATCH:
-        chosen = race(weights, torch.cat([noise.exponentials([at], weights.shape[-1]) for noise, at in positions]))
-    else:
-        chosen = draw(weights, [noise.uniforms(Purpose.TARGET, at, 1)[0] for noise, at in positions])
-    tokens: list[int] = chosen.tolist()
-    return tokens
+def _uniforms(works: Works) -> list[float]:
+    """The uniform of each row's position."""
+    return [noise.uniforms(Purpose.TARGET, at, 1)[0] for noise, at in _places(works)]
 
 
-def _chooser(work: Work[Request], rows: Tensor, best: list[int]) -> Callable[[int, int], int]:
-    """The target's own choice after a node of a tree, for ``verify_tree``."""
+def _walk(work: Work[Request], rows: Tensor, _: list[int]) -> None:
+    """Match a tree, and draw only behind the nodes that are reached."""
     request, paths = work.request, paths_of(work.proposal)
     bound = constraints(request.rules)
 
     def choose(node: int, depth: int) -> int:
-        if request.params.temperature == 0:
-            return best[node]
         probs = allowed_probs(bound, rows[node : node + 1], [paths[node]], request.params)
-        return _drawn(probs, [(request.noise, request.length + depth)], Rule.MATCH)[0]
+        noise = request.noise.exponentials([request.length + depth], probs.shape[-1], probs.device)
+        return int(race(probs, noise))
 
-    return choose
+    assert work.proposal.parents is not None
+    work.verdict = verify_tree(choose, work.proposal.token_ids, work.proposal.parents)
 
 
-def _note_logprobs(work: Work[Request], logits: Tensor) -> None:
+def _note_logprobs(works: Works, logits: Tensor) -> None:
     """Of the tokens chosen, under the target's unmodified distribution."""
-    rows = logits[kept_rows(1, work.verdict)]
-    work.logprobs, work.top_logprobs = logprobs_of(rows, work.verdict.token_ids, work.request.params.top_logprobs)
+    if not works:
+        return
+    nodes = [(0, *(range(1, 1 + own.accepted) if own.path is None else own.path)) for own in (w.verdict for w in works)]
+    rows = [work.rows.start + node for work, own in zip(works, nodes, strict=True) for node in own]
+    tokens = [token for work in works for token in work.verdict.token_ids]
+    kept = logits.index_select(0, upload(np.array(rows), logits.device))
+    chosen, likely = logprobs_of(kept, tokens, max(work.request.params.top_logprobs for work in works))
+    start = 0
+    for work in works:
+        part = slice(start, start := start + len(work.verdict.token_ids))
+        count = work.request.params.top_logprobs
+        work.logprobs, work.top_logprobs = chosen[part], [pairs[:count] for pairs in likely[part]]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from volley.decode.constrained import Following, columns, walk_constrained
+from volley.decode.late import read_drafts
 from volley.decode.propose import Transitions, walk_best, walk_coupled, walk_sampled
 from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens, confidences
@@ -58,17 +59,18 @@ class ChainProposer(Proposer):
                 work.proposal = proposal
                 if sure is not None:
                     proposal.confidence = sure[start : start + work.ask.positions]
+            read_drafts(members)
         return 0.0
 
     def _transitions(self, works: Works, sure: list[float] | None) -> Transitions:
         """Logits after tokens, a position of each block at a time, in order; ``sure`` notes how sure they are, if it is given."""
         owner = [work for work in works for _ in range(work.ask.positions)]
 
-        def after(rows: list[int], token_ids: list[int]) -> Tensor:
+        def after(rows: list[int], token_ids: list[int] | Tensor) -> Tensor:
             requests = [owner[row].request for row in rows]
-            logits = self.read(requests, token_ids)
+            logits = self.read(requests, token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids)
             if sure is not None:
-                for row, probability in zip(rows, confidences(logits), strict=True):
+                for row, probability in zip(rows, confidences(logits).tolist(), strict=True):
                     sure[row] = probability
             parts = zip(requests, torch.split(logits, 1), strict=True)
             return torch.cat([apply_rules(own.rules, row, [()]) if own.rules else row for own, row in parts])

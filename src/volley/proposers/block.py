@@ -15,10 +15,10 @@ from torch import Tensor
 from volley.config import DraftingConfig
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
-from volley.decode.late import late_proposals
+from volley.decode.late import late_proposals, read_drafts
 from volley.decode.propose import propose_coupled, propose_sampled, walk_best, walk_coupled, walk_greedy, walk_sampled
 from volley.decode.rules import apply_rules, constraints
-from volley.decode.sampling import best_tokens, confidences, draft_temperature, log_confidences
+from volley.decode.sampling import PositionNoise, Purpose, best_tokens, confidences, draft_temperature, likeliest
 from volley.decode.tree import coupled_logits, expand, position_lattices
 from volley.decode.work import Drafted, Rule, Shape, Work
 from volley.errors import ConfigError
@@ -30,7 +30,7 @@ from volley.models.draft_model import DraftModel
 from volley.models.heads import BoundHead
 from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
-from volley.types import Lattice, Proposal
+from volley.types import Proposal
 
 
 class BlockProposer(Proposer):
@@ -79,18 +79,17 @@ class BlockProposer(Proposer):
                 works, logits, hidden = self._draft_bound(works, logits, hidden, with_confidence=with_confidence)
             logits = _processed(works, logits)
             noisy = _with_noise(works, logits)
-            if self.drafts_late and all(map(_can_be_late, works)):
-                sure = log_confidences(logits).double().exp() if with_confidence else None
-                late_proposals(works, logits.argmax(dim=-1), sure)
-                return walking
             if self.model.bound_head is None:
                 _choose(works, noisy)
             elif works:
                 walking = _walk(works, self.model.bound_head, hidden, noisy)
             if with_confidence and self.model.drafter.confidence_head is not None:
+                read_drafts(works)
                 self._note_accept_rates(works, hidden)
         if with_confidence:
             _note_confidence(works, logits)
+        if not (self.drafts_late and all(map(_can_be_late, works))):
+            read_drafts(works)
         return walking
 
     def _note_accept_rates(self, works: Works, hidden: Tensor) -> None:
@@ -272,43 +271,53 @@ def _draw(request: Drafted, logits: Tensor) -> Tensor:
     """Tokens for verification by comparing choices."""
     if request.params.temperature == 0:
         return logits.argmax(dim=-1)
-    return propose_coupled(logits, request.params, request.noise, request.length)
+    return propose_coupled(logits, request.params, _places([request], [len(logits)]))
+
+
+def _places(requests: Sequence[Drafted], sizes: Sequence[int]) -> list[tuple[PositionNoise, int]]:
+    """Whose noise each draft position may know, and at which position it is."""
+    return [(own.noise, own.length + i) for own, size in zip(requests, sizes, strict=True) for i in range(size)]
 
 
 def _can_be_late(work: Work[Any]) -> bool:
     """Whether the host can do without the tokens of a draft until the target's choices are read."""
-    return work.may_be_late and _is_greedy_chain(work) and not work.request.rules
-
-
-def _is_greedy_chain(work: Work[Any]) -> bool:
-    return work.ask.rule is Rule.GREEDY and work.ask.shape is Shape.CHAIN
+    return work.may_be_late and work.ask.shape is Shape.CHAIN and not work.request.rules
 
 
 def _choose(works: Works, logits: Tensor) -> None:
-    """Proposals of positions that are independent of each other."""
-    best, row = best_tokens(logits) if any(map(_is_greedy_chain, works)) else [], 0
-    lattices = iter(_lattices(works, logits))
-    for work in works:
-        request, rows = work.request, logits[row : row + work.ask.positions]
-        if work.ask.shape is Shape.TREE:
-            work.proposal = expand(next(lattices), work.ask.size, draft_temperature(request.params))
-        elif work.ask.rule is Rule.GREEDY:
-            work.proposal = Proposal(best[row : row + len(rows)])
-        elif work.ask.rule is Rule.MATCH:
-            work.proposal = Proposal(_draw(request, rows).tolist())
-        else:
-            work.proposal = propose_sampled(rows, request.params, request.noise, request.length)
-        row += len(rows)
+    """Proposals of positions that are independent of each other; chains are not read."""
+    alike: dict[tuple[Any, ...], list[int]] = {}  # works that are drafted in one go
+    for index, work in enumerate(works):
+        is_tree, rule = work.ask.shape is Shape.TREE, work.ask.rule
+        is_drawn = not is_tree and rule is not Rule.GREEDY
+        key = (is_tree, None if is_tree else rule, work.request.params.distribution if is_drawn else None)
+        alike.setdefault(key, []).append(index)
+    parts = torch.split(logits, _sizes(works))
+    for key, members in alike.items():
+        rows = logits if len(alike) == 1 else torch.cat([parts[index] for index in members])
+        (_choose_trees if key[0] else _choose_chains)([works[index] for index in members], rows)
 
 
-def _lattices(works: Works, logits: Tensor) -> list[Lattice]:
-    """Of those that draft trees."""
-    trees = [work.ask.shape is Shape.TREE for work in works]
-    if not any(trees):
-        return []
-    parts = zip(trees, torch.split(logits, _sizes(works)), strict=True)
-    rows = logits if all(trees) else torch.cat([rows for is_tree, rows in parts if is_tree])
-    return position_lattices(rows, [size for is_tree, size in zip(trees, _sizes(works), strict=True) if is_tree])
+def _choose_trees(works: Works, logits: Tensor) -> None:
+    for work, lattice in zip(works, position_lattices(logits, _sizes(works)), strict=True):
+        work.proposal = expand(lattice, work.ask.size, draft_temperature(work.request.params))
+
+
+def _choose_chains(works: Works, logits: Tensor) -> None:
+    """Chains under one rule, of requests that sample alike."""
+    requests, sizes, rule = [work.request for work in works], _sizes(works), works[0].ask.rule
+    params = requests[0].params
+    probs = None
+    if rule is Rule.GREEDY:
+        tokens = likeliest(logits)
+    elif rule is Rule.MATCH:
+        tokens = propose_coupled(logits, params, _places(requests, sizes))
+    else:
+        pairs = zip(requests, sizes, strict=True)
+        uniforms = [u for own, size in pairs for u in own.noise.uniforms(Purpose.DRAFT, own.length, size)]
+        tokens, probs = propose_sampled(logits, params, uniforms)
+    for work, proposal in zip(works, late_proposals(works, tokens, probs), strict=True):
+        work.proposal = proposal
 
 
 def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor) -> float:
@@ -359,15 +368,22 @@ def _note_confidence(works: Works, logits: Tensor) -> None:
     That is the largest probability of the distribution it was drawn from if that is known, else of the first pass. Trees and
     greedy walks have noted it already.
     """
-    for work in works:
-        if work.proposal.draft_probs is not None and not work.proposal.confidence:
-            work.proposal.confidence = work.proposal.draft_probs.amax(dim=-1).tolist()
     row = 0
-    for is_known, members in groupby(works, lambda work: bool(work.proposal.confidence)):
+    for is_wanted, members in groupby(works, lambda work: not work.proposal.confidence):
         run = list(members)
         end = row + sum(_sizes(run))
-        if not is_known:
-            found = iter(confidences(logits[row:end]))
-            for work in run:
-                work.proposal.confidence = list(islice(found, work.ask.positions))
+        if is_wanted:
+            _note_rows(run, logits[row:end])
         row = end
+
+
+def _note_rows(works: Works, logits: Tensor) -> None:
+    unknown = any(work.proposal.draft_probs is None for work in works)
+    of_logits = torch.split(confidences(logits), _sizes(works)) if unknown else [logits] * len(works)
+    for work, found in zip(works, of_logits, strict=True):
+        proposal = work.proposal
+        sure = found if proposal.draft_probs is None else proposal.draft_probs.amax(dim=-1).double()
+        if proposal.late is not None:
+            proposal.late.confidence = sure
+        else:
+            proposal.confidence = sure.tolist()

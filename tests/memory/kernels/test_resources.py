@@ -26,7 +26,7 @@ def test_no_kernel_spills_and_all_fit(arch: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     every = json.loads(out.read_text())
     assert {used["kernel"].split()[0] for used in every} == {
-        *("attention", "join", "inject", "norm", "turn", "gate", "float8")
+        *("attention", "join", "inject", "norm", "turn", "gate", "float8", "noise")
     }
     assert all(used["registers"] > 0 and used["arch"] == arch for used in every)
     assert all(used["spilled"] == 0 for used in every if "float32" not in used["kernel"])

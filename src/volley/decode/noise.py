@@ -1,0 +1,88 @@
+"""Exponential noise that is a function of (seed, position, token), the same on every device up to the rounding of a logarithm.
+
+Philox4x64-10 (Salmon et al. 2011) turns a key of two words and a counter of four into four random words of 64 bits. The key is
+(seed, purpose), the counter (1 + token // 4, 0, position, 0): NumPy's generator counts on before it draws, and so its stream is
+the one of a CPU without volley's library in C. On a GPU a kernel computes each word by itself; without Triton PyTorch does.
+
+A token of probability p wins a race where its noise is about as small as p, so small numbers have to be right too. A word w
+gives ``e = −log(1 − u)`` with ``u = w / 2⁶⁴`` in floating point, whose relative precision is the same down to 2⁻⁶³. Noise of 23
+bits is 0 once in 2²³ draws: with 152k tokens, a token of no matter what probability would win one race of 55.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from volley import native
+from volley.memory.kernels import usable
+from volley.memory.upload import upload
+
+_KEPT = 128  # rows on the CPU: the blocks of some requests, which draft and target and the next draft all ask for
+_LOW = 2**32 - 1
+_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+_WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+SMALLEST, LARGEST = 2.0**-63, 1 - 2.0**-24
+"""The uniforms that are used: with 0 or 1 the race would divide by 0 or by infinity."""
+
+
+def exponentials(
+    seeds: Sequence[int], purpose: int, positions: Sequence[int], size: int, device: torch.device
+) -> Tensor:
+    """Unit exponentials ``[R, size]`` (fp32) of R pairs of seed and position."""
+    if device.type == "cpu":
+        return torch.stack([_row(*pair, purpose, size) for pair in zip(seeds, positions, strict=True)])
+    places = upload(np.array([seeds, positions], dtype=np.int64), device)
+    if usable(device):
+        from volley.memory.kernels.noise import fill_exponentials
+
+        return fill_exponentials(places, purpose, size)
+    return from_words(philox(places, purpose, size))
+
+
+@lru_cache(maxsize=_KEPT)
+def _row(seed: int, position: int, purpose: int, size: int) -> Tensor:
+    if native.is_built:
+        return native.exponentials(seed, purpose, position, size)
+    words = np.random.Philox(key=[seed, purpose], counter=[0, 0, position, 0]).random_raw(size)
+    return from_words(torch.from_numpy(words.view(np.int64)))
+
+
+def from_words(words: Tensor) -> Tensor:
+    """Unit exponentials (fp32) of random words (int64)."""
+    uniforms = ((words >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(SMALLEST, LARGEST)
+    return uniforms.neg_().log1p_().neg_()
+
+
+def philox(places: Tensor, purpose: int, size: int) -> Tensor:
+    """Random words ``[R, size]`` (int64) of ``places [2, R]``, seeds and positions; the reference of the kernel.
+
+    PyTorch's products of int64 wrap as those of unsigned integers do; upper halves are put together out of 32 bits.
+    """
+    seeds, positions = places[:, :, None].unbind(0)
+    blocks = torch.arange(1, 2 + (size - 1) // 4, device=places.device)[None]
+    first, third = blocks.expand(len(seeds), -1), positions.expand(-1, blocks.shape[1])
+    second = fourth = torch.zeros_like(first)
+    key, other = seeds, purpose
+    for _ in range(10):
+        high, low = _product(first, _MULTIPLIERS[0])
+        high_, low_ = _product(third, _MULTIPLIERS[1])
+        first, second, third, fourth = high_ ^ second ^ key, low_, high ^ fourth ^ other, low
+        key, other = key + _signed(_WEYL[0]), _signed(other + _WEYL[1])
+    return torch.stack([first, second, third, fourth], dim=-1).flatten(1)[:, :size]
+
+
+def _product(words: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 64 bits of ``words`` times ``by``."""
+    low, high = words & _LOW, (words >> 32) & _LOW
+    by_low, by_high = by & _LOW, by >> 32
+    middle = high * by_low + (((low * by_low) >> 32) & _LOW)  # below 2⁶⁴, as is each sum that follows
+    other = low * by_high + (middle & _LOW)
+    return high * by_high + ((middle >> 32) & _LOW) + ((other >> 32) & _LOW), words * _signed(by)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the lower 64 bits of ``word``."""
+    return (word + 2**63) % 2**64 - 2**63
