@@ -244,6 +244,8 @@ class Engine:
         request = self._make_request(prompt, params, procedure)
         if self.capacity.prefix_caching and request.num_prompt > self.capacity.page_size:
             request.after = after
+        if self.scheduler.is_decoding:
+            self.pacing.costs.arrivals.came()
         self.scheduler.add(request)
         return request
 

@@ -44,6 +44,7 @@ class Pacing:
     def observe(self, step: Step) -> None:
         """Tell the policy how it went, and the cost tables what it took."""
         self._show_prompts(step)
+        self._time_prompts(step)
         works = step.decoding
         if not works:
             self._time_own(step)
@@ -68,6 +69,14 @@ class Pacing:
         if all(work.kind in (Kind.DENOISE, Kind.VERIFY) for work in step.works):
             assert step.batch is not None
             self.costs.target.observe(len(step.batch), len(step.works), time.perf_counter() - step.drafted_at)
+
+    def _time_prompts(self, step: Step) -> None:
+        now, arrivals = time.perf_counter(), self.costs.arrivals
+        for work in step.works:
+            if work.kind is Kind.PREFILL and work.verdict.token_ids and not work.request.num_output:
+                arrivals.read(now - work.request.arrived)
+        if step.decoding:
+            arrivals.decoded(now - step.started)
 
     def _show_prompts(self, step: Step) -> None:
         """Show the policy the prompts that were read to their end."""

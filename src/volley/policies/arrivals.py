@@ -1,0 +1,43 @@
+"""How long a cycle may be while prompts come: a prompt waits for the end of the pass that it comes in."""
+
+from collections import deque
+from math import inf
+from statistics import fmean
+
+LATER = 0.13
+"""Of its own time, as it is measured here, that a first token may come later than with plain decoding: 0.15 of its time there."""
+SELDOM = 10.0
+"""Seconds of decoding after a prompt came; if none came since, the next one is not reckoned with."""
+_REMEMBERED = 32  # first tokens whose mean time is taken
+
+
+class Arrivals:
+    """The prompts of one engine that came while others decoded, by the clock of decoding: seconds of steps that decoded."""
+
+    def __init__(self) -> None:
+        self._decoded, self._last = 0.0, -inf
+        self._waits = deque[float](maxlen=_REMEMBERED)
+
+    def came(self) -> None:
+        """A prompt came while others decoded."""
+        self._last = self._decoded
+
+    def read(self, seconds: float) -> None:
+        """A prompt's first token came so long after the prompt."""
+        self._waits.append(seconds)
+
+    def decoded(self, seconds: float) -> None:
+        """A step in which anything decoded took so long."""
+        self._decoded += seconds
+
+    @property
+    def go_on(self) -> bool:
+        """Whether more prompts are to be reckoned with."""
+        return self._decoded - self._last < SELDOM
+
+    def most_seconds(self, plain: float) -> float:
+        """What a cycle may take where one of plain decoding takes ``plain`` seconds.
+
+        A prompt that comes in a plain cycle has its first token after the rest of it and its own time. That may grow by 15 %.
+        """
+        return plain + LATER * (plain + (fmean(self._waits) if self._waits else 0.0)) if self.go_on else inf
