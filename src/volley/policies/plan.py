@@ -112,7 +112,7 @@ class Planner:
         """How many more tokens than a plan's a cycle may verify."""
         if self.most_seconds == np.inf:
             return self._total * MOST_FOUND
-        left = self.most_seconds - plan.longest
+        left = max(0.0, self.most_seconds - plan.longest)
         more = np.arange(1 + self._total * MOST_FOUND) + self._total + self._counts @ plan.verified
         passes = self._costs.target.expected(more, self._total)
         return int(np.searchsorted(passes, passes[0] + left, side="right")) - 1
