@@ -102,6 +102,7 @@ class Job:
         """Who asks: an API key or an address."""
         self.may_be_kept = may_be_kept
         """Whether the client lets the server keep the answer, if it said so."""
+        self.arrived = time.perf_counter()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.requests: list[Request] = []
         """Owned by the worker."""
@@ -254,6 +255,7 @@ class Worker:
             first: dict[int, Request] = {}  # of each prompt: the others share what it has read
             for choice, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
                 request = self.engine.add_request(prompt, params, after=first.get(id(prompt)))
+                request.arrived = job.arrived  # it has waited for the end of a step
                 first.setdefault(id(prompt), request)
                 job.requests.append(request)
                 self._owner[request] = (job, choice)
