@@ -84,7 +84,8 @@ class World:
         assert bool(step.works) is had_work
         if not step.works:
             return step
-        self.run(step)
+        if not self.run(step):
+            return step
         self.sequences.keep(with_batch(step))
         for work in step.works:
             if work.verdict.token_ids:
@@ -122,9 +123,11 @@ class World:
         queue = [own.params.priority for own in self.scheduler.waiting]
         assert queue == sorted(queue)
 
-    def run(self, step: Step) -> None:
+    def run(self, step: Step) -> bool:
+        """Draft, verify and judge; False if drafts were dropped."""
         for work in step.works:
             self.judge(work)
+        return True
 
     def judge(self, work: Work[Request]) -> None:
         own = work.request

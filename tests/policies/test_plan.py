@@ -149,7 +149,7 @@ def test_while_prompts_come_no_plan_takes_much_of_the_time_of_a_first_token(
     come(costs, first)
     bound = Planner(costs, counts, gains, [1.0] * KINDS, MOST)
     plain, best = bound.promise([PLAIN] * KINDS), bound.best()
-    assert best.seconds <= best.longest <= bound.most_seconds
+    assert best.seconds <= best.waiting <= bound.most_seconds
     assert bound.most_seconds == pytest.approx(plain.seconds + LATER * (plain.seconds + first))
     assert best.rate <= unbound.rate * (1 + 1e-9) or len(gains) > 1
 
@@ -191,7 +191,7 @@ def test_a_long_cycle_is_one_that_verifies_more_than_usual() -> None:
         least = count * 5 if count == 1 else 16 * 2.5 + 2 * math.sqrt(16 * 2.5**2)
         uneven = UNEVEN if count > 1 else 1.0
         seconds = 0.002 + 1e-4 * 6 * count + 0.01 + 1e-3 * max(0, count + least - 12)
-        assert cut.longest == pytest.approx(uneven * seconds, rel=0.02)
+        assert cut.waiting == pytest.approx(uneven * seconds, rel=0.02)
 
 
 def test_copies_and_first_blocks_have_what_room_the_bound_leaves() -> None:
@@ -211,4 +211,4 @@ def test_copies_and_first_blocks_have_what_room_the_bound_leaves() -> None:
     planner = Planner(costs, counts, {}, [1.0] * KINDS, 0)
     plain = planner.promise([PLAIN] * KINDS)
     assert planner.room(plain) == int((most - 0.012) / 0.001)
-    assert planner.room(plain._replace(longest=most + 1)) == 0
+    assert planner.room(plain._replace(waiting=most + 1)) == 0

@@ -15,6 +15,7 @@ from volley.procedures.request import Request
 class Pacing:
     def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool) -> None:
         self.policy, self.costs, self.can_grow_trees = policy, costs, can_grow_trees
+        self._gave_way = False
 
     def decide(self, requests: Sequence[Request], under_way: int) -> list[Work[Request]]:
         """What each of ``requests``, which decode, is asked to do."""
@@ -35,6 +36,17 @@ class Pacing:
             work.may_be_late = request.procedure.reads_late and not self.policy.cuts(work.ask)
             works.append(work)
         return works
+
+    def gives_way(self, step: Step) -> bool:
+        """Whether a prompt came while the step drafted. Then it is read now, and the drafts are made once more after it.
+
+        Nobody has looked at their tokens, and they will be drawn with the same noise: for the answers it is as if they had not
+        been. No two steps running give way.
+        """
+        newcomers, works = self.costs.arrivals.newcomers, step.works
+        only_drafts = len(step.decoding) == len(works) and any(work.ask.positions for work in works)
+        self._gave_way = not self._gave_way and only_drafts and newcomers is not None and newcomers()
+        return self._gave_way
 
     def trim(self, step: Step) -> None:
         """Cut the drafts to what the policy wants verified."""

@@ -1,6 +1,7 @@
 """How long a cycle may be while prompts come: a prompt waits for the end of the pass that it comes in."""
 
 from collections import deque
+from collections.abc import Callable
 from math import inf
 
 LATER = 0.13
@@ -16,13 +17,17 @@ _REMEMBERED, _LATE = (
 class Arrivals:
     """The prompts of one engine that came while others decoded, by the clock of decoding: seconds of steps that decoded."""
 
+    newcomers: Callable[[], bool] | None = None
+    """Whether prompts wait for this step. Where this is known, drafts are dropped for them, before they are verified."""
+
     def __init__(self) -> None:
         self._decoded, self._last = 0.0, -inf
         self._waits = deque[float](maxlen=_REMEMBERED)
 
-    def came(self) -> None:
-        """A prompt came while others decoded."""
-        self._last = self._decoded
+    def came(self, *, beside: bool = True) -> None:
+        """A prompt came; ``beside`` says that others decode."""
+        if beside:
+            self._last = self._decoded
 
     def read(self, seconds: float) -> None:
         """A prompt's first token came so long after the prompt."""
@@ -40,8 +45,8 @@ class Arrivals:
     def most_seconds(self, plain: float) -> float:
         """What a cycle may take where one of plain decoding takes ``plain`` seconds.
 
-        A prompt that comes in a cycle waits for its end, so each first token is later by what cycles are longer than plain ones. That
-        is no more than 15 % of a late one's time, and their 99th percentile is not later than that either.
+        A prompt that comes in a cycle waits for its end, so each first token is later by what cycles are longer than plain
+        ones. That is no more than 15 % of a late one's time, and their 99th percentile is not later than that either.
         """
         if not self.go_on:
             return inf

@@ -105,9 +105,17 @@ class Costs:
     drafts_late = False
     """Whether the host has to wait for the device where it reads a draft before that is verified."""
 
-    def __init__(self, measure_draft: Measure, measure_target: Measure) -> None:
+    def __init__(self, measure_draft: Measure, measure_target: Measure, arrivals: Arrivals | None = None) -> None:
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
-        self.arrivals = Arrivals()
+        self.arrivals = arrivals or Arrivals()
+
+    def waiting(self, drafting: FloatArray, passing: FloatArray) -> FloatArray:
+        """How long a prompt waits at most that comes in a cycle which drafts and passes for so many seconds.
+
+        One that comes during the draft waits for its end only, where drafts are dropped for it.
+        """
+        drops = self.arrivals.newcomers is not None and not self.drafts_late
+        return np.maximum(drafting, passing) if drops else drafting + passing
 
     def shares(self, drafted: Pass, verified: Pass, seconds: float) -> tuple[float, float]:
         """What of a cycle's ``seconds`` each model had, by what was expected of them: the host did not wait in between."""

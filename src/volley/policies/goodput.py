@@ -153,7 +153,7 @@ class Goodput(Policy):
             best, whole = planner.best(), planner.promise([WHOLE] * KINDS)
             review.plan, other = (best, plain) if best.rate > _WORTHWHILE * plain.rate else (plain, best)
             for plan in (other, whole):
-                if plan.longest > planner.most_seconds:
+                if plan.waiting > planner.most_seconds:
                     continue
                 lost = max(0.0, 1 - plan.rate / review.plan.rate) * plan.seconds / review.plan.seconds
                 review.others.append((plan, _APART + int(lost / _PROBING)))

@@ -13,7 +13,7 @@ _SLOTS = (11, 8, 6, 4, 3, 2, 1)  # of a chain that are tried, besides the most t
 _PRICES = np.array((0.0, 0.02, 0.04, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85))
 PLAIN, WHOLE = 0, 1  # the first two options
 UNEVEN = 1.04  # times as long as even ones take passes over blocks that were cut: queries are padded to the longest
-_SPREAD = 2.0  # standard deviations that a long cycle verifies more tokens than a usual one
+_SPREAD = 2.0  # standard deviations of what a cycle verifies by which a long one exceeds a usual one
 
 
 class Plan(NamedTuple):
@@ -21,7 +21,7 @@ class Plan(NamedTuple):
 
     rate: float  # tokens per second if all requests were as fast as their geometric mean
     seconds: float  # of a cycle
-    longest: float  # seconds of a cycle in which more than usual is verified
+    waiting: float  # seconds that a prompt waits for a cycle in which more than usual is verified
     slots: list[int]  # that a request drafts
     prices: list[float]  # the chance below which a slot, or node, is not verified
     tokens: list[float]  # of a request in a cycle
@@ -43,7 +43,7 @@ class Planner:
         """
         self._costs, self._counts, self._total = costs, np.array(counts, dtype=float), sum(counts)
         self.most_seconds = most_seconds(costs, self._total)
-        """Of a cycle, while prompts come that wait for its end."""
+        """That a prompt may wait for a cycle."""
         prices = _PRICES[:1] if costs.drafts_late else _PRICES
         sizes = np.array([most, *(size for size in _SLOTS if size < most)] if gains else [], dtype=int)
         slots = np.append(0, np.repeat(sizes, len(prices)))
@@ -64,12 +64,12 @@ class Planner:
 
     def promise(self, options: Any) -> Plan:
         """What is expected of an option for each kind."""
-        (rate,), (seconds,), (longest,) = self._expect(np.array(options)[:, None])
+        (rate,), (seconds,), (waiting,) = self._expect(np.array(options)[:, None])
         slots, *expected = self._options[:, range(KINDS), options].tolist()
-        return Plan(float(rate), float(seconds), float(longest), list(map(int, slots)), *expected)
+        return Plan(float(rate), float(seconds), float(waiting), list(map(int, slots)), *expected)
 
     def best(self) -> Plan:
-        """The best plan that drafts and whose longest cycle is not too long; if all are, the plain one.
+        """The best plan that drafts and does not keep prompts waiting too long; if all do, the plain one.
 
         Larger passes than any so far are timed only if they look best: that takes long.
         """
@@ -86,12 +86,12 @@ class Planner:
         for changing in [present, *([kind] for kind in present if len(present) > 1)]:
             trial = np.tile(chosen[:, None], self._options.shape[2])
             trial[changing] = np.arange(self._options.shape[2])
-            drafts, (rates, _, longest) = trial[present].any(axis=0), self._expect(trial)
-            chosen = trial[:, (rates * drafts * (longest <= self.most_seconds)).argmax()]
+            drafts, (rates, _, waiting) = trial[present].any(axis=0), self._expect(trial)
+            chosen = trial[:, (rates * drafts * (waiting <= self.most_seconds)).argmax()]
         return chosen
 
     def _expect(self, options: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Rate, seconds and longest seconds of plans, given by their options ``[kinds, plans]``."""
+        """Rate, seconds and waiting of plans, given by their options ``[kinds, plans]``."""
         kinds = np.arange(KINDS)[:, None]
         slots, prices, tokens, verified = self._options[:, kinds, options]
         usual, drafting = self._counts @ verified, self._drafting(self._counts @ slots, self._counts @ (slots > 0))
@@ -102,7 +102,8 @@ class Planner:
             return rates, seconds, seconds
         variance, most = self._spread[:, kinds, options]
         verified = np.minimum(usual + _SPREAD * np.sqrt(self._counts @ variance), self._counts @ most)
-        return rates, seconds, (self._costs.target.expected(self._total + verified, self._total) + drafting) * uneven
+        passing = self._costs.target.expected(self._total + verified, self._total)
+        return rates, seconds, self._costs.waiting(drafting, passing) * uneven
 
     def _drafting(self, slots: FloatArray, requests: FloatArray) -> FloatArray:
         """Seconds to draft so many slots for so many requests."""
@@ -112,7 +113,7 @@ class Planner:
         """How many more tokens than a plan's a cycle may verify."""
         if self.most_seconds == np.inf:
             return self._total * MOST_FOUND
-        left = max(0.0, self.most_seconds - plan.longest)
+        left = max(0.0, self.most_seconds - plan.waiting)
         more = np.arange(1 + self._total * MOST_FOUND) + self._total + self._counts @ plan.verified
         passes = self._costs.target.expected(more, self._total)
         return int(np.searchsorted(passes, passes[0] + left, side="right")) - 1
@@ -132,16 +133,16 @@ class Planner:
 
 
 def most_seconds(costs: Costs, requests: int) -> float:
-    """What a cycle of so many requests may take."""
+    """How long a prompt may wait for a cycle of so many requests."""
     return costs.arrivals.most_seconds(costs.target(requests, requests))
 
 
 def fitting(costs: Costs, requests: int, most: int) -> int:
-    """How many tokens, at most ``most``, each of so many requests may draft and verify in a cycle that is not too long."""
+    """How many tokens, at most ``most``, each of so many requests may draft and verify while no prompt waits too long."""
     bound = most_seconds(costs, requests)
     costs.draft.time(requests)
     if bound == np.inf or most == 0:
         return most
     sizes = requests * (1 + np.arange(1, most + 1, dtype=float))
-    seconds = costs.draft.expected(sizes, requests) + costs.target.expected(sizes, requests)
-    return int((seconds <= bound).sum())
+    waiting = costs.waiting(costs.draft.expected(sizes, requests), costs.target.expected(sizes, requests))
+    return int((waiting <= bound).sum())
