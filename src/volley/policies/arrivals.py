@@ -8,10 +8,8 @@ LATER = 0.13
 """Of its own time, as it is measured here, that a first token may come later than with plain decoding: 0.15 of its time there."""
 SELDOM = 10.0
 """Seconds of decoding after a prompt came; if none came since, the next one is not reckoned with."""
-_REMEMBERED, _LATE = (
-    64,
-    0.95,
-)  # first tokens of which a late one is looked at: not the latest, which may be one of a kind
+_REMEMBERED = 64  # first tokens
+_LATE = 0.95  # the quantile of them that is looked at: the latest may be one of a kind
 
 
 class Arrivals:
