@@ -122,7 +122,8 @@ class Server(World):
 
     def propose(self, step: Step) -> None:
         if any(work.ask.positions for work in step.works):
-            self.clock.now += self.machine.draft
+            step.drafting = self.machine.draft
+            self.clock.now += step.drafting
         for work in step.works:
             size = work.ask.size
             if size:
@@ -147,18 +148,18 @@ class Server(World):
         tokens, sure = work.proposal.token_ids, work.proposal.confidence
         if work.ask.shape is Shape.TREE:
             sure = [own / before for own, before in zip(sure, [1.0, *sure], strict=False)]
-        chances = sure if work.ask.positions else [0.9] * len(tokens)
+        chances = sure[: len(tokens)] if work.ask.positions else [0.9] * len(tokens)
         accepted = next((i for i, chance in enumerate(chances) if self.chance.random() > chance), len(tokens))
         path = tuple(range(1, accepted + 1)) if work.ask.shape is Shape.TREE else None
         work.verdict = Verdict(accepted, [*tokens[:accepted], self.chance.randrange(3)], path)
 
 
 def serve(clock: Clock, machine: Machine, rate: float, *, drafts: bool, is_told: bool = True) -> tuple[float, float]:
-    """The 99th percentile of the time to the first token, and seconds of decoding, of 250 prompts, ``rate`` a second."""
+    """The 99th percentile of the time to the first token, and seconds of decoding, of 150 prompts, ``rate`` a second."""
     chance, at, arrivals = random.Random(7), 0.0, []
-    for _ in range(250):
+    for _ in range(150):
         at += chance.expovariate(rate)
-        arrivals.append((at, chance.randint(40, 50), chance.choice([32, 48, 64, 80, 96])))
+        arrivals.append((at, chance.randint(40, 50), chance.choice([16, 24, 32, 40, 48])))
     clock.now = 0.0
     server = Server(Goodput() if drafts else Fixed(1), machine, clock, BLOCK if drafts else 1)
     server.is_told = is_told
@@ -172,7 +173,7 @@ DEAR = Machine(base=3.5e-3, token=0.6e-3)
 CHEAP = Machine(base=3.5e-3, token=0.12e-3, draft=4e-3)  # trees are grown for one or two requests
 
 
-@pytest.mark.parametrize(("machine", "rate"), [(DEAR, 1.0), (DEAR, 4.0), (DEAR, 16.0), (Machine(), 4.0), (CHEAP, 4.0)])
+@pytest.mark.parametrize(("machine", "rate"), [(DEAR, 2.0), (DEAR, 8.0), (DEAR, 16.0), (Machine(), 8.0), (CHEAP, 8.0)])
 def test_first_tokens_come_no_more_than_15_percent_later_and_decoding_is_no_slower(
     clock: Clock, machine: Machine, rate: float
 ) -> None:
@@ -182,7 +183,7 @@ def test_first_tokens_come_no_more_than_15_percent_later_and_decoding_is_no_slow
     assert seconds <= plain_seconds
 
 
-@pytest.mark.parametrize("rate", [4.0, 16.0])
+@pytest.mark.parametrize("rate", [2.0, 8.0])
 def test_a_policy_that_does_not_know_of_prompts_keeps_them_waiting(clock: Clock, rate: float) -> None:
     """Or the test above says nothing."""
     plain, _ = serve(clock, DEAR, rate, drafts=False)

