@@ -188,10 +188,11 @@ def test_a_long_cycle_is_one_that_verifies_more_than_usual() -> None:
         planner = Planner(costs, [count, 0, 0, 0], gains, [1.0] * KINDS, MOST)
         cut = planner.promise([1 + _PRICES.tolist().index(0.45)] * KINDS)
         assert cut.verified[0] == 2.5
-        least = count * 5 if count == 1 else 16 * 2.5 + 2 * math.sqrt(16 * 2.5**2)
-        uneven = UNEVEN if count > 1 else 1.0
-        seconds = 0.002 + 1e-4 * 6 * count + 0.01 + 1e-3 * max(0, count + least - 12)
-        assert cut.waiting == pytest.approx(uneven * seconds, rel=0.02)
+        most = 5 if count == 1 else 16 * 2.5 + 2 * math.sqrt(16 * 2.5**2)
+        seconds = costs.draft.expected(np.array(6 * count), count) + costs.target.expected(
+            np.array(count + most), count
+        )
+        assert cut.waiting == pytest.approx(float(seconds) * (UNEVEN if count > 1 else 1.0))
 
 
 def test_copies_and_first_blocks_have_what_room_the_bound_leaves() -> None:

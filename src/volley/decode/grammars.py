@@ -218,7 +218,7 @@ class GrammarRule(Constraint):
         return self._masks[key]
 
     def allows(self, path: Sequence[int], token_id: int) -> bool:
-        """Without a mask, which takes ten times as long, unless there is one."""
+        """Without a mask, which takes several times as long, unless there is one."""
         key = tuple(path)
         if key in self._masks or token_id in self._ends or not is_in(token_id, self._keeps):
             return super().allows(path, token_id)
@@ -229,7 +229,10 @@ class GrammarRule(Constraint):
         num_valid = int(self._matcher.validate_tokens([*rest, token_id]))
         if num_valid >= len(rest):
             self._go_to(key)
-        return num_valid > len(rest)
+        if num_valid <= len(rest):
+            return False
+        forced = self._matcher.compute_ff_tokens()  # in a mask text that is forced has one spelling
+        return not forced or forced[0] == token_id
 
     def _find_mask(self, path: tuple[int, ...]) -> Bits | None:
         if path:
