@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from volley import Engine, SamplingParams
 PROMPTS = random_prompts(4, longest=12, seed=3)
 
 
-def engine_of(pair: Pair, **options: object) -> Engine:
+def engine_of(pair: Pair, **options: Any) -> Engine:
     return Engine(pair.target, pair.drafter, page_size=4, num_pages=64, **options)
 
 
@@ -42,7 +43,7 @@ def now_and_then(calls: list[int]) -> Callable[[], bool]:
     ],
 )
 def test_no_answer_changes_by_drafts_that_are_dropped(
-    pair: Pair, options: dict[str, object], params: SamplingParams
+    pair: Pair, options: dict[str, Any], params: SamplingParams
 ) -> None:
     expected = answers(Engine(pair.target, page_size=4, num_pages=64), params)
     engine, calls = engine_of(pair, **options), list[int]()
@@ -54,7 +55,7 @@ def test_no_answer_changes_by_drafts_that_are_dropped(
 def test_speculative_sampling_draws_the_same_drafts_once_more(pair: Pair) -> None:
     """Nothing of a dropped draft was used, so each token is the one that it would have been."""
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=9)
-    options = {"policy": "fixed:4", "verification": "speculative"}
+    options: dict[str, Any] = {"policy": "fixed:4", "verification": "speculative"}
     expected = answers(engine_of(pair, **options), params)
     engine, calls = engine_of(pair, **options), list[int]()
     engine.arrivals.newcomers = now_and_then(calls)

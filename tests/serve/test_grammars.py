@@ -104,7 +104,11 @@ def test_two_forms_at_once_are_refused() -> None:
         ({"guided_choice": []}, "guided_choice", "one or more texts"),
         ({"guided_choice": [1]}, "guided_choice.0", "valid string"),
         ({"guided_grammar": "start: nope"}, "guided_grammar", 'unknown name: "nope"'),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "cannot be read: it: "),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "cannot be read: it is not JSON: ",
+        ),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "give structures (begin, schema, end)"),
         (
             {"response_format": {"type": "structural_tag", "format": {}}},

@@ -15,10 +15,9 @@ _LATE = 0.95  # the quantile of them that is looked at: the latest may be one of
 class Arrivals:
     """The prompts of one engine that came while others decoded, by the clock of decoding: seconds of steps that decoded."""
 
-    newcomers: Callable[[], bool] | None = None
-    """Whether prompts wait for this step. Where this is known, drafts are dropped for them, before they are verified."""
-
     def __init__(self) -> None:
+        self.newcomers: Callable[[], bool] | None = None
+        """Whether prompts wait for this step. Where this is known, drafts are dropped for them, before they are verified."""
         self._decoded, self._last = 0.0, -inf
         self._waits = deque[float](maxlen=_REMEMBERED)
 

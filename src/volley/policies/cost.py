@@ -114,8 +114,10 @@ class Costs:
 
         One that comes during the draft waits for its end only, where drafts are dropped for it.
         """
-        drops = self.arrivals.newcomers is not None and not self.drafts_late
-        return np.maximum(drafting, passing) if drops else drafting + passing
+        if self.arrivals.newcomers is None or self.drafts_late:
+            return drafting + passing
+        longer: FloatArray = np.maximum(drafting, passing)
+        return longer
 
     def shares(self, drafted: Pass, verified: Pass, seconds: float) -> tuple[float, float]:
         """What of a cycle's ``seconds`` each model had, by what was expected of them: the host did not wait in between."""

@@ -91,7 +91,7 @@ class Goodput(Policy):
         ]
         kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
         plan, is_probe = self._choose(kinds)
-        asks, room = [], 0 if is_probe else self._review.room
+        asks, room = list[Ask](), 0 if is_probe else self._review.room
         for view, kind, size in zip(views, kinds, nodes, strict=True):
             copied = self._copies(view.request_id, kind, view.found[:room]) if room and view.found else 0
             room -= copied

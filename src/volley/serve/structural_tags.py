@@ -29,12 +29,14 @@ def read_tags(value: Any) -> StructuralTag:
     """Structures and triggers from an object, or from JSON. Raises :class:`ConfigError`."""
     try:
         return StructuralTag.model_validate(json.loads(value) if isinstance(value, str) else value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
     except (ValueError, RecursionError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
-        place = ".".join(map(str, first["loc"])) or "it"
-        raise ConfigError(
-            f"the structural tag cannot be read: {place}: {first['msg']}; give structures (begin, schema, end) and triggers"
-        ) from None
+        problem = f"it is not JSON: {error}"
+    raise ConfigError(
+        f"the structural tag cannot be read: {problem}; give structures (begin, schema, end) and triggers"
+    )
 
 
 def grammar_of_tags(tag: StructuralTag) -> Grammar:
