@@ -11,11 +11,15 @@ after every few answers, and the same command goes on from there.
 
 ``masks`` times, for a vocabulary of 151,936 tokens (``--tokenizer``, or BPE trained on the JSONL files of a folder), the masks of
 a chain of 15 draft tokens along answers to such schemas, and what applying them takes. It counts CPU time and compares it with a
-pass of ``--pass-ms``. A greedy pass pays for the masks and for choices under them, a sampled one for the masks and for what
+cycle of one request with such a chain, measured with ``--pair`` (a folder that benchmarks/inflate.py made, in bf16), or with
+``--pass-ms``. A greedy pass pays for the masks and for choices under them, a sampled one for the masks and for what
 distributions under them take beyond those of free rows.
 
 ``speed`` compares the default policy with plain decoding in turn, under grammars and without, on the same prompts; it begins no
-round that --minutes would not see the end of. Each prints a Markdown table; ``valid`` exits with 1 if an answer was wrong.
+round that --minutes would not see the end of. Free answers run on to --max-tokens where answers under a grammar end by
+themselves, and long greedy texts repeat themselves; a third row has free answers as long as those under a grammar.
+
+Each prints a Markdown table; ``valid`` exits with 1 if an answer was wrong.
 """
 
 import argparse
@@ -25,10 +29,10 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema
 import torch
@@ -296,8 +300,10 @@ def run_masks(options: argparse.Namespace) -> int:
             for token in answer[:ROWS]:
                 rule.take(token)
             answer = answer[ROWS:]
-    print(f"{len(tokenizer)} tokens in the tokenizer, logits of {options.vocab}; read once in {reading:.2f} s\n")
-    print("| what | median CPU ms | 90 % | 99 % | median, share of a pass |\n|---|---|---|---|---|")
+    cycle_ms = options.pass_ms if options.pair is None else cycle_of(options.pair)
+    print(f"{len(tokenizer)} tokens in the tokenizer, logits of {options.vocab}; read once in {reading:.2f} s")
+    print(f"a cycle: {cycle_ms:.1f} ms, {'assumed' if options.pair is None else 'measured'}\n")
+    print("| what | median CPU ms | 90 % | 99 % | median, share of a cycle |\n|---|---|---|---|---|")
     for what, seconds in (
         ("compile a schema, once", compiling),
         (f"masks of {ROWS} rows", masking),
@@ -308,53 +314,99 @@ def run_masks(options: argparse.Namespace) -> int:
         ("all that masks add to a sampled pass", sampled),
     ):
         cuts = statistics.quantiles([1000 * s for s in seconds], n=100)
-        share = statistics.median(seconds) * 1000 / options.pass_ms
+        share = statistics.median(seconds) * 1000 / cycle_ms
         print(f"| {what} | {cuts[49]:.3f} | {cuts[89]:.3f} | {cuts[98]:.3f} | {share:.1%} |")
     return 0
 
 
+def cycle_of(pair: Path) -> float:
+    """Milliseconds of a cycle of one request that drafts and verifies as many rows as are masked."""
+    engine = Engine.from_pretrained(pair / "target", pair / "drafter", max_running=1)
+    return 1000 * statistics.median(engine.cycle_seconds(ROWS, 1) for _ in range(5))
+
+
 # -- what speculation brings -------------------------------------------------------------------------------------------
+
+
+FORMS = ("grammar", "free", "free, as long")
+
+
+class Answer(NamedTuple):
+    """One answer after its first token."""
+
+    tokens: int
+    token_ms: float
+    cycle_ms: float
+    tau: float
 
 
 def run_speed(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     engine, schemas = load(options, max_running=1), [make_schema(seed) for seed in range(options.schemas)]
     drafting = engine.config
-    rates: dict[tuple[str, str], list[list[float]]] = {}
+    answers: dict[tuple[str, str], list[list[Answer]]] = defaultdict(list)
     started, longest = time.monotonic(), 0.0
     for round_ in range(options.rounds + 1):
         begun = time.monotonic()
         if round_ > 1 and begun - started + longest > 60 * options.minutes:
             print(f"no time for round {round_} of {options.rounds}", file=sys.stderr)
             break
-        for form in ("grammar", "free"):
+        lengths: dict[str, list[int]] = {}
+        for form in FORMS:
             for kind in ("plain", "drafting"):
                 if kind == "plain":
                     engine.block_size = 1
                 else:
                     engine.reconfigure(drafting)
-                found = [speed_of(engine, schema, form, options) for schema in (schemas if round_ else schemas[:3])]
+                asked = schemas if round_ else schemas[:3]
+                most = lengths[kind] if form == FORMS[-1] else [options.max_tokens] * len(asked)
+                found = [answer_of(engine, schema, form, own, options) for schema, own in zip(asked, most, strict=True)]
+                if form == "grammar":
+                    lengths[kind] = [answer.tokens for answer in found]
                 if round_:  # the first warms up
-                    rates.setdefault((form, kind), []).append(found)
+                    answers[form, kind].append(found)
         longest = max(longest, time.monotonic() - begun)
         print(f"round {round_}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
-    print("| answers | plain, ms a token | default policy | speedup, median over prompts |\n|---|---|---|---|")
-    for form in ("grammar", "free"):
-        plain, fast = (
-            [statistics.median(each) for each in zip(*rates[form, kind], strict=True)] for kind in ("plain", "drafting")
-        )
-        gain = statistics.median(one / other for one, other in zip(plain, fast, strict=True))
-        print(f"| {form} | {statistics.median(plain):.2f} | {statistics.median(fast):.2f} | {gain:.2f}× |")
+    print(speed_table(answers))
     return 0
 
 
-def speed_of(engine: Engine, schema: dict[str, Any], form: str, options: argparse.Namespace) -> float:
-    """Milliseconds a token after the first."""
+def speed_table(answers: dict[tuple[str, str], list[list[Answer]]]) -> str:
+    """Each prompt's medians over rounds, then the median over prompts; τ is that of all cycles."""
+    lines = [
+        "| answers | tokens | plain, ms a token | default policy | speedup, median over prompts | τ | cycle, of plain |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for form in FORMS:
+        plain, fast = ([*zip(*answers[form, kind], strict=True)] for kind in ("plain", "drafting"))
+        each = [[statistics.median(own.token_ms for own in rounds) for rounds in kind] for kind in (plain, fast)]
+        gain = statistics.median(one / other for one, other in zip(*each, strict=True))
+        cycle = statistics.median(
+            statistics.median(own.cycle_ms for own in other) / statistics.median(own.cycle_ms for own in one)
+            for one, other in zip(plain, fast, strict=True)
+        )
+        flat = [own for rounds in fast for own in rounds]
+        tau = sum(own.tokens for own in flat) / sum(own.tokens / own.tau for own in flat)
+        tokens = statistics.median(own.tokens for own in flat)
+        times = " | ".join(f"{statistics.median(kind):.2f}" for kind in each)
+        lines.append(f"| {form} | {tokens:.0f} | {times} | {gain:.2f}× | {tau:.2f} | {cycle:.2f}× |")
+    return "\n".join(lines)
+
+
+def answer_of(engine: Engine, schema: dict[str, Any], form: str, most: int, options: argparse.Namespace) -> Answer:
     grammar = Grammar.json_schema(schema) if form == "grammar" else None
-    params = SamplingParams(grammar=grammar, max_tokens=options.max_tokens, temperature=options.temperature, seed=None)
+    params = SamplingParams(
+        grammar=grammar,
+        max_tokens=max(2, most),
+        temperature=options.temperature,
+        seed=None,
+        ignore_eos=form == FORMS[-1],
+    )
     engine.reset_prefix_cache()  # the drafter keeps its own for fewer prompts than these
     (result,) = engine.generate([ask(schema)], params)
-    return 1000 / max(result.stats.decode_tokens_per_second, 1e-9)
+    token = 1000 / max(result.stats.decode_tokens_per_second, 1e-9)
+    tau = result.stats.acceptance_length or 1.0
+    return Answer(len(result.token_ids), token, token * tau, tau)
 
 
 def arguments() -> argparse.Namespace:
@@ -370,6 +422,7 @@ def arguments() -> argparse.Namespace:
             source.add_argument("--tokenizer", help="folder or hub name of a tokenizer")
             command.add_argument("--vocab", type=int, default=151_936)
             command.add_argument("--pass-ms", type=float, default=30.0)
+            command.add_argument("--pair", type=Path, help="folder with target and drafter whose cycle is measured")
         else:
             command.add_argument("--target")
             command.add_argument("--drafter")

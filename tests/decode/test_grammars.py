@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import byte_tokenizer
 from volley.decode.grammars import GrammarRule, Grammars
-from volley.decode.rules import Bits, is_in, only_token
+from volley.decode.rules import Bits, allowed_choices, is_in, only_token
 from volley.errors import ConfigError, InputError
 from volley.files import REFERENCE
 from volley.grammar import WHITESPACE, Grammar
@@ -113,6 +114,45 @@ def test_masks_are_those_of_a_matcher_that_was_never_rolled_back(name: str) -> N
             rule.take(token)
             taken.append(token)
             assert rule.is_complete == (slow_mask(slow, taken, size) == {END})
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_token_is_allowed_if_the_mask_of_its_path_has_it(name: str) -> None:
+    """All tokens after the text so far and after paths that turn off it, asked of a rule that has no masks."""
+    chance, size = random.Random(name), len(bundled())
+    rule, plain = grammars().rule(GRAMMARS[name]), grammars().rule(GRAMMARS[name])
+    seen = {True: 0, False: 0}
+    for _ in range(6):
+        path: list[int] = []
+        for _ in range(3):
+            mask = plain.mask(path)
+            expected = set() if mask is None else set(tokens_in(mask))
+            for token in {*expected, *chance.sample(range(size), 300)} - {END}:  # the end is looked for in the mask
+                rule.allows(path[: chance.randint(0, len(path))], chance.randrange(3, size))  # the matcher comes back
+                assert rule.allows(path, token) == (token in expected), (path, token)
+                seen[token in expected] += 1
+            assert not rule.allows([*path, END], chance.randrange(3, size))
+            path.append(chance.choice([*expected, chance.randrange(size)]))
+        mask = plain.mask([])
+        if mask is None or not (left := [token for token in tokens_in(mask) if token != END]):
+            break
+        token = chance.choice(left)
+        for own in (rule, plain):
+            own.take(token)
+    assert min(seen.values()) > 10
+
+
+def test_a_row_whose_best_token_is_allowed_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = bundled().encode('{"name": "a", "kind": "plain", "sizes": [1, 20]}')
+    rule = grammars().rule(GRAMMARS["schema"])
+    paths = [tuple(answer[:count]) for count in range(len(answer))]
+    logits = torch.zeros(len(paths), len(bundled()))
+    with monkeypatch.context() as context:
+        context.setattr(GrammarRule, "mask", lambda *_: pytest.fail("a mask was computed"))
+        assert allowed_choices([rule], logits, answer, paths) == answer
+    wrong = [*answer[:5], END, *answer[6:]]
+    logits[5, answer[5]] = 1.0
+    assert allowed_choices([rule], logits, wrong, paths) == answer
 
 
 def test_a_forbidden_path_has_no_mask() -> None:

@@ -18,6 +18,7 @@ from volley.engine.step import Step
 from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import DenseKVStore
 from volley.policies.base import Policy, View
+from volley.policies.cost import Costs
 from volley.policies.fixed import Fixed
 from volley.procedures.request import Request
 from volley.types import Proposal, SamplingParams, Verdict
@@ -45,7 +46,16 @@ class Whims(Policy):
 class World:
     """A scheduler and made-up passes."""
 
-    def __init__(self, policy: Policy, chance: random.Random, pages: int = PAGES, **sizes: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        chance: random.Random,
+        pages: int = PAGES,
+        *,
+        block_size: int = BLOCK,
+        made_costs: Costs | None = None,
+        **sizes: int,
+    ) -> None:
         self.chance = chance
         self.now = 0.0
         """By the scheduler's clock."""
@@ -54,7 +64,7 @@ class World:
         self.pool = PagePool(pages, SIZE)
         self.sequences = Sequences(TargetPages(self.pool, store, prefix_caching=True), ())
         self.scheduler = Scheduler(self.capacity, self.sequences, lambda: self.now)
-        policy.attach(BLOCK, costs())
+        policy.attach(block_size, made_costs or costs())
         self.pacing = Pacing(policy, policy.costs or costs(), can_grow_trees=True)
         self.arrived: list[Request] = []
 
@@ -74,8 +84,8 @@ class World:
         assert bool(step.works) is had_work
         if not step.works:
             return step
-        for work in step.works:
-            self.judge(work)
+        if not self.run(step):
+            return step
         self.sequences.keep(with_batch(step))
         for work in step.works:
             if work.verdict.token_ids:
@@ -112,6 +122,12 @@ class World:
         assert priorities == sorted(priorities)
         queue = [own.params.priority for own in self.scheduler.waiting]
         assert queue == sorted(queue)
+
+    def run(self, step: Step) -> bool:
+        """Draft, verify and judge; False if drafts were dropped."""
+        for work in step.works:
+            self.judge(work)
+        return True
 
     def judge(self, work: Work[Request]) -> None:
         own = work.request

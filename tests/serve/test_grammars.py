@@ -24,6 +24,14 @@ SCHEMA: dict[str, Any] = {
 TEXT = json.dumps(SCHEMA)
 OPENAI = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
 LARK, EBNF = 'start: "a"+', 'root ::= "a"+'
+TAGS = {
+    "type": "structural_tag",
+    "structures": [
+        {"begin": "<a=x>", "schema": SCHEMA, "end": "</a>"},
+        {"begin": "<a=y>", "schema": {"type": "boolean"}, "end": ""},
+    ],
+    "triggers": ["<a="],
+}
 USER = [{"role": "user", "content": "Hello"}]
 
 
@@ -48,6 +56,8 @@ def _left_idle(drafting: Running) -> Iterator[None]:
         ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
         ({"guided_grammar": LARK}, Grammar.lark(LARK)),
         ({"guided_grammar": EBNF}, Grammar.ebnf(EBNF)),
+        ({"guided_json_object": True}, Grammar.json_object()),
+        ({"guided_json_object": False}, None),
         ({"structured_outputs": {"json": SCHEMA}}, Grammar.json_schema(SCHEMA)),
         (
             {"structured_outputs": {"json": TEXT, "disable_any_whitespace": True}},
@@ -94,7 +104,24 @@ def test_two_forms_at_once_are_refused() -> None:
         ({"guided_choice": []}, "guided_choice", "one or more texts"),
         ({"guided_choice": [1]}, "guided_choice.0", "valid string"),
         ({"guided_grammar": "start: nope"}, "guided_grammar", 'unknown name: "nope"'),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown field"),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "cannot be read: it is not JSON: ",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "give structures (begin, schema, end)"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {}}},
+            "response_format.format",
+            "unknown field",
+        ),
+        (
+            {"response_format": {**TAGS, "triggers": ["<b"]}},
+            "response_format",
+            "'<a=x>' begins with none of the triggers",
+        ),
+        ({"response_format": {**TAGS, "triggers": ["<a=", "<"]}}, "response_format", "begins with another one, '<'"),
+        ({"response_format": {**TAGS, "triggers": ["<a=", "["]}}, "response_format", "'[' begins no tag"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
         ({"ebnf": "root = 1"}, "ebnf", "Expected ::= at line 1"),
         ({"regex": "a", "ebnf": EBNF}, "ebnf", "regex and ebnf both say"),
@@ -167,3 +194,32 @@ def test_grammars_that_explode_are_refused_while_others_are_answered(drafting: R
         assert (future.result().status_code, error["param"]) == (400, "regex")
         assert "too complex" in error["message"]
         assert "bound repetitions lower" in error["message"]
+
+
+SMALL = '{"size": "small", "count": 3}'
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("no tag at all, <a but no trigger", True),
+        (f"Some. <a=x>{SMALL}</a> More, <a=y>true", True),
+        ("<a=y>false and then text", True),
+        ("Some. <a=z>", False),
+        ("Some. <a=x>true", False),
+        (f"Some. <a=x>{SMALL} and", False),
+        ('<a=x>{"size": "huge"', False),
+    ],
+)
+@pytest.mark.parametrize("as_text", [True, False])
+def test_tags_begin_at_triggers_and_hold_what_their_schemas_say(
+    tiny: Tiny, text: str, allowed: bool, as_text: bool
+) -> None:
+    fields: dict[str, Any] = {"response_format": TAGS}
+    if as_text:
+        fields = {"structured_outputs": {"structural_tag": json.dumps(TAGS)}}
+    grammar = grammar_of(ChatRequest(messages=USER, **fields))
+    assert grammar is not None
+    tokens = tiny.plain.tokenizer.encode(text, add_special_tokens=False)
+    rule = tiny.plain.grammars.rule(grammar)
+    assert (rule.num_allowed(tokens) == len(tokens)) == allowed

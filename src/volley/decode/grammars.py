@@ -192,7 +192,7 @@ class GrammarRule(Constraint):
 
     def __init__(self, matcher: Any, kept: Bits, end_token_ids: Sequence[int]) -> None:
         """``kept`` are the tokens that the grammar may allow, of all that the tokenizer has, in whole words of 64."""
-        self._matcher, self._kept = matcher, kept.view(np.uint64)
+        self._matcher, self._keeps, self._kept = matcher, kept, kept.view(np.uint64)
         self._ends = end_token_ids
         self._at: list[int] = []  # the path on which the matcher stands
         self._masks: dict[tuple[int, ...], Bits | None] = {}
@@ -217,6 +217,23 @@ class GrammarRule(Constraint):
             self._masks[key] = self._find_mask(key)
         return self._masks[key]
 
+    def allows(self, path: Sequence[int], token_id: int) -> bool:
+        """Without a mask, which takes several times as long, unless there is one."""
+        key = tuple(path)
+        if key in self._masks or token_id in self._ends or not is_in(token_id, self._keeps):
+            return super().allows(path, token_id)
+        self._step_back(key)
+        rest = key[len(self._at) :]
+        if any(token in self._ends for token in rest):
+            return False
+        num_valid = int(self._matcher.validate_tokens([*rest, token_id]))
+        if num_valid >= len(rest):
+            self._go_to(key)
+        if num_valid <= len(rest):
+            return False
+        forced = self._matcher.compute_ff_tokens()  # in a mask text that is forced has one spelling
+        return not forced or forced[0] == token_id
+
     def _find_mask(self, path: tuple[int, ...]) -> Bits | None:
         if path:
             before = self.mask(path[:-1])
@@ -237,13 +254,18 @@ class GrammarRule(Constraint):
 
     def _go_to(self, path: Sequence[int]) -> None:
         """Move the matcher to a path that it allows."""
+        self._step_back(path)
+        self._matcher.consume_tokens(list(path[len(self._at) :]))
+        self._at = list(path)
+
+    def _step_back(self, path: Sequence[int]) -> None:
+        """Move the matcher back to where its path is the beginning of another."""
         common = 0
         while common < min(len(path), len(self._at)) and path[common] == self._at[common]:
             common += 1
         if common < len(self._at):
             self._matcher.rollback(len(self._at) - common)
-        self._at = list(path)
-        self._matcher.consume_tokens(self._at[common:])
+        self._at = self._at[:common]
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         self._go_to([])

@@ -50,6 +50,11 @@ class Constraint(TokenRule):
     def mask(self, path: Sequence[int]) -> Bits | None:
         """The tokens that may follow ``path``, at least one; ``None`` if the path is forbidden itself, or nothing follows it."""
 
+    def allows(self, path: Sequence[int], token_id: int) -> bool:
+        """Whether :meth:`mask` has a token; a rule may know this of one token sooner than of all."""
+        mask = self.mask(path)
+        return mask is not None and is_in(token_id, mask)
+
     @abstractmethod
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """How many of the first of ``token_ids`` may follow, one after the other."""
@@ -120,8 +125,9 @@ def allowed_choices(
     """
     choices = []
     for row, (token, path) in enumerate(zip(best, paths, strict=True)):
-        masks = [mask for rule in bound if (mask := rule.mask(path)) is not None]
-        if not all(is_in(token, mask) for mask in masks):
+        refusing = [rule for rule in bound if not rule.allows(path, token)]
+        masks = [mask for rule in bound if (mask := rule.mask(path)) is not None] if refusing else []
+        if masks:
             tokens = few_tokens(masks[0]) if len(masks) == 1 else None
             if tokens is None:
                 token = int(apply_rules(bound, logits[row : row + 1], [path]).argmax())

@@ -48,6 +48,7 @@ from volley.models.draft_model import DraftModel, check_pair, load_drafter
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 from volley.native import DraftWeights, TargetWeights
+from volley.policies.arrivals import Arrivals
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
 from volley.policies.make import DEFAULT_POLICY, make_policy
@@ -99,7 +100,7 @@ class Engine:
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
         """Compiles the grammars of requests; a server compiles with it ahead, in other threads."""
         self.on_verified: list[OnVerified] = []
-        self._timings = Timings()
+        self._timings, self.arrivals = Timings(), Arrivals()
         self.procedure = Speculative(self.config)
         self.procedures = make_procedures(target, self.procedure)
         self._next_id = 0
@@ -117,7 +118,7 @@ class Engine:
             proposer = make_proposer(self.draft_model, self.config, self.capacity)
         self.proposer = proposer
         """What drafts, if anything does: the drafter's, or one's own."""
-        costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds)
+        costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds, self.arrivals)
         costs.drafts_late = proposer is not None and proposer.drafts_late
         self.procedures.use_costs(costs.target)
         self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
@@ -186,6 +187,8 @@ class Engine:
             return []
         self.sequences.prepare(step)  # what drafts read and was put off
         propose(step, self.proposer)  # drafts: from the drafter, from the text
+        if self.pacing.gives_way(step):  # a prompt came meanwhile
+            return []
         self.pacing.trim(step)  # how much of each is worth verifying
         self.runner.forward(step)  # one target pass: logits
         accept(step)  # verdicts: tokens that come out, K/V that stay
@@ -246,6 +249,7 @@ class Engine:
         request = self._make_request(prompt, params, procedure)
         if self.capacity.prefix_caching and request.num_prompt > self.capacity.page_size:
             request.after = after
+        self.arrivals.came(beside=self.scheduler.is_decoding)
         self.scheduler.add(request)
         return request
 

@@ -15,6 +15,7 @@ from volley.procedures.request import Request
 class Pacing:
     def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool) -> None:
         self.policy, self.costs, self.can_grow_trees = policy, costs, can_grow_trees
+        self._gave_way = False
 
     def decide(self, requests: Sequence[Request], under_way: int) -> list[Work[Request]]:
         """What each of ``requests``, which decode, is asked to do."""
@@ -36,6 +37,17 @@ class Pacing:
             works.append(work)
         return works
 
+    def gives_way(self, step: Step) -> bool:
+        """Whether a prompt came while the step drafted. Then it is read now, and the drafts are made once more after it.
+
+        Nobody has looked at their tokens, and they will be drawn with the same noise: for the answers it is as if they had not
+        been. No two steps running give way.
+        """
+        newcomers, works = self.costs.arrivals.newcomers, step.works
+        only_drafts = len(step.decoding) == len(works) and any(work.ask.positions for work in works)
+        self._gave_way = not self._gave_way and only_drafts and newcomers is not None and newcomers()
+        return self._gave_way
+
     def trim(self, step: Step) -> None:
         """Cut the drafts to what the policy wants verified."""
         step.cycles = trim(self.policy, step.decoding)
@@ -44,6 +56,7 @@ class Pacing:
     def observe(self, step: Step) -> None:
         """Tell the policy how it went, and the cost tables what it took."""
         self._show_prompts(step)
+        self._time_prompts(step)
         works = step.decoding
         if not works:
             self._time_own(step)
@@ -68,6 +81,14 @@ class Pacing:
         if all(work.kind in (Kind.DENOISE, Kind.VERIFY) for work in step.works):
             assert step.batch is not None
             self.costs.target.observe(len(step.batch), len(step.works), time.perf_counter() - step.drafted_at)
+
+    def _time_prompts(self, step: Step) -> None:
+        now, arrivals = time.perf_counter(), self.costs.arrivals
+        for work in step.works:
+            if work.kind is Kind.PREFILL and work.verdict.token_ids and not work.request.num_output:
+                arrivals.read(now - work.request.arrived)
+        if step.decoding:
+            arrivals.decoded(now - step.started)
 
     def _show_prompts(self, step: Step) -> None:
         """Show the policy the prompts that were read to their end."""

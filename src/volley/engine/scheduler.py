@@ -44,6 +44,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether any request is, so that a prompt that comes now may have to wait for it."""
+        return any(request.is_decoding for request in self.running)
+
     def schedule(self, pacing: Pacing) -> Step:
         """The next step's work; without any only when there is nothing to do."""
         started = time.perf_counter()

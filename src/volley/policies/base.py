@@ -66,7 +66,10 @@ class Cycle:
 
 
 class Policy(ABC):
-    """One engine's policy. In each step it is called three times: :meth:`decide`, :meth:`trim`, :meth:`observe`."""
+    """One engine's policy. In each step it is called three times: :meth:`decide`, :meth:`trim`, :meth:`observe`.
+
+    The last two are left out where drafts are dropped because a prompt came.
+    """
 
     uses_confidence = False
     """Whether the drafter's confidences are wanted, which cost a little to compute."""

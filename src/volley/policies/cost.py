@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from volley.policies.arrivals import Arrivals
+
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 Measure = Callable[[int, int], float]
@@ -56,11 +58,6 @@ class PassCost:
             self._steps.append((tokens, requests, read, seconds))
             self._is_fitted = False
 
-    @property
-    def has_read(self) -> bool:
-        """Whether any of the last steps read prompts beside its tokens."""
-        return any(read for *_, read, _ in self._steps)
-
     def time(self, tokens: float) -> bool:
         """Extend the table to ``tokens``, and whether that was needed; at two moments, since interruptions only add time."""
         fresh = [s for s in _SIZES[: max(4, int(np.searchsorted(_SIZES, tokens)) + 1)] if s not in self._timed]
@@ -103,13 +100,24 @@ def _from_below(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
 
 
 class Costs:
-    """Both models' passes of one engine."""
+    """Both models' passes of one engine, and how long its prompts let a cycle be."""
 
     drafts_late = False
     """Whether the host has to wait for the device where it reads a draft before that is verified."""
 
-    def __init__(self, measure_draft: Measure, measure_target: Measure) -> None:
+    def __init__(self, measure_draft: Measure, measure_target: Measure, arrivals: Arrivals | None = None) -> None:
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
+        self.arrivals = arrivals or Arrivals()
+
+    def waiting(self, drafting: FloatArray, passing: FloatArray) -> FloatArray:
+        """How long a prompt waits at most that comes in a cycle which drafts and passes for so many seconds.
+
+        One that comes during the draft waits for its end only, where drafts are dropped for it.
+        """
+        if self.arrivals.newcomers is None or self.drafts_late:
+            return drafting + passing
+        longer: FloatArray = np.maximum(drafting, passing)
+        return longer
 
     def shares(self, drafted: Pass, verified: Pass, seconds: float) -> tuple[float, float]:
         """What of a cycle's ``seconds`` each model had, by what was expected of them: the host did not wait in between."""

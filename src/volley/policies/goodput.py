@@ -16,7 +16,7 @@ from volley.decode.lookup import MOST_FOUND
 from volley.decode.work import Ask, Rule, Shape
 from volley.policies.acceptance import KINDS, OF_FOUND, TREE, Acceptance
 from volley.policies.base import Cycle, Policy, View
-from volley.policies.plan import PLAIN, WHOLE, Plan, Planner
+from volley.policies.plan import PLAIN, WHOLE, Plan, Planner, fitting
 
 _REVIEW = 64  # cycles that a review of 0.5 to 1 ms serves; early ones serve as many as there were before them
 _APART = 32  # cycles at least between two in which a plan is tried
@@ -28,7 +28,9 @@ _NODES = 15  # of a tree, anchor not counted; larger ones gain less than they co
 _NEARLY_FREE = 1.5  # trees are grown where verifying whole ones takes at most so many times as long as plain decoding
 _OFTEN, _SELDOM = 2, 16  # a request is learnt from in one of so many cycles: 10 to 40 µs for a block
 _CHANCE = 8  # tokens, about a block, that may be missing by chance from what was expected of the last blocks
-_WHOLE = Plan(0.0, 0.0, [10**6] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)  # as many slots as there may be
+_WHOLE = Plan(
+    0.0, 0.0, 0.0, [10**6] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS
+)  # as many slots as there may be
 
 
 @dataclass
@@ -39,6 +41,7 @@ class _Review:
     number: int = 0  # of requests
     left: int = 0  # cycles that it still serves
     copying: tuple[float, list[float]] = (0.0, [])  # see Planner.copying
+    room: int = 0  # tokens that copies may add to a cycle
     others: list[tuple[Plan, int]] = field(default_factory=list)  # plans that are tried, and every how many cycles
 
 
@@ -64,6 +67,7 @@ class Goodput(Policy):
         self._tried = [0, 0]  # cycles in which the other plans last were
         self._tree_nodes: dict[int, int] = {}  # by number of requests
         self._cycle = 0
+        self._prompts_go_on = False
 
     def rehearse(self) -> None:
         assert self.costs is not None
@@ -74,7 +78,11 @@ class Goodput(Policy):
             self.costs.target(1 + MOST_FOUND, 1)
 
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+        assert self.costs is not None
         self._cycle += 1
+        if self._prompts_go_on != self.costs.arrivals.go_on:
+            self._prompts_go_on = not self._prompts_go_on
+            self._reviews.clear()
         own = self._nodes(under_way) if self.block_size > 1 and any(view.max_nodes is None for view in views) else 0
         # Speculative chains get as far as trees, with fewer tokens.
         nodes = [
@@ -83,10 +91,12 @@ class Goodput(Policy):
         ]
         kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
         plan, is_probe = self._choose(kinds)
-        asks = []
+        asks, room = list[Ask](), 0 if is_probe else self._review.room
         for view, kind, size in zip(views, kinds, nodes, strict=True):
-            copied = 0 if is_probe or not view.found else self._copies(view.request_id, kind, view.found)
-            asks.append(view.copy(copied) if copied else view.draft(plan.slots[kind], size, plan.prices[kind]))
+            copied = self._copies(view.request_id, kind, view.found[:room]) if room and view.found else 0
+            room -= copied
+            own = min(size, plan.nodes)
+            asks.append(view.copy(copied) if copied else view.draft(plan.slots[kind], own, plan.prices[kind]))
         return asks
 
     def _nodes(self, under_way: int) -> int:
@@ -103,8 +113,11 @@ class Goodput(Policy):
 
     def _choose(self, kinds: list[int]) -> tuple[Plan, bool]:
         """The plan of this cycle, and whether it is a probe: one that is tried so that what is known stays true."""
-        if self.block_size > 1 and any(len(self._blocks[kind]) < _ENOUGH for kind in kinds):
-            return _WHOLE, True
+        assert self.costs is not None
+        if self.block_size > 1 and not self._knows(kinds):
+            most = fitting(self.costs, len(kinds), max(_NODES, self.block_size - 1))
+            if most:
+                return _WHOLE._replace(slots=[most] * KINDS, nodes=most), True
         # The last review for these kinds serves, unless it is used up or was for half or twice as many requests.
         review = self._reviews.get(frozenset(kinds))
         if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
@@ -117,12 +130,16 @@ class Goodput(Policy):
                 return plan, True
         return review.plan, False
 
+    def _knows(self, kinds: list[int]) -> bool:
+        """Whether there were blocks enough of all these kinds."""
+        return all(len(self._blocks[kind]) >= _ENOUGH for kind in kinds)
+
     def _look(self, kinds: list[int]) -> _Review:
         """Choose between plain decoding and the best plan that drafts; the other one and whole blocks are tried now and then."""
         assert self.costs is not None
         self._tree_nodes.clear()
         gains, trust = {}, [1.0] * KINDS
-        for kind in set(kinds) if self.block_size > 1 else ():
+        for kind in set(kinds) if self.block_size > 1 and self._knows(kinds) else ():
             blocks, expected, right = zip(*self._blocks[kind], strict=True)
             gains[kind] = np.array(list(zip_longest(*blocks, fillvalue=0.0)))
             self._usual[kind] = np.maximum(gains[kind].mean(axis=1), 1e-6).tolist()
@@ -136,12 +153,12 @@ class Goodput(Policy):
             best, whole = planner.best(), planner.promise([WHOLE] * KINDS)
             review.plan, other = (best, plain) if best.rate > _WORTHWHILE * plain.rate else (plain, best)
             for plan in (other, whole):
-                if plan.seconds > planner.most_seconds:
+                if plan.waiting > planner.most_seconds:
                     continue
                 lost = max(0.0, 1 - plan.rate / review.plan.rate) * plan.seconds / review.plan.seconds
                 review.others.append((plan, _APART + int(lost / _PROBING)))
         if self.uses_lookup:
-            review.copying = planner.copying(review.plan)
+            review.copying, review.room = planner.copying(review.plan), planner.room(review.plan)
         return review
 
     def _copies(self, request_id: int, kind: int, confidence: list[float]) -> int:

@@ -10,6 +10,7 @@ from volley.errors import ConfigError
 from volley.grammar import WHITESPACE, Grammar
 from volley.serve.errors import ApiError
 from volley.serve.fields import Strict
+from volley.serve.structural_tags import Structure, grammar_of_tags, read_tags
 
 
 class _Part(Strict):
@@ -24,8 +25,10 @@ class JsonSchemaFormat(_Part):
 
 
 class ResponseFormat(_Part):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    structures: list[Structure] | None = Field(None, description="vLLM's: the tags of a structural_tag.")
+    triggers: list[str] | None = Field(None, description="vLLM's: texts that begin these tags.")
 
 
 class StructuredOutputs(_Part):
@@ -36,6 +39,7 @@ class StructuredOutputs(_Part):
     choice: list[str] | None = None
     grammar: str | None = Field(None, description="In Lark's notation, or in EBNF if it has `::=`.")
     json_object: bool | None = None
+    structural_tag: Any = Field(None, description="Structures and triggers, as an object or as text.")
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_fallback: bool = False
@@ -51,6 +55,7 @@ class GrammarFields(BaseModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = Field(None, description="In Lark's notation, or in EBNF if it has `::=`.")
+    guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
     json_schema: Any = Field(None, description="SGLang's: a JSON schema, as text or as an object.")
     regex: str | None = Field(None, description="SGLang's.")
@@ -93,6 +98,7 @@ def _asked_for(body: GrammarFields) -> list[_Asked]:
         ("guided_regex", "regex", body.guided_regex, ""),
         ("guided_choice", "choice", body.guided_choice, ""),
         ("guided_grammar", "grammar", body.guided_grammar, ""),
+        ("guided_json_object", "json_object", body.guided_json_object or None, spaces),
         ("json_schema", "json_schema", body.json_schema, WHITESPACE),
         ("regex", "regex", body.regex, ""),
         ("ebnf", "ebnf", body.ebnf, ""),
@@ -100,6 +106,9 @@ def _asked_for(body: GrammarFields) -> list[_Asked]:
     if (form := body.response_format) is not None and form.type != "text":
         if form.type == "json_object":
             fields.append(("response_format", "json_object", True, WHITESPACE))
+        elif form.type == "structural_tag":
+            tags = {"structures": form.structures, "triggers": form.triggers}
+            fields.append(("response_format", "structural_tag", tags, ""))
         else:
             field = "response_format.json_schema"
             if form.json_schema is None:
@@ -114,6 +123,7 @@ def _asked_for(body: GrammarFields) -> list[_Asked]:
             ("structured_outputs.choice", "choice", outputs.choice, ""),
             ("structured_outputs.grammar", "grammar", outputs.grammar, ""),
             ("structured_outputs.json_object", "json_object", outputs.json_object or None, spaces),
+            ("structured_outputs.structural_tag", "structural_tag", outputs.structural_tag, ""),
         ]
     return [field for field in fields if field[2] is not None]
 
@@ -130,4 +140,6 @@ def _grammar(kind: str, value: Any, whitespace: str) -> Grammar:
             return Grammar.choice(value)
         case "ebnf":
             return Grammar.ebnf(value)
+        case "structural_tag":
+            return grammar_of_tags(read_tags(value))
     return Grammar.ebnf(value) if "::=" in value else Grammar.lark(value)

@@ -102,6 +102,7 @@ class Job:
         """Who asks: an API key or an address."""
         self.may_be_kept = may_be_kept
         """Whether the client lets the server keep the answer, if it said so."""
+        self.arrived = time.perf_counter()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.requests: list[Request] = []
         """Owned by the worker."""
@@ -135,6 +136,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._owner: dict[Request, tuple[Job, int]] = {}
         self._outbox: list[tuple[Job, Event]] = []
+        self._handed_in = self._opened = 0  # jobs; the event loop counts the first, the thread the second
         self._left = 0
         self._seconds = 1.0  # a request's usual time, for Retry-After
         self._thread = threading.Thread(target=self._run, name="volley-engine", daemon=True)
@@ -143,6 +145,7 @@ class Worker:
         self.on_held: list[Callable[[int], None]] = []
         """Called by the event loop with :attr:`held` when it has changed."""
         engine.on_verified.append(metrics.verified)
+        engine.arrivals.newcomers = self._has_newcomers
 
     # -- the event loop's side -----------------------------------------------------------------------------------------
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -169,6 +172,7 @@ class Worker:
             raise QueueFull(self.held, min(60, max(1, math.ceil(rounds * self._seconds))))
         self._hold(len(job.prompts))
         self._inbox.put(("submit", job))
+        self._handed_in += 1
 
     def abort(self, job: Job) -> None:
         """Give up what is left of a job; harmless when nothing is."""
@@ -249,11 +253,18 @@ class Worker:
         except Exception as error:
             swap.done.set_exception(error)
 
+    def _has_newcomers(self) -> bool:
+        """Whether jobs have come in during the step, and the engine has room for another request."""
+        now = self.engine.snapshot()
+        return self._handed_in > self._opened and now.running < now.max_running
+
     def _open(self, job: Job) -> None:
+        self._opened += 1
         try:
             first: dict[int, Request] = {}  # of each prompt: the others share what it has read
             for choice, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
                 request = self.engine.add_request(prompt, params, after=first.get(id(prompt)))
+                request.arrived = job.arrived  # it has waited for the end of a step
                 first.setdefault(id(prompt), request)
                 job.requests.append(request)
                 self._owner[request] = (job, choice)

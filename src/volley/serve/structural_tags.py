@@ -1,0 +1,69 @@
+"""vLLM's ``structural_tag``: free text in which a trigger begins a tag with JSON of its own schema inside."""
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from volley.errors import ConfigError
+from volley.grammar import WHITESPACE, Grammar
+from volley.serve.fields import Strict
+
+
+class Structure(Strict):
+    """A tag: what it begins with, the schema of what is inside, and what it ends with."""
+
+    begin: str = Field(min_length=1)
+    schema_: Any = Field(None, alias="schema", description="The JSON schema of what is inside; any JSON without one.")
+    end: str
+
+
+class StructuralTag(Strict):
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: list[Structure] = Field(min_length=1)
+    triggers: list[str] = Field(min_length=1)
+    """Texts that begin tags: no tag begins where none of them stands, and where one stands a tag that begins with it must."""
+
+
+def read_tags(value: Any) -> StructuralTag:
+    """Structures and triggers from an object, or from JSON. Raises :class:`ConfigError`."""
+    try:
+        return StructuralTag.model_validate(json.loads(value) if isinstance(value, str) else value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+    except (ValueError, RecursionError) as error:
+        problem = f"it is not JSON: {error}"
+    raise ConfigError(
+        f"the structural tag cannot be read: {problem}; give structures (begin, schema, end) and triggers"
+    )
+
+
+def grammar_of_tags(tag: StructuralTag) -> Grammar:
+    """Free text and any number of tags. Raises :class:`ConfigError`."""
+    used = {structure.begin for trigger in tag.triggers for structure in _under(trigger, tag)}
+    if lost := [structure.begin for structure in tag.structures if structure.begin not in used]:
+        raise ConfigError(f"the tag {lost[0]!r} begins with none of the triggers; add one that it begins with")
+    rules = [
+        "start: (" + " | ".join(f"opening_{index} tag_{index}" for index in range(len(tag.triggers))) + ")* TEXT",
+        "TEXT: /(?s:.*)/",
+    ]
+    for index, trigger in enumerate(tag.triggers):
+        if not trigger or not (structures := _under(trigger, tag)):
+            raise ConfigError(f"the trigger {trigger!r} begins no tag; leave it out, or add a structure for it")
+        if longer := [own for own in tag.triggers if own.startswith(trigger) and own != trigger]:
+            raise ConfigError(f"the trigger {longer[0]!r} begins with another one, {trigger!r}; leave one of them out")
+        rules.append(f"opening_{index}[suffix={json.dumps(trigger)}]: TEXT")
+        rules.append(f"tag_{index}: " + " | ".join(_inside(own, trigger) for own in structures))
+    return Grammar.lark("\n".join(rules) + "\n")
+
+
+def _under(trigger: str, tag: StructuralTag) -> list[Structure]:
+    return [structure for structure in tag.structures if structure.begin.startswith(trigger)]
+
+
+def _inside(structure: Structure, trigger: str) -> str:
+    """A tag behind its trigger, in Lark."""
+    schema = json.loads(Grammar.json_schema(True if structure.schema_ is None else structure.schema_).source)
+    inner = json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    return f"{json.dumps(structure.begin.removeprefix(trigger))} %json {inner} {json.dumps(structure.end)}"

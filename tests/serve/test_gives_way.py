@@ -1,0 +1,38 @@
+"""A prompt that reaches the server while another answer is drafted is read before that draft is verified."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Tiny, running
+from volley.engine.pacing import Pacing
+from volley.engine.step import Step
+from volley.proposers.block import BlockProposer
+
+
+def test_drafts_give_way_to_prompts_that_come(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    propose, gives_way, gave = BlockProposer.propose, Pacing.gives_way, list[bool]()
+
+    def slow(proposer: BlockProposer, works: Any, **options: Any) -> float:
+        time.sleep(0.02)
+        return propose(proposer, works, **options)
+
+    def noted(pacing: Pacing, step: Step) -> bool:
+        gave.append(gives_way(pacing, step))
+        return gave[-1]
+
+    monkeypatch.setattr(BlockProposer, "propose", slow)
+    monkeypatch.setattr(Pacing, "gives_way", noted)
+    texts = [f"prompt {number}" for number in range(8)]
+    expected = [tiny.answer(text, max_tokens=24) for text in texts]
+    with running(tiny.engine(policy="fixed")) as server, ThreadPoolExecutor(8) as pool:
+        answers = []
+        for text in texts:
+            answers.append(pool.submit(server.complete, text, max_tokens=24, temperature=0))
+            time.sleep(0.03)
+        assert [answer.result().json()["choices"][0]["text"] for answer in answers] == expected
+        assert any(gave), "seven prompts came while others decoded, most of that time is drafting"
+        assert not all(gave)
+        server.settle()
