@@ -365,13 +365,10 @@ def _check_types(values: Mapping[str, Any]) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"drafter config: {name} is {value!r}; it must be an integer of at least {least}")
-<<<<<<< HEAD
     if not isinstance(values.get("attention_bias", False), bool):
         raise ConfigError(f"drafter config: attention_bias is {values['attention_bias']!r}; it must be true or false")
-=======
     if not isinstance(values.get("target_fingerprint"), str | None):
         raise ConfigError(f"drafter config: target_fingerprint is {values['target_fingerprint']!r}; it must be text")
->>>>>>> tune
     for name in ("rms_norm_eps", "rope_theta"):
         value = values.get(name, 1.0)
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:

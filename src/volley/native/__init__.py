@@ -164,7 +164,7 @@ def gated_silu(x: Tensor) -> Tensor:
 def exponentials(seed: int, purpose: int, position: int, size: int) -> Tensor:
     """Unit exponentials ``[size]`` (fp32): :mod:`volley.decode.noise`."""
     out = torch.empty(size)
-    _functions().exponentials(seed, purpose, position, out.data_ptr(), size)
+    functions().exponentials(seed, purpose, position, out.data_ptr(), size)
     return out
 
 
