@@ -304,7 +304,7 @@ class Tuning:
         return engine_ids
 
     def export(self) -> dict[str, Any]:
-        written = {}
+        written: dict[str, str] = {}
         for form, file in EXPORTS.items():
             folder = self.out / "exports" / form
             try:
