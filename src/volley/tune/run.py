@@ -303,7 +303,7 @@ class Tuning:
         return held_out_prompts(self.out, self.serving.tokenizer)
 
     def export(self) -> dict[str, Any]:
-        written = {}
+        written: dict[str, str] = {}
         for form, file in EXPORTS.items():
             folder = self.out / "exports" / form
             try:
