@@ -22,7 +22,7 @@ _TOKENIZER_LISTS = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", "
 _INTEGERS = {"I8", "I16", "I32", "I64"}
 _PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
 _READ = "F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M"
-_UNKNOWN_TYPE = re.compile(r"(\d+) is not a valid GGMLQuantizationType")  # what the package's reader raises
+_UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")  # what the package's reader raises
 _DECODED_AT_ONCE = 2**20  # numbers of a tensor
 
 Rows = Callable[[NDArray[Any]], NDArray[Any]]
@@ -64,7 +64,7 @@ class GGUFFile:
             }
             self.num_tokens = len(reader.fields[_TOKENS].data) if _TOKENS in reader.fields else 0
         except Exception as error:  # the reader raises whatever numpy does for a file that ends too early
-            unknown = _UNKNOWN_TYPE.fullmatch(str(error))
+            unknown = _UNKNOWN_TYPE.search(str(error))
             if unknown is not None:
                 raise UnsupportedModelError(
                     f"{self.path} has a tensor of type {unknown[1]}, which the package gguf {_version()} does not know; "
