@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -60,16 +60,16 @@ def read_text(path: Path, enough: int) -> str:
     return text
 
 
-def passages(engine: Engine, files: list[Path], count: int, length: int) -> list[list[int]]:
-    """``count`` passages of ``length`` tokens, as many from each file."""
+def passages(encode: Callable[[str], Sequence[int]], files: Sequence[Path], count: int, length: int) -> list[list[int]]:
+    """``count`` passages of ``length`` tokens, as many from each file; the program ends if one of these is too short."""
     found: list[list[int]] = []
     for index, path in enumerate(files):
         wanted = count // len(files) + (index < count % len(files))
-        tokens = engine.encode(read_text(path, 8 * wanted * length)) if wanted else []
-        found += [tokens[start : start + length] for start in range(0, wanted * length, length)]
-    short = [passage for passage in found if len(passage) < length]
-    if short:
-        raise SystemExit(f"the files hold {len(found) - len(short)} passages of {length} tokens; give more text")
+        tokens = encode(read_text(path, 8 * wanted * length)) if wanted else []
+        own = [list(tokens[start : start + length]) for start in range(0, wanted * length, length)]
+        if any(len(passage) < length for passage in own):
+            raise SystemExit(f"{path} holds no {wanted} passages of {length} tokens; give more text")
+        found += own
     return found
 
 
@@ -149,7 +149,7 @@ def main() -> None:
         lengths = [length for length in lengths if room < length]
         if not lengths:
             raise SystemExit(f"no length lies between {room} and the target's context of {target.context_length}")
-        texts = passages(engine, arguments.files, arguments.num_prompts, lengths[-1] - room)
+        texts = passages(engine.encode, arguments.files, arguments.num_prompts, lengths[-1] - room)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, object]] = []
         print("| context | T | draft window | cycles | τ | speedup | first token s | drafter KiB |")

@@ -249,6 +249,7 @@ def add_pass(measured: Measured, name: str, size: int, seconds: float | None) ->
 # -- prompts -----------------------------------------------------------------------------------------------------------
 def load(options: argparse.Namespace) -> dict[int, list[list[int]]]:
     """Token ids of the prompts by the length of the context; ``options.room`` becomes the tokens that a request may need."""
+    from benchmarks.context_length import passages
     from volley.chat import encode_prompt
     from volley.files import read_json
     from volley.models.target import load_tokenizer
@@ -265,25 +266,16 @@ def load(options: argparse.Namespace) -> dict[int, list[list[int]]]:
         else:
             length = min(context, limit - options.max_tokens)
             before = encode_prompt(tokenizer, [{"role": "user", "content": "Write a long text."}])
-            found[context] = [before + text for text in passages(tokenizer, options, length - len(before))]
+            if not options.texts:
+                raise SystemExit("--contexts needs --texts: files to take passages from")
+            found[context] = [
+                before + text
+                for text in passages(
+                    lambda text: tokenizer(text)["input_ids"], options.texts, options.num_prompts, length - len(before)
+                )
+            ]
     longest = max((len(prompt) for prompts in found.values() for prompt in prompts), default=0)
     options.room = min(-(-(longest + options.max_tokens) // 256) * 256, limit)  # llama.cpp rounds to 256
-    return found
-
-
-def passages(tokenizer: Any, options: argparse.Namespace, length: int) -> list[list[int]]:
-    """Beginnings of answers: ``--num-prompts`` passages of so many tokens from the files of ``--texts``."""
-    from benchmarks.context_length import read_text
-
-    found: list[list[int]] = []
-    for index, path in enumerate(options.texts):
-        wanted = options.num_prompts // len(options.texts) + (index < options.num_prompts % len(options.texts))
-        tokens = tokenizer(read_text(path, 8 * wanted * length))["input_ids"]
-        found += [tokens[start : start + length] for start in range(0, wanted * length, length)]
-    if not found or len(found[-1]) < length:
-        raise SystemExit(
-            f"--contexts needs --texts with {options.num_prompts} passages of {length} tokens; give more text"
-        )
     return found
 
 

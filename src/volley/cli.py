@@ -73,9 +73,10 @@ class ModelOptions:
     is bf16, but codes for a GGUF file of codes."""
     long_context: bool = False
     """Let a longrope target (Phi-3, Phi-4-mini) use its long factors at every position, beyond its original context."""
-    draft_weights: Literal["bf16", "int8", "int4", "fp8"] = "bf16"
+    draft_weights: Literal["auto", "bf16", "int8", "int4", "fp8"] = "auto"
     """How those of drafting are kept, the head among them: int8 and int4 are for a CPU, fp8 for a GPU. They change how much is
-    accepted, never what comes out."""
+    accepted, never what comes out. auto is the target's codes, int8 for a bf16 target on a CPU with AVX512's dot products, and
+    bf16 elsewhere."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
     tensor_parallel: bool = False

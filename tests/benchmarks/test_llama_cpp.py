@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import llama_cpp
 from benchmarks.contenders import Answer
+from benchmarks.context_length import passages
 from benchmarks.llama_cpp import Contender, Measured, Setting
 from benchmarks.llama_peer import BINARIES, LlamaRow, Server
 
@@ -143,6 +144,21 @@ def test_passes_have_a_line_each() -> None:
     lines = llama_cpp.passes_table(measured).splitlines()
     assert lines[2:] == ["| llama.cpp bf16 | 30.0 |  |  |  |  |  |", "| volley plain, draft |  | 1.0 |  |  |  |  |"]
     assert all(line.count("|") == len(llama_cpp.SIZES) + 2 for line in lines)
+
+
+def test_passages_are_as_long_as_the_context(tmp_path: Path) -> None:
+    """A file that is too short is named wherever it stands among others."""
+    short, long = tmp_path / "short.txt", tmp_path / "long.txt"
+    short.write_text("a" * 14)
+    long.write_text("b" * 100)
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode())
+
+    assert passages(encode, [long, short], 3, 10) == [[98] * 10] * 2 + [[97] * 10]
+    for files in ([short, long], [long, short]):
+        with pytest.raises(SystemExit, match=r"short\.txt holds no 2 passages of 10 tokens; give more text"):
+            passages(encode, files, 4, 10)
 
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Greedy and seeded answers in bf16, and from int8 weights, are those of plain decoding, token for token.
+"""Greedy and seeded answers in bf16, and from int8 and int4 weights, are those of plain decoding, token for token.
 
 In fp32 all answers are; in bf16 because each row of a pass is computed alike in whatever pass it is. The reference is one
 prompt at a time, without a drafter, prompts read in one pass.
@@ -18,7 +18,7 @@ from volley import Engine, GenerationResult, SamplingParams, native
 from volley.errors import ConfigError
 from volley.files import REFERENCE
 from volley.memory import kernels
-from volley.native import Weights
+from volley.native import Product, Weights
 
 QUESTIONS = [
     "Tom has 5 boxes with 8 pencils each. He gives away 12 pencils. How many pencils are left?",
@@ -29,7 +29,7 @@ QUESTIONS = [
 CHATS = [[{"role": "user", "content": text}] for text in QUESTIONS]
 GREEDY = SamplingParams(max_tokens=64, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=3)
-WEIGHTS: list[Weights] = ["bf16", "int8"]
+WEIGHTS: list[Weights] = ["bf16", "int8", "int4"]
 
 
 @functools.cache
@@ -108,17 +108,46 @@ def test_draft_weights_change_drafts_alone(draft_weights: Weights) -> None:
     engine = Engine.from_pretrained(loaded("bf16").target, REFERENCE / "drafter", draft_weights=draft_weights)
     results = list(engine.generate(CHATS, GREEDY))
     assert tokens(results) == plain("bf16", GREEDY)
-    drafted = [result.stats.acceptance_length for result in run("bf16", GREEDY, policy="fixed")]
+    plainly = Engine.from_pretrained(engine.target, REFERENCE / "drafter", draft_weights="bf16", policy="fixed")
     coded = Engine(engine.target, engine.drafter, policy="fixed")
-    lengths = [result.stats.acceptance_length for result in coded.generate(CHATS, GREEDY)]
+    drafted, lengths = (
+        [result.stats.acceptance_length for result in each.generate(CHATS, GREEDY)] for each in (plainly, coded)
+    )
     assert lengths != drafted
     assert sum(lengths) > 0.8 * sum(drafted)
 
 
 @needs_kernels
-def test_the_kinds_of_weights_answer_differently() -> None:
-    """Or half of the tests above would prove nothing."""
-    assert plain("int8", GREEDY) != plain("bf16", GREEDY)
+@pytest.mark.parametrize(
+    ("weights", "has_dot_products", "expected"),
+    [("bf16", True, "int8"), ("bf16", False, "bf16"), ("int8", False, "int8"), ("int4", True, "int4")],
+)
+def test_draft_weights_that_nobody_chose(
+    weights: Weights, has_dot_products: bool, expected: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target in codes shares its head with the drafter; there is another one only beside bf16."""
+    monkeypatch.setattr(native, "has_dot_products", has_dot_products)
+    drafter = Engine.from_pretrained(loaded(weights).target, REFERENCE / "drafter").drafter
+    assert drafter is not None
+    assert drafter.fused is not None
+    assert {product.kind for layer in drafter.fused[0] for product in layer.products} == {expected}
+    own = drafter.own_head
+    assert (own.kind if isinstance(own, Product) else None) == (expected if expected != weights else None)
+
+
+def test_nobody_chose_codes_where_nothing_multiplies_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", False)
+    drafter = Engine.from_pretrained().drafter
+    assert drafter is not None
+    assert drafter.fused is None
+    assert drafter.own_head is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("weights", WEIGHTS[1:])
+def test_the_kinds_of_weights_answer_differently(weights: Weights) -> None:
+    """Or most of the tests above would prove nothing."""
+    assert plain(weights, GREEDY) != plain("bf16", GREEDY)
 
 
 @needs_kernels

@@ -263,6 +263,17 @@ def test_weights_come_back_as_the_product_has_them(kind: Weights, outputs: int) 
     assert product.nbytes == padded * 192 * 2 // 2 ** KINDS.index(kind) + scales[kind]
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("of", KINDS)
+def test_a_product_is_laid_out_again_in_other_codes(of: Weights, kind: Weights) -> None:
+    """In slices: 5,000 rows of 192 are read in two."""
+    torch.manual_seed(0)
+    product = Product(randn(5000, 192), None, of)
+    assert torch.equal(product[32:50], product.weight()[32:50])
+    again = Product(product, None, kind)
+    assert torch.equal(again.weight(), exact_weight(product.weight(), kind).bfloat16())
+
+
 @given(outputs=st.integers(1, 9), groups=st.integers(1, 4), scale=st.sampled_from([1e-4, 1.0, 1e3]), seed=SEEDS)
 @settings(max_examples=40)
 def test_errors_of_codes_are_bounded(outputs: int, groups: int, scale: float, seed: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from volley import native
 from volley.memory.kernels import usable
 from volley.memory.upload import upload
+from volley.native import sampling as in_c
 
 _KEPT = 128  # rows on the CPU: the blocks of some requests, which draft and target and the next draft all ask for
 _LOW = 2**32 - 1
@@ -45,7 +46,7 @@ def exponentials(
 @lru_cache(maxsize=_KEPT)
 def _row(seed: int, position: int, purpose: int, size: int) -> Tensor:
     if native.is_built:
-        return native.exponentials(seed, purpose, position, size)
+        return in_c.exponentials(seed, purpose, position, size)
     words = np.random.Philox(key=[seed, purpose], counter=[0, 0, position, 0]).random_raw(size)
     return from_words(torch.from_numpy(words.view(np.int64)))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from volley import native
 from volley.decode.sampling import best_tokens, token_probs
 from volley.memory.upload import upload
+from volley.native.sampling import allowed_softmax, forbid
 from volley.types import Proposal, SamplingParams
 
 _FEW_PLACES = 16  # words of 64 tokens
@@ -70,7 +71,7 @@ class Constraint(TokenRule):
 def _forbid(row: Tensor, mask: Bits) -> None:
     """Only what ``mask`` has keeps its logit in ``row [V]``."""
     if native.is_built and row.device.type == "cpu" and row.is_contiguous():
-        native.forbid(row, mask)
+        forbid(row, mask)
         return
     forbidden = np.unpackbits(~mask, count=len(row), bitorder="little").view(np.bool_)
     row.masked_fill_(torch.from_numpy(forbidden).to(row.device), -torch.inf)
@@ -177,7 +178,7 @@ def _allowed_softmax(
         if (mask := rule.mask(path)) is None:
             own.copy_(token_probs(row[None], params)[0])
         else:
-            native.allowed_softmax(row, mask, own, params.temperature)
+            allowed_softmax(row, mask, own, params.temperature)
     return probs
 
 

@@ -47,7 +47,7 @@ from volley.models.diffusion import load_target
 from volley.models.draft_model import DraftModel, check_pair, load_drafter
 from volley.models.drafter import Drafter
 from volley.models.target import Target
-from volley.native import DraftWeights, TargetWeights
+from volley.native import TargetWeights, WantedDraftWeights
 from volley.policies.arrivals import Arrivals
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
@@ -104,7 +104,7 @@ class Engine:
         self.procedure = Speculative(self.config)
         self.procedures = make_procedures(target, self.procedure)
         self._next_id = 0
-        self.drafter_source: tuple[str | Path, DraftWeights] | None = None
+        self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
         """Where the drafter was loaded from, and how its weights are kept."""
         self.use_drafter(drafter, proposer)
 
@@ -157,7 +157,7 @@ class Engine:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "auto",
         weights: TargetWeights = "auto",
-        draft_weights: DraftWeights = "bf16",
+        draft_weights: WantedDraftWeights = "auto",
         tensor_parallel: bool = False,
         **options: Any,
     ) -> Self:
@@ -166,7 +166,8 @@ class Engine:
         ``target`` and ``drafter`` are folders, GGUF files, hub names, names of what is bundled or loaded models.
         ``device`` auto is the GPU if there is one.
         ``weights`` of the target and ``draft_weights`` of the drafter are bf16, or int8 and int4 codes on a CPU, a drafter's fp8
-        on a GPU; drafts then come from a copy of the head in such codes too. "auto" is bf16, but codes for a GGUF file of codes.
+        on a GPU; drafts then come from the head in such codes too. "auto" is bf16 for a target, but codes for a GGUF file of
+        codes; for a drafter the target's codes, int8 beside bf16 on a CPU with AVX512's dot products, and otherwise bf16.
         ``tensor_parallel`` divides a target over torchrun's processes. Only rank 0 returns; others follow and exit (SystemExit).
         """
         split_options({name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}})

@@ -71,7 +71,9 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
         fill(model)
         return False
     files = MappedFiles() if release else None
-    done = _replace_head(model, weights, files, fill)  # the largest weight first: while it is copied it is there twice
+    done = _replace_head(
+        model, weights, files, fill
+    )  # the largest weight first: not all of its file leaves while it is copied
     done |= _fuse_layers(model, weights, files, fill) | {
         module for module in model.modules() if "forward" in vars(module)
     }
@@ -139,7 +141,7 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
         return done
     for layer in layers:
         fill(layer)
-        fused = FusedLayer.of(layer, rotary, weights)
+        fused = FusedLayer.of(layer, rotary, weights, files)
         if fused is None:
             continue
         layer.forward = fused
@@ -185,7 +187,7 @@ def share(layers: Sequence[nn.Linear], together: Product) -> None:
 
 def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: MappedFiles | None) -> None:
     """One linear layer of ``model``, whose weight may be that of an embedding as well."""
-    product = make_product(layer.weight, weights=weights, stored=codes_of([layer]))
+    product = make_product(layer.weight, weights=weights, stored=codes_of([layer]), files=files)
     layer.forward = product  # type: ignore[method-assign, assignment]
     tied = [module for module in model.modules() if type(module) is nn.Embedding and module.weight is layer.weight]
     if files is None or (tied and not isinstance(product, native.Product)):

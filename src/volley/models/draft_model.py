@@ -22,9 +22,9 @@ from volley.models.fingerprint import drafter_fingerprint
 from volley.models.fused import FusedDecoder
 from volley.models.heads import BoundHead, MarkovTables, Projection
 from volley.models.inject import Injection
-from volley.models.products import check_draft_weights
+from volley.models.products import choose_draft_weights
 from volley.models.target import Target
-from volley.native import DraftWeights
+from volley.native import WantedDraftWeights
 
 Inject = Callable[[Tensor, Tensor, slice | Tensor], None]
 """``inject(features [T, F], positions [T], kv_slots [T])`` writes the drafter's K/V of these tokens."""
@@ -166,19 +166,19 @@ class DraftModel:
         return self.drafter.logits(states, self.head)
 
 
-def load_drafter(path: str | Path | Drafter, target: Target, weights: DraftWeights) -> Drafter:
+def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraftWeights) -> Drafter:
     """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them, or a GPU in fp8.
 
     One that is loaded has bf16 weights; ConfigError for others.
     """
     if isinstance(path, Drafter):
-        if weights != "bf16":
+        if weights not in ("auto", "bf16"):
             raise ConfigError("draft_weights says how a drafter is loaded; give its folder instead of a loaded one")
         return path.to(device=target.device, dtype=target.dtype).eval()
-    check_draft_weights(weights, target.device, target.dtype)
+    kind = choose_draft_weights(weights, target.kept_head, target.device, target.dtype)
     folder, checkpoint = read_drafter(path)
     drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
-    drafter.fuse(weights, None if weights == "bf16" else target.head_weight)
+    drafter.fuse(kind, None if kind == "bf16" else target.kept_head)
     return drafter
 
 

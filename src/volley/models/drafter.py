@@ -24,7 +24,7 @@ from volley.models.checkpoint import Checkpoint, DrafterConfig
 from volley.models.convolution import BlockConvolution
 from volley.models.domino import DominoHead, RecurrentMarkovTables
 from volley.models.formats import drafter_folder, read_checkpoint, weight_files
-from volley.models.fused import fits, layer_shape, layer_weights
+from volley.models.fused import fits, layer_shape, products_of
 from volley.models.heads import (
     ConfidenceHead,
     GatedMarkovTables,
@@ -36,9 +36,9 @@ from volley.models.heads import (
 )
 from volley.models.joined import JoinedProduct, JoinedWeights, Matrix
 from volley.models.loading import drafter_path
-from volley.models.products import Float8Product, is_linear, make_product
+from volley.models.products import Float8Product, is_linear, recoded_head
 from volley.models.residency import MappedFiles
-from volley.native import DraftWeights, LayerShape, LayerWeights
+from volley.native import DraftWeights, LayerShape, LayerWeights, Product
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
@@ -148,7 +148,7 @@ class DraftLayer(nn.Module):
         self.attention_conv = _make_convolution(config) if convolves else None
         self.mlp_conv = _make_convolution(config) if convolves else None
 
-    def take(self, products: LayerWeights | JoinedWeights) -> None:
+    def take(self, products: LayerWeights[Product] | JoinedWeights) -> None:
         """Compute with these products, so that there is one copy of the weights for all ways to run the layer."""
         attention, mlp = self.self_attn, self.mlp
         share([attention.q_proj, attention.k_proj, attention.v_proj], products.project)
@@ -226,7 +226,7 @@ class Drafter(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         reduced = rows is not None and rows < config.vocab_size
         self.register_buffer("d2t", torch.zeros(rows or 0, dtype=torch.long) if reduced else None)
-        self.fused: tuple[list[LayerWeights], LayerShape] | None = None
+        self.fused: tuple[list[LayerWeights[Product]], LayerShape] | None = None
         """Copies of the layers' weights for :class:`FusedDecoder`, once :meth:`fuse` was called."""
         self.joined: list[JoinedWeights] = []
         """The layers in few operations, on a GPU once :meth:`fuse` was called."""
@@ -235,18 +235,20 @@ class Drafter(nn.Module):
         self.float8: list[Float8Product] = []
         """What it computes with instead of linear layers and the target's head, if they are in fp8."""
 
-    def fuse(self, weights: DraftWeights = "bf16", head: Tensor | None = None) -> None:
+    def fuse(self, weights: DraftWeights = "bf16", head: Tensor | Product | None = None) -> None:
         """Let the drafter run on kernels where the machine has them; it must not be trained afterwards.
 
-        With codes as ``weights``, drafts come from codes of the target's ``head [V, H]`` as well. Weights that were loaded from a
-        file leave memory, and are read from the file again when an adapter or a fingerprint needs them.
+        With codes as ``weights``, drafts come from such codes of the target's ``head [V, H]`` as well, its own where it has them.
+        Weights that were loaded from a file leave memory, and are read from the file again when an adapter or a fingerprint needs
+        them.
         """
         convolves = self.config.conv_kernel_size is not None
         if weights == "fp8":
+            assert not isinstance(head, Product), "a GPU's head is a tensor"
             self._take_float8(head, joins=not convolves)
             return
         if weights != "bf16" and head is not None and self.lm_head is None:
-            self.own_head = make_product(head, weights=weights)
+            self.own_head = recoded_head(head, weights)
         layers, files = list(self._layers()), MappedFiles()
         if kernels.usable(self.fc.weight.device) and not convolves:
             self.join()
@@ -254,7 +256,7 @@ class Drafter(nn.Module):
             shape = layer_shape(layers[0], self.config.head_dim**-0.5)
             self.fused = ([], shape)
             for layer in layers:
-                products = layer_weights(layer, weights)
+                products = products_of(layer, weights, files)
                 layer.take(products)
                 files.forget_all(layer)
                 self.fused[0].append(products)

@@ -20,8 +20,8 @@ from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Attend, DraftAttention, Drafter, DraftLayer, RMSNorm
 from volley.models.eagle_format import NUM_TAPS, EagleConfig, is_eagle
 from volley.models.loading import drafter_path
-from volley.models.products import make_product
-from volley.native import DraftWeights
+from volley.models.products import recoded_head
+from volley.native import DraftWeights, Product
 
 
 class EagleAttention(DraftAttention):
@@ -53,12 +53,13 @@ class EagleDrafter(Drafter):
     def layer(self) -> DraftLayer:
         return cast(DraftLayer, self.layers[0])
 
-    def fuse(self, weights: DraftWeights = "bf16", head: Tensor | None = None) -> None:
+    def fuse(self, weights: DraftWeights = "bf16", head: Tensor | Product | None = None) -> None:
         if weights == "fp8":
+            assert not isinstance(head, Product), "a GPU's head is a tensor"
             self._take_float8(head, joins=False)
             return
         if weights != "bf16" and head is not None and self.lm_head is None:
-            self.own_head = make_product(head, weights=weights)
+            self.own_head = recoded_head(head, weights)
         if not kernels.usable(self.fc.weight.device):
             accelerate(self, weights)
 

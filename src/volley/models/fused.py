@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
 from volley.models.products import codes_of, is_linear
-from volley.native import Weights
+from volley.models.residency import MappedFiles, StackedRows
+from volley.native import LayerWeights, P, Product, Weights
 
 _TOLERANCE = 2**-6
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -31,20 +32,37 @@ LINEAR = (*_PROJECTIONS, *_GATED)
 """The linear layers whose weights a fused layer holds."""
 
 
-def layer_weights(layer: Any, weights: Weights) -> native.LayerWeights:
-    """Copies of the weights of a decoder layer, of transformers or of a drafter."""
+def layer_weights(layer: Any, join: Callable[[Sequence[nn.Linear]], P]) -> LayerWeights[P]:
+    """The norms of a decoder layer, of transformers or of a drafter, and what ``join`` makes of linear layers that read alike."""
     attention, mlp = layer.self_attn, layer.mlp
     normed = hasattr(attention, "q_norm")
-    return native.LayerWeights(
+    return LayerWeights(
         layer.input_layernorm.weight.detach(),
         layer.post_attention_layernorm.weight.detach(),
         attention.q_norm.weight.detach() if normed else None,
         attention.k_norm.weight.detach() if normed else None,
-        _joined([attention.q_proj, attention.k_proj, attention.v_proj], weights),
-        _joined([attention.o_proj], weights),
-        _joined([mlp.gate_proj, mlp.up_proj], weights),
-        _joined([mlp.down_proj], weights),
+        join([attention.q_proj, attention.k_proj, attention.v_proj]),
+        join([attention.o_proj]),
+        join([mlp.gate_proj, mlp.up_proj]),
+        join([mlp.down_proj]),
     )
+
+
+def products_of(layer: Any, weights: Weights, files: MappedFiles | None = None) -> LayerWeights[Product]:
+    """Copies of the weights of a decoder layer; those read from ``files`` leave memory on the way."""
+
+    def join(layers: Sequence[nn.Linear]) -> Product:
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        rows = StackedRows([layer.weight for layer in layers], files)
+        stored = None if weights == "bf16" else codes_of(layers)
+        return Product(rows, torch.cat(biases) if biases else None, weights, stored)
+
+    return layer_weights(layer, join)
+
+
+def _side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
+    """The layers as they are, with their outputs as one."""
+    return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
 def layer_shape(layer: Any, scale: float) -> native.LayerShape:
@@ -180,25 +198,29 @@ class LayerForward(ABC):
         return mixed
 
 
-class FusedLayer(LayerForward):
+class FusedLayer(LayerForward, Generic[P]):
     """A layer in volley's kernels for a CPU."""
 
-    def __init__(self, layer: nn.Module, options: AttentionOptions, weights: Weights) -> None:
+    def __init__(self, layer: nn.Module, options: AttentionOptions, weights: LayerWeights[P]) -> None:
         super().__init__(layer, options)
-        self.weights = layer_weights(layer, weights)
+        self.weights = weights
 
-    @classmethod
-    def of(cls, layer: nn.Module, rotary: nn.Module, weights: Weights) -> Self | None:
-        """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
+    @staticmethod
+    def of(
+        layer: nn.Module, rotary: nn.Module, weights: Weights, files: MappedFiles | None = None
+    ) -> "FusedLayer[Product] | None":
+        """The layer in few operations; ``None`` if it is of another kind, which is found by trying.
+
+        It is tried with the layer's own linear layers, so that no copy of the weights is made for it.
+        """
         if not hasattr(layer, "self_attn") or not fits(layer, weights):
             return None
         seen = recognise(layer, rotary)
         if seen is None or not seen.can_be_fused(layer_shape(layer, seen.options.scale)):
             return None
-        exact = cls(layer, seen.options, "bf16")
-        if not exact.computes(seen):
+        if not FusedLayer(layer, seen.options, layer_weights(layer, _side_by_side)).computes(seen):
             return None
-        return exact if weights == "bf16" else cls(layer, seen.options, weights)
+        return FusedLayer(layer, seen.options, products_of(layer, weights, files))
 
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         of, size = self.weights, self.shape
@@ -218,7 +240,7 @@ class FusedDecoder:
     """All layers of a model in one call."""
 
     def __init__(
-        self, layers: Sequence[native.LayerWeights], shape: native.LayerShape, windows: Sequence[int | None]
+        self, layers: Sequence[LayerWeights[Product]], shape: native.LayerShape, windows: Sequence[int | None]
     ) -> None:
         """``windows``: each layer's, as :class:`AttentionOptions` has it."""
         self._decoder = native.Decoder(layers, shape)
@@ -325,10 +347,3 @@ def _try(
 def _is_silu(mlp: Any) -> bool:
     x = torch.linspace(-3, 3, 7)
     return hasattr(mlp, "act_fn") and torch.equal(mlp.act_fn(x), silu(x))
-
-
-def _joined(layers: Sequence[nn.Linear], weights: Weights) -> native.Product:
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    stored = None if weights == "bf16" else codes_of(layers)
-    return native.Product(weight, torch.cat(biases) if biases else None, weights, stored)

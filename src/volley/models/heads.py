@@ -12,6 +12,7 @@ the first (:class:`GatedMarkovTables`). DFlash 2 keeps two tables as well, and m
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from volley.models.accelerate import accelerate
 from volley.types import Lattice
 
 Projection = Callable[[Tensor], Tensor]
-_TOKENS_AT_ONCE = 8192
+_TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 8192, 16
 
 
 class ResidualHead(nn.Module):
@@ -53,9 +54,18 @@ class ResidualHead(nn.Module):
 
         Neither matrix of the target is needed whole: W2 is what the head makes of Q's columns.
         """
-        rows = torch.cat([self.rows(embed(tokens)) for tokens in self._vocabulary(vocab_size)])
-        outputs = output(self.output.weight.T.contiguous())
-        return rows if self.context is not None else silu(rows), outputs.T.contiguous()
+        columns = self.output.weight.T.contiguous()
+        rows = columns.new_empty(vocab_size, len(columns))
+        for tokens in self._vocabulary(vocab_size):
+            own = self.rows(embed(tokens))
+            rows[tokens] = own if self.context is not None else silu(own)
+        outputs: Tensor | None = None
+        for place, part in enumerate(torch.split(columns, _COLUMNS_AT_ONCE)):
+            own = output(part).T
+            outputs = own.new_empty(len(own), len(columns)) if outputs is None else outputs
+            outputs[:, place * _COLUMNS_AT_ONCE :][:, : len(part)] = own
+        assert outputs is not None
+        return rows, outputs
 
     def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
         """What is multiplied with the outputs' table: ``rows`` of the tokens before, the states' share ``own``."""
@@ -172,9 +182,14 @@ class BoundHead:
             self.rows, self.outputs = head.tables(embed, output, vocab_size)
             if drafted is not None and len(self.outputs) < len(self.rows):
                 self.outputs = self.outputs.new_zeros(self.rows.shape).index_copy(0, drafted, self.outputs)
-        self.product = nn.Linear(self.outputs.shape[1], len(self.outputs), bias=False, device="meta")
-        self.product.weight = nn.Parameter(self.outputs, requires_grad=False)
-        accelerate(self.product)
+
+    @cached_property
+    def product(self) -> nn.Linear:
+        """With the outputs' table, of which it may hold a copy laid out anew: chosen tokens after each other need it whole."""
+        product = nn.Linear(self.outputs.shape[1], len(self.outputs), bias=False, device="meta")
+        product.weight = nn.Parameter(self.outputs, requires_grad=False)
+        accelerate(product)
+        return product
 
     def transitions(self, hidden: Tensor, logits: Tensor, _: Sequence[int]) -> Callable[..., Tensor]:
         """A function (slots, tokens, among) → logits ``[n, V]`` of these slots after these tokens, or of ``among [m]`` alone.

@@ -13,7 +13,8 @@ from torch.nn.functional import linear
 from volley import native
 from volley.errors import ConfigError, unknown_key
 from volley.memory import float8, kernels
-from volley.native import DraftWeights, Weights
+from volley.models.residency import MappedFiles, StackedRows
+from volley.native import DraftWeights, WantedDraftWeights, Weights
 
 Product = Callable[[Tensor], Tensor]
 """``x [..., in] -> [..., out]``, both bf16."""
@@ -38,11 +39,29 @@ def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) ->
         )
 
 
+def choose_draft_weights(
+    weights: WantedDraftWeights, head: Tensor | native.Product, device: torch.device, dtype: torch.dtype
+) -> DraftWeights:
+    """How the weights of a drafter are kept beside a target's ``head [V, H]``; codes where nothing multiplies are refused.
+
+    "auto" is the target's own kind where that is codes, whose head then serves both. Beside bf16 it is int8 where the CPU
+    multiplies whole numbers as fast as it reads them; with AVX2 alone bf16 is faster, and on a GPU it is what all have.
+    """
+    if weights != "auto":
+        check_draft_weights(weights, device, dtype)
+        return weights
+    if not native.available or device.type != "cpu" or dtype != torch.bfloat16:
+        return "bf16"
+    if isinstance(head, native.Product) and head.kind != "bf16":
+        return head.kind
+    return "int8" if native.has_dot_products else "bf16"
+
+
 def check_draft_weights(weights: DraftWeights, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse codes of a drafter where nothing multiplies with them."""
     if weights != "fp8":
         if weights not in get_args(Weights):
-            raise unknown_key("kind of draft weights", str(weights), get_args(DraftWeights))
+            raise unknown_key("kind of draft weights", str(weights), ("auto", *get_args(DraftWeights)))
         check_weights(weights, device, dtype)
     elif dtype != torch.bfloat16:
         raise ConfigError("draft_weights='fp8' are codes of bf16 weights; load the model with dtype bf16")
@@ -67,19 +86,23 @@ def codes_of(layers: Sequence[nn.Module]) -> native.Codes | None:
 
 
 def make_product(
-    weight: Tensor, bias: Tensor | None = None, weights: Weights = "bf16", stored: native.Codes | None = None
+    weight: Tensor,
+    bias: Tensor | None = None,
+    weights: Weights = "bf16",
+    stored: native.Codes | None = None,
+    files: MappedFiles | None = None,
 ) -> Product:
     """``x @ weight.T + bias`` of ``weight [out, in]`` and ``bias [out]`` in bf16; the result holds a copy of the weight.
 
     ``stored`` are codes of that kind that the weight is in already. A weight whose inputs are too few for codes, or of an odd
     number, stays bf16. On a CPU for which oneDNN has no bf16 products the copy is in fp32: PyTorch's own take three times as long
-    for a block of rows.
+    for a block of rows. A weight in one of ``files`` leaves memory while it is copied.
     """
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
     for kind in (weights, "bf16"):
         if native.fits(weight, kind):
-            return native.Product(weight, bias, kind, stored if kind != "bf16" else None)
+            return native.Product(StackedRows([weight], files), bias, kind, stored if kind != "bf16" else None)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         wide, wide_bias = weight.float(), None if bias is None else bias.float()
         return lambda x: linear(x.float(), wide, wide_bias).bfloat16()
@@ -90,6 +113,14 @@ def make_product(
         return output
 
     return product
+
+
+def recoded_head(head: Tensor | native.Product, weights: Weights) -> native.Product | None:
+    """A target's head ``[V, H]`` in codes; ``None`` where it is in them already, or has too few inputs for them."""
+    if isinstance(head, native.Product):
+        fits = head.inputs % native.GROUP == 0
+        return native.Product(head, None, weights) if fits and head.kind != weights else None
+    return native.Product(head, None, weights) if native.fits(head, weights) else None
 
 
 class Float8Product:

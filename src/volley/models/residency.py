@@ -4,8 +4,10 @@ import ctypes
 import mmap
 import sys
 from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 _ON_LINUX = sys.platform == "linux"
@@ -45,6 +47,27 @@ class MappedFiles:
         """Give back the memory of every weight of a module that lies in a mapped file."""
         for weight in module.parameters():
             self.forget(weight)
+
+
+class StackedRows:
+    """Weights one below the other, read some rows at a time; what was read leaves memory if it lies in one of ``files``."""
+
+    def __init__(self, weights: Sequence[Tensor], files: MappedFiles | None) -> None:
+        self._weights = [weight.detach() for weight in weights]
+        self._files = files
+        self.shape = sum(map(len, weights)), weights[0].shape[1]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """A copy ``[n, in]`` of rows ``[start, stop)``."""
+        begin, parts = 0, []
+        for weight in self._weights:
+            parts.append(weight[max(rows.start - begin, 0) : max(rows.stop - begin, 0)])
+            begin += len(weight)
+        copied = torch.cat(parts)
+        if self._files is not None:
+            for part in parts:
+                self._files.forget(part)
+        return copied
 
 
 def trim() -> None:

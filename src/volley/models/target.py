@@ -254,10 +254,15 @@ class Target:
         return isinstance(vars(self._head).get("forward"), Product) and "forward" in vars(norm)
 
     @property
-    def head_weight(self) -> Tensor:
-        """The head's matrix ``[V, H]``."""
+    def kept_head(self) -> Tensor | Product:
+        """The head's matrix ``[V, H]`` as it is in memory."""
         forward = vars(self._head).get("forward")
-        return forward.weight() if isinstance(forward, Product) else self._head.get_parameter("weight").detach()
+        return forward if isinstance(forward, Product) else self._head.get_parameter("weight").detach()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix ``[V, H]``; one that is laid out for the kernels is copied for it."""
+        return self.kept_head[: self.vocab_size]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` of normed hidden states ``[T, H]``."""

@@ -7,11 +7,11 @@ A row's result depends on that row alone, to the bit. The threads are PyTorch's 
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ TargetWeights = Literal["auto", Weights]
 """``auto``: codes for a GGUF file of codes where the kernels run, and bf16 otherwise."""
 DraftWeights = Literal[Weights, "fp8"]
 """``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
+WantedDraftWeights = Literal["auto", DraftWeights]
+"""``auto``: what is read fastest where the target's weights are what they are (``models/products.py``)."""
 BLOCK, GROUP = 16, 64
 """Outputs whose weights lie together, and inputs that share a scale."""
 _LAID_OUT_AT_ONCE = 2**19  # numbers of a weight
@@ -95,7 +97,8 @@ _SIGNATURES: dict[str, list[object]] = {
 def load(folder: Path) -> ctypes.CDLL | None:
     """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine.
 
-    Masks, recurrent states and noise are for any CPU; ``library.usable(1)`` says whether all the rest runs.
+    Masks, recurrent states and noise are for any CPU; ``library.usable(1)`` says whether all the rest runs: 2 with AVX512's dot
+    products, 1 with AVX2.
     """
     for path in sorted(folder.glob("_kernels*.so")):
         try:
@@ -115,8 +118,11 @@ def load(folder: Path) -> ctypes.CDLL | None:
 _library = load(Path(__file__).parent)
 is_built = _library is not None
 """Whether the library was built, from these sources; masks, recurrent states and noise need no more."""
-available = _library is not None and bool(_library.usable(1))
+_usable = 0 if _library is None else _library.usable(1)
+available = _usable > 0
 """Whether it was, and its products run on this CPU."""
+has_dot_products = _usable > 1
+"""Whether they have AVX512's for bf16 and for whole numbers (VNNI)."""
 
 
 def functions() -> ctypes.CDLL:
@@ -161,29 +167,6 @@ def gated_silu(x: Tensor) -> Tensor:
     return out
 
 
-def exponentials(seed: int, purpose: int, position: int, size: int) -> Tensor:
-    """Unit exponentials ``[size]`` (fp32): :mod:`volley.decode.noise`."""
-    out = torch.empty(size)
-    functions().exponentials(seed, purpose, position, out.data_ptr(), size)
-    return out
-
-
-def forbid(row: Tensor, allowed: NDArray[np.uint8]) -> None:
-    """Replace logits in ``row [V]`` (fp32, contiguous) by −∞ where the token has no bit in ``allowed [≥ V / 8]``."""
-    assert row.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
-    assert 8 * allowed.nbytes >= len(row), "every token has a bit"
-    functions().forbid(row.data_ptr(), allowed.ctypes.data, len(row))
-
-
-def allowed_softmax(row: Tensor, allowed: NDArray[np.uint8], out: Tensor, temperature: float) -> None:
-    """The softmax of ``row [V] / temperature`` over the tokens with a bit in ``allowed [≥ V / 8]``, and 0 for all others, in
-    ``out [V]``; both fp32 and contiguous.
-    """
-    assert row.dtype == out.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
-    assert 8 * allowed.nbytes >= len(row), "every token has a bit"
-    functions().allowed_softmax(row.data_ptr(), allowed.ctypes.data, out.data_ptr(), len(row), 1 / temperature)
-
-
 # -- products -----------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +185,15 @@ class Codes(NamedTuple):
     scales: Tensor
 
 
+class WeightSource(Protocol):
+    """A weight ``[out, in]`` in bf16 whose rows are read some after others: a tensor is one, and so is a product."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
+
+
 class Product:
     """``x @ weight.T + bias`` for ``weight [out, in]`` and ``bias [out]`` in bf16, of which it holds a copy laid out anew.
 
@@ -209,10 +201,10 @@ class Product:
     for every 64 inputs of a row.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kind: Weights, stored: Codes | None = None) -> None:
+    def __init__(self, weight: WeightSource, bias: Tensor | None, kind: Weights, stored: Codes | None = None) -> None:
         """``stored`` are codes of that kind that the weight is already in; otherwise it is rounded to some."""
         self.kind = kind
-        self.outputs, self.inputs = weight.shape
+        self.shape = self.outputs, self.inputs = int(weight.shape[0]), int(weight.shape[1])
         self._codes, self._scales = _lay_out(weight, kind, stored)
         self._bias = None if bias is None else bias.bfloat16().contiguous()
         number = ("bf16", "int8", "int4").index(kind)
@@ -267,11 +259,27 @@ class Product:
         grouped = codes.reshape(*indices.shape, -1, GROUP) * scales[..., None]
         return grouped.flatten(-2).to(torch.bfloat16)
 
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Rows ``[n, in]`` of the weight, as the product has it; the first of them is the first of a block of 16."""
+        first, last, _ = rows.indices(self.outputs)
+        assert first % BLOCK == 0, f"row {first} is within a block"
+        blocks = slice(first // BLOCK, -(-last // BLOCK))
+        codes = self._codes[blocks]
+        if self.kind == "int4":
+            pairs = torch.stack((codes & 15, codes >> 4), dim=2)
+            codes = pairs.reshape(len(codes), -1, BLOCK, 4)
+        together = codes.transpose(1, 2).reshape(-1, self.inputs)[: last - first]
+        if self.kind == "bf16":
+            return together
+        assert self._scales is not None
+        if self.kind == "int8":
+            return ((together.float() - 128) * self._scales[first:last, None]).bfloat16()
+        scales = self._scales[blocks].transpose(1, 2).reshape(-1, self.inputs // GROUP)[: last - first]
+        return ((together.float() - 8).view(len(scales), -1, GROUP) * scales[..., None]).flatten(1).bfloat16()
+
     def weight(self) -> Tensor:
         """The whole weight ``[out, in]``, as the product has it."""
-        if self.kind == "bf16":
-            return self._codes.transpose(1, 2).reshape(-1, self.inputs)[: self.outputs]
-        return self.rows(torch.arange(self.outputs))
+        return self[: self.outputs]
 
 
 def _picked(rows: Tensor, place: Tensor) -> Tensor:
@@ -323,13 +331,14 @@ def _laid_out(weight: Tensor, kind: Weights, stored: Codes | None) -> tuple[Tens
     return lay_out(codes, scales)
 
 
-def _lay_out(weight: Tensor, kind: Weights, stored: Codes | None = None) -> tuple[Tensor, Tensor | None]:
+def _lay_out(weight: WeightSource, kind: Weights, stored: Codes | None = None) -> tuple[Tensor, Tensor | None]:
     """Codes and scales of ``weight [out, in]``, made of some rows after others: quantising takes many times their memory."""
     whole: tuple[Tensor | None, ...] = ()
-    blocks, step = -(-len(weight) // BLOCK), max(_LAID_OUT_AT_ONCE // weight.shape[1] // BLOCK, 1) * BLOCK
-    for first in range(0, len(weight), step):
-        rows = slice(first, first + step)
-        own = -(-len(weight[rows]) // BLOCK)
+    outputs, inputs = weight.shape
+    blocks, step = -(-outputs // BLOCK), max(_LAID_OUT_AT_ONCE // inputs // BLOCK, 1) * BLOCK
+    for first in range(0, outputs, step):
+        rows = slice(first, min(first + step, outputs))
+        own = -(-(rows.stop - first) // BLOCK)
         parts = _laid_out(weight[rows], kind, stored and Codes(*(part[rows] for part in stored)))
         if not whole:
             whole = tuple(x if x is None else x.new_empty(blocks * len(x) // own, *x.shape[1:]) for x in parts)
@@ -420,28 +429,31 @@ class LayerShape:
     scale: float
 
 
+P = TypeVar("P", bound=Callable[[Tensor], Tensor])
+
+
 @dataclass(frozen=True)
-class LayerWeights:
+class LayerWeights(Generic[P]):
     """Weights ``[H]`` or ``[d]`` of the norms, and the products: q, k and v; attention's output; gate and up; down."""
 
     first_norm: Tensor
     second_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
-    project: Product
-    output: Product
-    gate_up: Product
-    down: Product
+    project: P
+    output: P
+    gate_up: P
+    down: P
 
     @property
-    def products(self) -> tuple[Product, ...]:
+    def products(self) -> tuple[P, ...]:
         return self.project, self.output, self.gate_up, self.down
 
 
 class Decoder:
     """Layers of one shape that run one after another in one call."""
 
-    def __init__(self, layers: Sequence[LayerWeights], shape: LayerShape) -> None:
+    def __init__(self, layers: Sequence[LayerWeights[Product]], shape: LayerShape) -> None:
         self._layers, self._shape = tuple(layers), shape
         self._array = (_Layer * len(layers))()
         for struct, layer in zip(self._array, layers, strict=True):

@@ -272,11 +272,12 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
     if (configured) release_tiles();
 }
 
-/* Whether products run here. Tiles, where there are any, must be asked for once in a process. */
+/* Whether products run here: 2 with AVX512's dot products, 1 with AVX2 alone. Tiles, where there are any, must be asked for once
+   in a process. */
 int64_t usable(int64_t tiles) {
     has_tiles = tiles && __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
     has_dot = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    return has_dot || (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
+    return has_dot ? 2 : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
 #else

@@ -24,7 +24,7 @@ from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
 from volley.models.fingerprint import drafter_fingerprint, target_fingerprint
 from volley.models.sharded import ShardedTarget
-from volley.native import DraftWeights
+from volley.native import WantedDraftWeights
 from volley.procedures.request import Request
 from volley.recalibrate.figures import Figures
 from volley.recalibrate.options import RecalibrateConfig
@@ -119,7 +119,7 @@ class Recalibrator:
             self.learnt.save(self.folder)
 
     @property
-    def _weights(self) -> DraftWeights:
+    def _weights(self) -> WantedDraftWeights:
         return "bf16" if self._engine.drafter_source is None else self._engine.drafter_source[1]
 
     def _load(self, folder: str) -> Drafter:

@@ -195,6 +195,20 @@ def test_damaged_files(tmp_path: Path) -> None:
         Target.from_pretrained(tmp_path / "absent.gguf")
 
 
+def test_a_type_of_tensor_that_the_package_does_not_know_is_named(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("qwen3"), "qwen3")
+    whole = bytearray(path.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    kind = whole.index(name) + len(name) + 4 + 2 * 8  # after the number of dimensions and two of them
+    assert int.from_bytes(whole[kind : kind + 4], "little") in (0, 1, 30), "F32, F16 or BF16"
+    whole[kind : kind + 4] = (99).to_bytes(4, "little")
+    path.write_bytes(whole)
+    with pytest.raises(
+        UnsupportedModelError, match=r"tensor of type 99, which the package gguf .* pip install -U gguf"
+    ):
+        Target.from_pretrained(path)
+
+
 def test_a_file_without_tokenizer_is_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", random_model("qwen3"), "qwen3")
     with pytest.raises(CheckpointError, match="holds no tokenizer; convert the model again"):

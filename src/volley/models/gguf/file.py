@@ -3,6 +3,7 @@
 The package ``gguf`` reads the container and decodes every type; it is needed only here. Shapes are PyTorch's, ``[out, in]``.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ _TOKENS = "tokenizer.ggml.tokens"
 _TOKENIZER_LISTS = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _INTEGERS = {"I8", "I16", "I32", "I64"}
 _PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
+_READ = "F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M"
+_UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")  # what the package's reader raises
 _DECODED_AT_ONCE = 2**20  # numbers of a tensor
 
 Rows = Callable[[NDArray[Any]], NDArray[Any]]
@@ -61,6 +64,12 @@ class GGUFFile:
             }
             self.num_tokens = len(reader.fields[_TOKENS].data) if _TOKENS in reader.fields else 0
         except Exception as error:  # the reader raises whatever numpy does for a file that ends too early
+            unknown = _UNKNOWN_TYPE.search(str(error))
+            if unknown is not None:
+                raise UnsupportedModelError(
+                    f"{self.path} has a tensor of type {unknown[1]}, which the package gguf {_version()} does not know; "
+                    f"install a newer one (pip install -U gguf), or use a file of {_READ}"
+                ) from None
             raise CheckpointError(
                 f"{self.path} is truncated or damaged ({error or type(error).__name__}); fetch or convert it again"
             ) from None
@@ -137,7 +146,7 @@ class GGUFFile:
         except NotImplementedError:
             raise UnsupportedModelError(
                 f"{self.path}: {name} is of type {stored.tensor_type.name}, which the package gguf "
-                f"{self._version} cannot decode; use a file of F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M"
+                f"{_version()} cannot decode; use a file of {_READ}"
             ) from None
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
@@ -145,14 +154,14 @@ class GGUFFile:
         """A matrix block by block, or ``None`` if its type is plain or has no even steps (see ``blocks.UNPACK``)."""
         return unpack(self.type(name), self._data(name, rows))
 
-    @property
-    def _version(self) -> str:
-        from importlib.metadata import version
-
-        return version("gguf")
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("gguf")
 
 
 def _check_magic(path: Path) -> None:
