@@ -207,10 +207,16 @@ def test_chunked_attention_is_refused_by_name() -> None:
         build(config)
 
 
-def test_a_model_without_the_attention_interface_is_refused() -> None:
-    config = tf.XGLMConfig(vocab_size=50, d_model=32, num_layers=2, attention_heads=2, ffn_dim=32)
-    with pytest.raises(UnsupportedModelError, match="XGLMForCausalLM does not route attention"):
-        build(config)
+def test_a_model_without_the_attention_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers refuses to set another attention where a model calls none of its functions."""
+    model = eager_model(target_config())
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"cannot set {name}")
+
+    monkeypatch.setattr(model, "set_attn_implementation", refuse)
+    with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM does not route attention"):
+        Target(model)
 
 
 def test_a_layer_that_bypasses_the_interface_is_found_by_the_probe() -> None:
