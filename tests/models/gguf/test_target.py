@@ -203,9 +203,7 @@ def test_a_type_of_tensor_that_the_package_does_not_know_is_named(tmp_path: Path
     assert int.from_bytes(whole[kind : kind + 4], "little") in (0, 1, 30), "F32, F16 or BF16"
     whole[kind : kind + 4] = (99).to_bytes(4, "little")
     path.write_bytes(whole)
-    with pytest.raises(
-        UnsupportedModelError, match=r"tensor of type 99, which the package gguf .* pip install -U gguf"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"tensor of type 99, which the package gguf .*pip install -U gguf"):
         Target.from_pretrained(path)
 
 
