@@ -73,8 +73,9 @@ def test_operations_of_a_layer_and_waits_are_counted() -> None:
 
 @pytest.mark.parametrize("policy", gpu_ready.POLICIES)
 @pytest.mark.parametrize("requests", [1, 8])
-def test_a_greedy_step_reads_once_and_the_gate_says_so(policy: str, requests: int) -> None:
-    found = gpu_ready.count_waits(*gpu_ready.models(2, 1), "greedy", policy, requests)
+@pytest.mark.parametrize("name", ["greedy", "T = 1"])
+def test_a_step_reads_once_and_the_gate_says_so(name: str, policy: str, requests: int) -> None:
+    found = gpu_ready.count_waits(*gpu_ready.models(2, 1), name, policy, requests)
     assert (found.waits, found.before_last, found.drafted > 0) == (1, 0, policy != "fixed:1")
     assert gpu_ready.missed(good() | {"waits": [asdict(found)]}) == []
 
