@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import openai_client
-from volley import SamplingParams
+from volley import Engine, SamplingParams
 from volley.chat import render_chat
 from volley.decode.grammars import Grammars
 from volley.decode.thinking import ThinkingBudget
@@ -555,3 +555,25 @@ def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_pat
         pytest.raises(openai.BadRequestError, match="chat-template"),
     ):
         ask(client)
+
+
+def test_the_bundled_model_calls_and_goes_on(tmp_path: Path) -> None:
+    """The client's loop with a trained model and the default policy: forced call, result, answer in words."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(TEMPLATE)
+    messages: list[Any] = [{"role": "user", "content": "How will the weather be in Rome?"}]
+    with running(Engine.from_pretrained(), chat_template=file) as server, openai_client(server) as client:
+        (choice,) = ask(client, messages=messages, tool_choice=NAMED, temperature=0).choices
+        (call,) = choice.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        validate(arguments, SCHEMA)
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": f"Sun: {arguments}"}]
+        answers = []
+        for stream in (False, True):
+            asked = {"messages": messages, "tool_choice": "none", "max_tokens": 24, "temperature": 0, "stream": stream}
+            answer = ask(client, **asked)
+            parts = [answer.choices[0].message] if not stream else [part.choices[0].delta for part in answer]
+            assert not any(part.tool_calls for part in parts)
+            answers.append("".join(part.content or "" for part in parts))
+        assert answers[0] == answers[1] != ""
+        server.settle()
