@@ -155,9 +155,9 @@ class Server(World):
 
 
 def serve(clock: Clock, machine: Machine, rate: float, *, drafts: bool, is_told: bool = True) -> tuple[float, float]:
-    """The 99th percentile of the time to the first token, and seconds of decoding, of 150 prompts, ``rate`` a second."""
+    """The 99th percentile of the time to the first token, and seconds of decoding, of 250 prompts, ``rate`` a second."""
     chance, at, arrivals = random.Random(7), 0.0, []
-    for _ in range(150):
+    for _ in range(250):
         at += chance.expovariate(rate)
         arrivals.append((at, chance.randint(40, 50), chance.choice([16, 24, 32, 40, 48])))
     clock.now = 0.0
