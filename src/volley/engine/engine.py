@@ -166,8 +166,8 @@ class Engine:
         ``target`` and ``drafter`` are folders, GGUF files, hub names, names of what is bundled or loaded models.
         ``device`` auto is the GPU if there is one.
         ``weights`` of the target and ``draft_weights`` of the drafter are bf16, or int8 and int4 codes on a CPU, a drafter's fp8
-        on a GPU; drafts then come from the head in such codes too. "auto" is bf16 for a target, but codes for a GGUF file of
-        codes; for a drafter the target's codes, int8 beside bf16 on a CPU with AVX512's dot products, and otherwise bf16.
+        on a GPU; drafts then come from the head in such codes too. "auto" is bf16, but codes for a GGUF file of codes; a drafter
+        gets the target's codes, or int8 beside bf16 on a CPU with AVX512's dot products.
         ``tensor_parallel`` divides a target over torchrun's processes. Only rank 0 returns; others follow and exit (SystemExit).
         """
         split_options({name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}})
@@ -353,13 +353,12 @@ class Engine:
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in one pass beside what is running."""
-        table = BlockTable(self.pool.page_size)
-        self.pool.check_fits(len(token_ids))
-        if not self.pool.grow(table, len(token_ids)):
+        table, size = BlockTable(self.pool.page_size), len(token_ids)
+        self.pool.check_fits(size)
+        if not self.pool.grow(table, size):
             raise CapacityError("no pages are free for that many tokens now; finish or abort requests first")
         try:
-            segments, last = [Segment(table, 0, len(token_ids))], [len(token_ids) - 1]
-            batch, rows = RaggedBatch.on_device(segments, token_ids, last, self.target.device)
+            batch, rows = RaggedBatch.on_device([Segment(table, 0, size)], token_ids, [size - 1], self.target.device)
             return self.target.forward(batch, self.runner.store, rows)[0].float()
         finally:
             self.pool.release(table)
@@ -469,8 +468,7 @@ class Engine:
     def cycle_seconds(self, block_size: int, requests: int) -> float:
         """Seconds of one cycle of so many requests with blocks of one size, 1 for plain decoding; measured on made-up text."""
         tokens, proposer = block_size * requests, self.proposer if block_size > 1 else None
-        drafting = proposer.seconds(tokens, requests) if proposer else 0.0
-        return drafting + self.runner.seconds(tokens, requests)
+        return (proposer.seconds(tokens, requests) if proposer else 0.0) + self.runner.seconds(tokens, requests)
 
     @property
     def has_work(self) -> bool:
