@@ -75,8 +75,7 @@ class ModelOptions:
     """Let a longrope target (Phi-3, Phi-4-mini) use its long factors at every position, beyond its original context."""
     draft_weights: Literal["auto", "bf16", "int8", "int4", "fp8"] = "auto"
     """How those of drafting are kept, the head among them: int8 and int4 are for a CPU, fp8 for a GPU. They change how much is
-    accepted, never what comes out. auto is the target's codes, int8 for a bf16 target on a CPU with AVX512's dot products, and
-    bf16 elsewhere."""
+    accepted, never what comes out. auto is the target's codes, or int8 beside bf16 on a CPU with AVX512's dot products."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
     tensor_parallel: bool = False
@@ -167,7 +166,6 @@ def generate(
     _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley import console
-    from volley.engine.start import describe_memory
     from volley.types import SamplingParams
 
     params = SamplingParams(
@@ -182,8 +180,6 @@ def generate(
         diffusion=_diffusion([*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]),
     )
     engine = load_engine(models, decoding, capacity)
-    if engine.target.device.type != "cpu":
-        console.stderr().print(describe_memory(engine))
     if adapter is not None:
         engine.load_adapter(str(adapter), adapter)
     if prompts is not None:
