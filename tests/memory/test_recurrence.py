@@ -92,15 +92,6 @@ def test_a_token_that_sees_a_sibling_would_be_found(kind: str) -> None:
     assert (outputs[0, :, 2] - output).abs().max() > 1e-2
 
 
-def test_states_change_in_place_as_they_would_elsewhere() -> None:
-    run, states = random_run("delta", 1, 6, seed=4)
-    mask = torch.ones(1, 6, 6, dtype=torch.bool).tril()
-    step = advance(scan(run, states, mask)[1], mask, torch.tensor([3]))
-    expected = step(states)[0]
-    step.in_place(states[0])
-    torch.testing.assert_close(states[0], expected)
-
-
 def test_strong_decays_leave_no_denormal_numbers() -> None:
     run, states = random_run("delta", 1, 12, seed=5)
     run = run._replace(decays=run.decays * 20)

@@ -34,7 +34,9 @@ def _longcat() -> Any:
 
 def _mistral4() -> Any:
     rope = {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
-    return tf.Mistral4Config(**LATENT, **ROUTED, v_head_dim=8, rope_parameters=rope, attn_implementation="eager")
+    return tf.Mistral4Config(
+        **LATENT, **ROUTED, v_head_dim=8, head_dim=8, rope_parameters=rope, attn_implementation="eager"
+    )
 
 
 MODELS: dict[str, Callable[[], Any]] = {

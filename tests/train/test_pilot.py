@@ -108,18 +108,19 @@ def test_thinking_is_passed_to_the_template(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thinking: bool | None
 ) -> None:
     engine, seen = Engine(pair.target, pair.drafter, num_pages=60), list[bool | None]()
+    own = random_prompts(8, seed=5)
 
     def encode(prompt: Any, *, thinking: bool | None = None) -> list[int]:
         if isinstance(prompt[0], int):
             return prompt
         seen.append(thinking)
-        return [1, 2, 3]
+        return own.pop()
 
     monkeypatch.setattr(engine, "encode", encode)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(8)))
     options = PilotOptions(prompts=(str(tmp_path / "p.jsonl"),), max_tokens=6, temperatures=(0.0,), thinking=thinking)
     label_all(engine, options, (2, 6), lambda *_: None)
-    assert seen == [thinking]
+    assert seen == [thinking] * 8
 
 
 def test_the_times_of_a_cycle(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

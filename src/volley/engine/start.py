@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from volley.decode.lookup import MOST_FOUND
 from volley.memory.graphs import MOST_SEGMENTS, StaticPasses
 from volley.models.accelerate import weight_bytes
+from volley.policies.cost import MOST_TIMED
 
 if TYPE_CHECKING:
     from volley.engine.engine import Engine
@@ -22,15 +23,15 @@ def warm_up(engine: "Engine") -> tuple[int, float]:
     Of up to as many requests as run at once, with texts of up to :data:`REACH` tokens and drafts as its policy makes them.
     """
     started, policy = time.perf_counter(), engine.policy
-    requests = (
-        MOST_SEGMENTS if policy.uses_costs else engine.capacity.max_running
-    )  # costs are those of many requests, too
+    requests, drafted = engine.capacity.max_running, policy.block_size
+    if policy.uses_costs:  # which are those of many requests, too
+        requests, drafted = MOST_SEGMENTS, max(drafted, MOST_TIMED)
     reach = min(REACH, engine.target.context_length, engine.pool.num_pages * engine.pool.page_size)
     rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
     if engine.runner.passes is not None:
         engine.runner.passes.warm_up(requests, rows, reach, causal=True)
     if engine.proposer is not None and engine.proposer.passes is not None and policy.block_size > 1:
-        engine.proposer.passes.warm_up(requests, policy.block_size, reach, causal=False)
+        engine.proposer.passes.warm_up(requests, drafted, reach, causal=False)
     return sum(passes.num_graphs for passes in _static(engine)), time.perf_counter() - started
 
 

@@ -19,6 +19,8 @@ Pass = tuple[int, int]
 
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # tokens of the passes that are timed
 _SHARE = 8  # tokens of each request in such a pass; one request with all of them would see far more keys
+MOST_TIMED = max(-(-size // max(1, size // _SHARE)) for size in _SIZES)
+"""Tokens of one request, at most, in a pass that is timed."""
 _FAR = 1e6  # tokens; up to here the table goes on as between the last two sizes
 _STEPS = 128  # that the correction is fitted to: the last four reviews' cycles
 _NOISE = 0.15  # of a step's time, relative: other work, padding, sampling, the length of texts
