@@ -211,9 +211,10 @@ class World:
                     self.check_context(own)
 
     def check_context(self, own: Request) -> None:
+        """All that a draft will read: a ring has given way already to the block behind the last token that is known."""
         table = own.draft_table
         assert table.first <= self.found[own] if self.window else table.first == 0
-        first = 0 if self.window is None else max(own.computed - self.window, table.first)
+        first = 0 if self.window is None else max(min(own.length - 1 - self.window, own.computed), table.first)
         expected = [mark(own.token_ids[: p + 1]) + (own.adapter or 0) for p in range(first, own.computed)]  # type: ignore[operator]
         where = table.slot_array(first, own.computed)
         assert self.model.kept[where].tolist() == expected
