@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.chi_square import chi_square_p, joint_counts
+from tests.engine.test_gives_way import now_and_then
 from tests.engine.test_sampled import PROMPT, exact_law
 from tests.tiny import VOCAB, Pair, greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
@@ -138,3 +139,13 @@ def test_a_context_longer_than_the_draft_models_is_decoded_plainly() -> None:
     (result,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=45 - len(PROMPTS[0]) + 10))
     assert result.token_ids == greedy(pair.hf, PROMPTS[0], 45 - len(PROMPTS[0]) + 10)
     assert result.stats.accepted_lengths[-1] == 1
+
+
+def test_drafts_that_gave_way_to_a_prompt_are_made_once_more(pair: Pair) -> None:
+    undisturbed = run(drafting(pair, 0.3))
+    engine, calls = drafting(pair, 0.3), list[int]()
+    engine.arrivals.newcomers = now_and_then(calls)
+    found = run(engine)
+    assert len(calls) > 5
+    assert [own.token_ids for own in found] == expected()
+    assert [own.stats.accepted_lengths for own in found] == [own.stats.accepted_lengths for own in undisturbed]

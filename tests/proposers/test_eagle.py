@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests import eagle
 from tests.chi_square import chi_square_p, joint_counts
+from tests.engine.test_gives_way import now_and_then
 from tests.engine.test_sampled import PROMPT, exact_law
 from tests.tiny import Pair, greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
@@ -105,6 +106,16 @@ class AfterOdd(Constraint):
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         return 0
+
+
+def test_drafts_that_gave_way_to_a_prompt_are_made_once_more(pair: Pair, tmp_path: Path) -> None:
+    folder, calls = eagle.checkpoint(tmp_path), list[int]()
+    undisturbed, engine = run(drafting(pair, folder)), drafting(pair, folder)
+    engine.arrivals.newcomers = now_and_then(calls)
+    found = run(engine)
+    assert len(calls) > 5
+    assert [own.token_ids for own in found] == [own.token_ids for own in undisturbed]
+    assert [own.stats.accepted_lengths for own in found] == [own.stats.accepted_lengths for own in undisturbed]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
