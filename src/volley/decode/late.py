@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from volley.decode.work import Work
-from volley.memory.upload import upload
+from volley.memory.upload import upload_indices
 from volley.types import Late, Proposal
 
 
@@ -65,7 +65,7 @@ def late_proposals(works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | N
 def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:
     """The draft tokens ``[Σ k]`` of ``works`` on ``device``, read or not."""
     known = [token for work in works if work.proposal.late is None for token in work.proposal.token_ids]
-    uploaded, start, parts = upload(np.array(known, dtype=np.int64), device), 0, list[Tensor]()
+    uploaded, start, parts = upload_indices(known, device), 0, list[Tensor]()
     for proposal in (work.proposal for work in works):
         if proposal.late is not None:
             parts.append(proposal.late.token_ids)

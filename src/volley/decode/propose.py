@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from volley.decode.late import late_proposals
-from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, exponentials, race
+from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, exponentials, race, uniforms_of
 from volley.decode.work import Work
 from volley.memory.upload import upload, upload_indices
 from volley.types import Lattice, Proposal, SamplingParams
@@ -60,17 +60,14 @@ def walk_best(after: Transitions, works: Works) -> list[Proposal]:
 
 def walk_sampled(after: Transitions, works: Works) -> list[Proposal]:
     """Draw every position given the token drawn before it, for speculative sampling; works that sample alike, side by side."""
-    uniforms = [
-        number
-        for work in works
-        for number in work.request.noise.uniforms(Purpose.DRAFT, work.request.length, work.ask.positions)
-    ]
+    cycles = [(work.request.noise, work.request.length) for work in works]
+    numbers = uniforms_of(cycles, [work.ask.positions for work in works], Purpose.DRAFT)
     drawn: list[Tensor] = []  # uniforms and distributions of all positions, once the first ones tell device and size
 
     def choose(distributions: Tensor, rows: Tensor, _: Works, __: int) -> Tensor:
         if not drawn:
-            drawn.append(upload(np.array(uniforms), distributions.device))
-            drawn.append(distributions.new_empty(len(uniforms), distributions.shape[-1]))
+            drawn.append(upload(np.array(numbers), distributions.device))
+            drawn.append(distributions.new_empty(len(numbers), distributions.shape[-1]))
         drawn[1].index_copy_(0, rows, distributions)
         return draw(distributions, drawn[0].index_select(0, rows))
 

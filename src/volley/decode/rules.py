@@ -15,7 +15,7 @@ from torch import Tensor
 
 from volley import native
 from volley.decode.sampling import best_tokens, token_probs
-from volley.memory.upload import upload
+from volley.memory.upload import upload, upload_indices
 from volley.native.sampling import allowed_softmax, forbid
 from volley.types import Proposal, SamplingParams
 
@@ -188,7 +188,7 @@ class Penalties(TokenRule):
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.params = params
         self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.in_prompt[upload(np.array(prompt, dtype=np.int64), device)] = True
+        self.in_prompt[upload_indices(prompt, device)] = True
         self.counts = torch.zeros(vocab_size, device=device)
         """How often the output has each token ``[V]``."""
 
@@ -239,7 +239,7 @@ class AtLeast(TokenRule):
         """In place."""
         rows = [row for row, path in enumerate(paths) if len(path) < self.left]
         if rows:
-            logits[upload(np.array(rows, dtype=np.int64), logits.device)[:, None], self.ends] = -torch.inf
+            logits[upload_indices(rows, logits.device)[:, None], self.ends] = -torch.inf
         return logits
 
 

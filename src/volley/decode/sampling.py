@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from volley.decode import noise
-from volley.memory.upload import upload
+from volley.memory.upload import upload, upload_indices
 from volley.types import SamplingParams
 
 _CPU = torch.device("cpu")
@@ -68,6 +68,12 @@ def exponentials(places: Sequence[tuple[PositionNoise, int]], size: int, device:
     """:meth:`PositionNoise.exponentials` of several requests, each at a position: ``[len(places), size]`` on ``device``."""
     seeds, positions = [own.seed for own, _ in places], [position for _, position in places]
     return noise.exponentials(seeds, Purpose.TARGET, positions, size, device)
+
+
+def uniforms_of(cycles: Sequence[tuple[PositionNoise, int]], sizes: Sequence[int], purpose: Purpose) -> list[float]:
+    """:meth:`PositionNoise.uniforms` of several cycles, each with the position where it begins and its number of them."""
+    pairs = zip(cycles, sizes, strict=True)
+    return [uniform for (own, first), size in pairs for uniform in own.uniforms(purpose, first, size)]
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -175,7 +181,7 @@ def logprobs_of(
     """
     logprobs = logits.float().log_softmax(dim=-1)
     best = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
-    chosen = logprobs.gather(1, upload(np.array(token_ids, dtype=np.int64), logits.device)[:, None])
+    chosen = logprobs.gather(1, upload_indices(token_ids, logits.device)[:, None])
     found = torch.cat([chosen.double(), best.values.double(), best.indices.double()], dim=1).cpu().numpy()
     own, values, tokens = np.split(found, [1, 1 + best.values.shape[1]], axis=1)
     pairs = zip(tokens.astype(np.int64).tolist(), values.tolist(), strict=True)
@@ -184,5 +190,5 @@ def logprobs_of(
 
 def ranks_of(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
     """The place of each token among those of its row of ``logits [R, V]``; the likeliest has 1, equal ones share the best."""
-    chosen = logits.gather(1, upload(np.array(token_ids, dtype=np.int64), logits.device)[:, None])
+    chosen = logits.gather(1, upload_indices(token_ids, logits.device)[:, None])
     return [1 + count for count in (logits > chosen).sum(dim=-1).tolist()]

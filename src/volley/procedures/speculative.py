@@ -21,12 +21,13 @@ from volley.decode.sampling import (
     race,
     ranks_of,
     token_probs,
+    uniforms_of,
 )
 from volley.decode.tree import depths_of
 from volley.decode.verify import verify_choices, verify_speculative, verify_tree
 from volley.decode.work import Ask, Rule, Work
 from volley.memory.batch import Segment
-from volley.memory.upload import upload
+from volley.memory.upload import upload, upload_indices
 from volley.policies.base import View
 from volley.procedures.request import Procedure, Request
 from volley.types import Verdict
@@ -194,12 +195,8 @@ def _sample(works: Works, logits: Tensor, reading: Reading) -> None:
     """Speculative sampling for requests that sample alike, by the distributions that their drafts were drawn from."""
     probs, sizes = _probs(works, logits), [len(work.proposal.token_ids) for work in works]
     laws = [work.proposal.draft_probs for work in works if work.proposal.draft_probs is not None]
-    uniforms = [
-        uniform
-        for work, size in zip(works, sizes, strict=True)
-        for uniform in work.request.noise.uniforms(Purpose.ACCEPT, work.request.length, size)
-    ]
-    judged = verify_speculative(probs, torch.cat(laws), draft_tokens(works, probs.device), sizes, uniforms)
+    accepting = uniforms_of([(work.request.noise, work.request.length) for work in works], sizes, Purpose.ACCEPT)
+    judged = verify_speculative(probs, torch.cat(laws), draft_tokens(works, probs.device), sizes, accepting)
     of_rows = upload(np.array(_uniforms(works)), probs.device)
     bonus = draw(judged.weights, of_rows.index_select(0, judged.rows))
     reading.add(torch.cat([judged.kept, bonus]), partial(_keep_first, works))
@@ -255,7 +252,7 @@ def _note_logprobs(works: Works, logits: Tensor) -> None:
     nodes = [(0, *(range(1, 1 + own.accepted) if own.path is None else own.path)) for own in (w.verdict for w in works)]
     rows = [work.rows.start + node for work, own in zip(works, nodes, strict=True) for node in own]
     tokens = [token for work in works for token in work.verdict.token_ids]
-    kept = logits.index_select(0, upload(np.array(rows), logits.device))
+    kept = logits.index_select(0, upload_indices(rows, logits.device))
     chosen, likely = logprobs_of(kept, tokens, max(work.request.params.top_logprobs for work in works))
     start = 0
     for work in works:

@@ -18,7 +18,15 @@ from volley.decode.denoise import denoise
 from volley.decode.late import late_proposals, read_drafts
 from volley.decode.propose import propose_coupled, propose_sampled, walk_best, walk_coupled, walk_greedy, walk_sampled
 from volley.decode.rules import apply_rules, constraints
-from volley.decode.sampling import PositionNoise, Purpose, best_tokens, confidences, draft_temperature, likeliest
+from volley.decode.sampling import (
+    PositionNoise,
+    Purpose,
+    best_tokens,
+    confidences,
+    draft_temperature,
+    likeliest,
+    uniforms_of,
+)
 from volley.decode.tree import coupled_logits, expand, position_lattices
 from volley.decode.work import Drafted, Rule, Shape, Work
 from volley.errors import ConfigError
@@ -313,9 +321,8 @@ def _choose_chains(works: Works, logits: Tensor) -> None:
     elif rule is Rule.MATCH:
         tokens = propose_coupled(logits, params, _places(requests, sizes))
     else:
-        pairs = zip(requests, sizes, strict=True)
-        uniforms = [u for own, size in pairs for u in own.noise.uniforms(Purpose.DRAFT, own.length, size)]
-        tokens, probs = propose_sampled(logits, params, uniforms)
+        numbers = uniforms_of([(own.noise, own.length) for own in requests], sizes, Purpose.DRAFT)
+        tokens, probs = propose_sampled(logits, params, numbers)
     for work, proposal in zip(works, late_proposals(works, tokens, probs), strict=True):
         work.proposal = proposal
 
