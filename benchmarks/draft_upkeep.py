@@ -1,14 +1,16 @@
-"""What a drafter costs a step in which nothing is drafted: CPU time that goes to its K/V, as a share of the step.
+"""What a drafter costs a step in which nothing is drafted: CPU time of such steps, beside those of an engine without a drafter.
 
     python benchmarks/draft_upkeep.py --data-dir DIR
 
-CPU time of the stepping thread, so that other work on the machine counts little; one thread.
+Both engines share a target and take turns on the same prompts. CPU time of the stepping thread, so that other work on the machine
+counts little; one thread.
 """
 
 import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ import torch
 from volley import Engine, SamplingParams
 from volley.engine.states import DraftContext
 from volley.prompts import load_prompts
+
+_METHODS = ("keep", "prepare")
 
 
 class Spent:
@@ -36,26 +40,39 @@ class Spent:
         return timed
 
 
-def shares(engine: Engine, prompts: list[Any], tokens: int) -> str:
-    """Milliseconds of a step that decodes only, of the drafter's K/V in it, and its share there and where prompts are read."""
-    (context,) = (state for state in engine.sequences.states if isinstance(state, DraftContext))
-    names = [name for name in ("keep", "prepare") if hasattr(context, name)]  # early versions had only the first
-    spent, sums = Spent(context, *names), {True: [0.0, 0.0, 0], False: [0.0, 0.0, 0]}
+def step_seconds(engine: Engine, prompts: list[Any], tokens: int) -> tuple[float, float]:
+    """CPU seconds of a step that decodes only, prompts read before, and of the drafter's K/V in it."""
+    contexts = [state for state in engine.sequences.states if isinstance(state, DraftContext)]
+    upkeep = [Spent(context, *_METHODS) for context in contexts]
     engine.reset_prefix_cache()
     for prompt in prompts:
         engine.add_request(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    whole = own = count = 0.0
     while engine.has_work:
         scheduler = engine.scheduler
         decodes = not scheduler.waiting and all(request.is_decoding for request in scheduler.running)
-        before, started = spent.seconds, time.thread_time()
+        before, started = sum(spent.seconds for spent in upkeep), time.thread_time()
         engine.step()
-        own = sums[decodes]
-        own[0], own[1], own[2] = own[0] + time.thread_time() - started, own[1] + spent.seconds - before, own[2] + 1
-    for name in names:
-        delattr(context, name)
-    step, upkeep, count = sums[True]
-    read, reading = sums[False][:2]
-    return f"{1000 * step / count:.2f} | {1000 * upkeep / count:.3f} | {upkeep / step:.2%} | {reading / read:.2%}"
+        if decodes:
+            whole, own = whole + time.thread_time() - started, own + sum(spent.seconds for spent in upkeep) - before
+            count += 1
+    for context in contexts:
+        for name in _METHODS:
+            delattr(context, name)  # the wrapper; the method is the class's
+    return whole / count, own / count
+
+
+def row(at_rest: Engine, plain: Engine, prompts: list[Any], options: argparse.Namespace) -> str:
+    """Medians over rounds."""
+    ratios, shares, seconds = list[float](), list[float](), list[float]()
+    for _ in range(options.rounds):
+        whole, own = step_seconds(at_rest, prompts, options.tokens)
+        without, _ = step_seconds(plain, prompts, options.tokens)
+        ratios.append(whole / without)
+        shares.append(own / whole)
+        seconds.append(without)
+    spread = f"{median(ratios):.3f} ({min(ratios):.3f}–{max(ratios):.3f})"
+    return f"{len(prompts)} | {1000 * median(seconds):.2f} | {spread} | {median(shares):.2%}"
 
 
 def main() -> None:
@@ -63,21 +80,21 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True, help="folder with gsm8k_test.jsonl")
     parser.add_argument("--target", type=Path, help="default: the bundled pair")
     parser.add_argument("--drafter", type=Path)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--policy", default="fixed:1", help="fixed:1 drafts nothing; goodput tries drafts now and then")
     parser.add_argument("--at-once", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     models = {} if options.target is None else {"target": options.target, "drafter": options.drafter}
-    engine = Engine.from_pretrained(**models, dtype=getattr(torch, options.dtype), block_size=1)
+    at_rest = Engine.from_pretrained(**models, dtype=getattr(torch, options.dtype), policy=options.policy)
+    plain = Engine(at_rest.target)
     prompts = [list(prompt.messages) for prompt in load_prompts("gsm8k", options.data_dir, 80)[40:]]
-    print(
-        "| at once | ms of a step | ms of the drafter's K/V | share | share of steps that read |\n|---|---|---|---|---|"
-    )
+    print("| at once | ms of a step without a drafter | with one, ratio (range) | share of the drafter's K/V |")
+    print("|---|---|---|---|")
     for count in map(int, options.at_once.split(",")):
-        for _ in range(options.rounds):
-            print(f"| {count} | {shares(engine, (prompts * count)[:count], options.tokens)} |", flush=True)
+        print(f"| {row(at_rest, plain, (prompts * count)[:count], options)} |", flush=True)
 
 
 if __name__ == "__main__":

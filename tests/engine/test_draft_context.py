@@ -75,10 +75,28 @@ def test_little_waits_where_nothing_drafts(pair: Pair) -> None:
     while engine.has_work:
         before = len(own.backlog)
         engine.step()
-        assert len(own.backlog) < 30 + 40
+        assert len(own.backlog) < 2 * 30 + 40
         written += len(own.backlog) < before
     tokens = sum(len(prompt) for prompt in PROMPTS) + len(PROMPTS) * (COUNT - 1)
     assert 0 < written <= tokens // 30
+
+
+@pytest.mark.parametrize(("waiting", "is_written"), [(30, False), (60, True)])
+def test_a_prompt_is_read_before_what_is_due_is_written(pair: Pair, waiting: int, is_written: bool) -> None:
+    """Unless twice as much waits; a step that reads none writes it."""
+    engine = Engine(pair.target, pair.drafter, policy="fixed:1")
+    own = context(engine)
+    own.most_waiting = 10**6
+    engine.add_request(PROMPTS[0], SamplingParams(max_tokens=10**3, ignore_eos=True))
+    while len(own.backlog) < waiting:
+        engine.step()
+    own.most_waiting = 30
+    request = engine.add_request(PROMPTS[1], SamplingParams(max_tokens=COUNT))
+    engine.step()
+    assert request.num_output == 1
+    assert len(own.backlog) == len(PROMPTS[1]) + 1 + (0 if is_written else waiting)
+    engine.step()
+    assert len(own.backlog) == (len(PROMPTS[1]) + 3 if is_written else 2)
 
 
 def test_a_first_token_does_not_wait_for_its_prompt_s_draft_context(pair: Pair) -> None:

@@ -3,12 +3,13 @@
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from volley.models.backlog import Backlog, KeptRun
+from volley.models.backlog import Backlog, Run
 
 SLOTS = 24
 ADAPTERS: list[Any] = [None, None, "one", "other"]
@@ -30,55 +31,89 @@ class Written:
         self.calls.append(adapter)
 
 
-def random_runs(chance: random.Random) -> list[KeptRun]:
-    """Of some requests, whose slots are one after another, or not."""
-    free, runs = list(range(SLOTS)), []
-    for _ in range(chance.randint(1, 3)):
-        start, count = chance.randrange(100), chance.randint(1, 6)
-        if chance.random() < 0.5:
-            first = chance.randrange(SLOTS - count)
-            slots = list(range(first, first + count))
-        else:
-            slots = chance.sample(free, min(count, len(free)))
-        if slots and set(slots) <= set(free):
-            free = [slot for slot in free if slot not in slots]
-            is_slice = slots == list(range(slots[0], slots[-1] + 1))
-            where = slice(slots[0], slots[-1] + 1) if is_slice else torch.tensor(slots)
-            runs.append(KeptRun(start, start + len(slots), where))
-    return runs
+class Waiting:
+    """A backlog of random requests, and a store that is written as soon as a run is closed, token by token."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.late, self.at_once = Written(), Written()
+        self.backlog = Backlog(self.late)
+        self.open: list[tuple[Run, list[Tensor]]] = []
+
+    def add(self) -> None:
+        for _ in range(self.chance.randint(0, 2)):
+            self.open.append((Run(self.chance.randrange(100), self.chance.choice(ADAPTERS)), []))
+        members = self.chance.sample(self.open, self.chance.randint(0, len(self.open)))
+        counts = [self.chance.randint(0, 4) for _ in members]
+        features, waiting = torch.rand(sum(counts), 2), len(self.backlog)
+        self.backlog.add(features, [run for run, _ in members], counts)
+        assert len(self.backlog) == waiting + len(features)
+        for (run, rows), own in zip(members, features.split(counts), strict=True):
+            rows += own
+            assert run.end - run.start == len(rows)
+
+    def close(self) -> None:
+        """Some of a run's last tokens have slots, one after another or not."""
+        run, rows = self.open.pop(self.chance.randrange(len(self.open)))
+        count = self.chance.randint(min(1, len(rows)), min(len(rows), SLOTS))
+        first = self.chance.randrange(SLOTS + 1 - count)
+        is_slice = self.chance.random() < 0.5
+        slots = list(range(first, first + count)) if is_slice else self.chance.sample(range(SLOTS), count)
+        self.backlog.close(run, np.array(slots, dtype=np.int64))
+        for slot, place in zip(slots, range(run.end - count, run.end), strict=True):
+            self.at_once(rows[place - run.start][None], torch.tensor([place]), torch.tensor([slot]), run.adapter)
+
+    def write(self) -> None:
+        while self.open:
+            self.close()
+        self.backlog.write()
+        assert len(self.backlog) == 0
+        assert torch.equal(self.late.features, self.at_once.features)
+        assert torch.equal(self.late.positions, self.at_once.positions)
+        assert self.late.adapters == self.at_once.adapters
 
 
 @given(chance=st.integers(0, 2**32 - 1).map(random.Random), count=st.integers(0, 12))
 @settings(max_examples=200)
-def test_the_last_owner_of_a_slot_has_it(chance: random.Random, count: int) -> None:
-    late, at_once = Written(), Written()
-    backlog = Backlog(late)
+def test_who_closed_last_has_a_slot(chance: random.Random, count: int) -> None:
+    waiting = Waiting(chance)
     for _ in range(count):
-        runs, adapter = random_runs(chance), chance.choice(ADAPTERS)
-        features = torch.rand(sum(run.end - run.start for run in runs), 2)
-        waiting = len(backlog)
-        backlog.add(features, runs, adapter)
-        assert len(backlog) == waiting + len(features)
-        for run, rows in zip(runs, features.split([run.end - run.start for run in runs]), strict=True):
-            at_once(rows, torch.arange(run.start, run.end), run.kv_slots, adapter)
+        waiting.add()
+        while waiting.open and chance.random() < 0.4:
+            waiting.close()
         if chance.random() < 0.2:
-            backlog.write()
-            assert len(backlog) == 0
-    backlog.write()
-    assert torch.equal(late.features, at_once.features)
-    assert torch.equal(late.positions, at_once.positions)
-    assert late.adapters == at_once.adapters
+            waiting.write()
+    waiting.write()
 
 
 def test_one_product_for_each_adapter() -> None:
     written = Written()
     backlog = Backlog(written)
     for at, adapter in enumerate([None, "one", None, "one", None]):
-        backlog.add(torch.rand(2, 2), [KeptRun(0, 2, slice(2 * at, 2 * at + 2))], adapter)  # type: ignore[arg-type]
+        run = Run(0, adapter)  # type: ignore[arg-type]
+        backlog.add(torch.rand(2, 2), [run], [2])
+        backlog.close(run, np.arange(2 * at, 2 * at + 2))
     backlog.write()
     assert written.calls == [None, "one"]
     backlog.write()
     assert len(written.calls) == 2
+
+
+def test_slots_one_after_another_are_a_slice() -> None:
+    """So that no indices are made of those of a single request."""
+    seen: list[Any] = []
+    backlog, run = (
+        Backlog(lambda features, positions, kv_slots, _: seen.append((features, positions, kv_slots))),
+        Run(7, None),
+    )
+    first, second = torch.rand(2, 2), torch.rand(1, 2)
+    backlog.add(first, [run], [2])
+    backlog.add(second, [run], [1])
+    backlog.close(run, np.arange(20, 23))
+    backlog.write()
+    ((features, positions, kv_slots),) = seen
+    assert torch.equal(features, torch.cat([first, second]))
+    assert (positions.tolist(), kv_slots) == ([7, 8, 9], slice(20, 23))
 
 
 def test_what_could_not_be_written_is_not_tried_again() -> None:
@@ -89,8 +124,9 @@ def test_what_could_not_be_written_is_not_tried_again() -> None:
         tries.append(1)
         raise RuntimeError
 
-    backlog = Backlog(broken)
-    backlog.add(torch.rand(1, 2), [KeptRun(0, 1, slice(0, 1))], None)
+    backlog, run = Backlog(broken), Run(0, None)
+    backlog.add(torch.rand(1, 2), [run], [1])
+    backlog.close(run, np.arange(1))
     for _ in range(2):
         try:
             backlog.write()

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -130,6 +130,33 @@ def test_all_layers_at_once_and_one_by_one_agree_to_the_bit(name: str) -> None:
     target.fused = None
     for found, wanted in zip(forward(target, [13, 1, 26]), whole, strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tapped_states_are_those_of_fewer_layers(threads: int) -> None:
+    """To the bit, whatever order they are asked for in."""
+    layers = list(accelerated("qwen3").model.layers)
+    store = make_store("auto", [(2, 32)] * 3, LENGTH, torch.bfloat16, torch.device("cpu"))
+    batch = RaggedBatch([Segment(BlockTable(PAGE, range(LENGTH // PAGE)), 0, LENGTH)], TOKENS)
+    generator = torch.Generator().manual_seed(3)
+    states = torch.randn(LENGTH, 64, generator=generator).bfloat16()
+    turns = tuple(torch.randn(LENGTH, 32, generator=generator).bfloat16() for _ in range(2))
+
+    def run(count: int, tapped: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        decoder = FusedDecoder.of_layers(layers[:count])
+        assert decoder is not None
+        return decoder(states, turns, batch, store, tapped)  # type: ignore[arg-type]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        final, features = run(3, (1, -1, 2, 0, 1))
+    finally:
+        torch.set_num_threads(before)
+    after = [states, *(run(count)[0] for count in (1, 2, 3))]
+    assert torch.equal(final, after[3])
+    assert torch.equal(features, torch.cat([after[layer + 1] for layer in (1, -1, 2, 0, 1)], dim=1))
+    assert run(3)[1].shape == (LENGTH, 0)
 
 
 @pytest.mark.parametrize("parameter", ["self_attn.k_proj.weight", "mlp.up_proj.weight", "input_layernorm.weight"])

@@ -44,6 +44,14 @@ def test_taken_states_are_forgotten(pair: Pair) -> None:
             taps.take()
 
 
+def test_states_that_a_pass_leaves_are_taken_once(pair: Pair) -> None:
+    with Taps(pair.hf, [1]) as taps:
+        taps.leave(torch.ones(3, 4))
+        assert torch.equal(taps.take(), torch.ones(1, 3, 4))
+        with pytest.raises(KeyError):
+            taps.take()
+
+
 @torch.inference_mode()
 def test_closed_taps_hear_nothing(pair: Pair) -> None:
     with Taps(pair.hf, [1, -1]) as taps:

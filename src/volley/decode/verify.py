@@ -120,9 +120,9 @@ def _table(values: Tensor, grid: Tensor) -> Tensor:
     return torch.cat([values, values.new_zeros(1)])[grid]
 
 
-def kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) -> slice | Tensor:
-    """Rows of a segment from ``start`` that stay: its known tokens and what was accepted, without the first ``skip``."""
+def kept_rows(num_known: int, verdict: Verdict, start: int = 0) -> slice | Tensor:
+    """Rows of a segment from ``start`` that stay: its known tokens and what was accepted."""
     if verdict.path is None:
-        return slice(start + skip, start + num_known + verdict.accepted)
+        return slice(start, start + num_known + verdict.accepted)
     assert num_known == 1, "a tree's root is the anchor"
-    return torch.tensor([start, *(start + node for node in verdict.path)][skip:])
+    return torch.tensor([start, *(start + node for node in verdict.path)])

@@ -20,8 +20,7 @@ from volley.memory.attention import IntArray
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload, upload_together
-from volley.models.adapter import Adapter
-from volley.models.backlog import Backlog, KeptRun
+from volley.models.backlog import Backlog, Run
 from volley.models.draft_model import DraftModel
 from volley.procedures.request import Request
 
@@ -157,64 +156,78 @@ class DraftContext(SequenceState):
     """The drafter's K/V of each request's tokens, made of the target's features: on the target's pages.
 
     Only drafts read them. They are made before the next draft, or once :attr:`most_waiting` tokens wait for theirs: where little
-    is drafted, the drafter's weights are read once for many passes, and no first token waits for the K/V of its prompt.
+    is drafted, the drafter's weights are read once for many passes, and no first token waits for the K/V of its prompt. Until
+    then a step adds its features whole, and what each request has of them is one open run of tokens.
     """
 
     def __init__(self, model: DraftModel, most_waiting: int = 256) -> None:
         self.model, self.most_waiting = model, most_waiting
         self.backlog = Backlog(model.keep)
+        self._open: dict[Request, Run] = {}
         self._decoded = 0
         """Tokens of answers among those that the last step added."""
 
     def prepare(self, step: Step) -> None:
-        """A draft pays for the tokens of the last step: the others would have been due anyway."""
-        if not any(work.ask.positions for work in step.works) or not len(self.backlog):
+        """A draft pays for the tokens of the last step: the others would have been due anyway.
+
+        A step that reads a prompt leaves them to the next one, unless twice as many wait: no first token waits for them.
+        """
+        waiting, most = len(self.backlog), self.most_waiting
+        if any(work.kind is Kind.PREFILL for work in step.works):
+            most *= 2
+        if not waiting or not (waiting >= most or any(work.ask.positions for work in step.works)):
             return
-        started, overdue = time.perf_counter(), 1 - self._decoded / len(self.backlog)
+        started, overdue = time.perf_counter(), 1 - self._decoded / waiting
         self.settle()
         step.settling = overdue * (time.perf_counter() - started)
 
     def settle(self) -> None:
         self._decoded = 0
+        for request in list(self._open):
+            self._close(request)
         self.backlog.write()
 
     def keep(self, step: Step) -> None:
-        if len(self.backlog) >= self.most_waiting:
-            self.settle()
-        groups: dict[Adapter | None, list[int]] = {}
-        for index, work in enumerate(step.works):
-            groups.setdefault(work.request.adapter, []).append(index)
-        for adapter, members in groups.items():
-            self._add(step, members, adapter)
+        runs = [self._open.get(work.request) or self._begin_run(work.request) for work in step.works]
+        counts = [work.num_kept for work in step.works]
+        self.backlog.add(self._kept_features(step, sum(counts)), runs, counts)
         self._decoded = sum(work.num_kept for work in step.works if work.kind is not Kind.PREFILL)
 
-    def _add(self, step: Step, members: list[int], adapter: Adapter | None) -> None:
-        """Take the features of some of the works out of those of the whole pass."""
+    def release(self, request: Request) -> None:
+        self._close(request)
+
+    def _begin_run(self, request: Request) -> Run:
+        run = self._open[request] = Run(request.computed, request.adapter)
+        return run
+
+    def _close(self, request: Request) -> None:
+        """Note where the K/V of a request's waiting tokens belong, while it has these slots."""
+        run = self._open.pop(request, None)
+        if run is not None:
+            table = request.draft_table
+            self.backlog.close(run, table.slot_array(max(run.start, table.earliest), run.end))
+
+    def _kept_features(self, step: Step, num_kept: int) -> Tensor:
+        """The features ``[num_kept, taps · H]`` of the tokens that stay, work by work."""
         assert step.batch is not None
         assert step.features is not None
-        features, kept, runs = step.features, list[slice | Tensor](), list[KeptRun]()
-        for index in members:
-            work, start = step.works[index], step.batch.offsets[index]
-            table, first = work.request.draft_table, work.request.computed
-            skip = max(0, work.num_kept - table.capacity) if table.is_ring else 0
-            kept.append(kept_rows(work.num_known, work.verdict, start, skip))
-            first, end = first + skip, first + work.num_kept
-            runs.append(KeptRun(first, end, table.slots(first, end)))
-        if sum(run.end - run.start for run in runs) < len(features):  # else all of them stay, in their order
+        features = step.features
+        if num_kept < len(features):  # else all of them stay, in their order
+            offsets = step.batch.offsets
+            kept = [kept_rows(w.num_known, w.verdict, start) for w, start in zip(step.works, offsets, strict=False)]
             rows = _on_device(kept, features.device)
             features = features[rows].clone() if isinstance(rows, slice) else features[rows]
-        if self.model.reads_next:
-            features = self._with_next(step, members, runs, features)
-        self.backlog.add(features, runs, adapter)
+        return self._with_next(step, features) if self.model.reads_next else features
 
-    def _with_next(self, step: Step, members: list[int], runs: list[KeptRun], features: Tensor) -> Tensor:
+    def _with_next(self, step: Step, features: Tensor) -> Tensor:
         """``features`` with the token after each, which is known by now; what the next draft begins with is noted."""
         following, end = list[int](), 0
-        for index, run in zip(members, runs, strict=True):
-            request, tokens = step.works[index].request, step.works[index].verdict.token_ids
-            after = (request.token_ids + tokens)[run.start + 1 : run.end + 1]
-            following += after + [0] * (run.end - run.start - len(after))  # none comes after a prompt that is only read
-            end += run.end - run.start
+        for work in step.works:
+            request, count = work.request, work.num_kept
+            first, tokens = request.computed + 1, request.token_ids + work.verdict.token_ids
+            after = tokens[first : first + count]
+            following += after + [0] * (count - len(after))  # none comes after a prompt that is only read
+            end += count
             request.tapped = features[end - 1].clone()
         return self.model.with_next(features, torch.tensor(following, device=features.device))
 
@@ -243,10 +256,10 @@ class DraftRing(DraftContext):
         self.pool = PagePool(self.num_pages * num_rings(max_running), page_size)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """A ring, and room in it for a block behind the anchor."""
+        """A ring, and room in it for a block behind the tokens that are known."""
         if not (request.draft_table.is_ring and request.draft_table.pages):
             request.draft_table = self._begin(request)
-        self._enter(request.draft_table, request.length - 1, request.length - 1 + self.block_size)
+        self._enter(request, request.computed + self.block_size)
         return True
 
     def _begin(self, request: Request) -> BlockTable:
@@ -262,20 +275,25 @@ class DraftRing(DraftContext):
         fresh = iter(self.pool.take(self.num_pages - len(known)))
         pages = [known[place] if place in known else next(fresh) for place in range(self.num_pages)]
         table = BlockTable(self.page_size, pages, is_ring=True)
-        table.first = (end - len(known)) * self.page_size
+        table.first, table.num_entered = (end - len(known)) * self.page_size, end
         return table
 
-    def _enter(self, table: BlockTable, start: int, end: int) -> None:
-        """Give positions ``[start, end)`` pages that may be written."""
-        last = (end - 1) // self.page_size
-        for number in range(max(start // self.page_size, last + 1 - self.num_pages), last + 1):
+    def _enter(self, request: Request, end: int) -> None:
+        """Give the positions before ``end`` pages that may be written."""
+        table, last = request.draft_table, (end - 1) // self.page_size
+        if last < table.num_entered:
+            return
+        run, earliest = self._open.get(request), last + 1 - self.num_pages
+        if run is not None and run.start < earliest * self.page_size:
+            self._close(request)  # before its slots are another page's
+        for number in range(max(table.num_entered, earliest), last + 1):
             place = number % self.num_pages
             table.pages[place] = self.pool.writable(table.pages[place])
+        table.num_entered = last + 1
 
     def keep(self, step: Step) -> None:
         for work in step.works:
-            first = work.request.computed
-            self._enter(work.request.draft_table, first, first + work.num_kept)
+            self._enter(work.request, work.request.computed + work.num_kept)
         super().keep(step)
         for work in step.works:
             self._publish(work)
@@ -284,11 +302,14 @@ class DraftRing(DraftContext):
         """Let the pages be found that are full now, though their K/V may be made later."""
         request, size = work.request, self.page_size
         end = request.computed + work.num_kept
+        if request.computed // size == end // size:
+            return
         first = max(request.computed // size, (end - 1) // size + 1 - self.num_pages)
         for number in range(first, min(end // size, len(request.page_hashes))):
             self.pool.publish(request.draft_table.pages[number % self.num_pages], _digest(request, number))
 
     def release(self, request: Request) -> None:
+        super().release(request)
         self.pool.release(request.draft_table)
 
     def forget(self) -> None:
@@ -362,7 +383,8 @@ class Sequences:
             work.request.computed += work.num_kept
 
     def release(self, request: Request) -> None:
-        for state in self.states:
+        """The last state first: what waits for a place on the target's pages must learn it while the request has them."""
+        for state in reversed(self.states):
             state.release(request)
         request.computed = 0
 

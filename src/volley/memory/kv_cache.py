@@ -11,6 +11,7 @@ table softly reserves the run it is expected to grow into, and others take from 
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -23,15 +24,15 @@ class BlockTable:
     """Which pages hold the K/V of one request's positions: position p lives in slot ``pages[p // size] · size + p % size``.
 
     A *ring* table keeps a fixed number of pages and wraps around: it holds only the last ``len(pages) · size`` positions, and
-    none before ``first``.
+    none before ``first``. The pages of a text up to ``num_entered`` have had their place in it.
     """
 
-    __slots__ = ("_runs", "first", "is_ring", "page_size", "pages", "reserved", "state")
+    __slots__ = ("_runs", "first", "is_ring", "num_entered", "page_size", "pages", "reserved", "state")
 
     def __init__(self, page_size: int, pages: Iterable[int] = (), *, is_ring: bool = False) -> None:
         self.page_size = page_size
         self.is_ring = is_ring
-        self.first = 0
+        self.first = self.num_entered = 0
         self.pages: list[int] = []
         self.reserved: range = range(0)
         self.state: int | None = None  # the slot of the request's recurrent states, if the model has any
@@ -42,6 +43,11 @@ class BlockTable:
     def capacity(self) -> int:
         """Positions the table can hold."""
         return len(self.pages) * self.page_size
+
+    @property
+    def earliest(self) -> int:
+        """The position before which a ring has given all places to others."""
+        return max(0, self.num_entered - len(self.pages)) * self.page_size if self.is_ring else 0
 
     def extend(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -173,9 +179,11 @@ class PagePool:
 
     def _any(self, need: int) -> list[int]:
         """Pages that cost least, wherever they are: unreserved ones, and cached ones last."""
-        order: list[int] = [p for p in np.flatnonzero(self._refs == 0).tolist() if p not in self._cached]
-        order.sort(key=lambda page: (int(self._reserved[page]), page))
-        return [*order, *self._cached][:need]
+        is_free = self._refs == 0
+        is_free[list(self._cached)] = False
+        free = np.flatnonzero(is_free)
+        order: list[int] = free[np.argsort(self._reserved[free], kind="stable")[:need]].tolist()
+        return order + list(islice(self._cached, need - len(order)))
 
     def take(self, count: int) -> list[int]:
         """Pages for a ring, least recently released ones if all others are in use; there must be as many."""

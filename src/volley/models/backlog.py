@@ -1,7 +1,6 @@
 """Features of tokens that stay, on their way to becoming a drafter's K/V: made late, and of many tokens at once."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,71 +12,103 @@ from volley.models.adapter import Adapter
 
 Write = Callable[[Tensor, Tensor, slice | Tensor, Adapter | None], object]
 """``write(features [T, taps · H], positions [T], kv_slots [T], adapter)``."""
-Indices = NDArray[np.signedinteger[Any]]
+Indices = NDArray[np.int64]
 
 
-class KeptRun(NamedTuple):
-    """Tokens of one request at positions ``[start, end)``, and where their K/V belong."""
+class Run:
+    """Consecutive tokens of one request, ``[start, end)``. A run grows from step to step until it is closed."""
 
-    start: int
-    end: int
-    kv_slots: slice | Tensor
+    __slots__ = ("adapter", "end", "kv_slots", "start")
 
-
-class _Waiting(NamedTuple):
-    features: Tensor
-    runs: Sequence[KeptRun]
-    adapter: Adapter | None
+    def __init__(self, start: int, adapter: Adapter | None) -> None:
+        self.start = self.end = start
+        self.adapter = adapter
+        self.kv_slots: Indices = np.empty(0, dtype=np.int64)
+        """Of its last tokens, once it is closed: those before them have no place any more."""
 
 
 class Backlog:
-    """Written in the order in which it was added, so a slot that changed hands ends with what its last owner put there."""
+    """Each step adds its features whole, and what a token of them is worked out when all are written.
+
+    Runs are closed while their request still has the slots. So a slot that changed hands ends with what its last owner put there,
+    who closed last.
+    """
 
     def __init__(self, write: Write) -> None:
         self._write = write
-        self._waiting: list[_Waiting] = []
+        self._features: list[Tensor] = []
+        self._runs: list[Run] = []  # of each request in each step
+        self._counts: list[int] = []  # and how many tokens it added to its run
+        self._closed: list[Run] = []
         self._num_tokens = 0
 
     def __len__(self) -> int:
         """Tokens."""
         return self._num_tokens
 
-    def add(self, features: Tensor, runs: Sequence[KeptRun], adapter: Adapter | None) -> None:
-        """``features [T, taps · H]`` of the tokens of ``runs``, one after the other; no two of them are for one slot."""
-        self._waiting.append(_Waiting(features, runs, adapter))
+    def add(self, features: Tensor, runs: Sequence[Run], counts: Sequence[int]) -> None:
+        """``features [T, taps · H]``: the next ``counts[i]`` tokens of ``runs[i]``, one run after the other."""
+        self._features.append(features)
+        self._runs += runs
+        self._counts += counts
         self._num_tokens += len(features)
+        for run, count in zip(runs, counts, strict=True):
+            run.end += count
+
+    def close(self, run: Run, kv_slots: Indices) -> None:
+        """Say where the K/V of a run's last tokens belong, all different. Nothing may be added to it afterwards."""
+        run.kv_slots = kv_slots
+        self._closed.append(run)
 
     def write(self) -> None:
-        """Write all of it, in one product for each adapter."""
-        waiting, self._waiting, self._num_tokens = self._waiting, [], 0
-        if len(waiting) == 1 and len(waiting[0].runs) == 1 and isinstance(waiting[0].runs[0].kv_slots, slice):
-            features, ((start, end, where),), adapter = waiting[0]
-            self._write(features, upload(np.arange(start, end), features.device), where, adapter)
+        """Write all of it, in one product for each adapter. All runs must be closed."""
+        parts, runs, counts, closed = self._features, self._runs, self._counts, self._closed
+        self._features, self._runs, self._counts, self._closed, self._num_tokens = [], [], [], [], 0
+        if not closed:
             return
-        kv_slots = [np.concatenate([_indices(run.kv_slots) for run in own.runs]) for own in waiting]
-        stays = _is_last(kv_slots) if len(waiting) > 1 else [np.ones(len(slots), dtype=bool) for slots in kv_slots]
-        for adapter in dict.fromkeys(own.adapter for own in waiting):
-            members = [index for index, own in enumerate(waiting) if own.adapter is adapter]
-            features = (
-                torch.cat([waiting[i].features for i in members]) if len(members) > 1 else waiting[members[0]].features
-            )
-            positions = np.concatenate([np.arange(run.start, run.end) for i in members for run in waiting[i].runs])
-            slots, kept = (np.concatenate([parts[i] for i in members]) for parts in (kv_slots, stays))
-            if not kept.all():
-                features = features[upload(np.flatnonzero(kept), features.device)]
-                positions, slots = positions[kept], slots[kept]
-            if len(slots):
-                places, where = upload_together([positions, slots], features.device)
-                self._write(features, places, where, adapter)
+        rows, positions, kv_slots = _places(runs, counts, closed)
+        features = parts[0] if len(parts) == 1 else torch.cat(parts)
+        adapters = list(dict.fromkeys(run.adapter for run in closed))
+        owners = np.repeat([adapters.index(run.adapter) for run in closed], [len(run.kv_slots) for run in closed])
+        is_last = _is_last(kv_slots)
+        for number, adapter in enumerate(adapters):
+            own = is_last & (owners == number)
+            self._write_some(features, rows[own], positions[own], kv_slots[own], adapter)
+
+    def _write_some(
+        self, features: Tensor, rows: Indices, positions: Indices, kv_slots: Indices, adapter: Adapter | None
+    ) -> None:
+        if not len(rows):
+            return
+        in_order = np.argsort(rows)
+        rows, positions, kv_slots = rows[in_order], positions[in_order], kv_slots[in_order]
+        if len(rows) < len(features):
+            features = features[upload(rows, features.device)]
+        if kv_slots[-1] - kv_slots[0] == len(kv_slots) - 1 and (np.diff(kv_slots) == 1).all():
+            where = slice(int(kv_slots[0]), int(kv_slots[-1]) + 1)
+            self._write(features, upload(positions, features.device), where, adapter)
+        else:
+            places, indices = upload_together([positions, kv_slots], features.device)
+            self._write(features, places, indices, adapter)
 
 
-def _indices(kv_slots: slice | Tensor) -> Indices:
-    return np.arange(kv_slots.start, kv_slots.stop) if isinstance(kv_slots, slice) else kv_slots.numpy()
+def _places(runs: Sequence[Run], counts: Sequence[int], closed: Sequence[Run]) -> tuple[Indices, Indices, Indices]:
+    """Row, position and slot of every token that has a slot, run by run in the order of ``closed``.
+
+    Rows are laid end to end as they were added: the next ``counts[i]`` tokens of ``runs[i]``.
+    """
+    numbers = {run: number for number, run in enumerate(closed)}
+    order = np.argsort(np.repeat([numbers[run] for run in runs], counts), kind="stable")
+    rows, positions, end = list[Indices](), list[Indices](), 0
+    for run in closed:
+        end += run.end - run.start
+        rows.append(order[end - len(run.kv_slots) : end])
+        positions.append(np.arange(run.end - len(run.kv_slots), run.end))
+    return np.concatenate(rows), np.concatenate(positions), np.concatenate([run.kv_slots for run in closed])
 
 
-def _is_last(parts: Sequence[Indices]) -> list[NDArray[np.bool_]]:
-    """Of every slot in ``parts`` whether it does not come again."""
-    slots = np.concatenate(parts)
-    last = np.zeros(len(slots), dtype=bool)
-    last[len(slots) - 1 - np.unique(slots[::-1], return_index=True)[1]] = True
-    return np.split(last, np.cumsum([len(part) for part in parts])[:-1])
+def _is_last(kv_slots: Indices) -> NDArray[np.bool_]:
+    """Of every slot whether it does not come again."""
+    last = np.zeros(len(kv_slots), dtype=bool)
+    last[len(kv_slots) - 1 - np.unique(kv_slots[::-1], return_index=True)[1]] = True
+    return last

@@ -133,7 +133,8 @@ class DraftModel:
         embeddings, decoder = drafter.embed(batch.token_ids, self.embed), self._decoder(drafter)
         if decoder is not None and decoder.serves(store) and not causal:
             cos, sin = drafter.rotary(batch.positions, embeddings.dtype)
-            normed: Tensor = drafter.norm(decoder(embeddings, (cos[:, 0], sin[:, 0]), batch, store))
+            final, _ = decoder(embeddings, (cos[:, 0], sin[:, 0]), batch, store)
+            normed: Tensor = drafter.norm(final)
             return normed
         places = None
         if drafter.config.conv_kernel_size is not None:

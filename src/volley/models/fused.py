@@ -244,7 +244,7 @@ class FusedDecoder:
     ) -> None:
         """``windows``: each layer's, as :class:`AttentionOptions` has it."""
         self._decoder = native.Decoder(layers, shape)
-        self._last, self._scale = len(layers), shape.scale
+        self._scale = shape.scale
         self._attends = native.attends(shape.heads, shape.shared, shape.dim)
         self._windows = list(dict.fromkeys(windows))
         self._plans = [self._windows.index(window) for window in windows]
@@ -270,25 +270,19 @@ class FusedDecoder:
         turns: tuple[Tensor, Tensor],
         batch: RaggedBatch,
         store: KVStore,
-        noted: Sequence[int] = (),
-        note: Callable[[int, Tensor], None] | None = None,
-    ) -> Tensor:
+        tapped: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
         """States ``[T, H]`` after the last layer, of embeddings ``[T, H]``; ``turns`` are cosines and sines ``[T, d]``.
 
-        ``note(layer, states)`` gets a copy of the states after each layer of ``noted``, -1 being before the first.
+        Beside them the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``.
         """
         plans = [attention_plan(batch, window) for window in self._windows]
         cos, sin = (turn.contiguous() for turn in turns)
-        states, first = states.clone(memory_format=torch.contiguous_format), 0
+        states = states.clone(memory_format=torch.contiguous_format)
         with self._alone:
             self._place(store)
-            for layer in sorted({*noted, self._last - 1}):
-                if layer >= 0:
-                    self._decoder.run(states, cos, sin, plans, first, layer + 1)
-                    first = layer + 1
-                if note is not None and layer in noted:
-                    note(layer, states.clone())
-        return states
+            features = self._decoder.run(states, cos, sin, plans, tapped)
+        return states, features
 
     def _place(self, store: KVStore) -> None:
         if store is not self._store:

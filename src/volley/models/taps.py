@@ -32,6 +32,7 @@ class Taps:
         layers = decoder_layers(model)
         self.layer_ids = tuple(layer_ids)
         self._states: dict[int, Tensor] = {}
+        self._left: Tensor | None = None
         self._handles = [
             layers[0].register_forward_pre_hook(self._input_hook, with_kwargs=True)
             if index == -1
@@ -48,19 +49,18 @@ class Taps:
 
         return keep
 
-    def note(self, index: int, states: Tensor) -> None:
-        """What a forward pass that calls no layer says of one."""
-        self._states[index] = states[None]
+    def leave(self, features: Tensor) -> None:
+        """What a forward pass that calls no layer leaves of them all: ``[T, len(layer_ids) · H]``."""
+        self._left = features[None]
 
     def take(self) -> Tensor:
         """What the last forward pass left, ``[..., len(layer_ids) · H]``; forgets it."""
+        if self._left is not None:
+            left, self._left = self._left, None
+            return left
         states = [self._states[index] for index in self.layer_ids]
         self._states = {}
         return torch.cat(states, dim=-1)
-
-    def row(self, index: int) -> Tensor:
-        """What :meth:`take` would return of one row, ``[len(layer_ids) · H]``; forgets nothing."""
-        return torch.cat([self._states[layer][0, index] for layer in self.layer_ids])
 
     def close(self) -> None:
         for handle in self._handles:

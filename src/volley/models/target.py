@@ -308,8 +308,9 @@ class Target:
         base: Any = self.model.get_decoder()
         states = self.embed(batch.token_ids)
         cos, sin = base.rotary_emb(states[None], batch.positions[None])
-        noted = () if taps is None else taps.layer_ids
-        states = decoder(states, (cos[0], sin[0]), batch, store, noted, taps.note if taps is not None else None)
+        states, features = decoder(states, (cos[0], sin[0]), batch, store, () if taps is None else taps.layer_ids)
+        if taps is not None:
+            taps.leave(features)
         return self.head(base.norm(states[rows]))
 
     @torch.inference_mode()

@@ -75,6 +75,10 @@ class _Scratch(Structure):
     )
 
 
+class _Taps(Structure):
+    _fields_ = (("out", c_void_p), ("count", c_int64), ("layers", POINTER(c_int64)))
+
+
 _SIGNATURES: dict[str, list[object]] = {
     "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float],
     "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
@@ -85,9 +89,9 @@ _SIGNATURES: dict[str, list[object]] = {
     "allowed_softmax": [c_void_p, c_void_p, c_void_p, c_int64, c_float],
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "paged_attention": [POINTER(_AttentionCall), POINTER(_Plan)],
-    "decode": [
+    "run_layers": [
         *(POINTER(_Layer), c_int64, POINTER(_Shape), POINTER(_Plan)),
-        *(c_void_p, c_void_p, c_void_p, POINTER(_Scratch)),
+        *(c_void_p, c_void_p, c_void_p, POINTER(_Taps), POINTER(_Scratch)),
     ],
 }
 
@@ -469,15 +473,20 @@ class Decoder:
             struct.plan = plan
 
     def run(
-        self, states: Tensor, cos: Tensor, sin: Tensor, plans: Sequence[AttentionPlan], first: int, last: int
-    ) -> None:
-        """States ``[T, H]``, contiguous, through layers ``[first, last)`` in place; ``cos`` and ``sin`` are ``[T, d]``."""
+        self, states: Tensor, cos: Tensor, sin: Tensor, plans: Sequence[AttentionPlan], tapped: Sequence[int] = ()
+    ) -> Tensor:
+        """States ``[T, H]``, contiguous, through all layers in place; ``cos`` and ``sin`` are ``[T, d]``.
+
+        Returns the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``.
+        """
         structs = (_Plan * len(plans))(*(plan.struct for plan in plans))
-        start = byref(self._array, first * ctypes.sizeof(_Layer))
-        functions().decode(
-            *(ctypes.cast(start, POINTER(_Layer)), last - first, byref(self._struct), structs),
-            *(states.data_ptr(), cos.data_ptr(), sin.data_ptr(), byref(self._scratch(len(states)))),
+        features = states.new_empty(len(states), len(tapped) * states.shape[1])
+        taps = _Taps(features.data_ptr(), len(tapped), (c_int64 * len(tapped))(*tapped))
+        functions().run_layers(
+            *(self._array, len(self._layers), byref(self._struct), structs, states.data_ptr()),
+            *(cos.data_ptr(), sin.data_ptr(), byref(taps), byref(self._scratch(len(states)))),
         )
+        return features
 
     def _scratch(self, tokens: int) -> _Scratch:
         if tokens > self._room[0]:

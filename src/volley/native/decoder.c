@@ -1,5 +1,6 @@
 /* Decoder layers of the Llama and Qwen kind, one after another, in one parallel region: see models/fused.py. */
 #include <omp.h>
+#include <string.h>
 
 #include "attention.h"
 #include "products.h"
@@ -25,6 +26,12 @@ typedef struct { /* room for one layer */
     int32_t *sums;
 } Scratch;
 
+typedef struct { /* states [tokens, count, hidden] after some layers, which the caller wants; -1 is before the first */
+    bf16 *out;
+    int64_t count;
+    const int64_t *layers;
+} Taps;
+
 static void product(const Product *product, const bf16 *x, Quantised codes, int64_t tokens, bf16 *out, int64_t add) {
     if (product->kind != BF16) {
 #pragma omp for schedule(static)
@@ -41,36 +48,53 @@ static void norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t tokens, c
         norm_row(x + row * shape->hidden, weight, out + row * shape->hidden, shape->hidden, shape->eps);
 }
 
-/* States x [tokens, hidden] through ``count`` layers, in place; cos and sin are [tokens, dim]. */
-void decode(const Layer *layers, int64_t count, const Shape *shape, const Plan *plans, bf16 *x, const bf16 *cos, const bf16 *sin,
-            const Scratch *scratch) {
-    int64_t tokens = plans->tokens, dim = shape->dim, inner = shape->inner, parts = (inner + 511) / 512;
+/* Nothing waits for the copies: the states change only behind the next barriers. */
+static void tap(const Taps *taps, int64_t layer, const bf16 *x, int64_t tokens, int64_t hidden) {
+    for (int64_t place = 0; place < taps->count; place++) {
+        if (taps->layers[place] != layer) continue;
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < tokens; row++)
+            memcpy(taps->out + (row * taps->count + place) * hidden, x + row * hidden, hidden * sizeof(bf16));
+    }
+}
+
+/* One layer, by all threads of the region it is called in. */
+static void run_layer(const Layer *layer, const Shape *shape, const Plan *plan, bf16 *x, const bf16 *cos, const bf16 *sin,
+                      const Scratch *scratch) {
+    int64_t tokens = plan->tokens, dim = shape->dim, inner = shape->inner, parts = (inner + 511) / 512;
     int64_t width = (shape->heads + 2 * shape->shared) * dim;
     Quantised codes = {scratch->codes, scratch->scales, scratch->sums};
+    bf16 *rows = scratch->rows, *keys = rows + shape->heads * dim;
+    AttentionCall call = {rows, keys, keys + shape->shared * dim, layer->key_pool, layer->value_pool, scratch->mixed,
+                          width, shape->heads, shape->shared, dim, shape->scale};
+    norm(x, layer->first_norm, scratch->normed, tokens, shape);
+    product(&layer->project, scratch->normed, codes, tokens, rows, 0);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < tokens; row++) {
+        turn_row(rows + row * width, layer->query_norm, layer->key_norm, cos + row * dim, sin + row * dim, shape->heads,
+                 shape->shared, dim, shape->eps);
+        store_row(&call, plan, row);
+    }
+    attend_all(&call, plan);
+    product(&layer->output, scratch->mixed, codes, tokens, x, 1);
+    norm(x, layer->second_norm, scratch->normed, tokens, shape);
+    product(&layer->gate_up, scratch->normed, codes, tokens, scratch->gated, 0);
+#pragma omp for schedule(static)
+    for (int64_t part = 0; part < tokens * parts; part++) {
+        int64_t row = part / parts, from = part % parts * 512, size = inner - from < 512 ? inner - from : 512;
+        const bf16 *gate = scratch->gated + row * 2 * inner + from;
+        gate_row(gate, gate + inner, scratch->active + row * inner + from, size);
+    }
+    product(&layer->down, scratch->active, codes, tokens, x, 1);
+}
+
+/* States x [tokens, hidden] through ``count`` layers, in place; cos and sin are [tokens, dim]. */
+void run_layers(const Layer *layers, int64_t count, const Shape *shape, const Plan *plans, bf16 *x, const bf16 *cos,
+                const bf16 *sin, const Taps *taps, const Scratch *scratch) {
+    int64_t tokens = plans->tokens;
 #pragma omp parallel
-    for (const Layer *layer = layers; layer < layers + count; layer++) {
-        const Plan *plan = plans + layer->plan;
-        bf16 *rows = scratch->rows, *keys = rows + shape->heads * dim;
-        AttentionCall call = {rows, keys, keys + shape->shared * dim, layer->key_pool, layer->value_pool, scratch->mixed,
-                              width, shape->heads, shape->shared, dim, shape->scale};
-        norm(x, layer->first_norm, scratch->normed, tokens, shape);
-        product(&layer->project, scratch->normed, codes, tokens, rows, 0);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < tokens; row++) {
-            turn_row(rows + row * width, layer->query_norm, layer->key_norm, cos + row * dim, sin + row * dim, shape->heads,
-                     shape->shared, dim, shape->eps);
-            store_row(&call, plan, row);
-        }
-        attend_all(&call, plan);
-        product(&layer->output, scratch->mixed, codes, tokens, x, 1);
-        norm(x, layer->second_norm, scratch->normed, tokens, shape);
-        product(&layer->gate_up, scratch->normed, codes, tokens, scratch->gated, 0);
-#pragma omp for schedule(static)
-        for (int64_t part = 0; part < tokens * parts; part++) {
-            int64_t row = part / parts, from = part % parts * 512, size = inner - from < 512 ? inner - from : 512;
-            const bf16 *gate = scratch->gated + row * 2 * inner + from;
-            gate_row(gate, gate + inner, scratch->active + row * inner + from, size);
-        }
-        product(&layer->down, scratch->active, codes, tokens, x, 1);
+    for (int64_t index = -1; index < count; index++) {
+        if (index >= 0) run_layer(layers + index, shape, plans + layers[index].plan, x, cos, sin, scratch);
+        tap(taps, index, x, tokens, shape->hidden);
     }
 }
