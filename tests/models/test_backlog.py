@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from volley.models.backlog import Backlog, Run
+from volley.models.backlog import Backlog, KeptRun
 
 SLOTS = 24
 ADAPTERS: list[Any] = [None, None, "one", "other"]
@@ -38,11 +38,11 @@ class Waiting:
         self.chance = chance
         self.late, self.at_once = Written(), Written()
         self.backlog = Backlog(self.late)
-        self.open: list[tuple[Run, list[Tensor]]] = []
+        self.open: list[tuple[KeptRun, list[Tensor]]] = []
 
     def add(self) -> None:
         for _ in range(self.chance.randint(0, 2)):
-            self.open.append((Run(self.chance.randrange(100), self.chance.choice(ADAPTERS)), []))
+            self.open.append((KeptRun(self.chance.randrange(100), self.chance.choice(ADAPTERS)), []))
         members = self.chance.sample(self.open, self.chance.randint(0, len(self.open)))
         counts = [self.chance.randint(0, 4) for _ in members]
         features, waiting = torch.rand(sum(counts), 2), len(self.backlog)
@@ -90,7 +90,7 @@ def test_one_product_for_each_adapter() -> None:
     written = Written()
     backlog = Backlog(written)
     for at, adapter in enumerate([None, "one", None, "one", None]):
-        run = Run(0, adapter)  # type: ignore[arg-type]
+        run = KeptRun(0, adapter)  # type: ignore[arg-type]
         backlog.add(torch.rand(2, 2), [run], [2])
         backlog.close(run, np.arange(2 * at, 2 * at + 2))
     backlog.write()
@@ -104,7 +104,7 @@ def test_slots_one_after_another_are_a_slice() -> None:
     seen: list[Any] = []
     backlog, run = (
         Backlog(lambda features, positions, kv_slots, _: seen.append((features, positions, kv_slots))),
-        Run(7, None),
+        KeptRun(7, None),
     )
     first, second = torch.rand(2, 2), torch.rand(1, 2)
     backlog.add(first, [run], [2])
@@ -124,7 +124,7 @@ def test_what_could_not_be_written_is_not_tried_again() -> None:
         tries.append(1)
         raise RuntimeError
 
-    backlog, run = Backlog(broken), Run(0, None)
+    backlog, run = Backlog(broken), KeptRun(0, None)
     backlog.add(torch.rand(1, 2), [run], [1])
     backlog.close(run, np.arange(1))
     for _ in range(2):

@@ -136,13 +136,13 @@ def test_all_layers_at_once_and_one_by_one_agree_to_the_bit(name: str) -> None:
 def test_tapped_states_are_those_of_fewer_layers(threads: int) -> None:
     """To the bit, whatever order they are asked for in."""
     layers = list(accelerated("qwen3").model.layers)
-    store = make_store("auto", [(2, 32)] * 3, LENGTH, torch.bfloat16, torch.device("cpu"))
     batch = RaggedBatch([Segment(BlockTable(PAGE, range(LENGTH // PAGE)), 0, LENGTH)], TOKENS)
     generator = torch.Generator().manual_seed(3)
     states = torch.randn(LENGTH, 64, generator=generator).bfloat16()
     turns = tuple(torch.randn(LENGTH, 32, generator=generator).bfloat16() for _ in range(2))
 
     def run(count: int, tapped: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        store = make_store("auto", [(2, 32)] * count, LENGTH, torch.bfloat16, torch.device("cpu"))
         decoder = FusedDecoder.of_layers(layers[:count])
         assert decoder is not None
         return decoder(states, turns, batch, store, tapped)  # type: ignore[arg-type]

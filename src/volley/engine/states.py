@@ -20,7 +20,7 @@ from volley.memory.attention import IntArray
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload, upload_together
-from volley.models.backlog import Backlog, Run
+from volley.models.backlog import Backlog, KeptRun
 from volley.models.draft_model import DraftModel
 from volley.procedures.request import Request
 
@@ -163,7 +163,7 @@ class DraftContext(SequenceState):
     def __init__(self, model: DraftModel, most_waiting: int = 256) -> None:
         self.model, self.most_waiting = model, most_waiting
         self.backlog = Backlog(model.keep)
-        self._open: dict[Request, Run] = {}
+        self._open: dict[Request, KeptRun] = {}
         self._decoded = 0
         """Tokens of answers among those that the last step added."""
 
@@ -196,8 +196,8 @@ class DraftContext(SequenceState):
     def release(self, request: Request) -> None:
         self._close(request)
 
-    def _begin_run(self, request: Request) -> Run:
-        run = self._open[request] = Run(request.computed, request.adapter)
+    def _begin_run(self, request: Request) -> KeptRun:
+        run = self._open[request] = KeptRun(request.computed, request.adapter)
         return run
 
     def _close(self, request: Request) -> None:

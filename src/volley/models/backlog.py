@@ -15,7 +15,7 @@ Write = Callable[[Tensor, Tensor, slice | Tensor, Adapter | None], object]
 Indices = NDArray[np.int64]
 
 
-class Run:
+class KeptRun:
     """Consecutive tokens of one request, ``[start, end)``. A run grows from step to step until it is closed."""
 
     __slots__ = ("adapter", "end", "kv_slots", "start")
@@ -37,16 +37,16 @@ class Backlog:
     def __init__(self, write: Write) -> None:
         self._write = write
         self._features: list[Tensor] = []
-        self._runs: list[Run] = []  # of each request in each step
+        self._runs: list[KeptRun] = []  # of each request in each step
         self._counts: list[int] = []  # and how many tokens it added to its run
-        self._closed: list[Run] = []
+        self._closed: list[KeptRun] = []
         self._num_tokens = 0
 
     def __len__(self) -> int:
         """Tokens."""
         return self._num_tokens
 
-    def add(self, features: Tensor, runs: Sequence[Run], counts: Sequence[int]) -> None:
+    def add(self, features: Tensor, runs: Sequence[KeptRun], counts: Sequence[int]) -> None:
         """``features [T, taps · H]``: the next ``counts[i]`` tokens of ``runs[i]``, one run after the other."""
         self._features.append(features)
         self._runs += runs
@@ -55,7 +55,7 @@ class Backlog:
         for run, count in zip(runs, counts, strict=True):
             run.end += count
 
-    def close(self, run: Run, kv_slots: Indices) -> None:
+    def close(self, run: KeptRun, kv_slots: Indices) -> None:
         """Say where the K/V of a run's last tokens belong, all different. Nothing may be added to it afterwards."""
         run.kv_slots = kv_slots
         self._closed.append(run)
@@ -92,7 +92,9 @@ class Backlog:
             self._write(features, places, indices, adapter)
 
 
-def _places(runs: Sequence[Run], counts: Sequence[int], closed: Sequence[Run]) -> tuple[Indices, Indices, Indices]:
+def _places(
+    runs: Sequence[KeptRun], counts: Sequence[int], closed: Sequence[KeptRun]
+) -> tuple[Indices, Indices, Indices]:
     """Row, position and slot of every token that has a slot, run by run in the order of ``closed``.
 
     Rows are laid end to end as they were added: the next ``counts[i]`` tokens of ``runs[i]``.

@@ -90,8 +90,11 @@ _SIGNATURES: dict[str, list[object]] = {
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "paged_attention": [POINTER(_AttentionCall), POINTER(_Plan)],
     "run_layers": [
-        *(POINTER(_Layer), c_int64, POINTER(_Shape), POINTER(_Plan)),
-        *(c_void_p, c_void_p, c_void_p, POINTER(_Taps), POINTER(_Scratch)),
+        POINTER(_Layer),
+        c_int64,
+        *map(POINTER, (_Shape, _Plan)),
+        *[c_void_p] * 3,
+        *map(POINTER, (_Taps, _Scratch)),
     ],
 }
 
