@@ -75,10 +75,6 @@ class _Scratch(Structure):
     )
 
 
-class _Taps(Structure):
-    _fields_ = (("out", c_void_p), ("count", c_int64), ("layers", POINTER(c_int64)))
-
-
 _SIGNATURES: dict[str, list[object]] = {
     "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float],
     "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
@@ -90,11 +86,8 @@ _SIGNATURES: dict[str, list[object]] = {
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "paged_attention": [POINTER(_AttentionCall), POINTER(_Plan)],
     "run_layers": [
-        POINTER(_Layer),
-        c_int64,
-        *map(POINTER, (_Shape, _Plan)),
-        *[c_void_p] * 3,
-        *map(POINTER, (_Taps, _Scratch)),
+        *(POINTER(_Layer), c_int64, POINTER(_Shape), POINTER(_Plan)),
+        *(c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int64, POINTER(_Scratch)),
     ],
 }
 
@@ -484,10 +477,10 @@ class Decoder:
         """
         structs = (_Plan * len(plans))(*(plan.struct for plan in plans))
         features = states.new_empty(len(states), len(tapped) * states.shape[1])
-        taps = _Taps(features.data_ptr(), len(tapped), (c_int64 * len(tapped))(*tapped))
         functions().run_layers(
-            *(self._array, len(self._layers), byref(self._struct), structs, states.data_ptr()),
-            *(cos.data_ptr(), sin.data_ptr(), byref(taps), byref(self._scratch(len(states)))),
+            *(self._array, len(self._layers), byref(self._struct), structs),
+            *(states.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(features.data_ptr(), (c_int64 * len(tapped))(*tapped), len(tapped), byref(self._scratch(len(states)))),
         )
         return features
 

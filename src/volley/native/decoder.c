@@ -26,12 +26,6 @@ typedef struct { /* room for one layer */
     int32_t *sums;
 } Scratch;
 
-typedef struct { /* states [tokens, count, hidden] after some layers, which the caller wants; -1 is before the first */
-    bf16 *out;
-    int64_t count;
-    const int64_t *layers;
-} Taps;
-
 static void product(const Product *product, const bf16 *x, Quantised codes, int64_t tokens, bf16 *out, int64_t add) {
     if (product->kind != BF16) {
 #pragma omp for schedule(static)
@@ -48,13 +42,14 @@ static void norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t tokens, c
         norm_row(x + row * shape->hidden, weight, out + row * shape->hidden, shape->hidden, shape->eps);
 }
 
-/* Nothing waits for the copies: the states change only behind the next barriers. */
-static void tap(const Taps *taps, int64_t layer, const bf16 *x, int64_t tokens, int64_t hidden) {
-    for (int64_t place = 0; place < taps->count; place++) {
-        if (taps->layers[place] != layer) continue;
+/* Copy the states after a layer to its places in features [tokens, taps, hidden]. Nothing waits for the copies: the states change
+   only behind the next barriers. */
+static void tap(int64_t layer, const bf16 *x, int64_t tokens, int64_t hidden, bf16 *features, const int64_t *tapped, int64_t taps) {
+    for (int64_t place = 0; place < taps; place++) {
+        if (tapped[place] != layer) continue;
 #pragma omp for schedule(static) nowait
         for (int64_t row = 0; row < tokens; row++)
-            memcpy(taps->out + (row * taps->count + place) * hidden, x + row * hidden, hidden * sizeof(bf16));
+            memcpy(features + (row * taps + place) * hidden, x + row * hidden, hidden * sizeof(bf16));
     }
 }
 
@@ -88,13 +83,13 @@ static void run_layer(const Layer *layer, const Shape *shape, const Plan *plan, 
     product(&layer->down, scratch->active, codes, tokens, x, 1);
 }
 
-/* States x [tokens, hidden] through ``count`` layers, in place; cos and sin are [tokens, dim]. */
+/* States x [tokens, hidden] through ``count`` layers, in place; cos and sin are [tokens, dim]. The states after the layers
+   ``tapped [taps]``, -1 being before the first, are left in features [tokens, taps, hidden]. */
 void run_layers(const Layer *layers, int64_t count, const Shape *shape, const Plan *plans, bf16 *x, const bf16 *cos,
-                const bf16 *sin, const Taps *taps, const Scratch *scratch) {
-    int64_t tokens = plans->tokens;
+                const bf16 *sin, bf16 *features, const int64_t *tapped, int64_t taps, const Scratch *scratch) {
 #pragma omp parallel
     for (int64_t index = -1; index < count; index++) {
         if (index >= 0) run_layer(layers + index, shape, plans + layers[index].plan, x, cos, sin, scratch);
-        tap(taps, index, x, tokens, shape->hidden);
+        tap(index, x, plans->tokens, shape->hidden, features, tapped, taps);
     }
 }
