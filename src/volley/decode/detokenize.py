@@ -9,13 +9,15 @@ from transformers import PreTrainedTokenizerBase
 class Detokenizer:
     """Turns a growing list of tokens into text without ever taking back a character."""
 
-    _CONTEXT = 6  # tokens decoded again with the new ones, for merges and multi-byte characters across their border
+    # Tokens, and up to twice as many, that are decoded again with new ones: merges and characters cross borders.
+    _CONTEXT = 6
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._token_ids: list[int] = []
         self._start = 0  # decoding begins here
         self._emitted = 0  # tokens whose text is out
+        self._known = ""  # the text of those in between
 
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
@@ -26,17 +28,18 @@ class Detokenizer:
     def push(self, token_id: int, *, last: bool = False) -> str:
         """The new text that ``token_id`` completes; empty while a multi-byte character is unfinished."""
         self._token_ids.append(token_id)
-        before = self._decode(self._token_ids[self._start : self._emitted])
-        after = self._decode(self._token_ids[self._start :])
-        if after.endswith("\ufffd") and not last:
+        text = self._decode(self._token_ids[self._start :])
+        if text.endswith("\ufffd") and not last:
             return ""
-        self._emitted = len(self._token_ids)
-        self._start = max(self._start, self._emitted - self._CONTEXT)
-        return after[len(before) :]
+        new, self._known, self._emitted = text[len(self._known) :], text, len(self._token_ids)
+        if self._emitted - self._start >= 2 * self._CONTEXT:
+            self._start = self._emitted - self._CONTEXT
+            self._known = self._decode(self._token_ids[self._start :])
+        return new
 
     def peek(self, token_ids: Sequence[int | None], masked: str) -> str:
         """The text that ``token_ids`` would add, with ``masked`` for each that is not known; nothing of it is kept."""
-        context, done = self._token_ids[self._start :], self._decode(self._token_ids[self._start : self._emitted])
+        context, done = self._token_ids[self._start :], self._known
         text = ""
         for is_masked, run in groupby(token_ids, lambda token: token is None):
             tokens = list(run)

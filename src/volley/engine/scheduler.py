@@ -54,10 +54,11 @@ class Scheduler:
         started = time.perf_counter()
         works: list[Work[Request]] = []
         under_way = len(self.running) + len(self.waiting)
-        most = self.capacity.max_batch_tokens
-        reading = [_read(request, most) for request in self.running if not request.is_decoding]
-        commits = [work for work in reading if work.kind is Kind.COMMIT]
-        decided = pacing.decide([request for request in self.running if request.is_decoding], under_way)
+        most, decoding, unread = self.capacity.max_batch_tokens, list[Request](), list[Request]()
+        for request in self.running:
+            (decoding if request.is_decoding else unread).append(request)
+        commits = [work for request in unread if (work := _read(request, most)).kind is Kind.COMMIT]
+        decided = pacing.decide(decoding, under_way)
         is_due = self._is_due(self._clock())
         drafting = [work for work in decided if is_due and _drafts(work)]
         others = [work for work in decided if not (is_due and _drafts(work))]
@@ -65,7 +66,8 @@ class Scheduler:
             self._schedule(work, works)
         self._share_out(works)
         committing = {work.request for work in commits}
-        self._drafts_sat_out = self._read_prompts(pacing, works, committing, under_way) and bool(drafting)
+        unread = [request for request in unread if request not in committing]
+        self._drafts_sat_out = self._read_prompts(pacing, works, unread, under_way) and bool(drafting)
         if drafting and not self._drafts_sat_out:
             for work in drafting:
                 self._schedule(work, works)
@@ -80,14 +82,12 @@ class Scheduler:
         self._prompts_due = self._prompts_due - seconds if self._drafts_sat_out else seconds
         return self._prompts_due > 0
 
-    def _read_prompts(
-        self, pacing: Pacing, works: list[Work[Request]], committing: set[Request], under_way: int
-    ) -> bool:
-        """Chunks of prompts in what is left of the pass; whether there were any."""
+    def _read_prompts(self, pacing: Pacing, works: list[Work[Request]], unread: list[Request], under_way: int) -> bool:
+        """Chunks of prompts, of those ``unread`` first, in what is left of the pass; whether there were any."""
         most, before = self.capacity.max_batch_tokens, len(works)
         budget = max(most - sum(work.num_tokens for work in works), -(-most // 8))  # or chains might starve prompts
-        for request in list(self.running):
-            if budget > 0 and not request.is_decoding and request not in committing:
+        for request in unread:
+            if budget > 0:
                 budget -= self._schedule(_read(request, budget), works)
         while budget > 0 and len(self.running) < self.capacity.max_running:
             ready = next((own for own in self.waiting if not self._is_held(own)), None)

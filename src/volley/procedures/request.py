@@ -178,8 +178,11 @@ class Request:
 
         First those that a grammar forces, then what follows them in the text.
         """
+        if not self.rules:
+            copied, agreed = self.lookup.find(self.token_ids, most)
+            return copied, found_confidence(agreed, len(copied))
         forced = forced_tokens(self.rules, most)
-        copied, agreed = self.lookup.find(self.token_ids + forced if forced else self.token_ids, most - len(forced))
+        copied, agreed = self.lookup.find(self.token_ids + forced, most - len(forced))
         for rule in constraints(self.rules):
             copied = copied[: max(0, rule.num_allowed(forced + copied) - len(forced))]
         return forced + copied, [CERTAIN] * len(forced) + found_confidence(agreed, len(copied))
