@@ -51,7 +51,7 @@ def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bo
     if not segment.causal:
         return (keys >= first_visible(segment, window)).expand(segment.length, -1)
     if segment.parents is not None:
-        return _visible_in_tree(segment, segment.parents, window, first)
+        return _visible_in_tree(segment, window, first)
     queries = torch.arange(segment.start, segment.end)[:, None]
     visible = keys <= queries
     return visible if window is None else visible & (keys > queries - window)
@@ -66,12 +66,9 @@ def _visible_in_groups(segment: Segment, groups: tuple[int, ...], window: int | 
     return visible if window is None else visible & (keys > starts - window)
 
 
-def _visible_in_tree(segment: Segment, parents: tuple[int, ...], window: int | None, first: int) -> Tensor:
+def _visible_in_tree(segment: Segment, window: int | None, first: int) -> Tensor:
     visible = np.ones((segment.length, segment.end - first), dtype=np.bool_)
-    inside = visible[:, segment.start - first :]
-    inside[:] = np.eye(segment.length, dtype=np.bool_)
-    for token, parent in enumerate(parents, start=1):
-        inside[token] |= inside[parent]
+    visible[:, segment.start - first :] = segment.ancestors()
     if window is not None:
         queries = segment.positions().numpy()
         keys = np.concatenate((np.arange(first, segment.start), queries))

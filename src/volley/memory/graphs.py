@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.batch import RaggedBatch, Segment, late_order
 from volley.memory.device import reserved_bytes
 from volley.memory.kernels import launching
 from volley.memory.kv_cache import BlockTable
@@ -201,15 +201,12 @@ class StaticPasses:
         self, bucket: Bucket, static: _Input, token_ids: Sequence[int], rows: Sequence[int], late: Mapping[int, Tensor]
     ) -> tuple[Tensor, int]:
         """What the device's buffer shall hold for the batch, and as how many parts of keys it runs."""
-        segments, parts, known = self._batch.segments, 1, bucket.rows
+        segments, parts = self._batch.segments, 1
         described, cells = segment_arrays(self._batch) if self.tilings else (None, np.zeros(0, dtype=np.int32))
         buffer = torch.zeros(len(self._buffer) - len(static.cells) + len(cells), dtype=torch.int32)
         host = _Input.of(buffer, bucket, self.tilings)
-        order = np.arange(bucket.rows)
-        for row, run in late.items():
-            order[row : row + len(run)] = range(known, known := known + len(run))
         _put(host.sources, token_ids)
-        _put(host.order, order)
+        _put(host.order, late_order(bucket.rows, late))
         _put(host.positions, torch.cat([segment.positions() for segment in segments]).numpy())
         _put(host.slots, np.concatenate([own.table.slot_array(own.start, own.end) for own in segments]))
         _put(host.chosen, rows)

@@ -68,8 +68,9 @@ def _make_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
             slots.append(seen)
             entries += len(seen)
         else:
-            for token, path in enumerate(_paths(segment)):  # each token sees a list of its own
-                own = seen[np.concatenate((np.arange(segment.start - first), np.array(path) + segment.start - first))]
+            context = segment.start - first
+            for token, ancestors in enumerate(segment.ancestors()):  # each token sees a list of its own
+                own = np.concatenate((seen[:context], seen[context:][ancestors]))
                 end = first + len(own)
                 begins[row + token], ends[row + token] = first if window is None else max(first, end - window), end
                 units.append((row + token, 1, entries, len(own), first))
@@ -87,12 +88,3 @@ def _seen(segment: Segment, first: int, window: int | None) -> tuple[IntArray | 
     ends = segment.start + np.cumsum(sizes)
     starts, ends = np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)
     return first if window is None else np.maximum(first, starts + 1 - window), ends
-
-
-def _paths(segment: Segment) -> list[list[int]]:
-    """For each token of a tree, its ancestors and itself, root first."""
-    assert segment.parents is not None
-    paths = [[0]]
-    for token, parent in enumerate(segment.parents, start=1):
-        paths.append([*paths[parent], token])
-    return paths

@@ -221,8 +221,7 @@ class RecurrentPass:
         if any(segment.parents is not None for segment in segments):
             ancestors = ancestors.repeat(len(members), axis=0)
             for seen, segment in zip(ancestors, segments, strict=True):
-                if segment.parents is not None:
-                    seen[: segment.length, : segment.length] = _ancestors(segment.parents)
+                seen[: segment.length, : segment.length] = segment.ancestors()
         is_batch = np.array_equal(rows.ravel(), np.arange(len(self.batch)))
         places = None if is_batch else torch.from_numpy(rows).to(device)
         slots = [self._slot(segment) for segment in segments]
@@ -254,11 +253,3 @@ def _group_rows(x: Tensor, group: _OpenGroup) -> Tensor:
     if group.rows is None:
         return x.view(len(group.members), -1, *x.shape[1:]).transpose(1, 2)
     return torch.cat((x, torch.zeros_like(x[:1])))[group.rows].transpose(1, 2)
-
-
-def _ancestors(parents: Sequence[int]) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
-    """Whether token j of a tree is an ancestor of token i, or i itself."""
-    seen = np.eye(len(parents) + 1, dtype=np.bool_)
-    for token, parent in enumerate(parents, start=1):
-        seen[token] |= seen[parent]
-    return seen

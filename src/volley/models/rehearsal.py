@@ -10,7 +10,7 @@ from volley.memory.device import synchronise
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore, make_store
 
-CONTEXT = 128  # tokens before each made-up segment: a short prompt
+CONTEXT = 128  # tokens of a short prompt
 _MOST_RUNS = 8
 _LONG = 0.1  # seconds of timing after which one run has to do
 _ALIKE = 1.05  # runs that differ by less were not interrupted
@@ -35,6 +35,11 @@ def made_up(
     segments = [Segment(table, context, length, causal) for table, length in zip(tables, lengths, strict=True)]
     batch = RaggedBatch(segments, torch.zeros(sum(lengths), dtype=torch.long, device=device))
     return batch, make_store("auto", shapes, len(lengths) * pages * page_size, dtype, device)
+
+
+def context_of(lengths: Sequence[int], longest: int) -> int:
+    """Tokens before made-up segments of such ``lengths``: a short prompt, or what a text of ``longest`` tokens has room for."""
+    return min(CONTEXT, max(0, longest - max(lengths)))
 
 
 def spread(tokens: int, requests: int) -> list[int]:
