@@ -1,7 +1,7 @@
-"""How many passes a draft of self-speculation gets: the number that makes the most tokens per second, none included.
+"""Chooses the number of passes over a draft of self-speculation: the one that makes the most tokens per second, or none.
 
-Another pass over a canvas makes more of it right, and takes as long as a pass that writes a token. What a number of passes gains
-is the mean of the last cycles that had it; what it takes is in the cost table.
+Another pass makes more of the canvas right, and takes as long as a pass that writes one token. The gain of a number of passes is
+the mean of the last cycles that had it. Its cost is in the cost table.
 """
 
 from dataclasses import dataclass, field
@@ -46,9 +46,9 @@ class _Drafts:
 
 
 class DraftSteps:
-    """Learns from all requests of an engine. Greedy and sampled ones, and blocks of each length, are kept apart.
+    """Learns from all requests of an engine, separately for greedy and sampled ones and for each block length.
 
-    Verification is exact whatever a canvas holds, so this may look at anything.
+    Verification is exact whatever a canvas holds, so this may look at tokens, too.
     """
 
     def __init__(self, costs: PassCost) -> None:
@@ -57,7 +57,7 @@ class DraftSteps:
         self._cycle = 0
 
     def choose(self, length: int, requests: int, *, is_greedy: bool) -> int:
-        """Passes over the next draft of ``length - 1`` tokens, 0 for none, while so many requests draft like this."""
+        """Passes over the next draft of ``length - 1`` tokens, 0 for no draft, if ``requests`` draft at once."""
         own = self._drafts.get((length, is_greedy))
         if own is None:
             own = self._drafts[length, is_greedy] = _Drafts({steps: _Tried() for steps in candidates(length)})
@@ -93,13 +93,16 @@ class DraftSteps:
         return self.costs(ceil(tokens * requests), requests)
 
     def observe(self, length: int, steps: int, *, is_greedy: bool, tokens: int, alone: int, verified: int) -> None:
-        """A cycle of one request: ``tokens`` came out of a draft of so many passes, ``alone`` of which went over nothing else,
-        and of one that went over ``verified`` tokens, the next canvas among them if it rode along."""
+        """Learn from a cycle of one request: a draft of ``steps`` passes brought ``tokens``.
+
+        ``alone`` of these passes did nothing else. The last pass verified the draft: it went over ``verified`` tokens, among them
+        the next canvas, if there was one.
+        """
         own = self._drafts.get((length, is_greedy))
         if own is not None and steps in own.tried:
             own.tried[steps].add((tokens, alone, verified))
 
 
 def candidates(length: int) -> list[int]:
-    """Numbers of passes over the ``length - 1`` masks of a draft: powers of two."""
+    """The numbers of passes that are tried for a draft of ``length - 1`` masks: powers of two."""
     return [1 << power for power in range((length - 1).bit_length())]
