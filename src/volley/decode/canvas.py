@@ -117,9 +117,9 @@ class Reveal(Denoiser):
     def candidates(
         self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, noise: CanvasNoise
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A token for each slot ``[L]``, never the mask; their probabilities ``[L]``; the distributions ``[L, V]``.
+        """A token for each slot ``[L]``, never the mask; its probability ``[L]``; the distributions ``[L, V]``.
 
-        At temperature 0 they are the likeliest tokens, with their probabilities at temperature 1.
+        At temperature 0 it is the likeliest token, and its probability that at temperature 1.
         """
         logits = logits.clone()
         logits[:, self.mask_token_id] = -torch.inf

@@ -61,7 +61,7 @@ class Constraint(TokenRule):
         """The length of the longest prefix of ``token_ids`` that may follow."""
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Works in place. Rows whose path has no mask stay as they are, because no token of theirs is ever taken."""
+        """In place. Rows whose path has no mask stay as they are: no token of theirs is ever taken."""
         for row, path in zip(logits, paths, strict=True):
             if (mask := self.mask(path)) is not None:
                 _forbid(row, mask)
@@ -69,7 +69,7 @@ class Constraint(TokenRule):
 
 
 def _forbid(row: Tensor, mask: Bits) -> None:
-    """Set the logits in ``row [V]`` of all tokens that are not in ``mask`` to −∞."""
+    """Only what ``mask`` has keeps its logit in ``row [V]``."""
     if native.is_built and row.device.type == "cpu" and row.is_contiguous():
         forbid(row, mask)
         return
@@ -143,8 +143,8 @@ def allowed_probs(
 ) -> Tensor:
     """The distribution ``[R, V]`` that ``params`` makes of each row of ``logits [R, V]`` under ``bound``.
 
-    The result is that of :func:`apply_rules` and :func:`token_probs`. Where few tokens are allowed, only their logits are read. A
-    row's result depends on that row and its mask alone.
+    That of :func:`apply_rules` and then :func:`token_probs`. Where few tokens are allowed, only these are looked at; a row's
+    result depends on that row and its mask alone.
     """
     if len(bound) == 1 and _is_plain(params) and native.is_built and logits.device.type == "cpu":
         return _allowed_softmax(bound[0], logits, paths, params)

@@ -176,8 +176,8 @@ def draft_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 def logprobs_of(
     logits: Tensor, token_ids: Sequence[int], count: int
 ) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Natural log-probabilities under the rows of ``logits [R, V]``, before any sampling parameter: of one token in each row, and
-    of the ``count`` likeliest tokens of each row, likeliest first. One copy brings all of them from the device.
+    """Natural log-probability of each token under its row of ``logits [R, V]``, before any sampling parameter; and the ``count``
+    likeliest tokens of each row with theirs, likeliest first. One copy brings all of them from the device.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     best = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
@@ -189,6 +189,6 @@ def logprobs_of(
 
 
 def ranks_of(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
-    """The rank of each token in its row of ``logits [R, V]``: 1 for the likeliest; equal ones share the best rank."""
+    """The place of each token among those of its row of ``logits [R, V]``; the likeliest has 1, equal ones share the best."""
     chosen = logits.gather(1, upload_indices(token_ids, logits.device)[:, None])
     return [1 + count for count in (logits > chosen).sum(dim=-1).tolist()]

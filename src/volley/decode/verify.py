@@ -116,7 +116,7 @@ def _table(values: Tensor, grid: Tensor) -> Tensor:
 
 
 def kept_rows(num_known: int, verdict: Verdict, start: int = 0, skip: int = 0) -> slice | Tensor:
-    """Rows of the segment at ``start`` that stay: its known tokens and the accepted ones, without the first ``skip``."""
+    """Rows of a segment from ``start`` that stay: its known tokens and what was accepted, without the first ``skip``."""
     if verdict.path is None:
         return slice(start + skip, start + num_known + verdict.accepted)
     assert num_known == 1, "a tree's root is the anchor"

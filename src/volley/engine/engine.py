@@ -190,9 +190,9 @@ class Engine:
         propose(step, self.proposer)  # drafts: from the drafter, or from the text
         if self.pacing.gives_way(step):  # a prompt came meanwhile, and is read first
             return []
-        self.pacing.trim(step)  # how much of each draft is worth verifying
-        self.runner.forward(step)  # one pass of the target: logits
-        accept(step)  # verdicts: which tokens come out, which K/V stay
+        self.pacing.trim(step)  # how much of each is worth verifying
+        self.runner.forward(step)  # one target pass: logits
+        accept(step)  # verdicts: tokens that come out, K/V that stay
         self.sequences.keep(step)  # every state moved, rolled back, published
         self.pacing.observe(step)  # what the policy and the cost tables learn
         return self.commit(step)  # tokens, texts and statistics of the requests; who ended

@@ -36,7 +36,7 @@ def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]
 
 
 def _step_alone(engine: Engine, request: Request) -> Exception | None:
-    """Run a request until it has one more token; returns the error, if there was one."""
+    """Run until the request has one more token; what it raised, if it did."""
     request.stats.preemptions += 1
     before = request.num_output
     if request.finish_reason is None:

@@ -1,7 +1,7 @@
 """Decoder layers of the Llama and Qwen kind in at most twelve operations, attention included, on any device.
 
-Projections that read one input are one matrix, of which the layer's own weights are views: nothing is held twice. What comes
-between the products is ``memory.rows``.
+Projections of one input are one matrix, of which the layer's own weights are views: nothing is in memory twice. The operations
+between the products are in ``memory/rows.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ class JoinedLayer(LayerForward):
 
 
 def join_layers(model: Any) -> int:
-    """Replace the forward of every layer that can be joined; how many were."""
+    """Replace the forward of every layer that can be joined; returns their number."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     if not (isinstance(layers, nn.ModuleList) and isinstance(rotary, nn.Module)):

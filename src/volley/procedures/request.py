@@ -185,7 +185,7 @@ class Request:
         return forced + copied, [CERTAIN] * len(forced) + found_confidence(agreed, len(copied))
 
     def append(self, token_ids: list[int], num_from_draft: int) -> int:
-        """Append the tokens of one cycle until the request ends; returns how many were taken."""
+        """Take the tokens of one cycle until the request ends; returns how many were taken."""
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             for rule in self.rules:
@@ -223,7 +223,7 @@ class Request:
         self.chunks.append(TextChunk(piece, [token], from_draft))
 
     def take_chunks(self) -> list[TextChunk]:
-        """What can be streamed since the last call."""
+        """What there is to stream since they were last taken."""
         chunks, self.chunks = self.chunks, []
         draft = self.take_draft()
         return chunks if draft is None else [*chunks, TextChunk("", [], from_draft=False, draft=draft)]

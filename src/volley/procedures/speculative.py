@@ -121,11 +121,11 @@ def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int) -> None:
     for at in range(0, len(following), _SLICE):
         tokens = following[at : at + _SLICE]
         rows = logits[work.rows.start + at :][: len(tokens)]
-        chosen, top = logprobs_of(rows, tokens, request.params.prompt_logprobs or 0)
+        chosen, likeliest = logprobs_of(rows, tokens, request.params.prompt_logprobs or 0)
         request.prompt_logprobs += chosen
         request.prompt_ranks += ranks_of(rows, tokens)
         if request.params.prompt_logprobs:
-            request.prompt_top_logprobs += top
+            request.prompt_top_logprobs += likeliest
     work.rows = slice(work.rows.stop - _num_choosing(work), work.rows.stop)
 
 

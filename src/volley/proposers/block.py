@@ -100,9 +100,9 @@ class BlockProposer(Proposer):
         return walking
 
     def _note_accept_rates(self, works: Works, hidden: Tensor) -> None:
-        """Note the acceptance rates that the drafter's confidence head predicts for chains, from ``hidden [Σ k, H]``.
+        """Note what the drafter's own head says of chains with ``hidden [Σ k, H]``.
 
-        A rate depends only on the tokens before its position, so cutting by it stays lossless.
+        A rate depends on the tokens before its position alone, so what is cut by it stays lossless.
         """
         each = list(zip(works, torch.split(hidden, _sizes(works)), strict=True))
         chains = [(work, rows) for work, rows in each if work.ask.shape is not Shape.TREE]
@@ -121,9 +121,9 @@ class BlockProposer(Proposer):
     def _draft_bound(
         self, works: Works, logits: Tensor, hidden: Tensor, *, with_confidence: bool
     ) -> tuple[list[Work[Any]], Tensor, Tensor]:
-        """Draft for the works under constraints, token by token, after one pass of the drafter.
+        """Propose for works under constraints, token by token, after one pass of the drafter.
 
-        Returns the other works, with their part of ``logits [Σ k, V]`` and ``hidden [Σ k, H]``.
+        Returns what is left of ``works``, ``logits [Σ k, V]`` and ``hidden [Σ k, H]``.
         """
         left: list[Work[Any]] = []
         kept: list[int] = []
