@@ -52,7 +52,7 @@ from volley.policies.arrivals import Arrivals
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
 from volley.policies.make import DEFAULT_POLICY, make_policy
-from volley.procedures.make import make_procedures
+from volley.procedures.make import Procedures
 from volley.procedures.request import Procedure, Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
@@ -102,7 +102,7 @@ class Engine:
         self.on_verified: list[OnVerified] = []
         self._timings, self.arrivals = Timings(), Arrivals()
         self.procedure = Speculative(self.config)
-        self.procedures = make_procedures(target, self.procedure)
+        self.procedures = Procedures(target, self.procedure)
         self._next_id = 0
         self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
         """Where the drafter was loaded from, and how its weights are kept."""

@@ -132,10 +132,10 @@ class StaticPasses:
         rows: Sequence[int],
         late: Mapping[int, Tensor] | None = None,
     ) -> tuple[RaggedBatch, list[Tensor]] | None:
-        """The batch and the outputs of a pass; ``None`` if it is too large. The arguments are those of
-        :meth:`RaggedBatch.on_device`.
+        """The batch and the outputs of a pass; ``None`` if it is too large.
 
-        Outputs have all rows of the bucket, real ones first. They are valid until the next pass.
+        It takes the arguments of :meth:`RaggedBatch.on_device`. Outputs have all rows of the bucket, real ones first. They are
+        valid until the next pass.
         """
         bucket = Bucket.of([segment.length for segment in segments], self._least)
         if bucket is None:

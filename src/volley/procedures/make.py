@@ -1,6 +1,6 @@
 """Chooses the procedure that answers a request, among those that its model allows."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from volley.errors import ConfigError
 from volley.models.target import Target
@@ -16,13 +16,18 @@ _SELF = DiffusionParams(mode="self", strategy="low_confidence_static")
 """Self-speculation drafts whole canvases. The passes over a draft are measured unless a request sets their number."""
 
 
-@dataclass(slots=True)
 class Procedures:
-    """The procedures of one target; ``by_mode`` is empty unless it is a diffusion language model."""
+    """The procedures of one target: one, or one for each mode of a diffusion language model."""
 
-    target: Target
-    speculative: Speculative
-    by_mode: dict[DiffusionMode, Procedure]
+    def __init__(self, target: Target, speculative: Speculative) -> None:
+        self.target, self.speculative = target, speculative
+        self.by_mode: dict[DiffusionMode, Procedure] = {}
+        if target.diffusion is not None:
+            self.by_mode = {
+                "diffusion": Denoising(target, target.diffusion),
+                "autoregressive": speculative,
+                "self": SelfSpeculative(target, target.diffusion, speculative),
+            }
 
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
         """The procedure of a request, and its parameters with all diffusion settings filled in but those that are measured."""
@@ -53,14 +58,3 @@ class Procedures:
         drafting = self.by_mode.get("self")
         if isinstance(drafting, SelfSpeculative):
             drafting.steps = DraftSteps(costs)
-
-
-def make_procedures(target: Target, speculative: Speculative) -> Procedures:
-    by_mode: dict[DiffusionMode, Procedure] = {}
-    if target.diffusion is not None:
-        by_mode = {
-            "diffusion": Denoising(target, target.diffusion),
-            "autoregressive": speculative,
-            "self": SelfSpeculative(target, target.diffusion, speculative),
-        }
-    return Procedures(target, speculative, by_mode)
