@@ -1,6 +1,5 @@
 """The engine: ``step`` is the loop, everything else brings prompts in and results out."""
 
-import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,16 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from volley.chat import Prompt, encode_prompt, is_one_prompt
 from volley.config import CapacityConfig, DecodingConfig, split_options
-from volley.decode.detokenize import Detokenizer
 from volley.decode.grammars import Grammars
-from volley.decode.rules import TokenRule, make_rules
-from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.engine.capacity import fit_engine
 from volley.engine.drafting import make_draft_model, make_proposer
 from volley.engine.exactness import check_exact
 from volley.engine.pacing import Pacing
 from volley.engine.recurrent import make_recurrent
+from volley.engine.requests import check_tokens, make_request
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
 from volley.engine.start import report_memory
@@ -257,52 +254,16 @@ class Engine:
     def _make_request(
         self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
     ) -> Request:
-        params, target = params or SamplingParams(), self.target
+        params = params or SamplingParams()
         if procedure is None:
             procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)
-        target.check_prompt(token_ids)
-        limit = target.context_length
-        if len(token_ids) + min(params.max_tokens, 1) > limit:
-            raise InputError(
-                f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
-            )
-        self._check_tokens("logit_bias: ", [token for token, _ in params.logit_bias])
-        most = procedure.most_tokens(len(token_ids), limit, params)
-        max_length = min(len(token_ids) + params.max_tokens, most)
-        self.pool.check_fits(procedure.reach(len(token_ids), max_length, params))
-        table = BlockTable(self.capacity.page_size)
+        request = make_request(self._next_id, token_ids, params, procedure, self.target, self.pool, self.grammars)
         self._check_adapter(params.draft_adapter)
-        own = frozenset() if params.ignore_eos else target.stop_token_ids
-        request = Request(
-            request_id=self._next_id,
-            token_ids=token_ids,
-            params=params,
-            noise=PositionNoise(secrets.randbits(63) if params.seed is None else params.seed),
-            max_length=max_length,
-            stop_token_ids=own | frozenset(params.stop_token_ids),
-            detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens),
-            table=table,
-            draft_table=table,
-            procedure=procedure,
-            rules=self._make_rules(params, token_ids),
-        )
         self.adapt(request)
         procedure.check(request)
         self._next_id += 1
         return request
-
-    def _make_rules(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[TokenRule, ...]:
-        """A grammar comes last: it forbids whatever the other rules made of the logits."""
-        rules = make_rules(params, prompt, self.target.vocab_size, self.target.device)
-        if params.grammar is None:
-            return rules
-        return (*rules, self.grammars.rule(params.grammar, ignore_eos=params.ignore_eos))
-
-    def _check_tokens(self, what: str, token_ids: Iterable[int]) -> None:
-        size = self.target.vocab_size
-        if wrong := [token for token in token_ids if not 0 <= token < size]:
-            raise InputError(f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}")
 
     def abort(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -488,7 +449,7 @@ class Engine:
         ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides.
         """
         token_ids = encode_prompt(self.target.tokenizer, prompt, thinking=thinking)
-        self._check_tokens("", token_ids)
+        check_tokens(self.target, "", token_ids)
         return token_ids
 
     def reset_prefix_cache(self) -> None:
