@@ -85,7 +85,9 @@ class Policy(ABC):
     def attach(self, largest: int, costs: Costs) -> None:
         """Called once by the engine, with the drafter's block size and the costs of passes on this machine."""
         if self.costs is not None and self.costs is not costs:
-            raise ConfigError("this policy object already serves another engine; give each engine its own")
+            raise ConfigError(
+                "this policy object already serves an engine and its drafter; give each engine its own, and each drafter"
+            )
         size = self.block_size or largest
         if size < 1 or (largest == 1 and size != 1):
             raise ConfigError(f"block_size {size} cannot be used; it is 1 (plain decoding) or more, with a drafter")
