@@ -10,14 +10,12 @@ from math import ceil
 import numpy as np
 
 from volley.policies.cost import FloatArray, PassCost
+from volley.policies.probes import WORTHWHILE, cycles_between
 
 _ENOUGH = 4  # cycles with a number of passes before its mean is believed
 _HOPE = 1.6  # times the tokens of half as many passes, until then
 _REMEMBERED = 64  # cycles that a mean looks back to
 _REVIEW = 32  # cycles that a choice serves
-_APART = 32  # cycles at least between two that try a number which is not the best
-_PROBING = 0.0025  # share of the time that trying each of these may lose
-_WORTHWHILE = 1.03  # what drafts must promise over plain decoding: the promise is the best of several rough ones
 
 
 @dataclass
@@ -81,13 +79,12 @@ class DraftSteps:
             seconds[steps] = self._pass(verified, requests) + alone * self._pass(length, requests)
             rates[steps] = tokens / seconds[steps]
         best = max(rates, key=rates.__getitem__)
-        own.best = best if rates[best] > _WORTHWHILE * rates[0] else 0
+        own.best = best if rates[best] > WORTHWHILE * rates[0] else 0
         is_known = own.best == 0 or own.tried[own.best].cycles >= _ENOUGH
         own.until, own.requests = self._cycle + (_REVIEW if is_known else 1), requests
         own.others.clear()
         for steps in own.tried.keys() - {own.best}:
-            lost = max(0.0, 1 - rates[steps] / rates[own.best]) * seconds[steps] / seconds[own.best]
-            own.others[steps] = _APART + int(lost / _PROBING)
+            own.others[steps] = cycles_between(rates[steps], seconds[steps], rates[own.best], seconds[own.best])
 
     def _pass(self, tokens: float, requests: int) -> float:
         return self.costs(ceil(tokens * requests), requests)

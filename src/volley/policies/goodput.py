@@ -17,13 +17,11 @@ from volley.decode.work import Ask, Rule, Shape
 from volley.policies.acceptance import KINDS, OF_FOUND, TREE, Acceptance
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.plan import PLAIN, WHOLE, Plan, Planner, fitting
+from volley.policies.probes import WORTHWHILE, cycles_between
 
 _REVIEW = 64  # cycles that a review, which takes 0.5 to 1 ms, serves; an early one serves as many as came before it
-_APART = 32  # least number of cycles between two in which a plan is tried
 _REMEMBERED = 64  # blocks of each kind that a review is based on: their mean is known to some 5 %
 _ENOUGH = 8  # blocks of a kind before its first review; until then blocks are whole
-_PROBING = 0.0025  # share of the time that may be lost by trying a plan that was not chosen
-_WORTHWHILE = 1.03  # drafting must promise so many times plain decoding: its promise is the best of several rough ones
 _NODES = 15  # of a tree, without the anchor; larger trees gain less than they cost
 _NEARLY_FREE = 1.5  # trees are grown while verifying whole ones takes at most so many times as long as plain decoding
 _OFTEN, _SELDOM = 2, 16  # bounds of the number of cycles in which a request is learnt from once: 10 to 40 µs a block
@@ -150,12 +148,11 @@ class Goodput(Policy):
         review = _Review(plain, len(kinds), min(self._cycle, _REVIEW))
         if gains:
             best, whole = planner.best(), planner.promise([WHOLE] * KINDS)
-            review.plan, other = (best, plain) if best.rate > _WORTHWHILE * plain.rate else (plain, best)
+            review.plan, other = (best, plain) if best.rate > WORTHWHILE * plain.rate else (plain, best)
             for plan in (other, whole):
-                if plan.waiting > planner.most_seconds:
-                    continue
-                lost = max(0.0, 1 - plan.rate / review.plan.rate) * plan.seconds / review.plan.seconds
-                review.others.append((plan, _APART + int(lost / _PROBING)))
+                if plan.waiting <= planner.most_seconds:
+                    every = cycles_between(plan.rate, plan.seconds, review.plan.rate, review.plan.seconds)
+                    review.others.append((plan, every))
         if self.uses_lookup:
             review.copying, review.room = planner.copying(review.plan), planner.room(review.plan)
         return review
