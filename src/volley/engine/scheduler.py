@@ -86,9 +86,9 @@ class Scheduler:
         """Schedule chunks of prompts in the room that is left in the pass; returns whether there were any."""
         most, before = self.capacity.max_batch_tokens, len(works)
         budget = max(most - sum(work.num_tokens for work in works), -(-most // 8))  # chains must not starve prompts
-        for request in list(self.running):
-            if budget > 0 and not request.is_decoding and request not in committing:
-                budget -= self._schedule(_read(request, budget), works)
+        for reader in list(self.running):
+            if budget > 0 and not reader.is_decoding and reader not in committing:
+                budget -= self._schedule(_read(reader, budget), works)
         while budget > 0 and len(self.running) < self.capacity.max_running:
             request = next((own for own in self.waiting if not self._is_held(own)), None)
             if request is None:
