@@ -5,17 +5,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from volley.config import DecodingConfig
 from volley.decode.detokenize import Detokenizer
 from volley.decode.sampling import PositionNoise
+from volley.decode.tree import position_lattices
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_cache import BlockTable
 from volley.policies.cost import Costs
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
-from volley.types import Proposal, SamplingParams
+from volley.types import Lattice, Proposal, SamplingParams
 
 SPECULATIVE = Speculative(DecodingConfig())
 
@@ -86,3 +88,9 @@ def random_path(proposal: Proposal, chance: random.Random) -> tuple[int, ...]:
             break
         path.append(chance.choice(children))
     return tuple(path)
+
+
+def lattice_of(logits: Tensor) -> Lattice:
+    """The lattice of one block of independent positions, of ``logits [k, V]``."""
+    (lattice,) = position_lattices(logits, [len(logits)])
+    return lattice

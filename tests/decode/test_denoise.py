@@ -53,9 +53,9 @@ def test_unknown_schedules_and_counts_are_named() -> None:
 
 
 def test_the_most_confident_masked_slots_are_revealed() -> None:
-    masked = torch.tensor([[True, False, True, True], [True, True, True, False]])
-    confidence = torch.tensor([[-3.0, -0.1, -2.0, -1.0], [-1.0, -5.0, -0.5, -0.1]])
-    assert reveal(masked, confidence, 2).tolist() == [[False, False, True, True], [True, False, True, False]]
+    masked = torch.tensor([True, False, True, True])
+    confidence = torch.tensor([-3.0, -0.1, -2.0, -1.0])
+    assert reveal(masked, confidence, 2).tolist() == [False, False, True, True]
     assert not reveal(masked, confidence, 0).any()
 
 
@@ -63,9 +63,9 @@ def test_the_most_confident_masked_slots_are_revealed() -> None:
     data=st.data(), positions=st.integers(1, 15), steps=st.integers(1, 6), schedule=st.sampled_from(sorted(SCHEDULES))
 )
 def test_every_slot_is_revealed_exactly_once(data: st.DataObject, positions: int, steps: int, schedule: str) -> None:
-    masked = torch.ones(1, positions, dtype=torch.bool)
+    masked = torch.ones(positions, dtype=torch.bool)
     for count in reveal_counts(positions, steps, schedule):
-        scores = torch.tensor([data.draw(st.permutations(range(positions)))], dtype=torch.float32)
+        scores = torch.tensor(data.draw(st.permutations(range(positions))), dtype=torch.float32)
         chosen = reveal(masked, scores, count)
         assert int(chosen.sum()) == count
         assert not (chosen & ~masked).any()
@@ -77,15 +77,15 @@ def test_every_slot_is_revealed_exactly_once(data: st.DataObject, positions: int
 
 
 def test_more_than_is_masked_cannot_be_revealed() -> None:
-    assert reveal(torch.tensor([[True, False]]), torch.zeros(1, 2), 5).tolist() == [[True, False]]
+    assert reveal(torch.tensor([True, False]), torch.zeros(2), 5).tolist() == [True, False]
 
 
 def test_everything_above_the_threshold_is_revealed_beside_the_count() -> None:
-    masked = torch.tensor([[True, True, True, False]])
-    confidence = torch.tensor([[0.2, 0.9, 0.8, 0.95]]).log()
-    assert reveal(masked, confidence, 1).tolist() == [[False, True, False, False]]
-    assert reveal(masked, confidence, 1, math.log(0.7)).tolist() == [[False, True, True, False]]
-    assert reveal(masked, confidence, 0, math.log(0.99)).tolist() == [[False] * 4]
+    masked = torch.tensor([True, True, True, False])
+    confidence = torch.tensor([0.2, 0.9, 0.8, 0.95]).log()
+    assert reveal(masked, confidence, 1).tolist() == [False, True, False, False]
+    assert reveal(masked, confidence, 1, math.log(0.7)).tolist() == [False, True, True, False]
+    assert reveal(masked, confidence, 0, math.log(0.99)).tolist() == [False] * 4
 
 
 @pytest.mark.parametrize(("threshold", "looks"), [(None, [[0, 1]] * 3), (0.6, [[0, 1], [1]]), (1.0, [[0, 1]] * 3)])

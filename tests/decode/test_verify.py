@@ -276,10 +276,15 @@ def test_greedy_drafts_scored_as_point_masses_keep_the_law() -> None:
     assert p_value(speculative(drafts, point_masses, 7)) > 1e-3
 
 
+def verify_each(choices: Tensor, drafts: Tensor) -> list[Verdict]:
+    """``choices [N · (K + 1)]`` against ``drafts [N, K]``."""
+    return [verify_choices(*pair) for pair in zip(choices.view(len(drafts), -1).tolist(), drafts.tolist(), strict=True)]
+
+
 def match(drafts: Tensor, noise: Tensor) -> list[Verdict]:
     """Sample-and-match: row i of a request chooses with the noise of its position."""
     choices = race(target_rows(drafts), noise.flatten(0, 1))
-    return verify_choices(choices.tolist(), drafts.tolist())
+    return verify_each(choices, drafts)
 
 
 def test_sample_and_match_has_the_targets_law_for_coupled_drafts() -> None:
@@ -324,28 +329,23 @@ def test_greedy_verification_is_the_argmax_of_every_prefix() -> None:
     for i in range(LENGTH):
         answer.append(int(best[i][code(torch.tensor([answer], dtype=torch.long).view(1, i))[0]]))
     drafts = torch.tensor(list(product(range(V), repeat=K)))
-    verdicts = verify_choices(target_rows(drafts).argmax(dim=-1).tolist(), drafts.tolist())
+    verdicts = verify_each(target_rows(drafts).argmax(dim=-1), drafts)
     for draft, verdict in zip(drafts.tolist(), verdicts, strict=True):
         right = next((i for i in range(K) if draft[i] != answer[i]), K)
         assert verdict.accepted == right
         assert verdict.token_ids == answer[: right + 1]
 
 
-@given(
-    requests=st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=4), min_size=1, max_size=4),
-    bonus=st.integers(0, 2),
-)
-def test_choices_of_ragged_requests_do_not_mix(requests: list[list[tuple[int, int]]], bonus: int) -> None:
-    drafts = [[draft for draft, _ in request] for request in requests]
-    choices = [choice for request in requests for choice in [*(c for _, c in request), bonus]]
-    for request, verdict in zip(requests, verify_choices(choices, drafts), strict=True):
-        expected = []
-        for draft, choice in [*request, (-1, bonus)]:
-            expected.append(choice)
-            if draft != choice:
-                break
-        assert verdict.token_ids == expected
-        assert verdict.accepted == len(expected) - 1
+@given(pairs=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=4), bonus=st.integers(0, 2))
+def test_choices_come_out_up_to_the_first_that_differs(pairs: list[tuple[int, int]], bonus: int) -> None:
+    verdict = verify_choices([*(choice for _, choice in pairs), bonus], [draft for draft, _ in pairs])
+    expected = []
+    for draft, choice in [*pairs, (-1, bonus)]:
+        expected.append(choice)
+        if draft != choice:
+            break
+    assert verdict.token_ids == expected
+    assert verdict.accepted == len(expected) - 1
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4))
@@ -444,7 +444,7 @@ def test_matching_with_choices_from_the_residual_is_seen() -> None:
     residual = (rows[:, :K] - laws).clamp_min(0)
     rows[:, :K] = torch.where(residual.sum(-1, keepdim=True) > 0, residual, rows[:, :K])
     choices = race(rows.flatten(0, 1), noise.flatten(0, 1))
-    assert p_value(verify_choices(choices.tolist(), drafts.tolist())) < 1e-9
+    assert p_value(verify_each(choices, drafts)) < 1e-9
 
 
 @pytest.mark.parametrize("reused", ["nothing", "draft noise", "verification noise"])

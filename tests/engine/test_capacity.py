@@ -14,7 +14,7 @@ from volley.errors import ConfigError
 from volley.memory.device import Device
 
 GIB = 2**30
-CPU = Device("cpu", "cpu")
+CPU = Device("cpu")
 QWEN3_8B = 2 * 36 * 2 * 8 * 128  # bytes of a token's K/V in bf16
 DRAFTER = 2 * 5 * 2 * 8 * 128
 WEIGHTS = 16.4e9 + 2.1e9
@@ -35,7 +35,7 @@ def sizes(config: CapacityConfig, device: Device, **changes: Any) -> Capacity:
 
 
 def gpu(gib: int, held: float = 0) -> Device:
-    return Device("cuda", "pretended", int(gib * GIB - held))
+    return Device("cuda", int(gib * GIB - held))
 
 
 def test_a_gpu_is_filled() -> None:

@@ -154,7 +154,7 @@ def test_the_law_of_requests_without_a_seed_is_the_targets(
     """Speculatively sampled as chains, until a policy grows trees for them; goodput does not, though they cost it nothing."""
     settle(monkeypatch, token=0.0)
     numbers = itertools.count()
-    monkeypatch.setattr("volley.engine.engine.secrets.randbits", lambda bits: next(numbers))
+    monkeypatch.setattr("volley.engine.requests.secrets.randbits", lambda bits: next(numbers))
     sequences, accepted, ways = sampled_ways(policy(), seeded=False)
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
     assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
@@ -173,7 +173,7 @@ def sampled_copies(monkeypatch: pytest.MonkeyPatch, *, seeded: bool) -> tuple[Te
     monkeypatch.setattr(lookup, "KEY", 1)
     monkeypatch.setattr("tests.engine.test_sampled.PROMPT", [*range(V), *range(V), 2, 2])
     numbers, copied = itertools.count(), 0
-    monkeypatch.setattr("volley.engine.engine.secrets.randbits", lambda bits: next(numbers))
+    monkeypatch.setattr("volley.engine.requests.secrets.randbits", lambda bits: next(numbers))
 
     def count(request: Request, proposal: Proposal, verdict: Verdict) -> None:
         nonlocal copied

@@ -9,8 +9,9 @@ from tests.models.test_adapter import make_adapter
 from tests.tiny import greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.engine.reload import replace_drafter
-from volley.errors import MismatchError
+from volley.errors import ConfigError, MismatchError
 from volley.models.drafter import Drafter
+from volley.policies.fixed import Fixed
 
 
 def other_drafter(drafter: Drafter) -> Drafter:
@@ -52,6 +53,16 @@ def test_what_was_refused_changes_nothing(tmp_path: Path) -> None:
     while request.finish_reason is None:
         engine.step()
     engine.check_integrity()
+
+
+def test_a_policy_object_stays_with_its_drafter() -> None:
+    pair = make_pair()
+    engine = Engine(pair.target, pair.drafter, policy=Fixed(4))
+    with pytest.raises(ConfigError, match="give each engine its own, and each drafter"):
+        replace_drafter(engine, other_drafter(pair.drafter))
+    assert engine.drafter is pair.drafter
+    (result,) = engine.generate(random_prompts(1), SamplingParams(max_tokens=8))
+    assert result.token_ids == greedy(pair.hf, random_prompts(1)[0], 8)
 
 
 def test_the_new_drafter_brings_its_adapters(tmp_path: Path) -> None:

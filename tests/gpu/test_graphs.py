@@ -55,7 +55,7 @@ def test_tokens_through_fixed_memory_on_a_cpu(
 
     expected, plain = run()
     assert plain.runner.passes is None
-    monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda", "a CPU that says so"))
+    monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda"))
     ran: list[Any] = []
     capture = launching.capture
     monkeypatch.setattr(launching, "capture", lambda run, device: ran.append(run) or capture(run, device))

@@ -51,7 +51,7 @@ def test_nothing_is_held_twice() -> None:
     attention = model.model.layers[1].self_attn
     assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
     assert all(torch.equal(weight, saved[name]) for name, weight in model.state_dict().items())
-    changed = model.model.layers[1].forward.weights
+    changed = model.model.layers[1].forward.joined.weights
     attention.q_proj.weight.zero_()
     assert not changed.project[0][: len(attention.q_proj.weight)].any()
 

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.made_up import decoding
+from tests.made_up import decoding, lattice_of
 from volley.decode.lookup import found_confidence
-from volley.decode.tree import expand, position_lattice
+from volley.decode.tree import expand
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.pacing import conclude, trim
 from volley.procedures.request import Request
 from volley.types import Proposal, Verdict
 
-TREE = expand(position_lattice(torch.randn(3, 9, generator=torch.Generator().manual_seed(0))), 8)
+TREE = expand(lattice_of(torch.randn(3, 9, generator=torch.Generator().manual_seed(0))), 8)
 
 
 class To(Policy):

@@ -11,7 +11,7 @@ from volley.errors import ConfigError
 from volley.models.diffusion import SDAR
 from volley.models.target import Target
 from volley.procedures.denoising import Denoising
-from volley.procedures.make import Procedures, make_procedures
+from volley.procedures.make import Procedures
 from volley.procedures.self_speculative import SelfSpeculative
 from volley.procedures.speculative import Speculative
 
@@ -19,7 +19,7 @@ from volley.procedures.speculative import Speculative
 @pytest.fixture(scope="module")
 def procedures() -> Procedures:
     target = Target(tiny.eager_model(tiny.target_config()), None, replace(SDAR, mask_token_id=3))
-    return make_procedures(target, Speculative(DecodingConfig()))
+    return Procedures(target, Speculative(DecodingConfig()))
 
 
 def test_each_mode_has_its_procedure(procedures: Procedures) -> None:

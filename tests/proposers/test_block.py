@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.made_up import lattice_of
 from tests.tiny import VOCAB, Pair, block_proposer, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.config import DecodingConfig
 from volley.decode.sampling import Purpose, draw, race, token_probs
-from volley.decode.tree import coupled_logits, expand, position_lattice
+from volley.decode.tree import coupled_logits, expand
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.checkpoint import HeadConfig
@@ -108,7 +109,7 @@ def test_independent_positions_against_the_drafters_logits(pair: Pair) -> None:
     assert speculative.token_ids == draw(probs, own.noise.uniforms(Purpose.DRAFT, own.length, 4)).tolist()
     assert speculative.draft_probs is not None
     torch.testing.assert_close(speculative.draft_probs, probs)
-    lattice = position_lattice(coupled_logits(rows, own.params, own.noise, own.length))
+    lattice = lattice_of(coupled_logits(rows, own.params, own.noise, own.length))
     assert tree.token_ids == expand(lattice, 6, 0.7).token_ids
     engine.abort(own)
 

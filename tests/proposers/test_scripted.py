@@ -135,7 +135,7 @@ HOT = SamplingParams(temperature=1.0, max_tokens=3)
 def sampled(script: Script | ScriptedProposer, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Tensor, float]:
     """Answers of three tokens to one prompt, each by another noise, and how many draft tokens were accepted in each."""
     numbers = itertools.count()
-    monkeypatch.setattr("volley.engine.engine.secrets.randbits", lambda bits: next(numbers))
+    monkeypatch.setattr("volley.engine.requests.secrets.randbits", lambda bits: next(numbers))
     engine = Engine(
         tiny().target,
         proposer=script if isinstance(script, ScriptedProposer) else ScriptedProposer(script, 4),

@@ -135,7 +135,7 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 
 def test_graphs_are_captured_before_a_server_listens(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda_graphs" not in Service(tiny.engine(), ServeConfig(), MODEL).memory
-    monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda", "a CPU that says so"))
+    monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda"))
     engine = tiny.engine(max_running=2, policy="fixed")
     service = Service(engine, ServeConfig(), MODEL)
     assert engine.runner.passes is not None

@@ -1,4 +1,4 @@
-"""Canvases of diffusion language models, and the rules by which passes turn noise into tokens: tensors in, tensors out.
+"""Canvases of diffusion language models, and the rules by which passes turn noise into tokens.
 
 A *canvas* is a run of tokens that a model denoises together. Masked models (SDAR, Fast-dLLM v2, LLaDA2) begin with mask tokens
 and reveal some in every pass; DiffusionGemma begins with random tokens (``decode/renoise.py``).
@@ -17,7 +17,7 @@ from volley.types import DiffusionParams, SamplingParams
 
 
 class CanvasNoise(Protocol):
-    """The randomness of a canvas: a function of where it begins and how many passes it has seen."""
+    """The randomness of a canvas, a function of its start and its number of passes."""
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         """A token of each row of ``probs [L, V]``; ``[L]``."""
@@ -27,7 +27,7 @@ class CanvasNoise(Protocol):
 
 
 class CoupledNoise(PositionNoise):
-    """Chooses with the noise that belongs to positions: a verifier that draws with it agrees as often as shared noise allows."""
+    """Chooses with the noise of positions, so that a verifier that draws with it agrees as often as shared noise allows."""
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         return race(probs, self.exponentials(range(start, start + len(probs)), probs.shape[-1], probs.device))
@@ -35,28 +35,28 @@ class CoupledNoise(PositionNoise):
 
 @dataclass(slots=True)
 class Canvas:
-    """Tokens under way at positions ``[start, start + L)``; on the CPU."""
+    """Tokens that are being denoised, at positions ``[start, start + L)``; on the CPU."""
 
     start: int
     tokens: Tensor
-    """``[L]``: what the next pass reads; once ``done``, what comes out."""
+    """``[L]``: the input of the next pass; once ``done``, the result."""
     revealed: Tensor
-    """``[L]``, boolean: final tokens; a rule that edits may still replace them."""
+    """``[L]``, boolean: tokens that are final, unless a rule edits them."""
     num_given: int
-    """The first so many tokens were known before."""
+    """How many of the first tokens were known before."""
     step: int = 0
     """Passes so far."""
     done: bool = False
     feedback: Tensor | None = None
-    """``[L, H]``: what a model with self-conditioning is told of its last prediction."""
+    """``[L, H]``: the last prediction, for a model with self-conditioning."""
     predicted: Tensor | None = None
-    """``[L, V]``: the logits that ``feedback`` is to be made of."""
+    """``[L, V]``: the logits from which ``feedback`` is made."""
     history: list[Tensor] = field(default_factory=list)
-    """The best tokens ``[L]`` of the last passes, for a rule that waits until they stay the same."""
+    """The best tokens ``[L]`` of each of the last passes, for a rule that waits until they do not change."""
     max_steps: int | None = None
-    """Passes it gets, where a procedure has chosen them."""
+    """The number of passes that a procedure has chosen for it."""
     rode: bool = False
-    """Whether its first pass was one that verified another draft."""
+    """Whether its first pass also verified another draft."""
     extra_steps: int = 0
     """Passes since the last mask was revealed."""
     logprobs: list[float] = field(default_factory=list)
@@ -67,25 +67,25 @@ class Canvas:
         return len(self.tokens)
 
     def draft(self) -> list[int | None]:
-        """The likeliest tokens so far; ``None`` where a mask stands."""
-        if self.history:  # random tokens in between say nothing
+        """The likeliest tokens so far; ``None`` for a mask."""
+        if self.history:  # the canvas itself has random tokens
             return list(self.history[-1].tolist())
         pairs = zip(self.tokens.tolist(), self.revealed.tolist(), strict=True)
         return [token if known else None for token, known in pairs]
 
 
 class Denoiser(ABC):
-    """One rule of denoising; it keeps nothing, what belongs to a canvas is in the canvas."""
+    """A rule of denoising. It has no state: whatever belongs to a canvas is kept in the canvas."""
 
     @abstractmethod
     def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
-        """A new canvas of ``params.canvas_length`` slots at position ``start``, the first of which hold ``given``."""
+        """A new canvas of ``params.canvas_length`` slots at position ``start``; ``given`` are its first tokens."""
 
     @abstractmethod
     def step(
         self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
     ) -> Tensor:
-        """Move ``canvas`` on by one pass, in place: row i of ``logits [L, V]`` (fp32) predicts slot i.
+        """Apply one pass to ``canvas``, in place: row i of ``logits [L, V]`` (fp32) predicts slot i.
 
         Returns which slots got their token in this pass, boolean ``[L]``.
         """
@@ -133,7 +133,7 @@ class Reveal(Denoiser):
         return tokens.cpu(), confidence.cpu(), probs
 
     def choose(self, canvas: Canvas, confidence: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
-        """Which masked slots are revealed now: at least one, boolean ``[L]``."""
+        """The masked slots that are revealed now, at least one: boolean ``[L]``."""
         masked = ~canvas.revealed
         if params.sub_block is not None:
             block = int(masked.int().argmax()) // params.sub_block
@@ -154,7 +154,7 @@ class Reveal(Denoiser):
 
 
 def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
-    """The masked slots of least entropy while the sum of their entropies, their own included, stays below the bound."""
+    """The masked slots of least entropy, as long as the sum of their entropies stays below the bound; at least one."""
     assert params.entropy_bound is not None
     entropy = torch.special.entr(probs).sum(dim=-1).cpu().masked_fill(~masked, torch.inf)
     ordered, order = entropy.sort(stable=True)
@@ -164,11 +164,11 @@ def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> 
 
 
 MOST_EDITING_STEPS = 16
-"""Passes that may only edit, once every mask is revealed (LLaDA2.1)."""
+"""Most passes that only edit, after every mask is revealed (LLaDA2.1)."""
 
 
 class Edit(Reveal):
-    """The same, and a token that was revealed before gives way to one likelier than ``edit_threshold`` (LLaDA2.1)."""
+    """The same, but a revealed token is replaced by another one with a probability above ``edit_threshold`` (LLaDA2.1)."""
 
     def step(
         self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise

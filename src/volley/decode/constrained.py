@@ -1,7 +1,7 @@
 """Drafts under constraints: made token by token, each row masked for the tokens before it.
 
-The target's rows get the same masks (``decode/rules.py``). So every token of a draft is one that the target may choose, and for
-speculative sampling q is the distribution that a token was really drawn from, given the tokens before it.
+The target's rows get the same masks (``decode/rules.py``). So a draft has only tokens that the target may choose, and for
+speculative sampling q is exactly the distribution that each token was drawn from, given the tokens before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ from volley.types import Proposal
 
 
 class Following(NamedTuple):
-    """What a drafter says of a block's positions, one after another."""
+    """A drafter's logits for the positions of a block, one after another."""
 
     logits: Callable[[int, int, Tensor | None], Tensor]
-    """``logits(position, token, among)`` after a token: of all tokens ``[1, V]``, or of those ``among [n]`` alone, ``[1, n]``."""
+    """``logits(position, token, among)`` after a token: ``[1, V]`` of all tokens, or ``[1, n]`` of the tokens ``among [n]``."""
     vocab_size: int
 
 
 def walk_constrained(following: Following, work: Work[Any], *, with_confidence: bool = False) -> Proposal:
-    """A chain under all rules of the work's request. It is shorter where nothing may follow.
+    """A chain under all rules of the work's request. It ends early where no token may follow.
 
-    Whether it ends at a position depends only on the tokens before, as speculative sampling demands.
+    Whether it ends at a position depends only on the tokens before it, as speculative sampling requires.
     """
     request, ask = work.request, work.ask
     rules, params, noise, first = request.rules, request.params, request.noise, request.length
@@ -58,7 +58,7 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
 
 
 def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
-    """A tree under all rules of the work's request, of at most so many nodes as are asked for."""
+    """A tree under all rules of the work's request, within the work's ask."""
     request, ask = work.request, work.ask
     rules, params = request.rules, request.params
     temperature = draft_temperature(params) or 1.0
@@ -77,16 +77,16 @@ def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
 
 
 def columns(row: Tensor, among: Tensor | None) -> Tensor:
-    """Of a row ``[1, V]`` the tokens ``among [n]``, or all."""
+    """The entries of a row ``[1, V]`` for the tokens ``among [n]``, or for all."""
     return row if among is None else row[:, among.to(row.device)]
 
 
 def _row(
     following: Following, anchor: int, rules: Sequence[TokenRule], path: Sequence[int]
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The drafter's row after ``path`` under ``rules``, ``[1, V]``; of few allowed tokens ``[n]`` only theirs, and the tokens.
+    """The drafter's row after ``path`` under ``rules``, ``[1, V]`` and ``None``; if few tokens are allowed, ``[1, n]`` and these.
 
-    ``None`` where no token can be drafted. A forced token is drafted even where the drafter's head does not cover it.
+    ``None`` alone if no token can be drafted. A forced token is drafted even if the drafter's head does not have it.
     """
     masks = [constraint.mask(path) for constraint in constraints(rules)]
     if any(mask is None for mask in masks):
@@ -109,5 +109,5 @@ def _row(
 
 
 def _widened(row: Tensor, among: Tensor | None, size: int, others: float) -> Tensor:
-    """A row ``[1, n]`` of few tokens as one of all ``[1, V]``, in which all others have the value ``others``."""
+    """A row ``[1, n]`` of the tokens ``among`` as one of all tokens ``[1, V]``; the others have the value ``others``."""
     return row if among is None else row.new_full((1, size), others).index_copy_(1, among.to(row.device), row)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from volley.errors import ConfigError, unknown_key
 
-# Weight of the step that covers [t, t + 1/S) of the process. Cosine reveals most at first, sqrt most at the end.
+# Weight of a step by its start and end in [0, 1]. Cosine reveals most at first, sqrt most at the end.
 SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "cosine": lambda start, _: math.cos(start * math.pi / 2),
     "linear": lambda start, end: end - start,
@@ -17,10 +17,10 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 
 
 def reveal_counts(num_positions: int, num_steps: int, schedule: str) -> list[int]:
-    """Positions to reveal at each of ``num_steps`` steps: non-negative, summing to ``num_positions``.
+    """Positions to reveal in each of ``num_steps`` steps; their sum is ``num_positions``.
 
-    Each step gets the whole part of its share; what is left goes to the heaviest steps, earliest first. 16 positions in 4
-    cosine steps are ``[6, 5, 3, 2]``.
+    Each step gets the whole part of its share. The rest goes to the heaviest steps, earliest first. 16 positions in 4 cosine
+    steps are ``[6, 5, 3, 2]``.
     """
     if schedule not in SCHEDULES:
         raise unknown_key("denoising schedule", schedule, SCHEDULES)
@@ -43,16 +43,16 @@ def denoise(
     choose: Callable[[int, Tensor], Tensor],
     threshold: float | None = None,
 ) -> Tensor:
-    """Fill the masks of ``blocks``, token ids ``[1 + k]`` of anchor and positions, in place, the most confident positions first.
+    """Fill in the masks of ``blocks``, token ids ``[1 + k]`` of anchor and positions, in place, the most confident first.
 
-    ``look(indices)`` gives the logits ``[Σ k, V]`` of all positions of some of the blocks as they are, ``choose(index,
-    logits [k, V])`` a token for each position of one of them. Each look reveals as many as the schedule says, and with a
-    ``threshold`` every position with a token of a higher probability; a full block is looked at no more. Returns the logits
-    of the first look.
+    ``look(indices)`` returns the logits ``[Σ k, V]`` of all positions of some blocks as they stand, and ``choose(index,
+    logits [k, V])`` a token for each position of one block. Each step reveals as many positions as the schedule says, and with a
+    ``threshold`` also those whose token has a higher probability. A full block is looked at no more. Returns the logits of the
+    first step.
     """
     sizes = [len(block) - 1 for block in blocks]
     counts = [reveal_counts(size, num_steps, schedule) for size in sizes]
-    masked = [torch.ones(1, size, dtype=torch.bool) for size in sizes]
+    masked = [torch.ones(size, dtype=torch.bool) for size in sizes]
     left = list(range(len(blocks)))
     first = logits = look(left)
     sure = math.inf if threshold is None else math.log(threshold)
@@ -62,8 +62,8 @@ def denoise(
         for index, rows in zip(left, torch.split(logits, [sizes[index] for index in left]), strict=True):
             tokens = choose(index, rows).cpu()
             confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()
-            chosen = reveal(masked[index], confidence[None], counts[index][step], sure)
-            blocks[index][1:][chosen[0]] = tokens[chosen[0]]
+            chosen = reveal(masked[index], confidence, counts[index][step], sure)
+            blocks[index][1:][chosen] = tokens[chosen]
             masked[index] &= ~chosen
         left = [index for index in left if bool(masked[index].any())]
         if not left:
@@ -72,11 +72,11 @@ def denoise(
 
 
 def reveal(masked: Tensor, confidence: Tensor, count: int, sure: float = math.inf) -> Tensor:
-    """The ``count`` most confident positions that are still masked, and all above ``sure``, as a boolean mask ``[n, k]``.
+    """The ``count`` most confident positions that are still masked, and all above ``sure``, as a boolean mask ``[k]``.
 
-    ``masked`` ``[n, k]`` is boolean, ``confidence`` ``[n, k]`` any score of the drafter's own.
+    ``masked [k]`` is boolean, ``confidence [k]`` any score of the drafter's own.
     """
-    count = min(count, int(masked.sum(dim=-1).min())) if len(masked) else 0
     score = confidence.masked_fill(~masked, -torch.inf)
-    chosen = score.topk(count, dim=-1).indices
-    return torch.zeros_like(masked).scatter_(1, chosen, True) | (score > sure)
+    chosen = score > sure
+    chosen[score.topk(min(count, int(masked.sum()))).indices] = True
+    return chosen

@@ -1,8 +1,8 @@
-"""Grammars under speculation: a grammar compiled for a tokenizer, and the rule that masks logits with it (llguidance).
+"""Grammars: compiled for a tokenizer by llguidance, and the rule that masks logits with one.
 
-A matcher stands behind the output, walks along the paths of a draft and comes back. Each row of a verification gets the mask of
-its own path, before temperature and truncation: the mask that plain decoding would have had there. The same masks bind the
-drafts, so draft and target share one support.
+A matcher stands at the end of the output. It walks along the paths of a draft and comes back. Each row of a verification gets the
+mask of its own path, before temperature and truncation: the mask that plain decoding would have had there. Drafts are made under
+the same masks, so draft and target have the same support.
 """
 
 import json
@@ -21,13 +21,13 @@ from volley.grammar import Grammar
 
 _KEPT = 256  # compiled grammars
 _LONGEST_MESSAGE = 300
-_MASK_WORK = 50_000  # expressions that a lexer may derive for one mask: about 50 ms
+_MASK_WORK = 50_000  # most expressions that a lexer may derive for one mask: about 50 ms
 _TRIAL_TOKENS = 8
-_MOST_TRIALS = 32  # parts of a schema that are compiled to find the one at fault
+_MOST_TRIALS = 32  # most parts of a schema that are compiled to find the one at fault
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer and keeps the last ones. Threads may share it."""
+    """Compiles grammars for one tokenizer, and keeps the most recent ones. Threads may share it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
         """``vocab_size`` is the width of the target's logits; ``end_token_ids`` end a text where its grammar accepts it."""
@@ -46,7 +46,7 @@ class Grammars:
         return GrammarRule(matcher, self._kept, [] if ignore_eos else self._ends)
 
     def compile(self, grammar: Grammar) -> Any:
-        """The matcher of a grammar before its first token; not to be moved."""
+        """The matcher of a grammar before its first token. It is shared: copy it before use."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._read_tokenizer()
@@ -62,7 +62,7 @@ class Grammars:
         return matcher
 
     def _try_out(self, matcher: Any, grammar: Grammar) -> None:
-        """Write the beginning of a random text, so that a grammar that explodes is refused before anybody decodes with it."""
+        """Write the beginning of a random text: a grammar that becomes too complex is refused before it is used."""
         chance, rule = random.Random(0), GrammarRule(matcher.deep_copy(), self._kept, [])
         try:
             if (mask := rule.mask([])) is None:
@@ -184,14 +184,14 @@ def _first_line(message: str) -> str:
 
 
 class GrammarRule(Constraint):
-    """One request's place in its grammar.
+    """The grammar of one request.
 
-    End tokens stay outside the matcher: they are allowed where it accepts the text. The request ends when nothing can follow its
-    text, without an end token.
+    The matcher does not know end tokens: they are allowed where it accepts the text. A request whose text cannot go on ends
+    without one.
     """
 
     def __init__(self, matcher: Any, kept: Bits, end_token_ids: Sequence[int]) -> None:
-        """``kept`` are the tokens that the grammar may allow, of all that the tokenizer has, in whole words of 64."""
+        """``kept`` are the tokens that a grammar may allow, as bits in whole words of 64."""
         self._matcher, self._keeps, self._kept = matcher, kept, kept.view(np.uint64)
         self._ends = end_token_ids
         self._at: list[int] = []  # the path on which the matcher stands
@@ -218,7 +218,7 @@ class GrammarRule(Constraint):
         return self._masks[key]
 
     def allows(self, path: Sequence[int], token_id: int) -> bool:
-        """Without a mask, which takes several times as long, unless there is one."""
+        """Asks the matcher about one token, unless there is a mask already: a mask takes several times as long."""
         key = tuple(path)
         if key in self._masks or token_id in self._ends or not is_in(token_id, self._keeps):
             return super().allows(path, token_id)
@@ -231,7 +231,7 @@ class GrammarRule(Constraint):
             self._go_to(key)
         if num_valid <= len(rest):
             return False
-        forced = self._matcher.compute_ff_tokens()  # in a mask text that is forced has one spelling
+        forced = self._matcher.compute_ff_tokens()  # a mask allows one spelling of forced text
         return not forced or forced[0] == token_id
 
     def _find_mask(self, path: tuple[int, ...]) -> Bits | None:
@@ -259,7 +259,7 @@ class GrammarRule(Constraint):
         self._at = list(path)
 
     def _step_back(self, path: Sequence[int]) -> None:
-        """Move the matcher back to where its path is the beginning of another."""
+        """Move the matcher back to the last node that its path shares with ``path``."""
         common = 0
         while common < min(len(path), len(self._at)) and path[common] == self._at[common]:
             common += 1

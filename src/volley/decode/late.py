@@ -1,7 +1,7 @@
-"""What the device chose and the host has not read: it is read together, so that the host waits once a step and not twice.
+"""Late drafts: their tokens stay on the device and are read together with the verdicts, so the host waits once a step.
 
-A draft's tokens go from the drafter's choice into the target's pass without the host, which prepares that pass meanwhile. Until
-they are read, ``Proposal.token_ids`` are zeros. Drafts that a rule, a tree or a cut by confidences needs before are read at once.
+The tokens go from the drafter into the target's pass without the host, which prepares that pass meanwhile. Until they are read,
+``Proposal.token_ids`` are zeros. Drafts that are needed earlier, for a rule, a tree or a cut by confidences, are read at once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,17 +18,17 @@ from volley.types import Late, Proposal
 
 
 class Reading:
-    """Integers on one device that the host will read in one copy."""
+    """Collects integers on one device, which the host then reads in one copy."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Callable[[list[int]], None]]] = []
 
     def add(self, values: Tensor, take: Callable[[list[int]], None]) -> None:
-        """``take`` gets ``values [n]`` (int64) when they are read, after all that were added before."""
+        """``take`` is called with ``values [n]`` (int64) when they are read, in the order in which they were added."""
         self._parts.append((values, take))
 
     def add_drafts(self, works: Iterable[Work[Any]]) -> None:
-        """The late drafts of ``works``, which are as good as any other once they are read."""
+        """Add the late drafts of ``works``; reading makes ordinary drafts of them."""
         for proposal in (work.proposal for work in works if work.proposal.late is not None):
             assert proposal.late is not None
             self.add(proposal.late.token_ids, partial(_take_tokens, proposal))
@@ -55,15 +55,15 @@ def _take_confidence(proposal: Proposal, bits: list[int]) -> None:
 
 
 def late_proposals(works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None) -> list[Proposal]:
-    """Each work's part of ``tokens [Σ k]``, and of ``probs [Σ k, V]`` that they were drawn from, which nobody has read."""
+    """Late drafts: each work's part of ``tokens [Σ k]``, and of ``probs [Σ k, V]`` that they were drawn from."""
     sizes = [work.ask.positions for work in works]
-    laws = [None] * len(works) if probs is None else torch.split(probs, sizes)
-    parts = zip(sizes, laws, torch.split(tokens, sizes), strict=True)
-    return [Proposal([0] * size, law, late=Late(own)) for size, law, own in parts]
+    each = [None] * len(works) if probs is None else torch.split(probs, sizes)
+    parts = zip(sizes, each, torch.split(tokens, sizes), strict=True)
+    return [Proposal([0] * size, drawn_from, late=Late(own)) for size, drawn_from, own in parts]
 
 
 def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:
-    """The draft tokens ``[Σ k]`` of ``works`` on ``device``, read or not."""
+    """The draft tokens ``[Σ k]`` of ``works`` on ``device``, late ones and others."""
     known = [token for work in works if work.proposal.late is None for token in work.proposal.token_ids]
     uploaded, start, parts = upload_indices(known, device), 0, list[Tensor]()
     for proposal in (work.proposal for work in works):

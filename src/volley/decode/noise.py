@@ -1,12 +1,12 @@
 """Exponential noise that is a function of (seed, position, token), the same on every device up to the rounding of a logarithm.
 
 Philox4x64-10 (Salmon et al. 2011) turns a key of two words and a counter of four into four random words of 64 bits. The key is
-(seed, purpose), the counter (1 + token // 4, 0, position, 0): NumPy's generator counts on before it draws, and so its stream is
-the one of a CPU without volley's library in C. On a GPU a kernel computes each word by itself; without Triton PyTorch does.
+(seed, purpose), and the counter (1 + token // 4, 0, position, 0), as NumPy's generator has it: that one is used on a CPU without
+volley's library in C. On a GPU a kernel computes each word by itself, or PyTorch where there is no Triton.
 
-A token of probability p wins a race where its noise is about as small as p, so small numbers have to be right too. A word w
-gives ``e = −log(1 − u)`` with ``u = w / 2⁶⁴`` in floating point, whose relative precision is the same down to 2⁻⁶³. Noise of 23
-bits is 0 once in 2²³ draws: with 152k tokens, a token of no matter what probability would win one race of 55.
+A token of probability p wins a race if its noise is about as small as p, so small numbers must be precise, too. A word w gives
+``e = −log(1 − u)`` with ``u = w / 2⁶⁴`` in floating point, whose relative precision is the same down to 2⁻⁶³. Noise of 23 bits
+would be 0 once in 2²³ draws: with 152k tokens, one race of 55 would be won by a token of any probability.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from volley.memory.kernels import usable
 from volley.memory.upload import upload
 from volley.native import sampling as in_c
 
-_KEPT = 128  # rows on the CPU: the blocks of some requests, which draft and target and the next draft all ask for
+_KEPT = 128  # rows kept on a CPU: draft, target and the next draft ask for the same ones
 _LOW = 2**32 - 1
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 SMALLEST, LARGEST = 2.0**-63, 1 - 2.0**-24
-"""The uniforms that are used: with 0 or 1 the race would divide by 0 or by infinity."""
+"""Bounds of the uniforms: with 0 or 1 the race would divide by 0 or by infinity."""
 
 
 def exponentials(
@@ -60,7 +60,7 @@ def from_words(words: Tensor) -> Tensor:
 def philox(places: Tensor, purpose: int, size: int) -> Tensor:
     """Random words ``[R, size]`` (int64) of ``places [2, R]``, seeds and positions; the reference of the kernel.
 
-    PyTorch's products of int64 wrap as those of unsigned integers do; upper halves are put together out of 32 bits.
+    PyTorch's products of int64 wrap like those of unsigned integers; upper halves are computed from halves of 32 bits.
     """
     seeds, positions = places[:, :, None].unbind(0)
     blocks = torch.arange(1, 2 + (size - 1) // 4, device=places.device)[None]

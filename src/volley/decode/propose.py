@@ -1,8 +1,8 @@
-"""From the drafter's logits to draft tokens, and to the distribution they were drawn from where one is known.
+"""From the drafter's logits to draft tokens, and to the distributions they were drawn from, where these are known.
 
-The positions of one draft pass are independent given the context. With a sequential head each depends on the token before it, and
-they are walked: greedily over a few candidates of each, or drawn from whole distributions, since a sampled target often goes
-where no candidate is. Draws of both kinds are exact, ``q(d_i | d_<i)``, so speculative sampling with them is lossless.
+The positions of one draft pass are independent given the context. With a sequential head each depends on the token before it, so
+they are *walked*: greedily over a few candidates of each position, or by draws from whole distributions, because a sampled target
+often chooses a token that is no candidate. Tokens are drawn from exactly ``q(d_i | d_<i)``, so speculative sampling is lossless.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,36 +13,36 @@ from torch import Tensor
 
 from volley.decode.late import late_proposals
 from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, exponentials, race, uniforms_of
-from volley.decode.work import Work
+from volley.decode.work import Rule, Work
 from volley.memory.upload import upload, upload_indices
 from volley.types import Lattice, Proposal, SamplingParams
 
 Works = Sequence[Work[Any]]
 
 Transitions = Callable[[list[int], list[int] | Tensor], Tensor]
-"""``after(rows, tokens)``: the logits ``[n, V]`` of n positions, numbered over all blocks, each after its token. Tokens are the
-host's, or where the logits before were."""
+"""``after(rows, tokens)``: the logits ``[n, V]`` of n positions, which are numbered over all blocks, each after its token. Tokens
+are on the host, or on the device of the logits."""
 
 
 def propose_sampled(logits: Tensor, params: SamplingParams, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Draw every position from its own distribution, for speculative sampling: tokens ``[R]`` and distributions ``[R, V]``.
 
-    ``logits [R, V]`` may be those of several requests that sample alike, and each row has its own of ``uniforms [R]``.
+    ``logits [R, V]`` may belong to several requests that sample alike; each row has one of ``uniforms [R]``.
     """
     probs = draft_probs(logits, params)
     return draw(probs, uniforms), probs
 
 
 def propose_coupled(logits: Tensor, params: SamplingParams, places: Sequence[tuple[PositionNoise, int]]) -> Tensor:
-    """Draw every position with the noise the target will use there, for sample-and-match only; tokens ``[R]``.
+    """Draw every position with the noise that the target will use there, for sample-and-match only; tokens ``[R]``.
 
-    ``places`` says whose noise that is for each row of ``logits [R, V]``, and at which position.
+    ``places`` has the noise and the position of each row of ``logits [R, V]``.
     """
     return race(draft_probs(logits, params), exponentials(places, logits.shape[-1], logits.device))
 
 
 def walk_greedy(lattice: Lattice) -> Proposal:
-    """The most likely candidate of every position after the one chosen before it, and how sure the drafter is of each."""
+    """The likeliest candidate of every position after the one chosen before it, with its probability as confidence."""
     tokens, before, last = [], [], 0
     for candidates, row in zip(lattice.tokens.tolist(), lattice.scores.argmax(axis=-1).tolist(), strict=True):
         before.append(last)
@@ -54,15 +54,15 @@ def walk_greedy(lattice: Lattice) -> Proposal:
 
 
 def walk_best(after: Transitions, works: Works) -> list[Proposal]:
-    """The likeliest token of every position after those before it; works that sample alike, side by side."""
+    """The likeliest token of every position after those before it."""
     return late_proposals(works, _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1)))
 
 
 def walk_sampled(after: Transitions, works: Works) -> list[Proposal]:
-    """Draw every position given the token drawn before it, for speculative sampling; works that sample alike, side by side."""
+    """Draw every position given the token drawn before it, for speculative sampling."""
     cycles = [(work.request.noise, work.request.length) for work in works]
     numbers = uniforms_of(cycles, [work.ask.positions for work in works], Purpose.DRAFT)
-    drawn: list[Tensor] = []  # uniforms and distributions of all positions, once the first ones tell device and size
+    drawn: list[Tensor] = []  # uniforms and distributions of all positions, made when device and size are known
 
     def choose(distributions: Tensor, rows: Tensor, _: Works, __: int) -> Tensor:
         if not drawn:
@@ -76,13 +76,17 @@ def walk_sampled(after: Transitions, works: Works) -> list[Proposal]:
 
 
 def walk_coupled(after: Transitions, works: Works) -> list[Proposal]:
-    """Draw with the noise the target will use at each position, for sample-and-match only."""
+    """Draw with the noise that the target will use at each position, for sample-and-match only."""
 
     def choose(distributions: Tensor, _: Tensor, works: Works, position: int) -> Tensor:
         places = [(work.request.noise, work.request.length + position) for work in works]
         return race(distributions, exponentials(places, distributions.shape[-1], distributions.device))
 
     return late_proposals(works, _walk(after, works, choose))
+
+
+WALKS = {Rule.GREEDY: walk_best, Rule.MATCH: walk_coupled, Rule.SPECULATIVE: walk_sampled}
+"""Chains token by token, by the rule that will verify them; works that sample alike, side by side."""
 
 
 def _walk(after: Transitions, works: Works, choose: Callable[[Tensor, Tensor, Works, int], Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
-"""DiffusionGemma's rule: a canvas of random tokens, all of which are decided anew in every pass.
+"""DiffusionGemma's rule: a canvas begins with random tokens, and all of them are decided anew in every pass.
 
-A pass accepts the candidates of least entropy and replaces all others by fresh random tokens; what comes out are the best
-tokens of the last pass. After transformers' ``generation_diffusion_gemma.py``, number for number; arXiv 2505.24857 has the idea.
+A pass accepts the candidates of least entropy and replaces all others by new random tokens. The result are the best tokens of the
+last pass. After transformers' ``generation_diffusion_gemma.py``, number for number; arXiv 2505.24857 has the idea.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from volley.decode.sampling import token_probs
 from volley.types import DiffusionParams, SamplingParams
 
 _PART = 2**20
-"""Numbers of the logits that are looked at together: 4 MiB."""
+"""Logits that are processed together: 4 MiB."""
 
 
 class Renoise(Denoiser):
@@ -51,9 +51,9 @@ class Renoise(Denoiser):
 
 
 def temperature(params: DiffusionParams, left: int, factor: float) -> Tensor:
-    """Of a pass with ``left`` passes to go, itself included: hot at first. In fp32, as transformers computes it.
+    """The temperature of a pass with ``left`` passes to go, itself included; it falls. In fp32, as transformers computes it.
 
-    ``factor`` is the request's own temperature; 0, with which no candidate is drawn, leaves the schedule as it is.
+    ``factor`` is the request's own temperature. At 0, where no candidate is drawn, the schedule stays as it is.
     """
     assert params.t_min is not None
     assert params.t_max is not None
@@ -62,7 +62,7 @@ def temperature(params: DiffusionParams, left: int, factor: float) -> Tensor:
 
 
 def accept(entropy: Tensor, params: DiffusionParams) -> Tensor:
-    """Rows whose entropies ``[L]``, in ascending order, have a sum of at most the bound before them; boolean ``[L]``."""
+    """The accepted rows, boolean ``[L]``: those where the sum of all smaller entropies is at most the bound."""
     assert params.entropy_bound is not None
     ordered, order = entropy.sort()
     before = ordered.cumsum(dim=-1) - ordered
@@ -70,7 +70,7 @@ def accept(entropy: Tensor, params: DiffusionParams) -> Tensor:
 
 
 def is_settled(history: Sequence[Tensor], best: Tensor, entropy: Tensor, params: DiffusionParams) -> bool:
-    """Whether the best tokens were the same in the last passes, and the mean entropy is low."""
+    """Whether the best tokens were the same in the last passes, and the mean entropy is low enough."""
     assert params.confidence_threshold is not None
     wanted = params.stability_threshold or 0
     is_stable = wanted == 0 or (len(history) >= wanted and all(torch.equal(best, past) for past in history[-wanted:]))
@@ -78,7 +78,7 @@ def is_settled(history: Sequence[Tensor], best: Tensor, entropy: Tensor, params:
 
 
 def _parts(logits: Tensor) -> list[slice]:
-    """Rows of ``logits [L, V]`` a few at a time: what is computed of them takes more memory than they do."""
+    """Rows of ``logits [L, V]``, a few at a time: intermediate results take more memory than they do."""
     size = max(1, _PART // logits.shape[-1])
     return [slice(start, start + size) for start in range(0, len(logits), size)]
 

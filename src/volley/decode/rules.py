@@ -1,8 +1,8 @@
-"""Token rules: what a request makes of logits before they become choices or a distribution.
+"""Token rules change the logits of a request before tokens are chosen from them.
 
-A rule may depend on every token before a position. A verification row is therefore processed with the draft tokens that lead to
-it (its *path*): row by row it is what plain decoding would have seen there, which keeps verification lossless. Nothing has to be
-rolled back, since a rule only ever takes tokens that are final.
+A rule may depend on every token before a position. So each row of a verification is processed with its *path*, the draft tokens
+that lead to it. It becomes what plain decoding would have seen there, which keeps verification lossless. Nothing is rolled back,
+because a rule takes final tokens only.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ class TokenRule(ABC):
     """One rule of one request."""
 
     is_complete = False
-    """Whether the text is whole as it stands: the request ends here."""
+    """Whether the text is complete, so that the request ends."""
 
     @abstractmethod
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -44,21 +44,21 @@ Bits = NDArray[np.uint8]
 class Constraint(TokenRule):
     """A rule that forbids tokens and changes no other logit.
 
-    Which tokens it forbids depends on the whole path, so drafts are made under it token by token (``decode/constrained.py``).
+    Which tokens it forbids depends on the whole path. So drafts are made under it token by token (``decode/constrained.py``).
     """
 
     @abstractmethod
     def mask(self, path: Sequence[int]) -> Bits | None:
-        """The tokens that may follow ``path``, at least one; ``None`` if the path is forbidden itself, or nothing follows it."""
+        """The tokens that may follow ``path``, at least one; ``None`` if the path is forbidden or no token may follow it."""
 
     def allows(self, path: Sequence[int], token_id: int) -> bool:
-        """Whether :meth:`mask` has a token; a rule may know this of one token sooner than of all."""
+        """Whether :meth:`mask` has a token. A rule may tell this sooner for one token than for all."""
         mask = self.mask(path)
         return mask is not None and is_in(token_id, mask)
 
     @abstractmethod
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of the first of ``token_ids`` may follow, one after the other."""
+        """The length of the longest prefix of ``token_ids`` that may follow."""
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """In place. Rows whose path has no mask stay as they are: no token of theirs is ever taken."""
@@ -88,7 +88,7 @@ def is_in(token_id: int, bits: Bits) -> bool:
 
 
 def few_tokens(bits: Bits) -> NDArray[np.int64] | None:
-    """The tokens of a set in order; ``None`` if they are in so many places that it is better used as it is."""
+    """The tokens of a set, in order; ``None`` if there are so many that the set is better used as bits."""
     words = (bits if len(bits) % 8 == 0 else np.pad(bits, (0, -len(bits) % 8))).view(np.uint64)
     (places,) = words.nonzero()
     if len(places) > max(_FEW_PLACES, len(words) // 8):
@@ -99,7 +99,7 @@ def few_tokens(bits: Bits) -> NDArray[np.int64] | None:
 
 
 def only_token(bits: Bits) -> int | None:
-    """The token of a set that has one alone."""
+    """The token of a set that has exactly one; otherwise ``None``."""
     tokens = few_tokens(bits)
     return int(tokens[0]) if tokens is not None and len(tokens) == 1 else None
 
@@ -119,10 +119,10 @@ def forced_tokens(rules: Sequence[TokenRule], most: int) -> list[int]:
 def allowed_choices(
     bound: Sequence[Constraint], logits: Tensor, best: Sequence[int], paths: Sequence[Sequence[int]]
 ) -> list[int]:
-    """The likeliest token of each row that ``bound`` allows, of equal ones the first; ``best`` are the likeliest of all.
+    """The likeliest token of each row that ``bound`` allows, the first of equal ones; ``best`` are the likeliest without rules.
 
-    The same as the largest logit after :func:`apply_rules`. Most rows allow their best token, and need no look at the others;
-    where few tokens are allowed, only these are looked at.
+    The result is the largest logit after :func:`apply_rules`. But most rows allow their best token and need no mask, and where
+    few tokens are allowed, only these are compared.
     """
     choices = []
     for row, (token, path) in enumerate(zip(best, paths, strict=True)):
@@ -246,7 +246,7 @@ class AtLeast(TokenRule):
 def make_rules(
     params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device
 ) -> tuple[TokenRule, ...]:
-    """The rules of a request in the order in which they apply: penalties scale the model's own logits; own rules come last."""
+    """The rules of a request, in the order in which they apply: penalties, biases, then rules of the caller."""
     rules: list[TokenRule] = []
     if params.is_penalised:
         rules.append(Penalties(params, prompt, vocab_size, device))
@@ -264,7 +264,7 @@ def apply_rules(rules: Sequence[TokenRule], logits: Tensor, paths: Sequence[Sequ
 
 
 def paths_of(proposal: Proposal) -> list[tuple[int, ...]]:
-    """For the anchor's row and every draft token's: the draft tokens up to there, along the chain or the tree."""
+    """The path of the anchor's row and of each draft token's: the draft tokens up to it, along the chain or the tree."""
     paths: list[tuple[int, ...]] = [()]
     for index, token in enumerate(proposal.token_ids):
         parent = index if proposal.parents is None else proposal.parents[index]

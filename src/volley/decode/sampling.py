@@ -18,7 +18,7 @@ from volley.memory.upload import upload, upload_indices
 from volley.types import SamplingParams
 
 _CPU = torch.device("cpu")
-_PART = 128  # tokens of a vocabulary that are drawn together at first
+_PART = 128  # tokens in each part of a vocabulary, of which one is drawn first
 
 
 class Purpose(IntEnum):
@@ -32,19 +32,19 @@ class Purpose(IntEnum):
 
 
 class PositionNoise:
-    """Random numbers of one request, addressed by purpose and position: counter-based Philox, or a hash where few are wanted."""
+    """Random numbers of one request by purpose and position: counter-based Philox, or a hash where few are needed."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
     def exponentials(self, positions: Sequence[int], size: int, device: torch.device = _CPU) -> Tensor:
-        """Unit exponentials ``[len(positions), size]``: what the target races with, and drafts that are to match it."""
+        """Unit exponentials ``[len(positions), size]`` for :func:`race`, the same for the target and for drafts that match it."""
         return exponentials([(self, position) for position in positions], size, device)
 
     def uniforms(self, purpose: Purpose, first: int, count: int) -> list[float]:
         """Uniforms in [0, 1), double precision, of the cycle that begins at position ``first``.
 
-        They belong to the cycle: another one begins elsewhere and shares none, though it may come to the same positions.
+        They belong to the cycle. Another cycle begins elsewhere and shares none of them, even where it covers the same positions.
         """
         return self._uniforms(b"%d %d %d" % (self.seed, purpose, first), count)
 
@@ -71,20 +71,20 @@ def exponentials(places: Sequence[tuple[PositionNoise, int]], size: int, device:
 
 
 def uniforms_of(cycles: Sequence[tuple[PositionNoise, int]], sizes: Sequence[int], purpose: Purpose) -> list[float]:
-    """:meth:`PositionNoise.uniforms` of several cycles, each with the position where it begins and its number of them."""
+    """:meth:`PositionNoise.uniforms` of several cycles, each given by noise and first position; ``sizes`` are their counts."""
     pairs = zip(cycles, sizes, strict=True)
     return [uniform for (own, first), size in pairs for uniform in own.uniforms(purpose, first, size)]
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The most likely token of each row of ``logits [R, V]``, ``[R]``; of equal ones the first."""
+    """The most likely token ``[R]`` of each row of ``logits [R, V]``, the first of equal ones."""
     if logits.device.type == "cpu":  # where NumPy's search is several times faster than PyTorch's
         return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
 
 
 def best_tokens(logits: Tensor) -> list[int]:
-    """The same, read by the host."""
+    """:func:`likeliest`, read by the host."""
     best: list[int] = likeliest(logits).tolist()
     return best
 
@@ -92,8 +92,8 @@ def best_tokens(logits: Tensor) -> list[int]:
 def confidences(logits: Tensor) -> Tensor:
     """The probability of the most likely token in each row of ``logits [R, V]``, ``[R]`` in double precision.
 
-    Its logarithm keeps its precision near probability 1 even in bf16, which on a CPU is twice as fast as fp32. There few rows at
-    once stay in the cache.
+    A log-probability is precise near 0 even in bf16, which on a CPU is twice as fast as fp32. There a few rows at a time stay in
+    the cache.
     """
     size = 8 if logits.device.type == "cpu" else max(1, len(logits))
     return torch.cat([rows.log_softmax(dim=-1).amax(dim=-1) for rows in torch.split(logits, size)]).double().exp()
@@ -111,8 +111,8 @@ def race(probs: Tensor, exponentials: Tensor) -> Tensor:
 def draw(weights: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
     """Draw one token a row by inverting the sums of ``weights [R, V]``, which need not add up to 1; tokens ``[R]``.
 
-    First a part of the vocabulary is drawn, then a token of it: running sums over all of it are slow. ``uniforms [R]`` are in
-    double precision. What a row gives does not depend on the others.
+    First a part of the vocabulary is drawn, then a token in it, because running sums over all of it are slow. ``uniforms [R]``
+    are in double precision. The token of a row does not depend on other rows.
     """
     if not isinstance(uniforms, Tensor):
         uniforms = upload(np.array(uniforms, dtype=np.float64), weights.device)
@@ -128,7 +128,7 @@ def draw(weights: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The entry of each row at ``places [R, 1]`` of its sum, in [0, 1), and what is left of it behind; both ``[R, 1]``."""
+    """The entry at ``places [R, 1]``, in [0, 1), of each row's running sum, and the rest of that entry; both ``[R, 1]``."""
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:]
     places = (places * total).minimum(total.nextafter(torch.zeros_like(total)))

@@ -1,6 +1,6 @@
-"""A budget for reasoning: after so many tokens of it the only token allowed is the one that closes it.
+"""A budget for reasoning: after so many tokens of reasoning the only allowed token is the one that closes it.
 
-A rule like any other, so speculation changes nothing: each row of a verification is told by its own path how far reasoning is.
+It is a token rule, so speculation changes nothing: the path of each row tells how far reasoning is.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from torch import Tensor
 from volley.decode.rules import TokenRule
 
 _FORCE = 1e4
-"""What all other tokens lose. They stay possible for a grammar that forbids the forced one, as inside a character."""
+"""Subtracted from the logits of all other tokens. A grammar that forbids the forced token can still choose among them."""
 
 
 class _Place(NamedTuple):
-    """Where an answer is: reasoning is open or not, tokens of it so far, and how much of the next marker stands at the end."""
+    """The state of an answer: whether reasoning is open or over, its tokens, and how many tokens of the next marker were read."""
 
     is_open: bool
     is_over: bool
@@ -25,7 +25,7 @@ class _Place(NamedTuple):
 
 
 class ThinkingBudget(TokenRule):
-    """Of one request. Markers of several tokens are written token by token."""
+    """The budget of one request. Markers of several tokens are written token by token."""
 
     def __init__(self, opens: Sequence[int], closes: Sequence[int], budget: int, *, is_open: bool) -> None:
         """``opens`` and ``closes`` are the tokens of the markers; with ``is_open`` the prompt has opened reasoning already."""

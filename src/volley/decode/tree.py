@@ -1,8 +1,8 @@
 """Draft trees: the likeliest continuations the drafter knows, under a budget of nodes (DDTree, arXiv 2604.12989).
 
-Every position offers its C best candidates; a path through them has the product of their probabilities. Verifying a node pays
-only if all its ancestors are accepted, so its worth is that product, and the best tree of n nodes holds the n likeliest
-paths: a closed set, because no path is likelier than its beginning. A heap finds them best first.
+Every position offers its C best candidates, and the probability of a path is the product of theirs. A node is accepted only with
+all its ancestors, so its worth is the probability of its path. The best tree of n nodes has the n likeliest paths; these form a
+tree, because no path is likelier than its beginning. A heap finds them best first.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from volley.decode.sampling import PositionNoise, draft_probs, draft_temperature
 from volley.types import Lattice, Proposal, SamplingParams
 
 CANDIDATES = 16
-"""Tokens a position offers; trees of a few dozen nodes hardly ever reach for a later one."""
+"""Tokens that a position offers; trees of a few dozen nodes hardly ever use a less likely one."""
 
 
 def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
-    """Slot logits ``[k, V]`` of positions from ``first`` that say how likely each token is to be the target's choice.
+    """``logits [k, V]`` of positions from ``first`` on, changed so that they rank tokens as the target may choose them.
 
-    A sampled target will draw ``argmax p / e`` with noise e that belongs to the position and is known here, so q / e says
-    which tokens may win, far better than q does.
+    A sampled target draws ``argmax p / e``, and the noise e of each position is known here. So q / e predicts its choice far
+    better than q does.
     """
     if params.temperature == 0:
         return logits
@@ -36,25 +36,22 @@ def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise,
     return weights.log_() * (draft_temperature(params) or 1.0)
 
 
-def position_lattice(logits: Tensor, size: int = CANDIDATES) -> Lattice:
-    """The lattice of independent positions: the ``size`` best tokens of each row of ``logits [k, V]``."""
-    return position_lattices(logits, [len(logits)], size)[0]
+def position_lattices(logits: Tensor, sizes: Sequence[int]) -> list[Lattice]:
+    """Lattices of independent positions, one for each block of ``sizes``: the best tokens of each row of ``logits [Σ k, V]``.
 
-
-def position_lattices(logits: Tensor, sizes: Sequence[int], size: int = CANDIDATES) -> list[Lattice]:
-    """The same for blocks of ``sizes`` positions, ``logits [Σ k, V]``; one copy brings all of them from the device."""
-    best = logits.float().topk(min(size, logits.shape[-1]), dim=-1)
+    One copy brings all of them from the device.
+    """
+    best = logits.float().topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
     scores, tokens = torch.stack([best.values, best.indices.float()]).cpu().numpy()  # ids below 2²⁴ are exact
     ends = list(accumulate(sizes, initial=0))
     return [Lattice(tokens[own].astype(np.int64), scores[own, None]) for own in map(slice, ends, ends[1:])]
 
 
 def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Proposal:
-    """The tree of at most ``num_nodes`` likeliest nodes, anchor not counted, fewer if no others are possible.
+    """The tree of the ``num_nodes`` likeliest nodes, anchor not counted; it has fewer if no others are possible.
 
-    Probabilities are the softmax of ``scores / temperature`` over a position's candidates; temperature 0 counts as 1. Nodes come
-    in preorder, likelier siblings first: the likeliest path lies at the front, and if it is accepted its K/V are where they
-    belong.
+    Probabilities are the softmax of ``scores / temperature`` over a position's candidates; temperature 0 counts as 1. Nodes are
+    in preorder, likelier siblings first. So the likeliest path is at the front, and if it is accepted its K/V need no move.
     """
     costs, order = _sorted_families(lattice.scores / (temperature or 1.0))
     chosen: list[tuple[int, float]] = []  # (token, cost of the path) of each node
@@ -80,7 +77,7 @@ def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Propos
 
 
 def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]]], list[list[list[int]]]]:
-    """By position and family (candidate before it): the candidates' costs ``−log q``, the likeliest first, and their indices."""
+    """The candidates' costs ``−log q``, likeliest first, and their indices: by position and family, the candidate before it."""
     order = (-scores).argsort(axis=-1, kind="stable")
     below = np.take_along_axis(scores, order, axis=-1)
     below = below[..., :1] - below
@@ -89,11 +86,11 @@ def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]
 
 
 Children = Callable[[list[int]], list[tuple[int, float]]]
-"""The candidates after a path, likeliest first, each with its cost ``−log q``."""
+"""The candidates after a path, each with its cost ``−log q``."""
 
 
 def expand_freely(children_of: Children, num_nodes: int, levels: int) -> Proposal:
-    """As :func:`expand`, where the candidates after each node depend on the whole path to it; ``levels`` deep at most."""
+    """:func:`expand` for candidates that depend on the whole path before them; at most ``levels`` deep."""
     chosen: list[tuple[int, float]] = []
     paths: list[list[int]] = [[]]  # by node
     children: list[list[int]] = [[]]
@@ -130,7 +127,7 @@ def _preorder(chosen: list[tuple[int, float]], children: list[list[int]]) -> Pro
 
 
 def depths_of(proposal: Proposal) -> list[int]:
-    """How many draft tokens lead to the anchor's row, which is 0, and to each draft token's, the token included."""
+    """The depth of each row: 0 for the anchor's, and the number of draft tokens on the path for each draft token's."""
     if proposal.parents is None:
         return list(range(len(proposal.token_ids) + 1))
     depths = [0]
@@ -140,7 +137,7 @@ def depths_of(proposal: Proposal) -> list[int]:
 
 
 def likeliest_first(tree: Proposal) -> list[int]:
-    """The nodes' indices from the likeliest on; so many of the first as one likes are a tree themselves."""
+    """Indices of the nodes, the likeliest first; any number of the first ones form a tree."""
     return sorted(range(len(tree.token_ids)), key=lambda node: -tree.confidence[node])  # stable: parents come first
 
 

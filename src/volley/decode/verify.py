@@ -1,7 +1,6 @@
-"""What of a draft survives: verifiers, each exactly lossless, each a pure function over ragged rows.
+"""Verifiers: how many tokens of a draft are kept. Each is a pure function and exactly lossless under the conditions it states.
 
-A request with k draft tokens owns k + 1 consecutive rows of target distributions. Row i is that of the token after the anchor and
-i draft tokens. Losslessness conditions are in each docstring; a verifier must not be used outside its own.
+A draft of k tokens has k + 1 rows of the target's distributions. Row i is that of the token after the anchor and i draft tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,30 +14,26 @@ from volley.memory.upload import upload_together
 from volley.types import Verdict
 
 
-def verify_choices(choices: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[Verdict]:
-    """Keep draft tokens while they are what the target chose itself; the first other choice is the bonus.
+def verify_choices(choices: Sequence[int], draft: Sequence[int]) -> Verdict:
+    """Keep draft tokens while they equal the target's own ``choices``, one a row; the first other choice is the bonus.
 
-    ``choices`` holds one token a row. With ``choices = argmax`` this is greedy verification. With choices *sampled* from
-    the target's distribution it is sample-and-match, lossless for any draft whatsoever: what is emitted is always the choice. A
-    draft that knows the noise of the choices (``propose_coupled``) needs that noise to belong to positions: a position
-    must be chosen with the same noise again after a rejection before it, or where a draft fails would bias what follows.
+    With ``choices = argmax`` this is greedy verification. With choices *sampled* from the target's distribution it is
+    sample-and-match, which is lossless for any draft, because only choices are emitted. If the draft knows the noise of the
+    choices (``propose_coupled``), that noise must belong to positions: after a rejection, the positions behind it must be chosen
+    with the same noise again. Otherwise the place where a draft fails would bias the tokens that follow.
     """
-    verdicts, row = [], 0
-    for draft in drafts:
-        mine, accepted = choices[row : row + len(draft) + 1], 0
-        while accepted < len(draft) and draft[accepted] == mine[accepted]:
-            accepted += 1
-        verdicts.append(Verdict(accepted, list(mine[: accepted + 1])))
-        row += len(draft) + 1
-    return verdicts
+    accepted = 0
+    while accepted < len(draft) and draft[accepted] == choices[accepted]:
+        accepted += 1
+    return Verdict(accepted, list(choices[: accepted + 1]))
 
 
 def verify_tree(choose: Callable[[int, int], int], tokens: Sequence[int], parents: Sequence[int]) -> Verdict:
-    """Walk a draft tree (see ``Proposal.parents``): on to the child that is the target's own choice, until there is none.
+    """Walk down a draft tree (see ``Proposal.parents``) along the target's own choices, until no child is the choice.
 
-    ``choose(node, depth)`` is that choice after ``node``, ``depth`` tokens after the anchor; it is asked only for nodes the
-    walk reaches. Lossless for any tree, under the conditions of :func:`verify_choices`. ``min(1, p / q)`` is not: which
-    tokens a best-first tree holds is no draw from q.
+    ``choose(node, depth)`` is the target's choice after ``node``, which is ``depth`` tokens behind the anchor; it is called only
+    for nodes that the walk reaches. Lossless for any tree, under the conditions of :func:`verify_choices`. Accepting with
+    ``min(1, p / q)`` would not be: the tokens of a best-first tree are no draw from q.
     """
     children = {family: node for node, family in enumerate(zip(parents, tokens, strict=True), start=1)}
     path, emitted = list[int](), [choose(0, 0)]
@@ -49,31 +44,31 @@ def verify_tree(choose: Callable[[int, int], int], tokens: Sequence[int], parent
 
 
 class Judged(NamedTuple):
-    """What block verification makes of n drafts, on the device of the distributions."""
+    """The result of block verification of n drafts, on the device of the distributions."""
 
     kept: Tensor
-    """How many of the first tokens of each draft are kept, ``[n]``."""
+    """How many tokens of each draft are kept ``[n]``."""
     rows: Tensor
-    """The row of the distributions that the token behind them belongs to, ``[n]``."""
+    """The row of the target's distributions for the token behind them ``[n]``."""
     weights: Tensor
-    """What that token is to be drawn from, ``[n, V]``, which need not add up to 1."""
+    """The weights ``[n, V]`` that this token is to be drawn from; they need not add up to 1."""
 
 
 def verify_speculative(
     target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, sizes: Sequence[int], uniforms: Sequence[float]
 ) -> Judged:
-    """Block verification (Sun et al. 2024, arXiv 2403.10444): keep the longest beginning of a draft that may be kept, then draw
-    the token behind it from what the target has left over. The host reads nothing.
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): keep the longest acceptable prefix of each draft; the token behind
+    it is drawn from the residual distribution. The host reads nothing.
 
     The first i tokens of a draft have the level ``l_i = min(1, l_{i−1} · p(d_i) / q(d_i))``, ``l_0 = 1``. All k are kept with
     probability ``l_k``; otherwise the first i, if nothing longer is, with ``s_i / (s_i + 1 − l_i)``, where ``s_i`` is the sum of
     ``(l_i · p − q)⁺`` over the tokens that may follow, one of which is then drawn in proportion to it. On average no fewer are
     kept than by judging one token after the other with ``min(1, p / q)``.
 
-    Lossless only if ``draft_probs [Σ k, V]`` has the distribution that each of ``tokens [Σ k]`` was drawn from, given the
-    tokens before it, after temperature and truncation, and if no noise of the draft or of ``uniforms [Σ k]`` serves another
-    cycle: what came behind the kept tokens had a say. A rule that ends a draft may look at the tokens before. ``sizes [n]`` are
-    the numbers of tokens of the drafts, and ``target_probs`` is ``[Σ (k + 1), V]``.
+    Lossless under two conditions. ``draft_probs [Σ k, V]`` are the distributions that each of ``tokens [Σ k]`` was drawn from,
+    given the tokens before it, after temperature and truncation. And no noise of the draft, or of ``uniforms [Σ k]``, serves
+    another cycle, because rejected tokens influence how many are kept. A rule that ends a draft may look at the tokens before.
+    ``sizes [n]`` are the numbers of tokens of the drafts, and ``target_probs`` is ``[Σ (k + 1), V]``.
     """
     count, total, longest = len(sizes), sum(sizes), max(sizes)
     lengths = np.array(sizes, dtype=np.int64)

@@ -1,8 +1,9 @@
-"""What one request does in one step: how its draft is asked for, what is proposed, what is kept.
+"""A ``Work`` is what one request does in one step: its ask, its draft and its verdict.
 
-A ``Work`` is filled forward through ``Engine.step`` and dropped: nothing that belongs to one step lives anywhere else.
+``Engine.step`` fills it in and drops it. Nothing that belongs to one step lives anywhere else.
 """
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Generic, Protocol, Self, TypeVar
@@ -15,16 +16,16 @@ from volley.types import Proposal, SamplingParams, Verdict
 
 
 class Kind(Enum):
-    """What a pass does for a request. A procedure of another kind (``procedures/request.py``) may add its own."""
+    """What a pass does for a request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     DENOISE = "denoise"
-    """A pass over a canvas: nothing of it is kept."""
+    """A pass over a canvas; none of its K/V are kept."""
     COMMIT = "commit"
     """The K/V of a denoised block are computed, perhaps while the next canvas is denoised."""
     VERIFY = "verify"
-    """A draft of the procedure's own, which no policy decides about."""
+    """A procedure's own draft is verified; no policy decides about it."""
 
 
 class Shape(Enum):
@@ -39,9 +40,9 @@ class Rule(Enum):
 
     GREEDY = "greedy"
     MATCH = "match"
-    """Draw the target's own tokens with the noise of their positions; keep the draft while it agrees. It may know the noise."""
+    """Draw the target's tokens with the noise of their positions, which drafts may use too; keep the draft while it agrees."""
     SPECULATIVE = "speculative"
-    """Accept by the ratio of both distributions. A copy knows nothing of either: it is compared with what the target draws."""
+    """Accept by the ratio of both distributions. A copy has no distribution: it is compared with what the target draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,11 @@ class Ask:
     shape: Shape
     rule: Rule
     size: int = 0
-    """Tokens of the draft that are verified, at most; 0 is plain decoding."""
+    """Most tokens of the draft that are verified; 0 is plain decoding."""
     positions: int = 0
-    """Draft positions that the drafter fills: as many as a chain has tokens, the levels of a tree; a copy has none."""
+    """Draft positions that the drafter fills: the tokens of a chain, or the levels of a tree; a copy has none."""
     price: float = 0.0
-    """The chance of being kept below which a token is not verified; for the policy's own use."""
+    """A token with a lower chance to be kept is not verified; for the policy's own use."""
 
     def cut(self, size: int) -> Self:
         """The same draft with at most ``size`` tokens."""
@@ -87,6 +88,7 @@ class Drafted(Protocol):
 
 
 R = TypeVar("R", bound=Drafted)
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(slots=True)
@@ -99,10 +101,10 @@ class Work(Generic[R]):
     num_known: int = 1
     """Tokens of the request itself that the target computes: a part of the prompt, or the anchor."""
     found: list[int] = field(default_factory=list)
-    """What a grammar forces, and what followed where the text last read as it does now, if the policy wants to know."""
+    """Tokens that a grammar forces, then tokens that followed the same text earlier; only if the policy asks for copies."""
     found_confidence: list[float] = field(default_factory=list)
     may_be_late: bool = False
-    """Whether nothing cuts the draft by its confidences, so that the host need not read it before it is verified."""
+    """Whether the host need not read the draft before it is verified, because nothing cuts it by its confidences."""
     proposal: Proposal = field(default_factory=lambda: Proposal([]))
     rows: slice = field(default_factory=lambda: slice(0, 0))
     """The rows of the step's logits that choose this request's tokens."""
@@ -112,10 +114,18 @@ class Work(Generic[R]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the target's pass, at most."""
+        """Most tokens that it has in the target's pass."""
         return self.num_known + self.ask.size
 
     @property
     def num_kept(self) -> int:
-        """Tokens of the target's pass that stay."""
+        """Tokens of the target's pass whose K/V are kept."""
         return self.num_known + self.verdict.accepted
+
+
+def group_by(works: Sequence[Work[R]], key: Callable[[Work[R]], K]) -> dict[K, list[int]]:
+    """Indices of the works that have the same ``key``, by key, in the order of ``works``."""
+    groups: dict[K, list[int]] = {}
+    for index, work in enumerate(works):
+        groups.setdefault(key(work), []).append(index)
+    return groups

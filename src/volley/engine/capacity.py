@@ -15,13 +15,13 @@ from volley.models.target import Target
 
 _CPU = (64, 512)  # requests at once, tokens of a pass
 _GPU = (256, 4096)
-_SHARE = 0.9  # of a GPU's memory, beyond weights and a pass, that K/V take
-_RINGS = 0.25  # of it that draft rings may take: more requests at once would each have less room for K/V of the target
+_SHARE = 0.9  # of the GPU's memory that weights and a pass leave, which K/V take
+_RINGS = 0.25  # of the same memory, which draft rings may take: the more requests, the less room each has for the target's K/V
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity(CapacityConfig):
-    """Sizes of an engine that are all decided."""
+    """The same sizes, all of them decided."""
 
     max_running: int
     max_batch_tokens: int
@@ -37,10 +37,10 @@ def fit(
     context_length: int,
     pass_bytes: Callable[[int], int],
 ) -> Capacity:
-    """``config`` with what it leaves open as ``device`` can take it.
+    """Fill in what ``config`` leaves open, as ``device`` allows.
 
-    A token of the pool holds ``per_token`` bytes and a draft ring ``per_ring``. ``pass_bytes(tokens)`` measures a
-    pass; it is asked only on a GPU.
+    ``per_token`` are the bytes of one token in the pool, ``per_ring`` those of a draft ring. ``pass_bytes(tokens)`` measures the
+    bytes of a pass; it is called on a GPU only.
     """
     given = {field.name: getattr(config, field.name) for field in fields(CapacityConfig)}
     most_running, most_tokens = _CPU if device.free_bytes is None else _GPU
@@ -70,7 +70,7 @@ def _tokens_on_cpu(per_token: int) -> int:
 
 
 def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target, drafter: Drafter | None) -> Capacity:
-    """``config`` for an engine of these models, on the device where the target is."""
+    """:func:`fit` for an engine of these models, on the target's device."""
     per_token, per_ring = bytes_per_token(decoding.kv_dtype, target.kv_shapes, target.dtype), 0
     if drafter is not None:
         drafted, window, size = drafter.kv_shapes, drafter.config.window_for(decoding.draft_window), config.page_size
@@ -91,7 +91,7 @@ def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target,
 
 @torch.inference_mode()
 def pass_bytes(target: Target, tokens: int) -> int:
-    """Bytes that a pass of the target over ``tokens`` takes at its peak on a GPU, distributions of every token included."""
+    """Peak bytes on a GPU of a pass of the target over ``tokens``, with a distribution for every token."""
     lengths = spread(tokens, -(-tokens // min(tokens, target.context_length)))
     batch, store = made_up(lengths, target.kv_shapes, target.dtype, target.device, causal=True, context=0)
     rows = torch.arange(len(batch), device=target.device)

@@ -1,4 +1,4 @@
-"""Which kind of model and which proposer go with a drafter."""
+"""The model and the proposer for each kind of drafter."""
 
 from volley.config import CapacityConfig, DraftingConfig
 from volley.memory.kv_store import KVStore
@@ -13,7 +13,7 @@ from volley.proposers.eagle import EagleProposer
 
 
 def make_draft_model(drafter: Drafter, store: KVStore, target: Target, window: int | None) -> DraftModel:
-    """``drafter`` at work for ``target``, with its K/V in ``store``."""
+    """Put ``drafter`` to work for ``target``, with its K/V in ``store``; it sees ``window`` tokens of context, or all."""
     borrowed = (target.attention, target.embed, target.head)
     if isinstance(drafter, EagleDrafter):
         return EagleModel(drafter, store, *borrowed, window, target.num_layers)
@@ -21,7 +21,7 @@ def make_draft_model(drafter: Drafter, store: KVStore, target: Target, window: i
 
 
 def make_proposer(model: DraftModel, config: DraftingConfig, capacity: CapacityConfig) -> Proposer:
-    """What drafts with ``model``; where ``capacity`` has CUDA graphs, the last page of its store is nobody's."""
+    """What drafts with ``model``. With CUDA graphs the last page of the model's store must belong to no request."""
     if isinstance(model, EagleModel):
         return EagleProposer(model, config)
     proposer = BlockProposer(model, config)

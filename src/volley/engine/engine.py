@@ -1,6 +1,5 @@
 """The engine: ``step`` is the loop, everything else brings prompts in and results out."""
 
-import secrets
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,16 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from volley.chat import Prompt, encode_prompt, is_one_prompt
 from volley.config import CapacityConfig, DecodingConfig, split_options
-from volley.decode.detokenize import Detokenizer
 from volley.decode.grammars import Grammars
-from volley.decode.rules import TokenRule, make_rules
-from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.engine.capacity import fit_engine
 from volley.engine.drafting import make_draft_model, make_proposer
 from volley.engine.exactness import check_exact
 from volley.engine.pacing import Pacing
 from volley.engine.recurrent import make_recurrent
+from volley.engine.requests import check_tokens, make_request
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
 from volley.engine.start import report_memory
@@ -52,7 +49,7 @@ from volley.policies.arrivals import Arrivals
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
 from volley.policies.make import DEFAULT_POLICY, make_policy
-from volley.procedures.make import make_procedures
+from volley.procedures.make import Procedures
 from volley.procedures.request import Procedure, Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
@@ -89,35 +86,35 @@ class Engine:
         proposer: Proposer | None = None,
         **options: Any,
     ) -> None:
-        """``options`` are fields of :class:`DecodingConfig` and :class:`CapacityConfig`, where these are not given whole.
+        """``options`` are fields of :class:`DecodingConfig` and :class:`CapacityConfig`, instead of ``config`` and ``capacity``.
 
-        ``policy`` may also be a :class:`Policy` of one's own. A ``proposer`` drafts in the drafter's place.
+        ``policy`` may also be a :class:`Policy` object of your own. A ``proposer`` drafts instead of the drafter.
         """
         decoding, sizes = split_options(options)
         self.config, self.target = config or decoding, target
         self.capacity = fit_engine(capacity or sizes, self.config, target, drafter)
-        """Sizes as they were given, and as they fit the device where they were not."""
+        """The sizes that were given; those that were not are chosen to fit the device."""
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
-        """Compiles the grammars of requests; a server compiles with it ahead, in other threads."""
+        """Compiles the grammars of requests. A server calls it ahead of time, from other threads."""
         self.on_verified: list[OnVerified] = []
         self._timings, self.arrivals = Timings(), Arrivals()
         self.procedure = Speculative(self.config)
-        self.procedures = make_procedures(target, self.procedure)
+        self.procedures = Procedures(target, self.procedure)
         self._next_id = 0
         self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
         """Where the drafter was loaded from, and how its weights are kept."""
         self.use_drafter(drafter, proposer)
 
     def use_drafter(self, drafter: Drafter | None, proposer: Proposer | None = None) -> None:
-        """Empty states for a drafter, and a policy that knows nothing of it; ``engine/reload.py`` does it while requests run."""
+        """Begin anew with this drafter: empty states and a new policy. ``engine/reload.py`` does it while requests run."""
         self.drafter, self._adapters = drafter, dict[str, Adapter]()
         self.draft_model = self._make_states()
         self.inexact = check_exact(self.target, self.runner.store, self.config)
-        """Why a token's logits may depend on what else is in the pass; ``None``: they do not, to the bit."""
+        """Why a token's logits may depend on what else is in the pass; ``None`` if they do not, to the bit."""
         if proposer is None and self.draft_model is not None:
             proposer = make_proposer(self.draft_model, self.config, self.capacity)
         self.proposer = proposer
-        """What drafts, if anything does: the drafter's, or one's own."""
+        """What drafts, if anything does: the drafter's proposer, or the one that was given."""
         costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds, self.arrivals)
         costs.drafts_late = proposer is not None and proposer.drafts_late
         self.procedures.use_costs(costs.target)
@@ -125,7 +122,7 @@ class Engine:
         self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=self._can_grow_trees)
 
     def _make_states(self) -> DraftModel | None:
-        """Pages and K/V for everybody; the drafter's part of them, if there is one."""
+        """Make pages and K/V for the target and the drafter, the scheduler and the runner; returns the drafter at work."""
         config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
         num_pages, size, spare = capacity.num_pages, capacity.page_size, capacity.page_size * capacity.cuda_graphs
         self.pool = PagePool(num_pages, size)
@@ -182,20 +179,20 @@ class Engine:
     # -- the loop ------------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """One cycle for every scheduled request; returns those that finished."""
+        """One cycle of every scheduled request; returns the requests that ended."""
         step = self.scheduler.schedule(self.pacing)  # who takes part, and what each is asked to do
         if not step.works:
             return []
-        self.sequences.prepare(step)  # what drafts read and was put off
-        propose(step, self.proposer)  # drafts: from the drafter, from the text
-        if self.pacing.gives_way(step):  # a prompt came meanwhile
+        self.sequences.prepare(step)  # the drafter's K/V that were put off, if anything drafts
+        propose(step, self.proposer)  # drafts: from the drafter, or from the text
+        if self.pacing.gives_way(step):  # a prompt came meanwhile, and is read first
             return []
         self.pacing.trim(step)  # how much of each is worth verifying
         self.runner.forward(step)  # one target pass: logits
         accept(step)  # verdicts: tokens that come out, K/V that stay
         self.sequences.keep(step)  # every state moved, rolled back, published
         self.pacing.observe(step)  # what the policy and the cost tables learn
-        return self.commit(step)  # tokens out, texts, statistics, who ended
+        return self.commit(step)  # tokens, texts and statistics of the requests; who ended
 
     def commit(self, step: Step) -> list[Request]:
         """Make the verdicts final in the requests; returns those that ended."""
@@ -208,7 +205,7 @@ class Engine:
             else:
                 stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
             if not verdict.token_ids:
-                if request.remaining == 0 and request.computed == request.length:  # it was only to be read
+                if request.remaining == 0 and request.computed == request.length:  # max_tokens is 0: a prompt to read
                     request.finish_reason = "length"
                     stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
                     finished.append(request)
@@ -243,9 +240,9 @@ class Engine:
         *,
         after: Request | None = None,
     ) -> Request:
-        """Queue one prompt; :meth:`step` works on it from now on, by ``procedure`` or the engine's own.
+        """Queue one prompt, to be answered by ``procedure`` or the engine's own; :meth:`step` works on it from now on.
 
-        Once ``after``, a request with the same prompt, has been read, this one takes what that has cached.
+        ``after`` is a request with the same prompt: this one waits until that has been read, and takes its cached pages.
         """
         request = self._make_request(prompt, params, procedure)
         if self.capacity.prefix_caching and request.num_prompt > self.capacity.page_size:
@@ -257,52 +254,16 @@ class Engine:
     def _make_request(
         self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
     ) -> Request:
-        params, target = params or SamplingParams(), self.target
+        params = params or SamplingParams()
         if procedure is None:
             procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)
-        target.check_prompt(token_ids)
-        limit = target.context_length
-        if len(token_ids) + min(params.max_tokens, 1) > limit:
-            raise InputError(
-                f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
-            )
-        self._check_tokens("logit_bias: ", [token for token, _ in params.logit_bias])
-        most = procedure.most_tokens(len(token_ids), limit, params)
-        max_length = min(len(token_ids) + params.max_tokens, most)
-        self.pool.check_fits(procedure.reach(len(token_ids), max_length, params))
-        table = BlockTable(self.capacity.page_size)
+        request = make_request(self._next_id, token_ids, params, procedure, self.target, self.pool, self.grammars)
         self._check_adapter(params.draft_adapter)
-        own = frozenset() if params.ignore_eos else target.stop_token_ids
-        request = Request(
-            request_id=self._next_id,
-            token_ids=token_ids,
-            params=params,
-            noise=PositionNoise(secrets.randbits(63) if params.seed is None else params.seed),
-            max_length=max_length,
-            stop_token_ids=own | frozenset(params.stop_token_ids),
-            detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens),
-            table=table,
-            draft_table=table,
-            procedure=procedure,
-            rules=self._make_rules(params, token_ids),
-        )
         self.adapt(request)
         procedure.check(request)
         self._next_id += 1
         return request
-
-    def _make_rules(self, params: SamplingParams, prompt: Sequence[int]) -> tuple[TokenRule, ...]:
-        """A grammar comes last: it forbids whatever the other rules made of the logits."""
-        rules = make_rules(params, prompt, self.target.vocab_size, self.target.device)
-        if params.grammar is None:
-            return rules
-        return (*rules, self.grammars.rule(params.grammar, ignore_eos=params.ignore_eos))
-
-    def _check_tokens(self, what: str, token_ids: Iterable[int]) -> None:
-        size = self.target.vocab_size
-        if wrong := [token for token in token_ids if not 0 <= token < size]:
-            raise InputError(f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}")
 
     def abort(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -313,7 +274,7 @@ class Engine:
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[GenerationResult]:
-        """Answer one prompt or many; yields one result a prompt, in order, as soon as it and those before it are done.
+        """Answer one prompt or many; yields the results in the order of the prompts, each as soon as it is there.
 
         A prompt is a string (tokenised as it is), a list of token ids, or a list of chat messages. All prompts are
         checked before the first one runs.
@@ -325,7 +286,7 @@ class Engine:
         return self._results([self._make_request(*pair) for pair in zip(many, each, strict=True)])
 
     def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
-        """Queues the requests only when it is first asked, so that an iterator nobody reads leaves nothing behind."""
+        """Queue the requests when the first result is asked for: an iterator that nobody reads leaves nothing behind."""
         try:
             for request in requests:
                 self.scheduler.add(request)
@@ -340,7 +301,7 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[TextChunk, None, GenerationResult]:
-        """Text as it is accepted; the generator's return value is the :class:`GenerationResult`."""
+        """Yield text as it is accepted; the generator returns the :class:`GenerationResult`."""
         request = self.add_request(prompt, params)
         try:
             while request.finish_reason is None:
@@ -352,7 +313,7 @@ class Engine:
 
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in one pass beside what is running."""
+        """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in a pass of their own."""
         table, size = BlockTable(self.pool.page_size), len(token_ids)
         self.pool.check_fits(size)
         if not self.pool.grow(table, size):
@@ -365,9 +326,9 @@ class Engine:
 
     # -- adapters ------------------------------------------------------------------------------------------------------
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Let requests choose the adapter in folder ``path``, by ``SamplingParams(draft_adapter=name)``.
+        """Let requests choose the adapter in folder ``path`` by ``SamplingParams(draft_adapter=name)``.
 
-        It takes the memory of one more drafter. A name in use gets the new adapter; requests that run keep theirs.
+        It takes the memory of another drafter. A name that is in use gets the new adapter; running requests keep the old one.
         """
         if self.draft_model is None:
             raise ConfigError(f"adapter {name!r} has no drafter to adapt; give the engine one")
@@ -389,17 +350,17 @@ class Engine:
             raise InputError(f"no adapter {name!r} is loaded (of those, {known}); load it with Engine.load_adapter")
 
     def adapt(self, request: Request) -> None:
-        """Let a request of which nothing is computed draft by the adapter it names, with prefixes of its own."""
+        """Give a request, of which nothing is computed yet, the adapter that it names, and the root of its page hashes."""
         request.adapter = adapter = self._adapters.get(request.params.draft_adapter or "")
-        in_ring = self.draft_model and self.draft_model.window  # then pages hold the target's K/V only, whatever drafts
+        in_ring = self.draft_model and self.draft_model.window  # then the shared pages hold no K/V of the drafter
         root = request.procedure.prefix_root(request.params, self.capacity.page_size)
         request.prefix_root = None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest)
 
     # -- settings ------------------------------------------------------------------------------------------------------
     def reconfigure(self, config: DecodingConfig) -> None:
-        """Decode by ``config`` from the next step on: all of it, or, where it is refused, as before.
+        """Decode by ``config`` from the next step on. If any of it is refused, nothing changes.
 
-        Requests go on; a policy that stays keeps what it has learnt.
+        Requests go on. A policy that stays the same keeps what it has learnt.
         """
         for name in ("draft_window", "kv_dtype", "draft_kv_dtype"):
             if getattr(config, name) != getattr(self.config, name):
@@ -466,7 +427,7 @@ class Engine:
         )
 
     def cycle_seconds(self, block_size: int, requests: int) -> float:
-        """Seconds of one cycle of so many requests with blocks of one size, 1 for plain decoding; measured on made-up text."""
+        """Seconds of a cycle of so many requests with blocks of one size (1: no drafts), measured on made-up text."""
         tokens, proposer = block_size * requests, self.proposer if block_size > 1 else None
         return (proposer.seconds(tokens, requests) if proposer else 0.0) + self.runner.seconds(tokens, requests)
 
@@ -488,13 +449,13 @@ class Engine:
         ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides.
         """
         token_ids = encode_prompt(self.target.tokenizer, prompt, thinking=thinking)
-        self._check_tokens("", token_ids)
+        check_tokens(self.target, "", token_ids)
         return token_ids
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; requests in flight keep theirs."""
+        """Forget all cached prefixes. Requests that run keep theirs."""
         self.sequences.forget()
 
     def check_integrity(self) -> None:
-        """Recount every page; raises ``AssertionError`` if the books are wrong."""
+        """Recount every page; raises ``AssertionError`` if a count is wrong."""
         self.sequences.check_integrity([*self.scheduler.running, *self.scheduler.waiting])

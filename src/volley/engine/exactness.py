@@ -26,7 +26,7 @@ _AS_IT_IS = "leave exact out: answers may then part from plain decoding's where 
 
 
 def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple[str, str] | None:
-    """Why the bits of a row may depend on the pass, and the remedy; ``None`` if all of the target runs on the kernels."""
+    """Why a row's bits may depend on the rest of the pass, and the remedy; ``None`` if all of the target runs on the kernels."""
     if not native.available or target.device.type != "cpu":
         return (
             f"volley's kernels do not run here ({target.device}; they need an x86-64 CPU with AVX2)",
@@ -47,7 +47,7 @@ def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple
 
 
 def check_exact(target: Target, store: KVStore, config: DecodingConfig) -> str | None:
-    """The reason of :func:`why_inexact`; an error if the promise is asked for and cannot be kept."""
+    """The reason of :func:`why_inexact`. Raises ConfigError if ``config`` asks for exact answers and there is such a reason."""
     found = why_inexact(target, store, config)
     if found is None:
         log.info("answers are exact: a token's logits do not depend on what else is in the pass")
@@ -60,7 +60,7 @@ def check_exact(target: Target, store: KVStore, config: DecodingConfig) -> str |
 
 
 def foresee_exactness(path: str | Path) -> str:
-    """Whether a target on the CPU, in bf16, would be exact, from its config: tried on a few layers with made-up weights."""
+    """Whether a target would be exact in bf16 on a CPU. Its config is read, and two layers are tried with made-up weights."""
     config = copy.deepcopy(load_config(path))
     weights = choose_weights(path, "auto", torch.device("cpu"), torch.bfloat16)
     quantisation = quantisation_of(config)

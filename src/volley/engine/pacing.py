@@ -1,4 +1,4 @@
-"""The engine's side of its policy: asks it before and after drafting, and tells it, and the cost tables, how it went."""
+"""Between the engine and its policy: asks the policy before and after drafting, and reports results to it and to cost tables."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Pacing:
         self._gave_way = False
 
     def decide(self, requests: Sequence[Request], under_way: int) -> list[Work[Request]]:
-        """What each of ``requests``, which decode, is asked to do."""
+        """The work of each of ``requests``, all of which decode."""
         views, found = [request.procedure.view(request, self.policy.block_size) for request in requests], []
         for request, view in zip(requests, views, strict=True):
             found.append((list[int](), list[float]()))
@@ -38,10 +38,10 @@ class Pacing:
         return works
 
     def gives_way(self, step: Step) -> bool:
-        """Whether a prompt came while the step drafted. Then it is read now, and the drafts are made once more after it.
+        """Whether the step is dropped because a prompt came while it drafted. Drafts are made anew after the prompt was read.
 
-        Nobody has looked at their tokens, and they will be drawn with the same noise: for the answers it is as if they had not
-        been. No two steps running give way.
+        No answer changes: nobody has looked at the dropped tokens, and the new ones are drawn with the same noise. Two steps in a
+        row never give way.
         """
         newcomers, works = self.costs.arrivals.newcomers, step.works
         only_drafts = len(step.decoding) == len(works) and any(work.ask.positions for work in works)
@@ -49,12 +49,12 @@ class Pacing:
         return self._gave_way
 
     def trim(self, step: Step) -> None:
-        """Cut the drafts to what the policy wants verified."""
+        """Cut each draft to the tokens that the policy wants verified."""
         step.cycles = trim(self.policy, step.decoding)
         step.drafted_at = time.perf_counter()
 
     def observe(self, step: Step) -> None:
-        """Tell the policy how it went, and the cost tables what it took."""
+        """Tell the policy what was accepted, and the cost tables how long it took."""
         self._show_prompts(step)
         self._time_prompts(step)
         works = step.decoding
@@ -77,7 +77,7 @@ class Pacing:
         self.policy.observe(step.cycles)
 
     def _time_own(self, step: Step) -> None:
-        """Tell the cost table of passes in which procedures drafted and verified by themselves, and nothing was read."""
+        """Report the time of a pass in which procedures drafted and verified by themselves and no prompt was read."""
         if all(work.kind in (Kind.DENOISE, Kind.VERIFY) for work in step.works):
             assert step.batch is not None
             self.costs.target.observe(len(step.batch), len(step.works), time.perf_counter() - step.drafted_at)
@@ -91,7 +91,7 @@ class Pacing:
             arrivals.decoded(now - step.started)
 
     def _show_prompts(self, step: Step) -> None:
-        """Show the policy the prompts that were read to their end."""
+        """Show the policy the end of each prompt that was read in this step."""
         if not self.policy.uses_prefill or step.features is None:
             return
         assert step.logits is not None

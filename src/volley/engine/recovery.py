@@ -1,4 +1,4 @@
-"""After a step raised: find the request that is to blame, and let all others go on as if nothing had happened."""
+"""After a step raised an error: find the request at fault, and let all others go on."""
 
 from volley.engine.engine import Engine
 from volley.errors import ParallelError
@@ -6,24 +6,24 @@ from volley.procedures.request import Request
 
 
 def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]:
-    """Abort the requests at fault and return them, each with what it raised; call it when ``engine.step`` raised ``error``.
+    """Abort the requests at fault, and return each with its error; to be called when ``engine.step`` raised ``error``.
 
-    Everybody gives pages back, since a broken step may have left any K/V half written. Each request of the step then runs
-    alone until it has gained a token: one that raises again is at fault, the others have made progress, so that even an
-    error which only the batch shows cannot stop them for good. Raises ``AssertionError`` if the page books are wrong, and a
-    ``ParallelError`` as it is: after that nothing can run.
+    All requests give their pages back, because the broken step may have left K/V half written. Then each request of the step
+    runs alone until it has gained a token. A request that raises again is at fault. All others have made progress, so an error
+    that only their batch causes cannot stop them for good. Raises ``AssertionError`` if page counts are wrong afterwards. A
+    ``ParallelError`` is raised again: after it nothing can run.
     """
     if isinstance(error, ParallelError):
         raise error
     scheduler = engine.scheduler
     running, waiting = list(scheduler.running), list(scheduler.waiting)
-    suspects = [*running, *waiting[:1]]  # the first in the queue may have raised while it was admitted
+    suspects = [*running, *waiting[:1]]  # admitting the first in the queue may have raised
     for request in [*running, *waiting]:
         scheduler.finish(request)
     engine.reset_prefix_cache()
     faults = list[tuple[Request, Exception]]()
     for request in suspects:
-        is_torn = request.stats.output_tokens != request.num_output  # the error struck while it was taking tokens
+        is_torn = request.stats.output_tokens != request.num_output  # the error came while tokens were taken
         own = error if is_torn else _step_alone(engine, request)
         if own is not None:
             engine.abort(request)

@@ -1,8 +1,12 @@
-"""What recurrent layers remember of each request: one slot of states that moves with the tokens that stay, and snapshots of it.
+"""The states of recurrent layers: each request has one slot of them, and snapshots serve the prefix cache.
 
-A state cannot be cut where a page ends, so a prefix is found only where pages and a snapshot end together. Snapshots are taken at
-the last page boundary of a prompt, at every fourth one of an answer (the newest is kept), and where pages had matched further
-than any snapshot: other prompts may part there too. The least recently used ones make room.
+A state cannot be cut where a page ends. So a prefix is found only where pages and a snapshot end together. Snapshots are taken
+
+- at the last page boundary of a prompt,
+- at every fourth page boundary of an answer, of which the newest is kept,
+- at a *junction*, where pages of a prompt matched further than any snapshot: other prompts may part there too.
+
+The least recently used snapshot makes room.
 """
 
 from collections import OrderedDict
@@ -27,27 +31,27 @@ _ANSWER_PAGES = 4  # of an answer between two snapshots
 
 @dataclass(slots=True)
 class _Held:
-    """What is known of a request beside its slot."""
+    """What is known of one request beside its slot."""
 
     junction: int = 0
-    """The first tokens, so many, that others had computed too and that had no snapshot."""
+    """How many of its first tokens had pages in the cache and no snapshot; 0 if there is no junction."""
     own: bytes | None = None
-    """The snapshot within its answer, which a later one replaces."""
+    """The newest snapshot of its answer, by the hash of its page; a later one replaces it."""
 
 
 class RecurrentStates(SequenceState):
-    """Recurrent states of all requests and of prefixes; the last of the states, for it asks at which page others have matched."""
+    """Recurrent states of requests and prefixes. It must be the last of an engine's states: it asks how far pages matched."""
 
     def __init__(self, store: RecurrentStore, page_size: int, *, prefix_caching: bool) -> None:
         self.store, self.page_size, self.prefix_caching = store, page_size, prefix_caching
         self.snapshots: OrderedDict[bytes, int] = OrderedDict()
-        """Slots by the hash of the page that the states follow; least recently used first."""
+        """Slots of snapshots by the hash of the page that they follow, the least recently used first."""
         self._free = list(range(store.num_slots))
         self._held: dict[int, _Held] = {}
 
     @property
     def num_held(self) -> int:
-        """Slots of requests; the others are free or hold snapshots."""
+        """Number of slots that requests hold."""
         return self.store.num_slots - len(self._free) - len(self.snapshots)
 
     # -- SequenceState -------------------------------------------------------------------------------------------------
@@ -65,7 +69,7 @@ class RecurrentStates(SequenceState):
         return pages * self.page_size
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """A slot; what a prefix left is copied into it."""
+        """Give the request a slot, and copy the snapshot of its prefix into it."""
         table = request.table
         if table.state is None:
             source = self.snapshots.get(request.page_hashes[-1]) if request.computed else None
@@ -103,18 +107,18 @@ class RecurrentStates(SequenceState):
 
     # -- passes and snapshots ------------------------------------------------------------------------------------------
     def start(self, batch: RaggedBatch, works: Sequence[Work[Request]]) -> RecurrentPass:
-        """The pass of a step's works, which are the segments of ``batch``."""
+        """Begin the pass over ``batch``, whose segments are those of ``works``."""
         return RecurrentPass(batch, self.store.layout, self.store, [self._marks(work) for work in works])
 
     def _marks(self, work: Work[Request]) -> tuple[int, ...]:
-        """A prompt's tokens stay; states are wanted after its last one and at the page boundaries that others may ask for."""
+        """Rows of a part of a prompt after which states are wanted: its last one, and where snapshots are taken."""
         if work.kind is not Kind.PREFILL:
             return ()
         rows = {end - work.request.computed - 1 for end in self._boundaries(work)}
         return tuple(sorted(rows | {work.num_known - 1}))
 
     def _boundaries(self, work: Work[Request]) -> list[int]:
-        """Page boundaries inside a part of a prompt, or at its end, where a snapshot is wanted."""
+        """Where a snapshot is taken inside a part of a prompt, or at its end: numbers of tokens before it."""
         request, size = work.request, self.page_size
         if not self.prefix_caching:
             return []
@@ -140,7 +144,7 @@ class RecurrentStates(SequenceState):
         return wanted
 
     def _snapshot(self, request: Request, boundary: int, *, in_answer: bool) -> int | None:
-        """The slot of a new snapshot after so many tokens; ``None`` where there is one already, or no room."""
+        """The slot of a new snapshot after ``boundary`` tokens; ``None`` if there is one already, or no room."""
         held, digest = self._held[request.request_id], request.page_hashes[boundary // self.page_size - 1]
         if digest in self.snapshots:
             self.snapshots.move_to_end(digest)
@@ -149,13 +153,14 @@ class RecurrentStates(SequenceState):
         if in_answer:
             slot = self.snapshots.pop(held.own, None) if held.own else None
             held.own = digest
-        slot = self._take() if slot is None else slot
+        if slot is None:
+            slot = self._take()
         if slot is not None:
             self.snapshots[digest] = slot
         return slot
 
     def _take(self, keep: int | None = None) -> int | None:
-        """A slot that is free, or that of the least recently used snapshot, if it is not ``keep``."""
+        """A free slot, or that of the least recently used snapshot other than ``keep``; ``None`` if there is none."""
         if self._free:
             return self._free.pop()
         for digest, slot in self.snapshots.items():
@@ -166,14 +171,14 @@ class RecurrentStates(SequenceState):
 
 
 def _kept(work: Work[Request]) -> list[int]:
-    """Rows of a work's segment that stay, in the order of their positions."""
+    """The rows of a work's segment that stay, by position."""
     if work.verdict.path is not None:
         return [0, *work.verdict.path]
     return list(range(work.num_kept))
 
 
 def make_recurrent(target: Target, capacity: Capacity) -> RecurrentStates | None:
-    """The states of a target's recurrent layers, if it has any: by default those of 256 prefixes too, as far as 1 GiB goes."""
+    """The states of a target's recurrent layers, if it has any. By default 256 prefixes have room, or as many as fit in 1 GiB."""
     layout = target.recurrent
     if not layout:
         return None

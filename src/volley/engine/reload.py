@@ -1,4 +1,4 @@
-"""A drafter that takes another's place while requests run."""
+"""Replace the drafter while requests run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,10 +8,10 @@ from volley.models.drafter import Drafter
 
 
 def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str | Path] | None = None) -> None:
-    """Draft with ``drafter``, and its ``adapters`` by name, from the next step on; where either is refused, all stays as it was.
+    """Draft with ``drafter`` and its ``adapters``, by name, from the next step on. If one is refused, nothing changes.
 
-    Between two steps. Requests go on with the tokens they would have had: they are read again, as after a preemption, for K/V of
-    the new drafter. Its K/V and those of the old one exist side by side for a moment.
+    To be called between two steps. Requests go on with the tokens that they would have had. They are read again, as after a
+    preemption, for the new drafter's K/V. For a moment the K/V of both drafters are in memory.
     """
     before = dict(vars(engine))
     scheduler, runner = engine.scheduler, engine.runner

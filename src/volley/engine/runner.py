@@ -1,4 +1,4 @@
-"""Runs the target for one step: one ragged pass over known and drafted tokens. Times such passes for cost tables."""
+"""The runner makes the pass of a step: one ragged pass of the target over known and drafted tokens. It times passes, too."""
 
 import weakref
 
@@ -13,7 +13,7 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import StaticPasses, static_passes
 from volley.memory.kv_store import KVStore
 from volley.models.draft_model import DraftModel
-from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
+from volley.models.rehearsal import context_of, fastest, made_up, spread
 from volley.models.taps import Taps
 from volley.models.target import Target
 
@@ -27,10 +27,10 @@ class Runner:
         recurrent: RecurrentStates | None = None,
         spare: int = 0,
     ) -> None:
-        """The states of the layers that the drafter of ``model`` reads are kept for it.
+        """``model`` is the drafter at work, whose layers of the target are tapped.
 
-        With ``spare`` slots at the end of the store, one page that is nobody's, small passes run in fixed memory if they can. Of
-        one request they have as many rows as a whole block with its anchor, in plain decoding too.
+        ``spare`` slots at the end of ``store`` belong to no request: those of one page, or 0. With such a page small passes run
+        in fixed memory where the model allows it. Each request then has as many rows as a block, in plain decoding too.
         """
         self.target, self.store, self.recurrent = target, store, recurrent
         self._taps = taps = None if model is None else Taps(target.model, model.taps)
@@ -48,12 +48,12 @@ class Runner:
             self.passes = static_passes(forward, store, spare, target.device, least)
 
     def close(self) -> None:
-        """Keep no more states of layers; it runs no more steps."""
+        """Remove the taps. No step can be run afterwards."""
         if self._taps is not None:
             self._taps.close()
 
     def forward(self, step: Step) -> None:
-        """The pass of a step: fills in its batch, its logits, each work's rows and the tapped features."""
+        """Fill in the step's batch, logits and features, and the rows of each work."""
         segments, tokens, rows, late = list[Segment](), list[int](), list[int](), dict[int, Tensor]()
         with step.timings.count("verify"):
             for work in step.works:
@@ -80,7 +80,7 @@ class Runner:
     def _replay(
         self, step: Step, segments: list[Segment], tokens: list[int], rows: list[int], late: dict[int, Tensor]
     ) -> bool:
-        """Run the pass in fixed memory, if it is one of decoding and small; False, and nothing done, if it is not."""
+        """Run the pass in fixed memory if it decodes only and is small; otherwise do nothing and return False."""
         if self.passes is None or any(work.kind is not Kind.DECODE for work in step.works):
             return False
         found = self.passes(segments, tokens, rows, late)
@@ -93,9 +93,9 @@ class Runner:
         return True
 
     def seconds(self, tokens: int, requests: int) -> float:
-        """Seconds of a pass over ``tokens`` of made-up text, spread over ``requests``, all verified."""
+        """Seconds of a pass that verifies ``tokens`` of made-up text, spread over ``requests``."""
         target, lengths = self.target, spread(tokens, requests)
-        context = min(CONTEXT, max(0, target.context_length - max(lengths)))
+        context = context_of(lengths, target.context_length)
         replay = None if self.passes is None else self.passes.made_up(lengths, context, causal=True)
         if replay is not None:
             return fastest(lambda: best_tokens(replay()), target.device)

@@ -1,10 +1,10 @@
-"""Who takes part in the next step: decoding requests first, then prompts in chunks, by priority and age.
+"""The scheduler chooses who takes part in the next step: decoding requests first, then chunks of prompts, by priority and age.
 
-Drafts make passes longer, and a prompt that comes during one waits for its end. Prompts get that time back: while any can be
-read, requests that draft sit out, until this has taken as long as the last pass with drafts. Those that decode plainly do not.
+Drafts make passes longer, and a prompt that arrives during a pass waits for its end. Prompts get that time back: while prompts
+can be read, requests that draft sit out, for as long as the last pass with drafts took. Requests that decode plainly go on.
 
-When pages run out the youngest running request of the last priority gives its pages back and waits. It resumes by recomputing its
-tokens, and since randomness belongs to positions, it goes on with the very tokens it would have had.
+When pages run out, the youngest running request of the last priority gives its pages back and waits. It resumes by recomputing
+its tokens. Randomness belongs to positions, so it goes on with the tokens that it would have had.
 """
 
 import time
@@ -30,11 +30,11 @@ class Scheduler:
         self.sequences = sequences
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        """Both from the first to be served to the last."""
+        """Waiting and running requests are ordered from the first to be served to the last."""
         self.step = 0
-        self._started = 0.0  # the last step
+        self._started = 0.0  # when the last step did
         self._prompts_due = 0.0
-        """Seconds that passes without drafts may still take while there are prompts to read."""
+        """Seconds for which prompts are still read before anything drafts."""
         self._drafts_sat_out = False
 
     def add(self, request: Request) -> None:
@@ -46,11 +46,11 @@ class Scheduler:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any request is, so that a prompt that comes now may have to wait for it."""
+        """Whether any request decodes: a prompt that arrives now may have to wait for its pass."""
         return any(request.is_decoding for request in self.running)
 
     def schedule(self, pacing: Pacing) -> Step:
-        """The next step's work; without any only when there is nothing to do."""
+        """The next step; it has no works only if there is nothing to do."""
         started = time.perf_counter()
         works: list[Work[Request]] = []
         under_way = len(self.running) + len(self.waiting)
@@ -59,9 +59,9 @@ class Scheduler:
             (decoding if request.is_decoding else unread).append(request)
         commits = [work for request in unread if (work := _read(request, most)).kind is Kind.COMMIT]
         decided = pacing.decide(decoding, under_way)
-        is_due = self._is_due(self._clock())
-        drafting = [work for work in decided if is_due and _drafts(work)]
-        others = [work for work in decided if not (is_due and _drafts(work))]
+        may_sit_out = self._are_prompts_due(self._clock())
+        drafting = [work for work in decided if may_sit_out and _drafts(work)]
+        others = [work for work in decided if not (may_sit_out and _drafts(work))]
         for work in self._in_turn([*others, *commits]):
             self._schedule(work, works)
         self._share_out(works)
@@ -76,24 +76,23 @@ class Scheduler:
         assert works or not self.has_work, "a pool that fits every single request always schedules one"
         return Step(works, pacing.policy.uses_confidence, started)
 
-    def _is_due(self, now: float) -> bool:
-        """Whether prompts come before drafts."""
+    def _are_prompts_due(self, now: float) -> bool:
+        """Whether prompts are read before anything drafts."""
         seconds, self._started = now - self._started, now
         self._prompts_due = self._prompts_due - seconds if self._drafts_sat_out else seconds
         return self._prompts_due > 0
 
     def _read_prompts(self, pacing: Pacing, works: list[Work[Request]], unread: list[Request], under_way: int) -> bool:
-        """Chunks of prompts, of those ``unread`` first, in what is left of the pass; whether there were any."""
+        """Schedule chunks of prompts, those ``unread`` first, in the room left in the pass; returns whether there were any."""
         most, before = self.capacity.max_batch_tokens, len(works)
-        budget = max(most - sum(work.num_tokens for work in works), -(-most // 8))  # or chains might starve prompts
-        for request in unread:
+        budget = max(most - sum(work.num_tokens for work in works), -(-most // 8))  # chains must not starve prompts
+        for reader in unread:
             if budget > 0:
-                budget -= self._schedule(_read(request, budget), works)
+                budget -= self._schedule(_read(reader, budget), works)
         while budget > 0 and len(self.running) < self.capacity.max_running:
-            ready = next((own for own in self.waiting if not self._is_held(own)), None)
-            if ready is None:
+            request = next((own for own in self.waiting if not self._is_held(own)), None)
+            if request is None:
                 break
-            request = ready
             if not self.sequences.admit(request, min(request.length + pacing.policy.block_size, request.max_length)):
                 break
             self.waiting.remove(request)
@@ -105,14 +104,14 @@ class Scheduler:
         return len(works) > before
 
     def _is_held(self, request: Request) -> bool:
-        """Whether another request is about to read the same prompt."""
+        """Whether a request waits for another one that is about to read the same prompt."""
         other = request.after
         if other is not None and (other.num_output or not (other in self.running or other in self.waiting)):
             other = request.after = None
         return other is not None
 
     def _in_turn(self, works: list[Work[Request]]) -> list[Work[Request]]:
-        """Without the canvases that are too many for one pass: those that have waited longest go first, then the oldest."""
+        """``works`` without canvases that have no room in this pass; those that have waited longest get it first."""
         self.step += 1
         most = room = self.capacity.max_batch_tokens
         waiting = set[Request]()
@@ -126,12 +125,12 @@ class Scheduler:
         return [work for work in works if work.request not in waiting]
 
     def _schedule(self, work: Work[Request], works: list[Work[Request]]) -> int:
-        """Let a work take part if there is room, taken from requests served after it if need be; returns its tokens.
+        """Let a work take part, if need be with the pages of requests that are served after it; returns its number of tokens.
 
-        Room for trees and copies comes later, out of what nobody else wants.
+        Trees and copies get their pages later, when everybody else has some.
         """
         request = work.request
-        if request not in self.running:  # it has just lost its pages
+        if request not in self.running:  # it was preempted in this step
             return 0
         chain = work.ask.size if work.ask.shape is Shape.CHAIN else work.ask.positions
         while not self.sequences.reserve(request, request.computed + work.num_known + chain):
@@ -153,7 +152,7 @@ class Scheduler:
             work.ask = work.ask.cut(work.ask.positions + max(0, left) // 2 // len(larger))
 
     def _grow_others(self, works: list[Work[Request]]) -> None:
-        """Pages for trees and copies; where few are left they are smaller."""
+        """Reserve pages for trees and copies, which become smaller if few are left."""
         for work in works:
             if work.ask.shape is not Shape.CHAIN:
                 request = work.request
@@ -162,7 +161,7 @@ class Scheduler:
                 assert grown, "there was room"
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's pages; it waits before all others of its priority."""
+        """Take a running request's pages. It waits before all others of its priority."""
         self.running.remove(request)
         self.sequences.release(request)
         request.stats.preemptions += 1

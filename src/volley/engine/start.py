@@ -1,4 +1,4 @@
-"""What an engine does and tells before it serves: passes that are captured ahead, and what it holds of its device's memory."""
+"""What is done before an engine serves: capture CUDA graphs, and log how much memory is in use."""
 
 import logging
 import time
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("volley")
 REACH = 4096
-"""Tokens of the longest text whose passes are captured ahead; longer ones' are when they first come."""
+"""Tokens of the longest text whose passes are captured ahead. Longer texts have theirs captured when they come."""
 
 
 def warm_up(engine: "Engine") -> tuple[int, float]:
-    """Capture the CUDA graphs of what ``engine`` will run, so that no step waits for that: how many, and the seconds it took.
+    """Capture the CUDA graphs that ``engine`` will need, so that no step waits for it; returns their number and the seconds.
 
-    Of up to as many requests as run at once, with texts of up to :data:`REACH` tokens and drafts as its policy makes them.
+    They serve as many requests as may run at once, texts of up to :data:`REACH` tokens, and drafts as the policy makes them.
     """
     started, policy = time.perf_counter(), engine.policy
     requests, drafted = engine.capacity.max_running, policy.block_size
@@ -36,7 +36,7 @@ def warm_up(engine: "Engine") -> tuple[int, float]:
 
 
 def memory_of(engine: "Engine") -> dict[str, int]:
-    """Bytes of the weights of target and drafter, of the K/V pools of both, and of CUDA graphs that are captured by now."""
+    """Bytes in use, by part: weights of target and drafter, their K/V pools, and the CUDA graphs captured so far."""
     held, model = {"target": weight_bytes(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
     if model is not None:
         held |= {"drafter": weight_bytes(model.drafter), "draft_kv": model.store.nbytes}
@@ -52,7 +52,7 @@ def describe_memory(engine: "Engine") -> str:
 
 
 def report_memory(engine: "Engine") -> None:
-    """Log it where memory is a device's own: how little is left on it decides what runs."""
+    """Log :func:`describe_memory`, unless the device is the CPU."""
     if engine.target.device.type != "cpu":
         log.info(describe_memory(engine))
 

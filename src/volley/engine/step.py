@@ -1,4 +1,4 @@
-"""One cycle of the engine: who takes part, what was proposed, computed and kept. ``Engine.step`` fills it in and drops it."""
+"""One step of the engine as an object: ``Engine.step`` makes it, fills it in line by line, and drops it."""
 
 import time
 from collections.abc import Iterator
@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from volley.decode.work import Kind, Rule, Shape, Work
+from volley.decode.work import Kind, Rule, Shape, Work, group_by
 from volley.memory.batch import RaggedBatch
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.policies.base import Cycle
-from volley.procedures.request import Procedure, Request
+from volley.procedures.request import Request
 from volley.proposers.base import Proposer
 from volley.proposers.lookup import TextLookup
 
 
 @dataclass(slots=True)
 class Timings:
-    """Wall seconds of the parts of a step."""
+    """Wall-clock seconds of the parts of a step."""
 
     draft: float = 0.0
     """Drafting, and the drafter's K/V of what stays."""
@@ -30,7 +30,7 @@ class Timings:
 
     @contextmanager
     def count(self, part: str) -> Iterator[None]:
-        """Add the seconds of what runs inside to one part."""
+        """Add the seconds that the body takes to ``part``."""
         started = time.perf_counter()
         yield
         setattr(self, part, getattr(self, part) + time.perf_counter() - started)
@@ -38,31 +38,34 @@ class Timings:
 
 @dataclass(slots=True)
 class Step:
+    """T tokens of all works go through the target; R of them get logits."""
+
     works: list[Work[Request]]
     with_confidence: bool = False
     """Whether the policy reads the drafter's confidences."""
     started: float = field(default_factory=time.perf_counter)
     timings: Timings = field(default_factory=Timings)
     settling: float = 0.0
-    """Seconds before drafting that went to tokens of earlier steps."""
-    drafted_at: float = 0.0
-    """When drafting had ended, and ``drafting`` is how many seconds it took."""
+    """Seconds before drafting that were spent on K/V of earlier steps' tokens."""
     drafting: float = 0.0
+    """Seconds that drafting took, without ``settling``."""
+    drafted_at: float = 0.0
+    """The time when drafting had ended, by ``time.perf_counter``."""
     is_late: bool = False
-    """Whether drafts were verified that the host had not read: it has not seen when drafting had ended."""
+    """Whether drafts went to the target unread. Then the host does not know when drafting ended: the device was still at work."""
     cycles: list[Cycle] = field(default_factory=list)
-    """What the policy sees of :attr:`decoding`."""
+    """What the policy sees of the works in :attr:`decoding`."""
     batch: RaggedBatch | None = None
     recurrent: RecurrentPass | None = None
     """The states of recurrent layers, if the target has any."""
     logits: Tensor | None = None
     """``[R, V]``: each work has its ``rows``."""
     features: Tensor | None = None
-    """The tapped states ``[T, taps · H]`` of the pass, if there is a drafter."""
+    """The tapped states of the target ``[T, taps · H]``, if there is a drafter."""
 
     @property
     def decoding(self) -> list[Work[Request]]:
-        """Works that a policy decided about; the others read prompts, or are a procedure's own."""
+        """The works that the policy decides about. All others read prompts, or belong to a procedure that drafts by itself."""
         return [work for work in self.works if work.kind is Kind.DECODE]
 
 
@@ -82,11 +85,8 @@ def propose(step: Step, drafter: Proposer | None) -> None:
 
 
 def accept(step: Step) -> None:
-    """Every request's procedure says what comes of its rows."""
+    """Let the procedure of each request fill in the verdict of its work."""
     assert step.logits is not None
-    groups: dict[Procedure, list[Work[Request]]] = {}
-    for work in step.works:
-        groups.setdefault(work.request.procedure, []).append(work)
     with step.timings.count("verify"):
-        for procedure, works in groups.items():
-            procedure.absorb(works, step.logits)
+        for procedure, members in group_by(step.works, lambda work: work.request.procedure).items():
+            procedure.absorb([step.works[index] for index in members], step.logits)

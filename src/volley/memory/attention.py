@@ -1,6 +1,6 @@
-"""The attention seam: a ragged batch attends to its pages, whatever the model and the phase.
+"""Attention of a ragged batch to its pages, for every model and phase.
 
-Implementations of one signature, ``attend(batch, store, layer, queries, keys, values, options) -> [T, heads, d]``:
+Implementations have one signature, ``attend(batch, store, layer, queries, keys, values, options) -> [T, heads, d]``:
 ``reference_attention`` is a loop anybody can check; ``paged_attention`` groups segments of one shape into one call of
 PyTorch's fused kernel, reads a dense store in place when a request's pages are consecutive, and plans once per batch.
 """
@@ -22,7 +22,7 @@ Attention = Callable[[RaggedBatch, KVStore, int, Tensor, Tensor, Tensor, "Attent
 
 
 class AttentionOptions(NamedTuple):
-    """What a layer asks of attention beyond Q, K and V."""
+    """A layer's settings of attention."""
 
     scale: float
     window: int | None = None
@@ -51,7 +51,7 @@ def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bo
     if not segment.causal:
         return (keys >= first_visible(segment, window)).expand(segment.length, -1)
     if segment.parents is not None:
-        return _visible_in_tree(segment, segment.parents, window, first)
+        return _visible_in_tree(segment, window, first)
     queries = torch.arange(segment.start, segment.end)[:, None]
     visible = keys <= queries
     return visible if window is None else visible & (keys > queries - window)
@@ -66,12 +66,9 @@ def _visible_in_groups(segment: Segment, groups: tuple[int, ...], window: int | 
     return visible if window is None else visible & (keys > starts - window)
 
 
-def _visible_in_tree(segment: Segment, parents: tuple[int, ...], window: int | None, first: int) -> Tensor:
+def _visible_in_tree(segment: Segment, window: int | None, first: int) -> Tensor:
     visible = np.ones((segment.length, segment.end - first), dtype=np.bool_)
-    inside = visible[:, segment.start - first :]
-    inside[:] = np.eye(segment.length, dtype=np.bool_)
-    for token, parent in enumerate(parents, start=1):
-        inside[token] |= inside[parent]
+    visible[:, segment.start - first :] = segment.ancestors()
     if window is not None:
         queries = segment.positions().numpy()
         keys = np.concatenate((np.arange(first, segment.start), queries))
@@ -118,14 +115,14 @@ _SHORT = 16  # segments up to this length may share a call though they differ in
 
 
 class GroupLimits(NamedTuple):
-    """When a call of its own is cheaper for a segment than a place in a group. Measured on a CPU."""
+    """Limits of a group; a segment beyond them is cheaper in a call of its own. Measured on a CPU."""
 
     copied_bytes: int = 2**17
-    """Bytes of one layer's K/V of one request that a group may copy."""
+    """Most bytes of one layer's K/V of one request that a group copies."""
     padded_rows: int = 32
-    """Tokens that a group may add to make its segments equally long."""
+    """Most tokens that a group adds to make its segments equally long."""
     padded_keys: int = 512
-    """Keys that a group may read in vain for the same reason."""
+    """Most keys that a group reads in vain for the same reason."""
 
 
 DEFAULT_LIMITS = GroupLimits()
@@ -133,7 +130,7 @@ DEFAULT_LIMITS = GroupLimits()
 
 @dataclass(slots=True)
 class _Group:
-    """Segments of one causality and about one length, attended in one call as if all were as long as the longest."""
+    """Segments of one causality and of similar lengths, which attend in one call as if all were as long as the longest."""
 
     rows: slice  # their tokens among those of all groups
     count: int
@@ -161,7 +158,7 @@ def paged_attention(
     options: AttentionOptions,
     limits: GroupLimits = DEFAULT_LIMITS,
 ) -> Tensor:
-    """The fast path; same contract as :func:`reference_attention`. ``limits`` change its speed alone."""
+    """The fast path, with the contract of :func:`reference_attention`. ``limits`` change its speed alone."""
     store.write(layer, write_slots(batch), keys, values)
     groups, taken, places = _grouped(batch, options, queries.dtype, keys[0].nbytes + values[0].nbytes, limits)
     queries = store.rotate(layer, queries)
@@ -213,7 +210,7 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, op
 
 
 def write_slots(batch: RaggedBatch) -> slice | Tensor:
-    """Where the K/V of the batch's tokens belong."""
+    """The slots of the K/V of the batch's tokens."""
     slots = batch.plans.get("write")
     if slots is None:
         segments = batch.segments
@@ -273,7 +270,7 @@ def _group_batch(
 
 
 def _split(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
-    """Divide segments by size: a call pads its segments to the largest, in total by no more than about ``limit``."""
+    """Divide segments into groups by size: padding a group to its largest segment adds about ``limit`` at most."""
     own = [sizes[index] for index in members]
     if len(members) * (max(own) - min(own)) < limit:
         return [members]

@@ -1,4 +1,4 @@
-"""The ragged batch: runs of tokens of many requests laid end to end, the input of every forward pass."""
+"""The ragged batch, which is the input of every forward pass: runs of tokens of many requests, laid end to end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.memory.kv_cache import BlockTable
@@ -52,6 +53,15 @@ class Segment:
             positions.append(positions[parent] + 1)
         return torch.tensor(positions)
 
+    def ancestors(self) -> NDArray[np.bool_]:
+        """Whether token j is an ancestor of token i, or i itself: ``[length, length]``. Ancestors in a chain are all before."""
+        if self.parents is None:
+            return np.tri(self.length, dtype=np.bool_)
+        seen = np.eye(self.length, dtype=np.bool_)
+        for token, parent in enumerate(self.parents, start=1):
+            seen[token] |= seen[parent]
+        return seen
+
 
 class RaggedBatch:
     """Segments of many requests laid end to end: the input of every forward pass, of target and drafter alike.
@@ -84,18 +94,24 @@ class RaggedBatch:
     ) -> tuple[Self, Tensor]:
         """A batch of ``token_ids [T]``, and indices of some of its ``rows``: all of it goes to ``device`` in one copy.
 
-        ``late`` are runs of tokens that only the device knows, by the row at which each begins; ``token_ids`` has any there.
+        ``late`` are runs of tokens that only the device knows, by the row at which each begins. What ``token_ids`` has there is
+        ignored.
         """
         positions = torch.cat([segment.positions() for segment in segments]).numpy()
         arrays = [np.array(token_ids, dtype=np.int64), positions, np.array(rows, dtype=np.int64)]
         if not late:
             tokens, places, chosen = upload_together(arrays, device)
             return cls(segments, tokens, places), chosen
-        sources, known = np.arange(len(token_ids)), len(token_ids)
-        for row, run in late.items():
-            sources[row : row + len(run)] = range(known, known := known + len(run))
-        tokens, places, chosen, order = upload_together([*arrays, sources], device)
+        tokens, places, chosen, order = upload_together([*arrays, late_order(len(token_ids), late)], device)
         return cls(segments, torch.cat([tokens, *late.values()]).index_select(0, order), places), chosen
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+def late_order(num_tokens: int, late: Mapping[int, Tensor]) -> NDArray[np.int64]:
+    """Where each token of a batch is found ``[num_tokens]``, if the runs of ``late`` are put behind the tokens of the host."""
+    order, known = np.arange(num_tokens), num_tokens
+    for row, run in late.items():
+        order[row : row + len(run)] = range(known, known := known + len(run))
+    return order

@@ -1,4 +1,4 @@
-"""What is known of the device that everything runs on, and what a pass takes of its memory."""
+"""Facts about the device, and the memory that a pass takes there."""
 
 import os
 from collections.abc import Callable
@@ -17,13 +17,12 @@ class Device:
 
     kind: str
     """As torch names it: cpu, cuda, …"""
-    name: str
     free_bytes: int | None = None
-    """Memory that could be allocated now; ``None`` where it is everybody's, as on a CPU."""
+    """Memory that can be allocated now; ``None`` on a CPU, whose memory is shared."""
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """A device that this machine has; an error that says why otherwise. ``auto`` is the GPU if there is one, else the CPU."""
+    """The device of that name; ConfigError if this machine cannot use it. ``auto`` is the GPU if there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -37,15 +36,15 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def find_device(device: torch.device) -> Device:
-    """The facts about ``device`` as they are now."""
+    """The present facts about ``device``."""
     if device.type != "cuda":
-        return Device(device.type, device.type)
+        return Device(device.type)
     torch.cuda.empty_cache()
-    return Device("cuda", torch.cuda.get_device_properties(device).name, torch.cuda.mem_get_info(device)[0])
+    return Device("cuda", torch.cuda.mem_get_info(device)[0])
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of a GPU that is free; of a machine, or of the container that this runs in, all there is."""
+    """Free memory of a GPU; on a CPU the whole memory of the machine, or of the container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -55,15 +54,15 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for all that a GPU was told to do; a CPU has done it."""
+    """Wait until a GPU has done everything it was told to; a CPU has already."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def sum_in_fp32() -> None:
-    """Let a GPU add up the parts of its half-precision products in fp32, as long as this process runs.
+    """Make a GPU add up the parts of half-precision products in fp32, for the rest of this process.
 
-    PyTorch allows sums in bf16 and fp16 by default. How many parts a product has depends on its rows.
+    By default PyTorch allows sums in bf16 and fp16, and the number of parts of a product depends on its rows.
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -1,12 +1,12 @@
-"""Passes over few tokens in fixed memory, so that a GPU launches the whole of one as a CUDA graph.
+"""Small passes in fixed memory, which a GPU launches as one CUDA graph.
 
-A pass is filled up to a bucket: so many segments, rows and parts of keys. What it reads besides weights and K/V lies in one
-buffer of the device, which one copy from the host fills anew. The rows that fill up are a segment of their own, on a page that
-is nobody's. So a bucket launches the same operations on the same memory every time: captured at its first use or ahead of it,
-replayed after that. On a CPU the same function is called instead of a replay.
+A pass is padded to a *bucket*: a number of segments, of rows and of parts of keys. Whatever it reads besides weights and K/V is
+in one buffer on the device, which one copy from the host refills. The padding rows are a segment of their own, on a page that
+belongs to no request. So a bucket always launches the same operations on the same memory: they are captured at its first use, or
+ahead of it, and replayed afterwards. On a CPU the function itself is called instead of a replay.
 
-A product may round a row otherwise where it has other rows beside it, since a library chooses its kernel by their number. So
-few requests have as many rows in every pass, however few tokens each verifies.
+A library chooses the kernel of a product by its number of rows, and another kernel may round a row otherwise. So a small number
+of requests has the same number of rows in every pass, however few tokens each verifies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.batch import RaggedBatch, Segment, late_order
 from volley.memory.device import reserved_bytes
 from volley.memory.kernels import launching
 from volley.memory.kv_cache import BlockTable
@@ -26,29 +26,29 @@ from volley.memory.tiles import PART, TiledBatch, Tiling, most_parts, segment_ar
 from volley.memory.upload import refill
 
 MOST_ROWS = 256
-"""Rows of a pass. With about so many, computing takes a GPU as long as reading the weights, and launches no longer count."""
+"""Most rows of a pass. With more, computing takes a GPU longer than reading the weights, and launches hardly matter."""
 MOST_SEGMENTS = 64
 FREE_ROWS = 128
-"""Rows up to which a pass takes about as long as one of a single row: filling it up costs nothing."""
+"""Up to so many rows a pass takes about as long as with a single row, so padding is free."""
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a request
-_SIZE = 2**20  # 32-bit numbers that a pass may have: page ids most of all
+_SIZE = 2**20  # 32-bit numbers in the buffer; most are page ids
 _ALIGNED = 4  # a part of the buffer begins at a multiple of 16 bytes
 
 Forward = Callable[[RaggedBatch, Tensor], Sequence[Tensor]]
-"""``forward(batch, rows [R])``: tensors ``[R, ...]`` or ``[T, ...]``, whose number and kinds never change."""
+"""``forward(batch, rows [R])``: tensors ``[R, ...]`` or ``[T, ...]``, always of the same number and types."""
 
 
 class Bucket(NamedTuple):
     segments: int
     rows: int
     parts: int
-    """Of keys, where parts have programs of their own."""
+    """Parts of keys, where each has a program of its own."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], least: int = 1) -> Self | None:
-        """The smallest for segments of such lengths, of one part; ``None`` where there are too many rows or segments.
+        """The smallest bucket, of one part, for segments of ``lengths``; ``None`` if there are too many rows or segments.
 
-        While that is free, it has room for ``least`` rows of each segment.
+        As long as padding is free, it has room for ``least`` rows of each segment.
         """
         segments = 1 << (len(lengths) - 1).bit_length()
         wanted = max(sum(lengths), segments * least if segments * least <= FREE_ROWS else 0)
@@ -58,10 +58,10 @@ class Bucket(NamedTuple):
 
 @dataclass(slots=True)
 class _Input:
-    """The parts of a buffer, on either side of the copy."""
+    """The parts of a buffer, the same on the host and on the device."""
 
     sources: Tensor
-    """``[2 · rows]``: tokens that the host knows, then those that only the device knows."""
+    """``[2 · rows]``: tokens of the host, then those that only the device knows."""
     order: Tensor
     """``[rows]``: where in ``sources`` each token is."""
     positions: Tensor
@@ -71,13 +71,13 @@ class _Input:
     """``[rows]``: rows whose outputs are wanted."""
     segments: Tensor
     tiles: list[Tensor]
-    """One for each tiling; as ``segments`` and ``cells`` they are those of a :class:`TiledBatch`."""
+    """One for each tiling. ``segments``, ``tiles`` and ``cells`` are those of a :class:`TiledBatch`."""
     cells: Tensor
-    """All that is left of the buffer."""
+    """The rest of the buffer."""
 
     @classmethod
     def of(cls, buffer: Tensor, bucket: Bucket, tilings: Sequence[Tiling]) -> Self:
-        """The parts that a bucket's passes have in an int32 ``buffer``."""
+        """Divide an int32 ``buffer`` for the passes of a bucket."""
         rows, at = bucket.rows, 0
 
         def part(size: int) -> Tensor:
@@ -94,25 +94,25 @@ class _Input:
 
 
 def num_tiles(bucket: Bucket, tiling: Tiling) -> int:
-    """The most tiles that segments of a bucket have, with one that fills up its rows."""
+    """The most tiles that segments of a bucket can have, the padding segment included."""
     return (bucket.rows + (bucket.segments + 1) * (tiling.tokens - 1)) // tiling.tokens
 
 
 class StaticPasses:
-    """Passes of one model over one store."""
+    """The small passes of one model over one store."""
 
     @torch.inference_mode()
     def __init__(self, forward: Forward, scratch: BlockTable, device: torch.device, least: int = 1) -> None:
-        """``scratch`` is one page of the store that no request ever has. A pass over one token tells what layers read.
+        """``scratch`` is a page of the store that no request ever has. A pass over one token shows what layers read.
 
-        Buckets have room for ``least`` rows of each request, as :meth:`Bucket.of` says.
+        Buckets have room for ``least`` rows of each request (:meth:`Bucket.of`).
         """
         self._forward, self._scratch, self.device, self._least = forward, scratch, device, least
         batch, rows = RaggedBatch.on_device([Segment(scratch, 0, 1)], [0], [0], device)
         outputs = forward(batch, rows)
         self.tilings = [plan for plan in batch.plans if isinstance(plan, Tiling)]
         self.can_be_captured = batch.plans.keys() == {"write", *self.tilings}
-        """Whether all attention is the kernel's, which reads fixed memory."""
+        """Whether all attention is done by the kernel, which reads fixed memory."""
         self._buffer = torch.zeros(_SIZE, dtype=torch.int32, device=device)
         self._outputs = [torch.zeros(MOST_ROWS, *x.shape[1:], dtype=x.dtype, device=device) for x in outputs]
         self._batch = batch
@@ -121,7 +121,7 @@ class StaticPasses:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device: of the fixed memory, and of what graphs hold for values in between."""
+        """Bytes on the device: the fixed memory, and what graphs hold for intermediate values."""
         return self._buffer.nbytes + sum(output.nbytes for output in self._outputs) + self._captured_bytes
 
     @torch.inference_mode()
@@ -132,9 +132,10 @@ class StaticPasses:
         rows: Sequence[int],
         late: Mapping[int, Tensor] | None = None,
     ) -> tuple[RaggedBatch, list[Tensor]] | None:
-        """The batch and the outputs of a pass over what :meth:`RaggedBatch.on_device` takes; ``None`` where it is too large.
+        """The batch and the outputs of a pass; ``None`` if it is too large.
 
-        Outputs have the rows of the bucket, real ones first. They are valid until the next pass.
+        It takes the arguments of :meth:`RaggedBatch.on_device`. Outputs have all rows of the bucket, real ones first. They are
+        valid until the next pass.
         """
         bucket = Bucket.of([segment.length for segment in segments], self._least)
         if bucket is None:
@@ -153,13 +154,13 @@ class StaticPasses:
         return batch, [output[: bucket.rows] for output in self._outputs]
 
     def made_up(self, lengths: Sequence[int], context: int, *, causal: bool) -> Callable[[], Tensor] | None:
-        """A pass over made-up text, which returns its first output; ``None`` where it is too large.
+        """A pass over made-up text that returns its first output; ``None`` if it is too large.
 
-        Segments of such ``lengths`` come after ``context`` tokens each. All of it is on the page that is nobody's.
+        Segments of ``lengths`` come after ``context`` tokens each. All of them are on the scratch page.
         """
         if Bucket.of(lengths, self._least) is None:
             return None
-        segments = [Segment(self._nobodys(context + length), context, length, causal) for length in lengths]
+        segments = [Segment(self._scratch_table(context + length), context, length, causal) for length in lengths]
         token_ids = [0] * sum(lengths)
 
         def run() -> Tensor:
@@ -170,7 +171,7 @@ class StaticPasses:
         return run
 
     def warm_up(self, requests: int, rows: int, reach: int, *, causal: bool) -> None:
-        """Run, and so capture, the buckets of so many requests at most, of up to ``rows`` rows after up to ``reach`` tokens."""
+        """Run, and so capture, the buckets of up to ``requests`` with up to ``rows`` rows each, after up to ``reach`` tokens."""
         rows = min(rows, MOST_ROWS)
         counts = [1 << i for i in range((min(requests, MOST_SEGMENTS) - 1).bit_length() + 1)]
         sizes = [size for size in _SIZES if size < rows] + [next(size for size in _SIZES if size >= rows)]
@@ -184,32 +185,29 @@ class StaticPasses:
 
     @property
     def num_graphs(self) -> int:
-        """Buckets that were captured by now."""
+        """Buckets that have been captured."""
         return len(self._replays)
 
-    def _nobodys(self, num_tokens: int) -> BlockTable:
-        """A table for so many tokens, all of whose pages are the one that is nobody's."""
+    def _scratch_table(self, num_tokens: int) -> BlockTable:
+        """A table for ``num_tokens``, all of whose pages are the scratch page."""
         size = self._scratch.page_size
         return BlockTable(size, self._scratch.pages * -(-num_tokens // size))
 
     def _filled_up(self, segments: Sequence[Segment], static: _Input) -> RaggedBatch:
         missing = len(static.positions) - sum(segment.length for segment in segments)
-        more = [Segment(self._nobodys(missing), 0, missing)] if missing else []
+        more = [Segment(self._scratch_table(missing), 0, missing)] if missing else []
         return RaggedBatch([*segments, *more], static.sources[: len(static.positions)], static.positions)
 
     def _described(
         self, bucket: Bucket, static: _Input, token_ids: Sequence[int], rows: Sequence[int], late: Mapping[int, Tensor]
     ) -> tuple[Tensor, int]:
-        """What the device's buffer shall hold for the batch, and as how many parts of keys it runs."""
-        segments, parts, known = self._batch.segments, 1, bucket.rows
+        """The contents of the buffer for the batch, and the number of parts of keys."""
+        segments, parts = self._batch.segments, 1
         described, cells = segment_arrays(self._batch) if self.tilings else (None, np.zeros(0, dtype=np.int32))
         buffer = torch.zeros(len(self._buffer) - len(static.cells) + len(cells), dtype=torch.int32)
         host = _Input.of(buffer, bucket, self.tilings)
-        order = np.arange(bucket.rows)
-        for row, run in late.items():
-            order[row : row + len(run)] = range(known, known := known + len(run))
         _put(host.sources, token_ids)
-        _put(host.order, order)
+        _put(host.order, late_order(bucket.rows, late))
         _put(host.positions, torch.cat([segment.positions() for segment in segments]).numpy())
         _put(host.slots, np.concatenate([own.table.slot_array(own.start, own.end) for own in segments]))
         _put(host.chosen, rows)
@@ -244,7 +242,7 @@ class StaticPasses:
 def static_passes(
     forward: Forward, store: KVStore, page_size: int, device: torch.device, least: int = 1
 ) -> StaticPasses | None:
-    """Passes over ``store``, the last page of which is nobody's; ``None`` where a GPU could not capture them.
+    """Small passes over ``store``, whose last page belongs to no request; ``None`` if a GPU cannot capture them.
 
     They have room for ``least`` rows of each request.
     """
@@ -253,5 +251,5 @@ def static_passes(
 
 
 def _put(part: Tensor, values: Any) -> None:
-    """``values`` as the first of a part in the host's memory; zeros follow."""
+    """Write ``values`` to the beginning of a part in the host's memory; zeros follow."""
     part.numpy()[: len(values)] = values

@@ -1,7 +1,7 @@
-"""Where K and V live: every slot of a pool, for every layer of one model, in the model's dtype or quantised.
+"""Stores of K and V: every slot of a pool, for every layer of one model, in the model's dtype or quantised.
 
-What attention reads has always been written first, a token's own K/V included. So with a quantised store too it makes
-no difference whether a token was computed alone, in a block or in a chunk of a prompt.
+Attention reads only what was written before, a token's own K/V included. So even with a quantised store it makes no difference
+whether a token was computed alone, in a block or in a chunk of a prompt.
 """
 
 import mmap
@@ -37,7 +37,7 @@ class KVStore(ABC):
 
     def __init__(self) -> None:
         self.on_move: list[Callable[[Tensor, Tensor], None]] = []
-        """Called with the slots of :meth:`move`, by whoever keeps another part of the same K/V."""
+        """Called with the arguments of :meth:`move`: other processes keep other heads of the same K/V."""
 
     @abstractmethod
     def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
@@ -53,7 +53,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def _tensors(self) -> list[tuple[Tensor, int]]:
-        """Everything that is stored, each with its dimension of slots."""
+        """Everything that is stored; each tensor comes with its dimension of slots."""
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy every layer's K and V, as they are stored, from slots ``source [n]`` to ``target [n]``; these may overlap."""
@@ -72,11 +72,11 @@ class KVStore(ABC):
         return sum(tensor.nbytes for tensor, _ in self._tensors())
 
     def rotate(self, layer: int, x: Tensor) -> Tensor:
-        """Vectors ``[..., head_dim]`` taken into the basis of :meth:`read`."""
+        """Vectors ``[..., head_dim]`` in the basis of :meth:`read`."""
         return x
 
     def unrotate(self, layer: int, x: Tensor) -> Tensor:
-        """Vectors ``[..., head_dim]`` taken back from the basis of :meth:`read`."""
+        """Vectors ``[..., head_dim]`` back from the basis of :meth:`read`."""
         return x
 
     def extract(self, layer: int, table: BlockTable, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ def _allocate(
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take memory only where they are written, on a CPU: torch writes its own, numpy asks for huge pages."""
+    """Zeros. On a CPU they take memory only where they are written: torch would write all, and numpy asks for huge pages."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, prod(size) * dtype.itemsize, **_PRIVATE), dtype=dtype).view(size)
@@ -204,5 +204,5 @@ def _stacked(every: Tensor | None) -> Tensor:
 
 
 def _rows(cache: Tensor, slots: slice | Tensor) -> Tensor:
-    """Rows ``slots`` of a tensor: a view of a slice, else ``index_select``, on a CPU seven times as fast as indexing."""
+    """Rows ``slots`` of a tensor: a view of a slice, else ``index_select``, seven times as fast as indexing on a CPU."""
     return cache[slots] if isinstance(slots, slice) else cache.index_select(0, slots)

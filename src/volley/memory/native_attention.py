@@ -1,4 +1,4 @@
-"""Attention of bf16 models on a CPU by the kernel in C; what it does not do goes to :func:`paged_attention`."""
+"""Attention of bf16 models on a CPU by a kernel in C; what the kernel cannot do goes to :func:`paged_attention`."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ def native_attention(
     values: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Same contract as :func:`reference_attention`; a token's result is the same to the bit in whatever batch it is."""
+    """Same contract as :func:`reference_attention`. A token's result is the same to the bit in any batch."""
     if not (serves(store, options) and _is_regular(queries, keys, values)):
         return paged_attention(batch, store, layer, queries, keys, values, options)
     assert isinstance(store, DenseKVStore)
@@ -45,7 +45,7 @@ def _is_regular(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def attention_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
-    """The plan of a batch for layers with such a window; made once."""
+    """The plan of a batch for layers with this window; it is made once."""
     key = ("native", window)
     plan = batch.plans.get(key)
     if plan is None:
@@ -68,8 +68,9 @@ def _make_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
             slots.append(seen)
             entries += len(seen)
         else:
-            for token, path in enumerate(_paths(segment)):  # each token sees a list of its own
-                own = seen[np.concatenate((np.arange(segment.start - first), np.array(path) + segment.start - first))]
+            context = segment.start - first
+            for token, ancestors in enumerate(segment.ancestors()):  # each token sees a list of its own
+                own = np.concatenate((seen[:context], seen[context:][ancestors]))
                 end = first + len(own)
                 begins[row + token], ends[row + token] = first if window is None else max(first, end - window), end
                 units.append((row + token, 1, entries, len(own), first))
@@ -80,19 +81,10 @@ def _make_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
 
 
 def _seen(segment: Segment, first: int, window: int | None) -> tuple[IntArray | int, IntArray | int]:
-    """The positions ``[begin, end)`` that the tokens of a segment see, which is no tree."""
+    """The positions ``[begin, end)`` that each token of a segment sees; the segment is no tree."""
     if not segment.causal:
         return first, segment.end
     sizes = np.ones(segment.length, dtype=np.int64) if segment.groups is None else np.array(segment.groups)
     ends = segment.start + np.cumsum(sizes)
     starts, ends = np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)
     return first if window is None else np.maximum(first, starts + 1 - window), ends
-
-
-def _paths(segment: Segment) -> list[list[int]]:
-    """For each token of a tree, its ancestors and itself, root first."""
-    assert segment.parents is not None
-    paths = [[0]]
-    for token, parent in enumerate(segment.parents, start=1):
-        paths.append([*paths[parent], token])
-    return paths

@@ -20,11 +20,11 @@ from torch.nn.functional import threshold
 
 _ROWS = 16  # queries whose decays are held at once where every channel has its own
 _LEAST = 1e-22
-"""Factors below it are taken as 0: products with denormal numbers would be up to ten times slower on a CPU."""
+"""Smaller factors are taken as 0: products with denormal numbers are up to ten times slower on a CPU."""
 
 
 class Run(NamedTuple):
-    """Rule inputs of N runs of T tokens, fp32 with heads first; a padding token has zeros everywhere."""
+    """Inputs of the rule for N runs of T tokens, in fp32 with heads first; padding tokens are all zeros."""
 
     queries: Tensor
     """``[N, heads, T, keys]``"""
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What the states after each token of N runs can be made of, beside the states before them."""
+    """What is needed, beside the states before N runs, to compute the states after any of their tokens."""
 
     keys: Tensor
     updates: Tensor
@@ -93,7 +93,7 @@ def _factors(logarithms: Tensor) -> Tensor:
 
 
 class Advance(NamedTuple):
-    """How the states of N runs follow from those before: ``factors · S + keysᵀ updates``."""
+    """Computes the states after N runs from those before: ``factors · S + keysᵀ updates``."""
 
     factors: Tensor
     """``[N, heads, keys or 1, 1]``"""
@@ -106,7 +106,7 @@ class Advance(NamedTuple):
 
 
 def advance(trace: Trace, ancestors: Tensor, rows: Tensor) -> Advance:
-    """How states become those after token ``rows [N]`` of each run."""
+    """The step from the states before each run to those after its token ``rows [N]``."""
     index = torch.arange(len(rows), device=rows.device)
     last = trace.totals[index, :, rows][:, :, None]
     inside = ancestors.expand(len(rows), -1, -1)[index, rows][:, None, :, None]

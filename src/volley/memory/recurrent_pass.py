@@ -1,8 +1,8 @@
-"""One pass of a model with recurrent layers over a ragged batch: what the layers compute, and the states after any token.
+"""A pass of recurrent layers over a ragged batch: the outputs of the layers, and the states after any token.
 
-Nothing is written while the pass runs. A segment that may be cut is *open*: what states are made of is kept, and once it is known
-which tokens stay, :meth:`RecurrentPass.write` makes the states after them. A segment with *marks* stays as a whole and may be
-long: it is computed in pieces, and states are kept at its marks only.
+Nothing is written while the pass runs. A segment that may be cut is *open*: the pass keeps what its states can be computed from.
+Once the verdict says which tokens stay, :meth:`RecurrentPass.write` computes the states after them. A segment with *marks* stays
+as a whole and may be long. It is computed in pieces, and states are kept at its marks only.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _PIECE = 64  # tokens of a marked segment that are computed at once
 
 
 class Wanted(NamedTuple):
-    """The states after token ``row`` of a segment are to be in a slot of the store."""
+    """A request to write the states after token ``row`` of a segment into a slot."""
 
     segment: int
     row: int
@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
 
 
 class _OpenGroup(NamedTuple):
-    """Open segments of about one length, computed together as if all were as long as the longest."""
+    """Open segments of similar lengths, computed together as if all were as long as the longest."""
 
     members: list[int]
     rows: Tensor | None
@@ -42,7 +42,7 @@ class _OpenGroup(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A run of a group goes on to its token ``row``, into a slot."""
+    """The states of a group's run after its token ``row`` go into a slot."""
 
     run: int
     row: int
@@ -135,7 +135,7 @@ class RecurrentPass:
 
     # -- what stays ----------------------------------------------------------------------------------------------------
     def write(self, wanted: Sequence[Wanted]) -> None:
-        """Put states after tokens into the store's slots, which are no others' that are still to be read in this pass."""
+        """Write states after tokens into slots. No slot may be one that another segment of this pass still reads."""
         assert self.store is not None, "a pass without a store keeps nothing"
         if not wanted:
             return
@@ -177,7 +177,7 @@ class RecurrentPass:
             states.index_copy_(0, slots, step(read_slots(states, before)))
 
     def _move_in_c(self, group: _OpenGroup, traces: list[Trace], moves: list[_Move]) -> None:
-        """All layers in one call; a slot that is read is written last."""
+        """All layers in one call; a slot that others read is written last."""
         assert self.store is not None
         moves = sorted(moves, key=lambda move: move.slot == group.slots[move.run])
         before = [group.slots[move.run] for move in moves]
@@ -221,15 +221,14 @@ class RecurrentPass:
         if any(segment.parents is not None for segment in segments):
             ancestors = ancestors.repeat(len(members), axis=0)
             for seen, segment in zip(ancestors, segments, strict=True):
-                if segment.parents is not None:
-                    seen[: segment.length, : segment.length] = _ancestors(segment.parents)
+                seen[: segment.length, : segment.length] = segment.ancestors()
         is_batch = np.array_equal(rows.ravel(), np.arange(len(self.batch)))
         places = None if is_batch else torch.from_numpy(rows).to(device)
         slots = [self._slot(segment) for segment in segments]
         return _OpenGroup(members, places, torch.from_numpy(ancestors).to(device), slots)
 
     def _taps_of(self, width: int) -> Tensor:
-        """What a convolution reads for each token, itself first: rows ``[T, width]`` of all histories and then the batch."""
+        """What a convolution reads for each token, itself first: rows ``[T, width]`` of all histories followed by the batch."""
         if width not in self._taps:
             segments = self.batch.segments
             base = len(segments) * (width - 1)
@@ -254,11 +253,3 @@ def _group_rows(x: Tensor, group: _OpenGroup) -> Tensor:
     if group.rows is None:
         return x.view(len(group.members), -1, *x.shape[1:]).transpose(1, 2)
     return torch.cat((x, torch.zeros_like(x[:1])))[group.rows].transpose(1, 2)
-
-
-def _ancestors(parents: Sequence[int]) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
-    """Whether token j of a tree is an ancestor of token i, or i itself."""
-    seen = np.eye(len(parents) + 1, dtype=np.bool_)
-    for token, parent in enumerate(parents, start=1):
-        seen[token] |= seen[parent]
-    return seen

@@ -1,4 +1,4 @@
-"""Where the states of recurrent layers live: a slot holds those of all layers after one token of one request."""
+"""The store of recurrent states: a slot holds those of all layers after one token of one request."""
 
 from dataclasses import dataclass
 from math import prod
@@ -44,7 +44,7 @@ class RecurrentStore:
 
 
 def read_slots(stored: Tensor, slots: list[int | None]) -> Tensor:
-    """Entries ``slots`` of a tensor of the store; zeros for ``None``: a sequence that begins."""
+    """Entries ``slots`` of a tensor of the store; zeros for ``None``, a sequence that begins."""
     if len(slots) == 1:
         return torch.zeros_like(stored[:1]) if slots[0] is None else stored[slots[0] : slots[0] + 1]
     found = stored.index_select(0, torch.tensor([slot or 0 for slot in slots], device=stored.device))

@@ -1,4 +1,4 @@
-"""What a decoder layer does to each row between its products, in few operations: written out here, in Triton on a GPU."""
+"""What a decoder layer does to each row between its products, in few operations: in PyTorch here, in Triton on a GPU."""
 
 from typing import NamedTuple, Protocol
 
@@ -11,14 +11,14 @@ from volley.memory import kernels
 
 class AddNorm(Protocol):
     def __call__(self, states: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``states + update`` and its RMS norm, both ``[T, H]``; without an update the states come back as they are."""
+        """``states + update`` and its RMS norm, both ``[T, H]``; without an update the states are returned as they are."""
 
 
 class NormAndTurn(Protocol):
     def __call__(
         self, rows: Tensor, norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, heads: int, eps: float
     ) -> None:
-        """Norm queries and keys by their weights ``[d]``, if there are any, and turn them; in place.
+        """Norm queries and keys by weights ``[d]``, if there are any, and apply the rotary embedding; in place.
 
         ``rows [T, heads + 2 · shared, d]`` are ``heads`` queries, then keys and as many values. ``cos`` and ``sin``: ``[T, d]``.
         """
@@ -61,7 +61,7 @@ REFERENCE = RowOperations(add_norm, norm_and_turn, gated_silu)
 
 
 def row_operations(device: torch.device) -> RowOperations:
-    """The fastest on ``device``."""
+    """The fastest row operations on ``device``."""
     if not kernels.usable(device):
         return REFERENCE
     from volley.memory.kernels import rows

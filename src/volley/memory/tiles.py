@@ -1,4 +1,4 @@
-"""What an attention kernel for pages reads of a batch: its segments, their pages, and tiles of tokens with the keys they see."""
+"""What the Triton kernel of attention reads of a batch: segments, their pages, and tiles of tokens with the keys they see."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,24 +13,24 @@ from volley.memory.upload import upload_together
 
 BIDIRECTIONAL, CAUSAL, TREE = 0, 1, 2
 PART = 256
-"""Keys of a part."""
+"""Keys in a part."""
 
 Ints = NDArray[np.signedinteger[Any]]
 
 
 class Tiling(NamedTuple):
-    """How layers of one kind divide a batch: also the name of what they read of it, among the plans of the batch."""
+    """How layers of one kind divide a batch into tiles; also the key of their :class:`TiledBatch` among the batch's plans."""
 
     window: int | None
     symmetric: bool
     tokens: int
-    """Of a tile, at most."""
+    """Most tokens of a tile."""
     kv_heads: int
 
 
 @dataclass(slots=True)
 class TiledBatch:
-    """What the kernel reads about a batch, the same for all layers of one tiling."""
+    """What the kernel reads of a batch, the same for all layers with one tiling."""
 
     tiles: Tensor
     """``[n, 4]`` int32: segment, its first token, and the keys ``[low, high)`` that any of the tile's tokens sees."""
@@ -44,7 +44,7 @@ class TiledBatch:
 
 
 def tiled_batch(batch: RaggedBatch, tiling: Tiling) -> TiledBatch:
-    """``batch`` in tiles; made once."""
+    """``batch`` in tiles; it is made once."""
     tiled = batch.plans.get(tiling)
     if tiled is None:
         tiles = tile_array(batch.segments, tiling)
@@ -89,7 +89,7 @@ def _seen_inside(segment: Segment) -> NDArray[np.bool_] | None:
 
 
 def _seen(segment: Segment, first: int, tiling: Tiling) -> tuple[int, int]:
-    """Bounds ``[low, high)`` of the keys that any token of the tile sees whose first token is ``first``."""
+    """Bounds ``[low, high)`` of the keys that the tokens of a tile see, whose first token is ``first``."""
     low, high = first_visible(segment, tiling.window), segment.end
     start, end = segment.start + first, min(segment.start + first + tiling.tokens, high)
     if segment.causal and segment.parents is None and segment.groups is None:

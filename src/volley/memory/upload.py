@@ -1,4 +1,4 @@
-"""Arrays of the host on their way to a device. On a GPU the host does not wait for the copy."""
+"""Copies of the host's arrays to a device. On a GPU the host does not wait for them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +16,12 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def upload_indices(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    """``values`` as int64 on ``device``; a tensor is there already."""
+    """``values`` as int64 on ``device``; a tensor must be there already."""
     return values if isinstance(values, Tensor) else upload(np.array(values, dtype=np.int64), device)
 
 
 def upload_together(arrays: Sequence[NDArray[np.signedinteger[Any]]], device: torch.device) -> list[Tensor]:
-    """Several arrays of one type in one copy; views of one tensor, each in its array's shape."""
+    """Several arrays of one type in one copy; the results are views of one tensor, in the arrays' shapes."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     joined = upload(np.concatenate([array.ravel() for array in arrays]), device)
@@ -30,6 +30,6 @@ def upload_together(arrays: Sequence[NDArray[np.signedinteger[Any]]], device: to
 
 
 def refill(memory: Tensor, values: Tensor) -> None:
-    """Copy ``values`` of the host to where ``memory`` begins. On a GPU the host does not wait, and may change them at once."""
+    """Copy ``values`` of the host to the beginning of ``memory``. The host does not wait, and may change them at once."""
     host = values if memory.device.type == "cpu" else values.pin_memory()
     memory[: len(values)].copy_(host, non_blocking=True)

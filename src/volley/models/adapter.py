@@ -1,7 +1,7 @@
 """Adapters: a drafter's weights for another workload as low-rank updates of its linear maps (LoRA), in PEFT's two files.
 
-``W + (α/r)·B·A`` with ``A [r, in]`` and ``B [out, r]`` for every linear map but those of the heads. In training A and
-B alone learn; for decoding the update is added to a copy of the drafter, which then runs as any drafter does.
+``W + (α/r)·B·A`` with ``A [r, in]`` and ``B [out, r]`` for every linear map except those of the heads. Training changes only A
+and B. For decoding the update is added to a copy of the drafter, which then runs like any drafter.
 """
 
 import json

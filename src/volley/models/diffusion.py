@@ -1,4 +1,4 @@
-"""Block-diffusion language models: what tells their families apart, and how their checkpoints are recognised."""
+"""Block-diffusion language models: the settings of their families, and how their checkpoints are recognised and loaded."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ SDAR = BlockDiffusion(
     is_aligned=True,
     defaults=DiffusionParams(canvas_length=4, strategy="low_confidence_dynamic", threshold=0.9, entropy_bound=0.35),
 )
-"""SDAR and its relatives (Efficient-DLM, a2d): masks, logits in place, blocks that see themselves both ways."""
+"""SDAR and its relatives (Efficient-DLM, a2d): mask tokens, row i of the logits is for token i, blocks are bidirectional."""
 FAST_DLLM = BlockDiffusion(
     mask_token_id=151665,
     is_aligned=True,
@@ -69,9 +69,9 @@ def load_target(
 ) -> Target:
     """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config.
 
-    One that is loaded is returned as it is, and ConfigError raised where it was to be loaded in some way.
-    A causal LM whose config has ``block_diffusion`` is both. ``reference-diffusion`` is the bundled one. ``tensor_parallel``
-    divides a causal LM over the processes of torchrun (:mod:`volley.models.sharded`).
+    A loaded target is returned as it is; ConfigError if ``weights`` or ``tensor_parallel`` say how it is to be loaded.
+    A causal LM whose config has ``block_diffusion`` is both kinds. ``reference-diffusion`` is the bundled one.
+    ``tensor_parallel`` divides a causal LM over the processes of torchrun (:mod:`volley.models.sharded`).
     """
     if isinstance(path, Target):
         if weights != "auto" or tensor_parallel:

@@ -1,8 +1,8 @@
-"""DiffusionGemma on volley's pages: what is read and what is denoised go through one stack in one pass.
+"""DiffusionGemma on volley's pages: tokens that are read and tokens that are denoised go through one stack in one pass.
 
-transformers has two module trees over the same weights, an *encoder* (causal, writes K/V) and a *decoder* (both ways, with
-self-conditioning), whose layers differ in one buffer, ``layer_scalar``. Here the encoder's layers run for all rows, each with the
-scalar of its mode: the rows that come with feedback are the decoder's.
+transformers has two module trees over the same weights, an *encoder* (causal, writes K/V) and a *decoder* (bidirectional, with
+self-conditioning). Their layers differ in one buffer, ``layer_scalar``. Here the encoder's layers run for all rows, and each row
+has the scalar of its mode. Rows that come with feedback are the decoder's.
 """
 
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ class DiffusionGemma(Target):
         return states
 
     def _set_scalars(self, denoised: Tensor | None) -> None:
-        """Give each row of the next pass the scalar of its mode; ``None``: all rows are read."""
+        """Give each row of the next pass the scalar of its mode; ``None``: all rows are the encoder's."""
         for layer, (reads, denoises) in zip(self._encoder.layers, self._scalars, strict=True):
             layer.layer_scalar = reads if denoised is None else torch.where(denoised[None, :, None], denoises, reads)
 

@@ -1,8 +1,8 @@
-"""Heads with a state: each position's logits are corrected by what has read all tokens of the block before it.
+"""Heads with a state, which has read all tokens of the block before a position, and corrects the position's logits.
 
-Domino: a GRU reads the embeddings of the anchor and of the tokens drafted so far. With its state g and the position's own h, the
-logits grow by ``W2·silu(W1·[h; g])``. DSpark's recurrent head reads rows of a table, and its state depends on h too. A pair of
-tokens does not tell the correction, so a draft is walked token by token, and there are no trees.
+Domino: a GRU reads the embeddings of the anchor and of the tokens drafted so far. With its state g and the position's state h
+the logits grow by ``W2·silu(W1·[h; g])``. DSpark's recurrent head reads rows of a table, and its state depends on h, too. The
+correction depends on more than a pair of tokens. So a draft is walked token by token, and there are no trees.
 """
 
 from collections.abc import Callable, Sequence

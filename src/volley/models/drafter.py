@@ -144,11 +144,9 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DraftMLP(config)
-        convolves = config.conv_kernel_size is not None
-        self.attention_conv = _make_convolution(config) if convolves else None
-        self.mlp_conv = _make_convolution(config) if convolves else None
+        self.attention_conv, self.mlp_conv = _make_convolution(config), _make_convolution(config)
 
-    def take(self, products: LayerWeights[Product] | JoinedWeights) -> None:
+    def take(self, products: LayerWeights[Product] | LayerWeights[JoinedProduct]) -> None:
         """Compute with these products, so that there is one copy of the weights for all ways to run the layer."""
         attention, mlp = self.self_attn, self.mlp
         share([attention.q_proj, attention.k_proj, attention.v_proj], products.project)
@@ -157,9 +155,9 @@ class DraftLayer(nn.Module):
         mlp.down_proj.forward = products.down  # type: ignore[method-assign, assignment]
 
 
-def _make_convolution(config: DrafterConfig) -> BlockConvolution:
-    assert config.conv_kernel_size is not None
-    assert config.conv_group_size is not None
+def _make_convolution(config: DrafterConfig) -> BlockConvolution | None:
+    if config.conv_kernel_size is None or config.conv_group_size is None:
+        return None
     return BlockConvolution(config.hidden_size, config.conv_kernel_size, config.conv_group_size)
 
 
@@ -284,7 +282,7 @@ class Drafter(nn.Module):
         if joins:
             self.join(make)
             for layer, joined in zip(self._layers(), self.joined, strict=True):
-                layer.take(joined)
+                layer.take(joined.weights)
         for name, module in self.named_modules():
             if not isinstance(module, nn.Linear) or name.startswith(("head.", "confidence_head.")):
                 continue

@@ -1,10 +1,10 @@
 """The EAGLE-3 drafter (Li et al. 2025, §3): one decoder layer that writes a chain token by token.
 
-Position t reads two vectors, the embedding of token t + 1 and a state, and predicts token t + 2. The state is what ``fc`` makes
-of three layers of the target at token t; behind the last token that the target has computed it is the drafter's own output of the
-position before. Both are normed and laid side by side, so queries, keys and values are products of 2H.
+Position t reads two vectors, the embedding of token t + 1 and a state, and predicts token t + 2. The state is ``fc`` of three
+layers of the target at token t. Behind the last token that the target has computed, it is the drafter's own output at position
+t − 1. Both vectors are normed and concatenated, so queries, keys and values are products of inputs of size 2H.
 
-The formats that it comes in are in ``eagle_format.py``.
+Its checkpoint formats are in ``eagle_format.py``.
 """
 
 from pathlib import Path

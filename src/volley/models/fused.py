@@ -225,8 +225,7 @@ class FusedLayer(LayerForward, Generic[P]):
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         of, size = self.weights, self.shape
         rows = of.project(native.rms_norm(states, of.first_norm, size.eps))
-        norms = None if of.query_norm is None or of.key_norm is None else (of.query_norm, of.key_norm)
-        native.norm_and_turn(rows, norms, cos, sin, size.heads, size.shared, size.eps)
+        native.norm_and_turn(rows, of.norms, cos, sin, size.heads, size.shared, size.eps)
         return rows.view(len(rows), -1, size.dim)
 
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from volley.models.products import Float8Product, make_product
 class Injection:
     """Writes the context features of one drafter into its store.
 
-    Holds a copy of every layer's ``k_proj`` and ``v_proj`` as one, made again whenever one of them has changed.
+    Holds a copy of all layers' ``k_proj`` and ``v_proj`` as one matrix, which is made again when one of them has changed.
     """
 
     def __init__(self, drafter: Drafter, store: KVStore) -> None:

@@ -1,7 +1,7 @@
 """Decoder layers of the Llama and Qwen kind in at most twelve operations, attention included, on any device.
 
-Projections that read one input are one matrix, of which the layer's own weights are views: nothing is held twice. What comes
-between the products is ``memory.rows``.
+Projections of one input are one matrix, of which the layer's own weights are views: nothing is in memory twice. The operations
+between the products are in ``memory/rows.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from volley.memory.attention import AttentionOptions
 from volley.memory.rows import row_operations
-from volley.models.fused import LayerForward, layer_shape, recognise
+from volley.models.fused import LayerForward, layer_shape, layer_weights, recognise
 from volley.native import LayerShape
 
 
@@ -63,22 +63,15 @@ class JoinedWeights:
     def __init__(
         self, layer: Any, shape: LayerShape, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of
     ) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.shape = shape
-        self.first_norm, self.second_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-        self.norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
-        self.project = join([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = join([attention.o_proj])
-        self.gate_up = join([mlp.gate_proj, mlp.up_proj])
-        self.down = join([mlp.down_proj])
-        self.rows = row_operations(self.first_norm.device)
+        self.shape, self.weights = shape, layer_weights(layer, join)
+        self.rows = row_operations(self.weights.first_norm.device)
 
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
-        size = self.shape
-        _, normed = self.rows.add_norm(states, None, self.first_norm, size.eps)
-        rows = self.project(normed).view(len(states), -1, size.dim)
-        self.rows.norm_and_turn(rows, self.norms, cos, sin, size.heads, size.eps)
+        of, size = self.weights, self.shape
+        _, normed = self.rows.add_norm(states, None, of.first_norm, size.eps)
+        rows = of.project(normed).view(len(states), -1, size.dim)
+        self.rows.norm_and_turn(rows, of.norms, cos, sin, size.heads, size.eps)
         return rows
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -88,8 +81,9 @@ class JoinedWeights:
 
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
         """States ``[T, H]`` after the layer, of those before it and attention's output ``[T, heads · d]``."""
-        states, normed = self.rows.add_norm(states, self.output(mixed), self.second_norm, self.shape.eps)
-        return self.down.add_to(states, self.rows.gated_silu(self.gate_up(normed)))
+        of = self.weights
+        states, normed = self.rows.add_norm(states, of.output(mixed), of.second_norm, self.shape.eps)
+        return of.down.add_to(states, self.rows.gated_silu(of.gate_up(normed)))
 
 
 class JoinedLayer(LayerForward):
@@ -97,7 +91,7 @@ class JoinedLayer(LayerForward):
 
     def __init__(self, layer: nn.Module, options: AttentionOptions) -> None:
         super().__init__(layer, options)
-        self.weights = JoinedWeights(layer, self.shape)
+        self.joined = JoinedWeights(layer, self.shape)
 
     @classmethod
     def of(cls, layer: nn.Module, rotary: nn.Module) -> Self | None:
@@ -109,14 +103,14 @@ class JoinedLayer(LayerForward):
         return own if own.computes(seen) else None
 
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.weights.before(states, cos, sin)
+        return self.joined.before(states, cos, sin)
 
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
-        return self.weights.after(states, mixed)
+        return self.joined.after(states, mixed)
 
 
 def join_layers(model: Any) -> int:
-    """Replace the forward of every layer that can be joined; how many were."""
+    """Replace the forward of every layer that can be joined; returns their number."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     if not (isinstance(layers, nn.ModuleList) and isinstance(rotary, nn.Module)):

@@ -5,8 +5,8 @@ expands them: ``k = [W_K c, r]`` and ``v = W_V c`` of each head. Here W_K goes i
 
     q · k = [W_Kᵀ q, q_r] · [c, r]        Σ p v = W_V Σ p c
 
-So a page holds ``[c, r]`` once for all heads, which is key and value at the same time. A hook on the norm of c tells c, and r is
-the end of any head's key. The model goes on expanding new tokens, which is not used.
+So a page holds ``[c, r]`` once for all heads, and it is key and value at the same time. A hook on the norm of c notes c, and r is
+the end of any head's key. The model still expands new tokens, and the result is not used.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ _COARSE = 2**-5  # of 16-bit types: sums run in another order
 
 
 class LatentAttention:
-    """One layer's way from the model's queries and keys to those of latents, and back."""
+    """Turns the queries and keys of one layer into those of latents, and the outputs back."""
 
     def __init__(self, module: Any) -> None:
         self._project: nn.Module = module.kv_b_proj
@@ -34,7 +34,7 @@ class LatentAttention:
         self._latents = output
 
     def serves(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-        """Whether latents give what expanded keys and values do; found out by the first pass, on ``[1, heads, T, d]``."""
+        """Whether latents give the same as expanded keys and values, ``[1, heads, T, d]``; the first pass compares them."""
         if self._agrees is None:
             own, shared = self.absorb(query, key)
             expected, found = (
@@ -62,7 +62,7 @@ class LatentAttention:
         return torch.einsum("bthr,hvr->bthv", mixed[..., : self._rank], to_values)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
-        """W_K ``[heads, nope, r]`` and W_V ``[heads, v, r]``, of whatever computes the projection now."""
+        """W_K ``[heads, nope, r]`` and W_V ``[heads, v, r]``, read out of the module that computes the projection."""
         if self._weights is None:
             unit = torch.eye(self._rank, dtype=self._latents.dtype, device=self._latents.device)
             both = self._project(unit).T.reshape(-1, self._own + self._values, self._rank)

@@ -1,8 +1,8 @@
-"""Recurrent layers of transformers' models on volley's states: the modules run as they are, two functions of theirs are wrapped.
+"""Recurrent layers of transformers' models on volley's states: the modules run as they are; two of their functions are wrapped.
 
-Every such layer calls a causal convolution and, except for plain short convolutions, one rule that carries a state from token to
-token. Both are functions of the layer's Python module, looked up at the call. Wrappers take their place once in a process; they
-do what they wrap unless a target of volley's is running its pass.
+Each such layer calls a causal convolution and a rule that carries a state from token to token; short convolutions have no rule.
+Both are functions of the layer's Python module, looked up at each call. They are replaced by wrappers, once in a process. A
+wrapper calls the function that it wraps, unless a volley target is running a pass.
 """
 
 import functools
@@ -52,7 +52,7 @@ _REASONS = {
 
 
 class LayerPass(Protocol):
-    """What computes the layers of one pass; see ``memory/recurrent_pass.py``."""
+    """Computes the recurrent layers of one pass; see ``memory/recurrent_pass.py``."""
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
@@ -64,7 +64,7 @@ _current: ContextVar[LayerPass | None] = ContextVar("recurrent_pass", default=No
 
 @contextmanager
 def running(own: LayerPass | None) -> Iterator[None]:
-    """Let ``own`` compute the recurrent layers of the pass inside."""
+    """Let ``own`` compute the recurrent layers of passes in the body."""
     token = _current.set(own)
     try:
         yield
@@ -172,7 +172,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 
 
 class LayoutProbe:
-    """Notes the shapes of the states that a model's layers carry; its outputs are of the right shape only."""
+    """Notes the shapes of the states of a model's layers; its outputs have the right shape and no meaning."""
 
     def __init__(self) -> None:
         self._convolutions: list[tuple[int, int]] = []
@@ -187,7 +187,7 @@ class LayoutProbe:
         return values
 
     def layout(self, layer_types: list[str]) -> RecurrentLayout:
-        """What was noted, if every recurrent layer of a model with such layers has called what it must."""
+        """The noted shapes; UnsupportedModelError if a recurrent layer has not called its convolution or its rule."""
         recurrent = [kind for kind in layer_types if kind in RECURRENT_LAYERS]
         with_rule = [kind for kind in recurrent if kind in _WITH_RULE]
         if len(self._convolutions) != len(recurrent) or len(self._rules) != len(with_rule):

@@ -1,4 +1,4 @@
-"""Passes over made-up text, timed for cost tables, in K/V of their own."""
+"""Passes over made-up text, with K/V of their own, which are timed for cost tables."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +10,10 @@ from volley.memory.device import synchronise
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore, make_store
 
-CONTEXT = 128  # tokens before each made-up segment: a short prompt
+CONTEXT = 128  # tokens of a short prompt
 _MOST_RUNS = 8
-_LONG = 0.1  # seconds of timing after which one run has to do
-_ALIKE = 1.05  # runs that differ by less were not interrupted
+_LONG = 0.1  # seconds of timing after which no further run is made
+_ALIKE = 1.05  # two runs whose times differ by less were not interrupted
 
 
 def made_up(
@@ -26,9 +26,9 @@ def made_up(
     context: int,
     page_size: int = 16,
 ) -> tuple[RaggedBatch, KVStore]:
-    """A batch of requests of so many tokens, each after ``context`` others, and a store for layers of ``shapes``.
+    """A batch of requests with ``lengths`` tokens, each behind ``context`` others, and a store for layers of ``shapes``.
 
-    Kernels are compiled for each ``page_size``, which is therefore not the tables' length.
+    Kernels are compiled anew for each ``page_size``, so it is a usual one.
     """
     pages = -(-(context + max(lengths)) // page_size)
     tables = [BlockTable(page_size, range(i * pages, (i + 1) * pages)) for i in range(len(lengths))]
@@ -37,16 +37,21 @@ def made_up(
     return batch, make_store("auto", shapes, len(lengths) * pages * page_size, dtype, device)
 
 
+def context_of(lengths: Sequence[int], longest: int) -> int:
+    """Tokens before made-up segments of such ``lengths``: a short prompt, or what a text of ``longest`` tokens has room for."""
+    return min(CONTEXT, max(0, longest - max(lengths)))
+
+
 def spread(tokens: int, requests: int) -> list[int]:
-    """``tokens`` over so many requests, each as many."""
+    """Divide ``tokens`` equally among ``requests``, rounded up."""
     return [-(-tokens // requests)] * requests
 
 
 @torch.inference_mode()
 def fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest run, once another was about as fast: a machine with other work interrupts most long runs.
+    """Seconds of the fastest run; runs are repeated until two were about equally fast, as other work may interrupt some.
 
-    A run ends when ``device`` has done all of it: a GPU is still at work when its launches return.
+    A run ends when ``device`` has finished it: a GPU is still at work when its launches return.
     """
     run()
     synchronise(device)

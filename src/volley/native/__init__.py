@@ -444,6 +444,11 @@ class LayerWeights(Generic[P]):
     down: P
 
     @property
+    def norms(self) -> tuple[Tensor, Tensor] | None:
+        """Those of queries and keys, if there are any."""
+        return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+
+    @property
     def products(self) -> tuple[P, ...]:
         return self.project, self.output, self.gate_up, self.down
 

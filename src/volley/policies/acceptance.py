@@ -1,17 +1,17 @@
-"""How likely the target agrees with a draft: learnt while decoding, from the drafter's confidences and what became of them."""
+"""The chance that the target accepts a draft token: learnt while decoding, from the drafter's confidences and the outcomes."""
 
 from math import exp, log, sqrt
 
 SAMPLED, TREE = 1, 2  # a request's kind is 0 if it is greedy and 1 if it is sampled, plus 2 if it drafts trees
 KINDS = 4
 
-# Weights at first, by kind: fitted to the bundled pair, overruled by what some 50 blocks teach.
+# Initial weights by kind: fitted to the bundled pair, and overruled after some 50 blocks.
 OF_DRAFTS = ((0.5, 0.9, -0.9, 1.0), (0.0, 0.6, -0.5, 0.5), (0.2, 1.0, 0.0, 1.0), (-0.2, 0.9, 0.0, 0.6))
 OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # of tokens found in greedy and in sampled texts
 
 _RATE = 0.1  # Adagrad's step; twice as much is noisier where nothing changes
-_KEPT = 0.99  # of its squares, a block later: a sum over all blocks would learn a new text too slowly
-_RECENT = 0.95  # of a request's record, a block later: about its last 20 blocks count
+_KEPT = 0.99  # share of its squares that is left a block later: with a sum over all blocks it would learn new texts too slowly
+_RECENT = 0.95  # share of a request's record that is left a block later: about 20 blocks count
 _DOUBT = 4.0  # added to a record's variance, so that a few tokens say little
 
 
@@ -19,8 +19,8 @@ class Acceptance:
     """The chance of each slot of a chain, given those before it, or of each node of a tree.
 
     A logistic model for each kind, learnt online (Adagrad that forgets). Its features are 1, the log-odds of the confidence, the
-    slot's number and the request's record: how many more of its tokens were right than expected. In a sampled chain, draft and
-    target agree with the chance Σ min(p, q), which is never small where both are flat; the second feature there is
+    slot's number and the request's record: how many more of its tokens were right than expected. In a sampled chain draft and
+    target agree with probability Σ min(p, q), which is not small where both are flat; there the second feature is
     -log(1 - confidence).
     """
 
@@ -30,9 +30,9 @@ class Acceptance:
         self._records: dict[int, tuple[float, float]] = {}  # by request, Σ (right - expected) and Σ variance
 
     def gains(self, request_id: int, kind: int, confidence: list[float], price: float = 0.0) -> list[float]:
-        """The chance that each slot, or node, and all before it are right, up to the first below ``price``.
+        """The chances that each slot, or node, is right together with all before it, up to the first chance below ``price``.
 
-        Plain Python: for a few slots this takes a fifth of the time that arrays need.
+        This is plain Python, which takes a fifth of the time of arrays for a few slots.
         """
         constant, slope, later, own = self.weights[kind]
         constant += own * self._record(request_id)
@@ -51,7 +51,7 @@ class Acceptance:
         return surplus / (variance + _DOUBT)
 
     def observe(self, request_id: int, kind: int, confidence: list[float], right: list[bool]) -> None:
-        """Learn from a block of which the first ``len(right)`` tokens were verified, of a chain up to its first error."""
+        """Learn from a block whose first ``len(right)`` tokens were verified; from a chain up to its first error."""
         weights, squares, record = self.weights[kind], self._squares[kind], self._record(request_id)
         constant, slope, later = weights[0] + weights[3] * record, weights[1], weights[2]
         surplus = by_odds = by_slot = variance = 0.0

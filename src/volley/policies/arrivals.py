@@ -1,49 +1,49 @@
-"""How long a cycle may be while prompts come: a prompt waits for the end of the pass that it comes in."""
+"""Bounds the time of a cycle while prompts arrive: a prompt waits for the end of the pass during which it arrives."""
 
 from collections import deque
 from collections.abc import Callable
 from math import inf
 
 LATER = 0.13
-"""Of its own time, as it is measured here, that a first token may come later than with plain decoding: 0.15 of its time there."""
+"""Share of the measured time to a first token by which it may be later than with plain decoding: 15 % of its time there."""
 SELDOM = 10.0
-"""Seconds of decoding after a prompt came; if none came since, the next one is not reckoned with."""
+"""Seconds of decoding since the last prompt after which no further prompt is expected."""
 _REMEMBERED = 64  # first tokens
 _LATE = 0.95  # the quantile of them that is looked at: the latest may be one of a kind
 
 
 class Arrivals:
-    """The prompts of one engine that came while others decoded, by the clock of decoding: seconds of steps that decoded."""
+    """Prompts of one engine that arrived while others decoded. Time is counted in seconds of steps that decoded."""
 
     def __init__(self) -> None:
         self.newcomers: Callable[[], bool] | None = None
-        """Whether prompts wait for this step. Where this is known, drafts are dropped for them, before they are verified."""
+        """Tells whether prompts are waiting for the step to end; unverified drafts are dropped for them. ``None``: not known."""
         self._decoded, self._last = 0.0, -inf
         self._waits = deque[float](maxlen=_REMEMBERED)
 
     def came(self, *, beside: bool = True) -> None:
-        """A prompt came; ``beside`` says that others decode."""
+        """A prompt arrived; ``beside``: while others decode."""
         if beside:
             self._last = self._decoded
 
     def read(self, seconds: float) -> None:
-        """A prompt's first token came so long after the prompt."""
+        """A first token came ``seconds`` after its prompt."""
         self._waits.append(seconds)
 
     def decoded(self, seconds: float) -> None:
-        """A step in which anything decoded took so long."""
+        """A step in which something decoded took ``seconds``."""
         self._decoded += seconds
 
     @property
     def go_on(self) -> bool:
-        """Whether more prompts are to be reckoned with."""
+        """Whether more prompts are expected."""
         return self._decoded - self._last < SELDOM
 
     def most_seconds(self, plain: float) -> float:
-        """What a cycle may take where one of plain decoding takes ``plain`` seconds.
+        """The longest that a cycle may take, where one of plain decoding takes ``plain`` seconds.
 
-        A prompt that comes in a cycle waits for its end, so each first token is later by what cycles are longer than plain
-        ones. That is no more than 15 % of a late one's time, and their 99th percentile is not later than that either.
+        A prompt that arrives in a cycle waits for its end. So a first token is later by the time by which cycles are longer than
+        plain ones: by at most 15 % of a late one's time, and so is the 99th percentile of all.
         """
         if not self.go_on:
             return inf

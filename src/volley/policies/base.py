@@ -1,7 +1,7 @@
-"""What a policy is: it decides how much each request drafts and how much of that is verified, cycle by cycle.
+"""The base class of policies. A policy decides, cycle by cycle, how much each request drafts and how much of it is verified.
 
-Every policy is lossless as long as it decides from what it is given here: never from *sampled* draft tokens. A rule that verified
-a token because of what it turned out to be would bias the output (see ``decode/verify.py``).
+Every policy is lossless as long as it decides from what it is given here, and never from *sampled* draft tokens. To verify a
+token because of what it turned out to be would bias the output (see ``decode/verify.py``).
 """
 
 from abc import ABC, abstractmethod
@@ -17,22 +17,22 @@ from volley.policies.cost import Costs
 
 @dataclass(slots=True)
 class View:
-    """One request that decodes, as a policy sees it before anything is drafted."""
+    """What a policy sees of a decoding request before anything is drafted."""
 
     request_id: int
     rule: Rule
     """How a chain would be verified."""
     limit: int
-    """Draft positions there are: what is left of its answer, at most the largest block."""
+    """Most draft positions: the largest block allows no more, or the answer has no room for more."""
     chain_limit: int
-    """The same for a chain, which may have fewer."""
+    """Most draft positions of a chain; not above ``limit``."""
     max_nodes: int | None = None
     """Tokens of the tree that replaces each chain; 0: no trees, ``None``: as the policy likes."""
     found: list[float] = field(default_factory=list)
-    """A number for each token that was found in its text: n / (n + 1) where n tokens before it agree."""
+    """The confidence of each token that was found in the text: n / (n + 1) where the n tokens before it agree."""
 
     def draft(self, positions: int, nodes: int = 0, price: float = 0.0) -> Ask:
-        """Draft so many positions, 0 for plain decoding: as a chain, or as a tree of up to ``nodes`` tokens."""
+        """Ask for a draft of ``positions``, 0 for plain decoding: a chain, or a tree of up to ``nodes`` tokens."""
         nodes = nodes if self.max_nodes is None else self.max_nodes
         if nodes and (positions := min(positions, self.limit)):
             return Ask(Shape.TREE, Rule.GREEDY if self.rule is Rule.GREEDY else Rule.MATCH, nodes, positions, price)
@@ -40,7 +40,7 @@ class View:
         return Ask(Shape.CHAIN, self.rule, positions, positions, price)
 
     def copy(self, size: int) -> Ask:
-        """Verify so many of the tokens that were found in the text."""
+        """Ask to verify the first ``size`` tokens that were found in the text."""
         return Ask(Shape.COPY, self.rule, min(size, len(self.found)))
 
 
@@ -51,10 +51,9 @@ class Cycle:
     request_id: int
     ask: Ask
     confidence: list[float]
-    """The drafter's largest probability for each position in its first pass, before anything was drawn: nothing in it depends on
-    the tokens that were sampled. Of a tree, whose verification is lossless whatever was drafted: each node's probability, the
-    largest first. Empty unless :attr:`Policy.uses_confidence` or a tree; in
-    :meth:`Policy.trim` also where :meth:`Policy.cuts` was false."""
+    """For a chain, the drafter's largest probability at each position in its first pass, before anything was drawn: it does not
+    depend on sampled tokens. For a tree, whose verification is lossless in any case, each node's probability, the largest first.
+    Empty for chains unless :attr:`Policy.uses_confidence`, and in :meth:`Policy.trim` where :meth:`Policy.cuts` was false."""
     found: list[float] = field(default_factory=list)
     """As in :class:`View`."""
     verified: int = 0
@@ -62,31 +61,33 @@ class Cycle:
     right: list[bool] = field(default_factory=list)
     """For each token that was verified whether it was accepted, in the order of ``confidence``."""
     found_right: list[bool] = field(default_factory=list)
-    """For each token that was found in the text whether it was right, as far as is known now, used or not."""
+    """Whether each token that was found in the text was right, used or not, up to the first wrong one."""
 
 
 class Policy(ABC):
-    """One engine's policy. In each step it is called three times: :meth:`decide`, :meth:`trim`, :meth:`observe`.
+    """The policy of one engine. Each step calls :meth:`decide`, :meth:`trim` and :meth:`observe`.
 
-    The last two are left out where drafts are dropped because a prompt came.
+    If the drafts of a step are dropped because a prompt came, :meth:`trim` and :meth:`observe` are not called.
     """
 
     uses_confidence = False
-    """Whether the drafter's confidences are wanted, which cost a little to compute."""
+    """Whether it needs the drafter's confidences, which take a little time to compute."""
     uses_lookup = False
-    """Whether it decides about copies, for which each text is searched."""
+    """Whether it asks for copies, for which each text is searched."""
     uses_costs = False
-    """Whether it weighs what passes cost, so that these are learnt from every step."""
+    """Whether it uses :attr:`costs`, which are then learnt from every step."""
     uses_prefill = False
-    """Whether :meth:`prefilled` is wanted."""
+    """Whether it needs :meth:`prefilled`."""
     block_size = 0
-    """The largest block the policy will ask for, anchor included; until :meth:`attach`, a wish or 0 for the drafter's own."""
+    """The largest block it asks for, anchor included. Before :meth:`attach`, 0 stands for the drafter's own."""
     costs: Costs | None = None
 
     def attach(self, largest: int, costs: Costs) -> None:
-        """Called once by the engine: its drafter's block size and the times of its passes on this machine."""
+        """Called once by the engine, with the drafter's block size and the costs of passes on this machine."""
         if self.costs is not None and self.costs is not costs:
-            raise ConfigError("this policy object already serves another engine; give each engine its own")
+            raise ConfigError(
+                "this policy object already serves an engine and its drafter; give each engine its own, and each drafter"
+            )
         size = self.block_size or largest
         if size < 1 or (largest == 1 and size != 1):
             raise ConfigError(f"block_size {size} cannot be used; it is 1 (plain decoding) or more, with a drafter")
@@ -97,17 +98,17 @@ class Policy(ABC):
         self.block_size, self.costs = size, costs
 
     def rehearse(self) -> None:
-        """Time the passes of a single request, so that the first one need not wait for it; called where nothing runs yet."""
+        """Time the passes of a single request before anything runs, so that the first request need not wait for that."""
 
     def prefilled(self, request_id: int, temperature: float, logits: Tensor, hidden: Tensor) -> None:
-        """A prompt was read: the target's ``logits [V]`` after its last token, and that token's ``hidden [taps · H]`` states."""
+        """Called when a prompt was read: ``logits [V]`` after its last token, and that token's tapped states ``[taps · H]``."""
 
     @abstractmethod
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
-        """What each request drafts, while ``under_way`` requests are running or waiting."""
+        """The ask of each view. ``under_way`` requests are running or waiting."""
 
     def cuts(self, ask: Ask) -> bool:
-        """Whether :meth:`trim` may cut such a draft, which the host must then read before it is verified."""
+        """Whether :meth:`trim` may cut this draft. Then the host must read it before it is verified."""
         return self.uses_confidence
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
@@ -115,7 +116,7 @@ class Policy(ABC):
         return [cycle.ask.size for cycle in cycles]
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
-        """What the target made of it."""
+        """Learn what the target accepted."""
 
     def end(self, request_id: int) -> None:
         """The request is over."""

@@ -1,4 +1,4 @@
-"""What a pass costs on this machine: measured when it is first needed, corrected by the steps that follow."""
+"""Seconds of passes on this machine: measured when they are first needed, corrected by the steps that follow."""
 
 from collections import deque
 from collections.abc import Callable
@@ -20,18 +20,18 @@ Pass = tuple[int, int]
 _SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # tokens of the passes that are timed
 _SHARE = 8  # tokens of each request in such a pass; one request with all of them would see far more keys
 MOST_TIMED = max(-(-size // max(1, size // _SHARE)) for size in _SIZES)
-"""Tokens of one request, at most, in a pass that is timed."""
-_FAR = 1e6  # tokens; up to here the table goes on as between the last two sizes
-_STEPS = 128  # that the correction is fitted to: the last four reviews' cycles
+"""Most tokens of one request in a pass that is timed."""
+_FAR = 1e6  # tokens; up to here the table is extended with the slope between its last two sizes
+_STEPS = 128  # the last steps, to which the correction is fitted
 _NOISE = 0.15  # of a step's time, relative: other work, padding, sampling, the length of texts
-_INTERRUPTED = 3.0  # times what was expected; a step that took longer was interrupted, and counts as this
+_INTERRUPTED = 3.0  # times the expected time; a step that took longer was interrupted, and counts as this long
 
 
 class PassCost:
     """Seconds of one model's pass: ``speed · table[tokens] + each · (requests - 1) + reading · prompt tokens``.
 
-    The table is measured, with a request for every 8 tokens. ``speed``, ``each`` and ``reading`` are fitted to the last steps,
-    since the machine has other work, texts grow longer, and prompts are read on the side.
+    The table is measured with one request for every 8 tokens. ``speed``, ``each`` and ``reading`` are fitted to the last steps:
+    the machine may have other work, texts grow longer, and prompts are read in the same passes.
     """
 
     def __init__(self, measure: Measure) -> None:
@@ -43,25 +43,25 @@ class PassCost:
         self._is_fitted = True
 
     def __call__(self, tokens: int, requests: int) -> float:
-        """Seconds of a pass over ``tokens`` of ``requests`` requests; larger than any that was timed, it is timed first."""
+        """Seconds of a pass over ``tokens`` of ``requests`` requests. A pass larger than all that were timed is timed first."""
         self.time(tokens)
         return float(self.expected(np.array(tokens), requests))
 
     def expected(self, tokens: FloatArray, requests: FloatArray | int) -> FloatArray:
-        """The same for many passes, without timing any. Those beyond the sizes timed take at least so long."""
+        """The same for many passes, but none is timed. It is a lower bound beyond the sizes that were timed."""
         if not self._is_fitted:
             self._fit()
         speed, each, _ = self._weights
         return np.asarray(speed * np.interp(tokens, *self._table) + each * (requests - 1))
 
     def observe(self, tokens: int, requests: int, seconds: float, read: int = 0) -> None:
-        """A step took ``seconds``; besides ``tokens`` of ``requests`` it read so many tokens of prompts."""
+        """Learn from a step of ``seconds``, which decoded ``tokens`` of ``requests`` and read ``read`` tokens of prompts."""
         if tokens in range(1 + max(self._timed, default=0)):
             self._steps.append((tokens, requests, read, seconds))
             self._is_fitted = False
 
     def time(self, tokens: float) -> bool:
-        """Extend the table to ``tokens``, and whether that was needed; at two moments, since interruptions only add time."""
+        """Extend the table to ``tokens``; returns whether that was needed. Each size is timed twice: the faster run counts."""
         fresh = [s for s in _SIZES[: max(4, int(np.searchsorted(_SIZES, tokens)) + 1)] if s not in self._timed]
         for size in fresh + fresh[::-1]:
             self._timed[size] = min(self._timed.get(size, inf), self._measure(size, max(1, size // _SHARE)))
@@ -69,7 +69,7 @@ class PassCost:
             sizes, seconds = _from_below(self._timed)
             slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
             self._table = np.array([[*sizes, _FAR], [*seconds, seconds[-1] + slope * (_FAR - sizes[-1])]])
-            # By itself a request takes some 2 % of a plain pass. A token that is read chooses none, which is half of its work.
+            # Assumed at first: a request adds 2 % of a plain pass, and a token that is read half of what a decoded one adds.
             self._prior = self._weights = np.array((1.0, 0.02 * seconds[0], slope / 2))
             self._doubt = np.array((0.5, 0.02 * seconds[0] + 1e-9, slope / 2 + 1e-9))
             self._is_fitted = not self._steps
@@ -79,7 +79,7 @@ class PassCost:
         """Ridge regression of the steps' relative errors, towards the weights that were assumed at first."""
         tokens, requests, read, seconds = np.array(self._steps).T
         parts = np.array((np.interp(tokens, *self._table), requests - 1, read))
-        expected = np.maximum(self._weights @ parts, 1e-9)  # a proposer may say that it takes no time
+        expected = np.maximum(self._weights @ parts, 1e-9)  # a proposer may report no time at all
         parts /= _NOISE * np.minimum(seconds, _INTERRUPTED * expected)
         certainty = self._doubt**-2
         products = parts.sum(axis=1) / _NOISE + certainty * self._prior
@@ -88,9 +88,9 @@ class PassCost:
 
 
 def _from_below(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
-    """Sizes, and the greatest convex curve below their times that never falls.
+    """Sizes, and the greatest convex, non-decreasing curve below their times.
 
-    Passes get dearer ever more evenly, so one above the line between two others was interrupted.
+    Seconds by tokens are convex, so a pass that lies above the line between two others was interrupted.
     """
     sizes, seconds = np.array(sorted(timed), dtype=float), np.array([timed[size] for size in sorted(timed)])
     seconds = np.minimum.accumulate(seconds[::-1])[::-1]
@@ -102,19 +102,19 @@ def _from_below(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
 
 
 class Costs:
-    """Both models' passes of one engine, and how long its prompts let a cycle be."""
+    """The costs of one engine: passes of drafter and target, and the bound that arriving prompts set on a cycle."""
 
     drafts_late = False
-    """Whether the host has to wait for the device where it reads a draft before that is verified."""
+    """Whether drafts stay on the device until they are verified: to read one before makes the host wait."""
 
     def __init__(self, measure_draft: Measure, measure_target: Measure, arrivals: Arrivals | None = None) -> None:
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
         self.arrivals = arrivals or Arrivals()
 
     def waiting(self, drafting: FloatArray, passing: FloatArray) -> FloatArray:
-        """How long a prompt waits at most that comes in a cycle which drafts and passes for so many seconds.
+        """The longest wait of a prompt that arrives in a cycle with so many seconds of drafting and of the target's pass.
 
-        One that comes during the draft waits for its end only, where drafts are dropped for it.
+        Where drafts are dropped for prompts, one that arrives during drafting waits for its end only.
         """
         if self.arrivals.newcomers is None or self.drafts_late:
             return drafting + passing
@@ -122,7 +122,7 @@ class Costs:
         return longer
 
     def shares(self, drafted: Pass, verified: Pass, seconds: float) -> tuple[float, float]:
-        """What of a cycle's ``seconds`` each model had, by what was expected of them: the host did not wait in between."""
+        """Divide the ``seconds`` of a cycle between both models as expected: the host did not wait between their passes."""
         drafting = float(self.draft.expected(np.array(drafted[0]), drafted[1]))
         passing = float(self.target.expected(np.array(verified[0]), verified[1]))
         share = drafting / max(drafting + passing, 1e-9)

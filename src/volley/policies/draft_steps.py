@@ -1,7 +1,7 @@
-"""How many passes a draft of self-speculation gets: the number that makes the most tokens per second, none included.
+"""Chooses the number of passes over a draft of self-speculation: the one that makes the most tokens per second, or none.
 
-Another pass over a canvas makes more of it right, and takes as long as a pass that writes a token. What a number of passes gains
-is the mean of the last cycles that had it; what it takes is in the cost table.
+Another pass makes more of the canvas right, and takes as long as a pass that writes one token. The gain of a number of passes is
+the mean of the last cycles that had it. Its cost is in the cost table.
 """
 
 from dataclasses import dataclass, field
@@ -10,14 +10,12 @@ from math import ceil
 import numpy as np
 
 from volley.policies.cost import FloatArray, PassCost
+from volley.policies.probes import WORTHWHILE, cycles_between
 
 _ENOUGH = 4  # cycles with a number of passes before its mean is believed
 _HOPE = 1.6  # times the tokens of half as many passes, until then
 _REMEMBERED = 64  # cycles that a mean looks back to
 _REVIEW = 32  # cycles that a choice serves
-_APART = 32  # cycles at least between two that try a number which is not the best
-_PROBING = 0.0025  # share of the time that trying each of these may lose
-_WORTHWHILE = 1.03  # what drafts must promise over plain decoding: the promise is the best of several rough ones
 
 
 @dataclass
@@ -46,9 +44,9 @@ class _Drafts:
 
 
 class DraftSteps:
-    """Learns from all requests of an engine. Greedy and sampled ones, and blocks of each length, are kept apart.
+    """Learns from all requests of an engine, separately for greedy and sampled ones and for each block length.
 
-    Verification is exact whatever a canvas holds, so this may look at anything.
+    Verification is exact whatever a canvas holds, so this may look at tokens, too.
     """
 
     def __init__(self, costs: PassCost) -> None:
@@ -57,7 +55,7 @@ class DraftSteps:
         self._cycle = 0
 
     def choose(self, length: int, requests: int, *, is_greedy: bool) -> int:
-        """Passes over the next draft of ``length - 1`` tokens, 0 for none, while so many requests draft like this."""
+        """Passes over the next draft of ``length - 1`` tokens, 0 for no draft, if ``requests`` draft at once."""
         own = self._drafts.get((length, is_greedy))
         if own is None:
             own = self._drafts[length, is_greedy] = _Drafts({steps: _Tried() for steps in candidates(length)})
@@ -81,25 +79,27 @@ class DraftSteps:
             seconds[steps] = self._pass(verified, requests) + alone * self._pass(length, requests)
             rates[steps] = tokens / seconds[steps]
         best = max(rates, key=rates.__getitem__)
-        own.best = best if rates[best] > _WORTHWHILE * rates[0] else 0
+        own.best = best if rates[best] > WORTHWHILE * rates[0] else 0
         is_known = own.best == 0 or own.tried[own.best].cycles >= _ENOUGH
         own.until, own.requests = self._cycle + (_REVIEW if is_known else 1), requests
         own.others.clear()
         for steps in own.tried.keys() - {own.best}:
-            lost = max(0.0, 1 - rates[steps] / rates[own.best]) * seconds[steps] / seconds[own.best]
-            own.others[steps] = _APART + int(lost / _PROBING)
+            own.others[steps] = cycles_between(rates[steps], seconds[steps], rates[own.best], seconds[own.best])
 
     def _pass(self, tokens: float, requests: int) -> float:
         return self.costs(ceil(tokens * requests), requests)
 
     def observe(self, length: int, steps: int, *, is_greedy: bool, tokens: int, alone: int, verified: int) -> None:
-        """A cycle of one request: ``tokens`` came out of a draft of so many passes, ``alone`` of which went over nothing else,
-        and of one that went over ``verified`` tokens, the next canvas among them if it rode along."""
+        """Learn from a cycle of one request: a draft of ``steps`` passes brought ``tokens``.
+
+        ``alone`` of these passes did nothing else. The last pass verified the draft: it went over ``verified`` tokens, among them
+        the next canvas, if there was one.
+        """
         own = self._drafts.get((length, is_greedy))
         if own is not None and steps in own.tried:
             own.tried[steps].add((tokens, alone, verified))
 
 
 def candidates(length: int) -> list[int]:
-    """Numbers of passes over the ``length - 1`` masks of a draft: powers of two."""
+    """The numbers of passes that are tried for a draft of ``length - 1`` masks: powers of two."""
     return [1 << power for power in range((length - 1).bit_length())]

@@ -17,54 +17,51 @@ from volley.decode.work import Ask, Rule, Shape
 from volley.policies.acceptance import KINDS, OF_FOUND, TREE, Acceptance
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.plan import PLAIN, WHOLE, Plan, Planner, fitting
+from volley.policies.probes import WORTHWHILE, cycles_between
 
-_REVIEW = 64  # cycles that a review of 0.5 to 1 ms serves; early ones serve as many as there were before them
-_APART = 32  # cycles at least between two in which a plan is tried
-_REMEMBERED = 64  # blocks of a kind that a look is based on: their mean is known to some 5 %
-_ENOUGH = 8  # blocks of a kind before the first look; until then blocks are whole
-_PROBING = 0.0025  # share of the time that trying each of the two plans not chosen may lose
-_WORTHWHILE = 1.03  # what drafting must promise over plain decoding: the promise is the best of several rough ones
-_NODES = 15  # of a tree, anchor not counted; larger ones gain less than they cost
-_NEARLY_FREE = 1.5  # trees are grown where verifying whole ones takes at most so many times as long as plain decoding
-_OFTEN, _SELDOM = 2, 16  # a request is learnt from in one of so many cycles: 10 to 40 µs for a block
-_CHANCE = 8  # tokens, about a block, that may be missing by chance from what was expected of the last blocks
-_WHOLE = Plan(
-    0.0, 0.0, 0.0, [10**6] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS
-)  # as many slots as there may be
+_REVIEW = 64  # cycles that a review, which takes 0.5 to 1 ms, serves; an early one serves as many as came before it
+_REMEMBERED = 64  # blocks of each kind that a review is based on: their mean is known to some 5 %
+_ENOUGH = 8  # blocks of a kind before its first review; until then blocks are whole
+_NODES = 15  # of a tree, without the anchor; larger trees gain less than they cost
+_NEARLY_FREE = 1.5  # trees are grown while verifying whole ones takes at most so many times as long as plain decoding
+_OFTEN, _SELDOM = 2, 16  # bounds of the number of cycles in which a request is learnt from once: 10 to 40 µs a block
+_CHANCE = 8  # tokens, about a block, that the last blocks may have fallen short by chance
+_LONGEST = 10**6  # slots: a view limits them
+_WHOLE = Plan(0.0, 0.0, 0.0, [_LONGEST] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
 
 
 @dataclass
 class _Review:
-    """What pays for requests of the kinds there are now."""
+    """What pays for the requests that there are now."""
 
     plan: Plan
-    number: int = 0  # of requests
+    number: int = 0  # requests
     left: int = 0  # cycles that it still serves
     copying: tuple[float, list[float]] = (0.0, [])  # see Planner.copying
     room: int = 0  # tokens that copies may add to a cycle
-    others: list[tuple[Plan, int]] = field(default_factory=list)  # plans that are tried, and every how many cycles
+    others: list[tuple[Plan, int]] = field(default_factory=list)  # plans to try, each once in so many cycles
 
 
 class Goodput(Policy):
-    """Every 64 cycles the planner looks at the last blocks and at what passes cost, and chooses a number of slots and a price.
+    """Every 64 cycles the planner chooses a number of slots and a price, from the last blocks and the costs of passes.
 
-    Each block is drafted with so many slots and cut at the first one whose chance is below the price: a rule that looks at no
-    slot behind the cut and at no token. Each kind of request (greedy or sampled, chain or tree) has a plan of its own.
+    Each block is drafted with so many slots, and cut at the first slot whose chance is below the price. This rule looks at no
+    token and at no slot behind the cut. Each kind of request (greedy or sampled, chain or tree) has slots and a price of its own.
     """
 
     uses_confidence = uses_costs = True
 
     def __init__(self, *, uses_lookup: bool = True) -> None:
-        """``uses_lookup`` lets it verify tokens that were found in the text."""
+        """``uses_lookup``: verify tokens that were found in the text, too."""
         self.uses_lookup = uses_lookup
         self.acceptance = Acceptance()
         self.recurrence = Acceptance(OF_FOUND)
-        # Of the last blocks, by kind: the chance of each slot, and how many of its tokens were expected to be right, and were.
+        # The last blocks by kind: the chance of each slot, the number of tokens expected to be right, and that of right ones.
         self._blocks = [deque[tuple[list[float], float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)]
         self._usual: list[list[float]] = [[] for _ in range(KINDS)]  # mean chances at the last review, by slot
         self._reviews: dict[frozenset[int], _Review] = {}  # by the kinds present
         self._review = _Review(_WHOLE)  # the one in use
-        self._tried = [0, 0]  # cycles in which the other plans last were
+        self._tried = [0, 0]  # the cycles in which the other plans were last tried
         self._tree_nodes: dict[int, int] = {}  # by number of requests
         self._cycle = 0
         self._prompts_go_on = False
@@ -100,7 +97,7 @@ class Goodput(Policy):
         return asks
 
     def _nodes(self, under_way: int) -> int:
-        """Tokens of the trees that are grown while so many requests are under way."""
+        """Tokens of a tree while ``under_way`` requests are running or waiting; 0: no trees."""
         assert self.costs is not None
         if self.costs.drafts_late:  # the host grows trees, and would wait for what they grow from
             return 0
@@ -112,13 +109,13 @@ class Goodput(Policy):
         return self._tree_nodes[under_way]
 
     def _choose(self, kinds: list[int]) -> tuple[Plan, bool]:
-        """The plan of this cycle, and whether it is a probe: one that is tried so that what is known stays true."""
+        """The plan of this cycle, and whether it is a probe: a plan that is tried to keep its measurements up to date."""
         assert self.costs is not None
         if self.block_size > 1 and not self._knows(kinds):
             most = fitting(self.costs, len(kinds), max(_NODES, self.block_size - 1))
             if most:
                 return _WHOLE._replace(slots=[most] * KINDS, nodes=most), True
-        # The last review for these kinds serves, unless it is used up or was for half or twice as many requests.
+        # The last review of these kinds serves, unless it is used up or was made for a very different number of requests.
         review = self._reviews.get(frozenset(kinds))
         if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
             review = self._reviews[frozenset(kinds)] = self._look(kinds)
@@ -131,11 +128,11 @@ class Goodput(Policy):
         return review.plan, False
 
     def _knows(self, kinds: list[int]) -> bool:
-        """Whether there were blocks enough of all these kinds."""
+        """Whether all these kinds have had enough blocks."""
         return all(len(self._blocks[kind]) >= _ENOUGH for kind in kinds)
 
     def _look(self, kinds: list[int]) -> _Review:
-        """Choose between plain decoding and the best plan that drafts; the other one and whole blocks are tried now and then."""
+        """Choose between plain decoding and the best plan that drafts. The other one and whole blocks are tried now and then."""
         assert self.costs is not None
         self._tree_nodes.clear()
         gains, trust = {}, [1.0] * KINDS
@@ -143,7 +140,7 @@ class Goodput(Policy):
             blocks, expected, right = zip(*self._blocks[kind], strict=True)
             gains[kind] = np.array(list(zip_longest(*blocks, fillvalue=0.0)))
             self._usual[kind] = np.maximum(gains[kind].mean(axis=1), 1e-6).tolist()
-            # The model, by which drafts are cut, learns slowly what those are worth that are sure and wrong.
+            # The acceptance model, by which drafts are cut, learns slowly that sure drafts may be wrong.
             if 2 * sum(right) + _CHANCE < sum(expected):
                 trust[kind] = sum(right) / sum(expected)
         planner = Planner(self.costs, [kinds.count(kind) for kind in range(KINDS)], gains, trust, self.block_size - 1)
@@ -151,18 +148,17 @@ class Goodput(Policy):
         review = _Review(plain, len(kinds), min(self._cycle, _REVIEW))
         if gains:
             best, whole = planner.best(), planner.promise([WHOLE] * KINDS)
-            review.plan, other = (best, plain) if best.rate > _WORTHWHILE * plain.rate else (plain, best)
+            review.plan, other = (best, plain) if best.rate > WORTHWHILE * plain.rate else (plain, best)
             for plan in (other, whole):
-                if plan.waiting > planner.most_seconds:
-                    continue
-                lost = max(0.0, 1 - plan.rate / review.plan.rate) * plan.seconds / review.plan.seconds
-                review.others.append((plan, _APART + int(lost / _PROBING)))
+                if plan.waiting <= planner.most_seconds:
+                    every = cycles_between(plan.rate, plan.seconds, review.plan.rate, review.plan.seconds)
+                    review.others.append((plan, every))
         if self.uses_lookup:
             review.copying, review.room = planner.copying(review.plan), planner.room(review.plan)
         return review
 
     def _copies(self, request_id: int, kind: int, confidence: list[float]) -> int:
-        """Of tokens found in a request's text, how many pay."""
+        """How many of the tokens that were found in a request's text pay; 0 if a draft pays more."""
         cost, least = self._review.copying
         tokens, count = 1.0, 0
         for gain in self.recurrence.gains(request_id, kind % TREE, confidence, cost):
@@ -182,7 +178,7 @@ class Goodput(Policy):
         ]
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
-        """Learn from some requests, by turns; from all first blocks, and those tried at another price than the plan's."""
+        """Learn from some requests in turn, and from all first blocks and all that had another price than the plan's."""
         every = min(max(len(cycles), _OFTEN), _SELDOM)
         for cycle in cycles:
             kind = _kind(cycle.ask)
@@ -196,7 +192,7 @@ class Goodput(Policy):
                 usual = self._usual[kind]
                 gains = self.acceptance.gains(cycle.request_id, kind, cycle.confidence) or [0.0]
                 expected = sum(gains[: len(cycle.right)])
-                # Positions that were not drafted are taken to fall off as they usually do.
+                # Chances of positions that were not drafted are assumed to fall off as usual.
                 gains += [gains[-1] * later / usual[len(gains) - 1] for later in usual[len(gains) :]]
                 self._blocks[kind].append((gains, expected, sum(cycle.right)))
 

@@ -21,9 +21,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def make_policy(spec: str | Policy, drafter: Drafter | None) -> Policy:
-    """A policy from its name: ``goodput``, ``feedback``, ``fixed`` (the drafter's block), ``fixed:8``, or ``pilot``, which
-    ``volley pilot`` left beside the drafter; ``pilot:FOLDER`` is one kept elsewhere. ``goodput:drafts`` copies nothing from the
-    text.
+    """The policy of a name: ``goodput``, ``goodput:drafts`` (which copies nothing from the text), ``feedback``, ``fixed`` (the
+    drafter's block), ``fixed:8``, ``pilot`` (written by ``volley pilot`` beside the drafter), or ``pilot:FOLDER``.
     """
     if isinstance(spec, Policy):
         return spec

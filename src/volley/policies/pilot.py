@@ -24,7 +24,7 @@ class Pilot(Policy):
         self.positions[request_id] = self.config.block_sizes[int(self.net(found).argmax())] - 1
 
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
-        # Requests that were read before the pilot came take the largest block.
+        # Requests that were read before this became the policy take the largest block.
         return [view.draft(self.positions.get(view.request_id, self.block_size - 1)) for view in views]
 
     def end(self, request_id: int) -> None:

@@ -1,4 +1,4 @@
-"""What would have paid most with the last blocks, for the requests there are now."""
+"""Plans of the goodput policy: what would have paid most with the last blocks, for the requests that there are now."""
 
 from typing import Any, NamedTuple
 
@@ -8,47 +8,48 @@ from volley.decode.lookup import MOST_FOUND
 from volley.policies.acceptance import KINDS, TREE
 from volley.policies.cost import Costs, FloatArray
 
-_SLOTS = (11, 8, 6, 4, 3, 2, 1)  # of a chain that are tried, besides the most there may be; neighbours differ by 1 %
-# Tried as chances below which a slot is not verified. The best is flat, so neighbours are about as good; 0 leaves blocks whole.
+_SLOTS = (11, 8, 6, 4, 3, 2, 1)  # lengths of chains that are tried besides the longest; neighbours differ by 1 %
+# Prices that are tried: a slot with a lower chance is not verified, and 0 leaves blocks whole. Neighbours are about as good.
 _PRICES = np.array((0.0, 0.02, 0.04, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85))
-PLAIN, WHOLE = 0, 1  # the first two options
-UNEVEN = 1.04  # times as long as even ones take passes over blocks that were cut: queries are padded to the longest
-_SPREAD = 2.0  # standard deviations of what a cycle verifies by which a long one exceeds a usual one
+PLAIN, WHOLE = 0, 1  # indices of two options: no draft, and the longest one, whole
+UNEVEN = 1.04  # a pass over blocks that were cut takes so many times as long: queries are padded to the longest
+_SPREAD = 2.0  # a long cycle verifies so many standard deviations more tokens than a usual one
 
 
 class Plan(NamedTuple):
-    """What is drafted and verified, and what is expected of it; lists are by kind."""
+    """What is drafted and verified, and what is expected of it. Lists have an entry for each kind of request."""
 
-    rate: float  # tokens per second if all requests were as fast as their geometric mean
+    rate: float  # tokens per second, if all requests were as fast as their geometric mean
     seconds: float  # of a cycle
-    waiting: float  # seconds that a prompt waits for a cycle in which more than usual is verified
-    slots: list[int]  # that a request drafts
-    prices: list[float]  # the chance below which a slot, or node, is not verified
-    tokens: list[float]  # of a request in a cycle
-    verified: list[float]  # slots, or nodes, of a request in a cycle
-    nodes: int = 10**6  # of a tree, at most
+    waiting: float  # seconds that a prompt waits for a long cycle
+    slots: list[int]  # slots that a request drafts
+    prices: list[float]  # a slot, or node, with a lower chance is not verified
+    tokens: list[float]  # tokens that a request gains in a cycle
+    verified: list[float]  # slots, or nodes, of a request that a cycle verifies
+    nodes: int = 10**6  # most nodes of a tree
 
 
 class Planner:
-    """Every pair of slots and price is an option; for each kind it is known how many tokens it brings and verifies.
+    """An option is a pair of slots and price. For each kind of request the planner knows what each option gains and verifies.
 
-    Where the host would have to wait for the confidences by which drafts are cut, 0 is the only price.
+    If the host would have to wait for the confidences that cut drafts, the only price is 0.
     """
 
     def __init__(
         self, costs: Costs, counts: list[int], gains: dict[int, FloatArray], trust: list[float], most: int
     ) -> None:
-        """``counts`` are the requests of each kind, ``gains[kind] [slots, blocks]`` the chances of the slots, or nodes, of the
-        last blocks: they decide what is verified, and ``trust[kind]`` of them come true. ``most`` slots may be drafted.
+        """``counts`` are the numbers of requests by kind. ``gains[kind] [slots, blocks]`` are the chances of slots, or nodes, of
+        the last blocks: they decide what is verified, and ``trust[kind]`` is the share of them that came true. ``most`` is the
+        largest number of slots.
         """
         self._costs, self._counts, self._total = costs, np.array(counts, dtype=float), sum(counts)
         self.most_seconds = most_seconds(costs, self._total)
-        """That a prompt may wait for a cycle."""
+        """How long a prompt may wait for a cycle."""
         prices = _PRICES[:1] if costs.drafts_late else _PRICES
         sizes = np.array([most, *(size for size in _SLOTS if size < most)] if gains else [], dtype=int)
         slots = np.append(0, np.repeat(sizes, len(prices)))
-        self._options = np.zeros((4, KINDS, len(slots)))  # slots, prices, tokens and verified, as in a plan
-        self._spread = np.zeros((2, KINDS, len(slots)))  # variance of what a request verifies, and the most it can
+        self._options = np.zeros((4, KINDS, len(slots)))  # slots, prices, tokens and verified, as in Plan
+        self._spread = np.zeros((2, KINDS, len(slots)))  # variance and maximum of what a request verifies
         self._options[0] = slots
         self._options[0, TREE:] = most * (slots > 0)  # a tree is drafted whole or not at all
         self._options[1] = np.append(0.0, np.tile(prices, len(sizes)))
@@ -63,15 +64,15 @@ class Planner:
                 self._spread[1, kind, 1:] = np.repeat(last, len(prices))
 
     def promise(self, options: Any) -> Plan:
-        """What is expected of an option for each kind."""
+        """The plan that follows one option for each kind."""
         (rate,), (seconds,), (waiting,) = self._expect(np.array(options)[:, None])
         slots, *expected = self._options[:, range(KINDS), options].tolist()
         return Plan(float(rate), float(seconds), float(waiting), list(map(int, slots)), *expected)
 
     def best(self) -> Plan:
-        """The best plan that drafts and does not keep prompts waiting too long; if all do, the plain one.
+        """The best plan that drafts and does not keep prompts waiting too long; the plain one if there is none.
 
-        Larger passes than any so far are timed only if they look best: that takes long.
+        Timing takes long, so passes that are larger than any so far are timed only if they look best.
         """
         while True:
             plan = self.promise(self._search())
@@ -81,7 +82,7 @@ class Planner:
                 return plan
 
     def _search(self) -> Any:
-        """One option for all kinds first, since drafting may pay for all where it pays for none alone; then the best for each."""
+        """First the best option for all kinds at once, as drafting may pay for all and for none alone; then for each kind."""
         chosen, present = np.full(KINDS, PLAIN), self._counts.nonzero()[0].tolist()
         for changing in [present, *([kind] for kind in present if len(present) > 1)]:
             trial = np.tile(chosen[:, None], self._options.shape[2])
@@ -91,7 +92,7 @@ class Planner:
         return chosen
 
     def _expect(self, options: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Rate, seconds and waiting of plans, given by their options ``[kinds, plans]``."""
+        """Rate, seconds and waiting of plans ``[plans]`` that follow ``options [kinds, plans]``."""
         kinds = np.arange(KINDS)[:, None]
         slots, prices, tokens, verified = self._options[:, kinds, options]
         usual, drafting = self._counts @ verified, self._drafting(self._counts @ slots, self._counts @ (slots > 0))
@@ -106,11 +107,11 @@ class Planner:
         return rates, seconds, self._costs.waiting(drafting, passing) * uneven
 
     def _drafting(self, slots: FloatArray, requests: FloatArray) -> FloatArray:
-        """Seconds to draft so many slots for so many requests."""
+        """Seconds to draft ``slots`` for ``requests``."""
         return self._costs.draft.expected(slots + requests, requests) * (requests > 0) if slots.any() else 0.0 * slots
 
     def room(self, plan: Plan) -> int:
-        """How many more tokens than a plan's a cycle may verify."""
+        """How many tokens a cycle may verify beyond those of a plan."""
         if self.most_seconds == np.inf:
             return self._total * MOST_FOUND
         left = max(0.0, self.most_seconds - plan.waiting)
@@ -119,7 +120,7 @@ class Planner:
         return int(np.searchsorted(passes, passes[0] + left, side="right")) - 1
 
     def copying(self, plan: Plan) -> tuple[float, list[float]]:
-        """What a token copied from the text costs, and by kind what a copy must be worth to take the place of a draft.
+        """The cost of verifying a token that was copied from the text, and by kind the worth at which a copy replaces a draft.
 
         Both are logarithms of tokens: a cycle that is longer by 1 % makes every request slower by 1 %.
         """
@@ -133,12 +134,12 @@ class Planner:
 
 
 def most_seconds(costs: Costs, requests: int) -> float:
-    """How long a prompt may wait for a cycle of so many requests."""
+    """How long a prompt may wait for a cycle of ``requests``."""
     return costs.arrivals.most_seconds(costs.target(requests, requests))
 
 
 def fitting(costs: Costs, requests: int, most: int) -> int:
-    """How many tokens, at most ``most``, each of so many requests may draft and verify while no prompt waits too long."""
+    """Tokens, at most ``most``, that each of ``requests`` may draft and verify without keeping a prompt waiting too long."""
     bound = most_seconds(costs, requests)
     costs.draft.time(requests)
     if bound == np.inf or most == 0:

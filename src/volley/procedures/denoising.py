@@ -1,8 +1,8 @@
-"""Diffusion language models: canvases are denoised in passes of their own, then computed once more as text.
+"""Diffusion language models: a canvas is denoised in some passes, then its tokens are computed once more as text.
 
-A denoised block's tokens come out at once. That their K/V are missing makes the request one that reads: commits, prompts and
-what a preemption took are the same work. The next canvas rides along in the pass that reads the last known token, so s steps of
-denoising cost s passes.
+The tokens of a finished canvas come out at once. Their K/V are still missing, so the request reads them: committing a block,
+reading a prompt and reading again after a preemption are the same work. The next canvas is denoised in the pass that reads the
+last known token, so s steps of denoising cost s passes.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from volley.types import DiffusionParams, SamplingParams, Verdict
 Works = Sequence[Work[Request]]
 
 
-def settings(request: Request) -> DiffusionParams:
-    """The request's own, every field that its model needs filled in."""
+def diffusion_of(request: Request) -> DiffusionParams:
+    """The diffusion settings of a request; every field that its model needs is filled in."""
     assert request.params.diffusion is not None
     return request.params.diffusion
 
@@ -55,16 +55,16 @@ class Denoising(Procedure):
             )
 
     def prefill_end(self, request: Request) -> int:
-        """Everything; of aligned models up to the last whole block: the rest stands revealed on the canvas."""
+        """All tokens. Aligned models read whole blocks only; the rest of the prompt stands revealed on the canvas."""
         length = canvas_length(request.params) if self.family.is_aligned else 1
         return request.length // length * length
 
     def matchable(self, request: Request) -> int:
-        """A prompt read to its end needs no logits, unless they predict the first slot of the canvas."""
+        """The last token of a prompt may be in the cache too, unless its logits predict the first slot of the canvas."""
         return self.prefill_end(request) + (not self.family.is_shifted)
 
     def reach(self, num_prompt: int, max_length: int, params: SamplingParams) -> int:
-        """Whole canvases, the last of which is cut."""
+        """The end of the canvas that has the last token: the answer may end inside."""
         length = canvas_length(params)
         first = num_prompt // length * length if self.family.is_aligned else num_prompt
         return first + -(-(max_length - first) // length) * length
@@ -81,7 +81,7 @@ class Denoising(Procedure):
         return most
 
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
-        """K/V that were made both ways are those of blocks of one length, and pages must end where blocks do."""
+        """K/V made bidirectionally depend on the block length, and pages can be shared only if they end where blocks do."""
         if self.family.has_causal_context:
             return b""
         length = canvas_length(params)
@@ -89,7 +89,7 @@ class Denoising(Procedure):
 
     # -- what a pass does ----------------------------------------------------------------------------------------------
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
-        """A block that sees itself both ways is never divided. The canvas rides along behind the last token."""
+        """Bidirectional blocks are never divided. The canvas follows behind the last token, in the same pass."""
         left = self.prefill_end(request) - request.computed
         if not self.family.has_causal_context:
             length = canvas_length(request.params)
@@ -104,7 +104,7 @@ class Denoising(Procedure):
         return Work(request, self._open(request), Kind.DENOISE, 0)
 
     def _awaits_first(self, request: Request) -> bool:
-        """Whether the token of the canvas' first slot is still to be predicted by the block before it."""
+        """Whether the block before the canvas has still to predict the token of its first slot."""
         is_given = request.length > self.prefill_end(request)
         return self.family.is_shifted and request.canvas is None and not is_given
 
@@ -115,17 +115,17 @@ class Denoising(Procedure):
         return Ask(Shape.CHAIN, Rule.GREEDY, len(request.canvas))
 
     def make_canvas(self, request: Request, start: int, given: Sequence[int]) -> Canvas:
-        return self.denoiser(request).open(start, given, settings(request), self.noise(request))
+        return self.denoiser(request).open(start, given, diffusion_of(request), self.noise(request))
 
     def denoiser(self, request: Request) -> Denoiser:
         if self.family.mask_token_id is None:
             return Renoise(self.target.vocab_size)
-        is_edited = settings(request).strategy == "editing"
+        is_edited = diffusion_of(request).strategy == "editing"
         return (Edit if is_edited else Reveal)(self.family.mask_token_id)
 
     def settings(self, request: Request) -> DiffusionParams:
-        """What the passes over its canvas go by."""
-        return settings(request)
+        """The settings of the passes over the request's canvas."""
+        return diffusion_of(request)
 
     def noise(self, request: Request) -> CanvasNoise:
         return request.noise
@@ -146,7 +146,7 @@ class Denoising(Procedure):
         return tokens, Segment(request.table, request.computed, size + canvas, groups=groups, feedback=feedback)
 
     def told(self, canvas: Canvas) -> Tensor | None:
-        """What a model with self-conditioning hears of its last prediction: nothing in the first pass."""
+        """The last prediction ``[L, H]`` for a model with self-conditioning, zeros in the first pass; ``None`` for others."""
         if self.family.mask_token_id is not None:
             return None
         if canvas.feedback is None:
@@ -174,7 +174,7 @@ class Denoising(Procedure):
                     self._predict_first(request, rows)
 
     def denoise(self, request: Request, rows: Tensor) -> None:
-        """Move the request's canvas on by one pass, whose logits are ``rows [L, V]``."""
+        """Apply one pass with logits ``rows [L, V]`` to the request's canvas."""
         canvas, params = request.canvas, request.params
         assert canvas is not None
         if self.family.is_shifted:
@@ -195,7 +195,7 @@ class Denoising(Procedure):
             _note_logprobs(request.canvas, slots, rows.expand(len(request.canvas), -1), request.params)
 
     def _finish(self, work: Work[Request]) -> None:
-        """The tokens of a canvas that is done come out; none of its K/V stay."""
+        """Put out the tokens of a canvas that is done. None of its K/V stay."""
         request, canvas = work.request, work.request.canvas
         assert canvas is not None
         if canvas.done:
@@ -207,7 +207,7 @@ class Denoising(Procedure):
 
 
 def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: SamplingParams) -> None:
-    """Of the tokens that ``slots`` got, under the model's unmodified logits ``rows [L, V]`` in that pass."""
+    """Note log-probabilities of the tokens in ``slots``, under the model's unmodified logits ``rows [L, V]`` of that pass."""
     length = len(canvas)
     canvas.logprobs = canvas.logprobs or [0.0] * length
     canvas.top_logprobs = canvas.top_logprobs or [[] for _ in range(length)]

@@ -1,6 +1,6 @@
-"""Which procedure answers a request: the ways that its model can be decoded."""
+"""Chooses the procedure that answers a request, among those that its model allows."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from volley.errors import ConfigError
 from volley.models.target import Target
@@ -13,19 +13,24 @@ from volley.procedures.speculative import Speculative
 from volley.types import DiffusionMode, DiffusionParams, SamplingParams
 
 _SELF = DiffusionParams(mode="self", strategy="low_confidence_static")
-"""Drafts as long as the checkpoint's canvases. How many passes they get is measured, unless the request says it."""
+"""Self-speculation drafts whole canvases. The passes over a draft are measured unless a request sets their number."""
 
 
-@dataclass(slots=True)
 class Procedures:
-    """One target's; by mode if it is a diffusion language model."""
+    """The procedures of one target: one, or one for each mode of a diffusion language model."""
 
-    target: Target
-    speculative: Speculative
-    by_mode: dict[DiffusionMode, Procedure]
+    def __init__(self, target: Target, speculative: Speculative) -> None:
+        self.target, self.speculative = target, speculative
+        self.by_mode: dict[DiffusionMode, Procedure] = {}
+        if target.diffusion is not None:
+            self.by_mode = {
+                "diffusion": Denoising(target, target.diffusion),
+                "autoregressive": speculative,
+                "self": SelfSpeculative(target, target.diffusion, speculative),
+            }
 
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
-        """The procedure of a request, and its parameters with every diffusion setting filled in but what is measured."""
+        """The procedure of a request, and its parameters with all diffusion settings filled in but those that are measured."""
         family = self.target.diffusion
         if family is None:
             if params.diffusion is not None:
@@ -49,18 +54,7 @@ class Procedures:
         return self.by_mode[mode], replace(params, diffusion=filled)
 
     def use_costs(self, costs: PassCost) -> None:
-        """What the target's passes cost from now on; what was learnt by another table is forgotten."""
+        """Use this cost table of the target's passes; what was learnt with an earlier one is forgotten."""
         drafting = self.by_mode.get("self")
         if isinstance(drafting, SelfSpeculative):
             drafting.steps = DraftSteps(costs)
-
-
-def make_procedures(target: Target, speculative: Speculative) -> Procedures:
-    by_mode: dict[DiffusionMode, Procedure] = {}
-    if target.diffusion is not None:
-        by_mode = {
-            "diffusion": Denoising(target, target.diffusion),
-            "autoregressive": speculative,
-            "self": SelfSpeculative(target, target.diffusion, speculative),
-        }
-    return Procedures(target, speculative, by_mode)

@@ -1,4 +1,4 @@
-"""A request, from arrival to its result, and what a procedure is: how requests turn passes of the target into tokens."""
+"""A request, from arrival to result, and its procedure: how it turns passes of the target into tokens."""
 
 import time
 from abc import ABC, abstractmethod
@@ -29,20 +29,20 @@ from volley.types import (
 
 
 class Procedure(ABC):
-    """One object serves all requests that decode by it: what belongs to a request is kept in the request."""
+    """One object serves all requests that decode by it. Whatever belongs to one request is kept in the request."""
 
     reads_late = False
-    """Whether :meth:`absorb` takes drafts that the host has not read (``decode/late.py``)."""
+    """Whether :meth:`absorb` accepts drafts that the host has not read (``decode/late.py``)."""
 
     def check(self, request: "Request") -> None:
-        """Refuse a new request whose parameters it cannot honour."""
+        """Raise an error for a new request whose parameters it cannot honour."""
 
     def prefill_end(self, request: "Request") -> int:
         """Positions to compute before decoding: the prompt, or after a preemption everything but the anchor."""
         return request.num_prompt if request.num_output == 0 else request.length - 1
 
     def matchable(self, request: "Request") -> int:
-        """How many of the first tokens may be looked up in the prefix cache, which never gives the last of them."""
+        """How many of the first tokens may be looked up in the prefix cache, which never returns the last one."""
         return self.prefill_end(request) + (request.num_output > 0)
 
     def most_tokens(self, num_prompt: int, context_length: int, params: SamplingParams) -> int:
@@ -54,26 +54,26 @@ class Procedure(ABC):
         return max_length
 
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
-        """What K/V were made by, if not by causal passes: pages are shared among alike; ``None``: never."""
+        """The root of the request's page hashes: pages are shared among requests with one root, and never if it is ``None``."""
         return b""
 
     def view(self, request: "Request", largest: int) -> View | None:
-        """What the policy decides on, with blocks of at most ``largest``; ``None``: nothing is drafted for this request."""
+        """What the policy sees, with blocks of at most ``largest``; ``None`` if nothing is drafted for this request."""
         return None
 
     def read(self, request: "Request", num_tokens: int) -> Work["Request"]:
-        """What a pass does that computes the next ``num_tokens`` of a prompt, or of what a preemption took."""
+        """The work that computes the next ``num_tokens`` of a prompt, or of tokens whose K/V a preemption dropped."""
         view = self.view(request, 1)
         ask = NO_DRAFT if view is None else view.draft(0)
         return Work(request, ask, Kind.PREFILL, num_tokens)
 
     @abstractmethod
     def next_work(self, request: "Request", ask: Ask) -> Work["Request"]:
-        """What the next pass does for a request that has been read; ``ask`` is the policy's decision about its view."""
+        """The work of a request that has been read; ``ask`` is the policy's decision about its view."""
 
     @abstractmethod
     def segment(self, work: Work["Request"]) -> tuple[list[int], Segment]:
-        """The tokens that the target computes for a work, and where they lie."""
+        """The tokens that the target computes for a work, and their places."""
 
     @abstractmethod
     def num_rows(self, work: Work["Request"]) -> int:
@@ -105,26 +105,26 @@ class Request:
     """The drafter's pages: the same table, or a ring of its own under a draft window."""
     procedure: Procedure
     rules: tuple[TokenRule, ...] = ()
-    """What changes its logits: penalties, biases, rules of its own."""
+    """What changes its logits: penalties, biases, a grammar, rules of the caller."""
     tapped: Tensor | None = None
-    """The target's features ``[taps · H]`` of the last token with K/V, where a drafter's next token needs them."""
+    """The target's features ``[taps · H]`` of the last token that has K/V; only for drafters that write token by token."""
     adapter: Adapter | None = None
-    """Drafts for this request; ``None``: the drafter as it is."""
+    """The adapter that drafts for this request; ``None``: the drafter itself."""
     prefix_root: bytes | None = b""
-    """The parent of the first page's hash: pages are shared among requests that have the same, with ``None`` with nobody."""
+    """The parent of the first page's hash (:meth:`Procedure.prefix_root`); ``None``: its pages are not shared."""
     after: "Request | None" = None
-    """A request with the same prompt. Until it has been read this one waits, and then takes its pages."""
+    """A request with the same prompt: this one waits until it has been read, and then shares its pages."""
     num_prompt: int = 0
     computed: int = 0
     canvas: Canvas | None = None
-    """What a diffusion language model is denoising; it outlives a preemption."""
+    """The canvas that a diffusion language model is denoising; a preemption does not drop it."""
     shown: tuple[int, int] = (0, 0)
-    """Start and pass of the canvas that was last streamed as a draft."""
+    """Start and number of passes of the canvas when it was last streamed as a draft."""
     denoised_at: int = 0
-    """The scheduler's step in which a canvas of it last took part, or was committed."""
+    """The scheduler's step in which its canvas was last denoised or committed."""
     lookup: Lookup = field(default_factory=Lookup)
     foreseen: int = 0
-    """Positions before this one whose noise a draft may have known."""
+    """The noise of positions before this one may have been used by a draft."""
     page_hashes: list[bytes] = field(default_factory=list)
     text: str = ""
     emitted_text: int = 0
@@ -160,7 +160,7 @@ class Request:
 
     @property
     def first_unscored(self) -> int | None:
-        """The first position whose logits the prompt's log-probabilities still need; ``None``: they need no more."""
+        """The first position whose logits are still needed for the prompt's log-probabilities; ``None`` if there is none."""
         scored = len(self.prompt_logprobs)
         return scored if self.params.prompt_logprobs is not None and scored < self.num_prompt - 1 else None
 
@@ -174,9 +174,9 @@ class Request:
         return self.max_length - len(self.token_ids)
 
     def find(self, most: int) -> tuple[list[int], list[float]]:
-        """At most ``most`` tokens that may come next, found without a model, and how sure each of them is.
+        """At most ``most`` tokens that may come next, found without a model, and the confidence of each.
 
-        First those that a grammar forces, then what follows them in the text.
+        First come the tokens that a grammar forces, then what followed such tokens in the text.
         """
         if not self.rules:
             copied, agreed = self.lookup.find(self.token_ids, most)
@@ -213,7 +213,7 @@ class Request:
             self.finish_reason = "stop"
 
     def _emit(self, token: int, *, from_draft: bool) -> None:
-        """Release text, holding back an end that may turn out to begin a stop string."""
+        """Release text, but hold back an end that may be the beginning of a stop string."""
         ready = len(self.text)
         if self.finish_reason is None:
             for stop in self.params.stop:
@@ -232,7 +232,7 @@ class Request:
         return chunks if draft is None else [*chunks, TextChunk("", [], from_draft=False, draft=draft)]
 
     def take_draft(self) -> CanvasDraft | None:
-        """What stands on the canvas, if that is asked for, and another pass has been over it since it was last taken."""
+        """The canvas as a draft, if the request streams drafts and a pass has changed it since the last call."""
         canvas, own = self.canvas, self.params.diffusion
         if own is None or not own.stream_drafts or canvas is None or self.finish_reason is not None:
             return None

@@ -1,9 +1,10 @@
-"""Self-speculation: a diffusion language model drafts a canvas and verifies it causally, with the same weights and the same K/V.
+"""Self-speculation: a diffusion language model drafts a canvas and verifies it causally, with the same weights and K/V.
 
-Lossless against the autoregressive mode of these weights, whatever the canvas holds: greedy requests compare with the best token,
-sampled ones with the token that the model itself draws with the noise of the position. The canvas draws with that noise too.
+It is lossless with respect to the autoregressive mode of these weights, whatever the canvas holds. Greedy requests compare the
+draft with the best token, sampled ones with the token that the model draws with the noise of the position. The canvas is drawn
+with that noise, too.
 
-How many passes a draft gets is measured (``policies/draft_steps.py``), unless a request says it.
+The number of passes over a draft is measured (``policies/draft_steps.py``), unless a request sets it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from volley.decode.work import Ask, Kind, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.target import BlockDiffusion, Target
 from volley.policies.draft_steps import DraftSteps
-from volley.procedures.denoising import Denoising, Works, canvas_length, settings
+from volley.procedures.denoising import Denoising, Works, canvas_length, diffusion_of
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
 from volley.types import DiffusionParams, Proposal, SamplingParams
@@ -27,9 +28,9 @@ class SelfCheck(Work[Request]):
     """A pass that verifies a draft."""
 
     steps: int = 0
-    """Passes that the draft had, if they were chosen here; 0: nothing is learnt from it."""
+    """Passes that the draft had, if :class:`DraftSteps` chose their number; 0: nothing is learnt from this work."""
     alone: int = 0
-    """Those that went over nothing else."""
+    """How many of them denoised this draft and did nothing else."""
 
 
 class SelfSpeculative(Denoising):
@@ -44,7 +45,7 @@ class SelfSpeculative(Denoising):
         self._at_once = 1  # requests in the last pass
 
     def check(self, request: Request) -> None:
-        """The verifier follows the text token by token: everything that plain decoding takes will do."""
+        """Everything that plain decoding takes is accepted: the verifier follows the text token by token."""
 
     def prefill_end(self, request: Request) -> int:
         return self.verifier.prefill_end(request)
@@ -68,7 +69,7 @@ class SelfSpeculative(Denoising):
     def next_work(self, request: Request, ask: Ask) -> Work[Request]:
         size = min(canvas_length(request.params), request.remaining) - 1
         rule, canvas = _rule(request), request.canvas
-        if canvas is not None and canvas.start != request.computed:  # the pass that it was to ride in never came
+        if canvas is not None and canvas.start != request.computed:  # the draft before it was not verified
             canvas = None
         if canvas is None and size > 0:
             canvas = request.canvas = self._begin(request, request.computed, [request.anchor])
@@ -80,13 +81,13 @@ class SelfSpeculative(Denoising):
         request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
         riding = 0 if request.canvas is None else len(request.canvas)
         work = SelfCheck(request, Ask(Shape.CHAIN, rule, len(draft) + riding), Kind.VERIFY, proposal=Proposal(draft))
-        if settings(request).max_steps is None and len(draft) + 1 == canvas_length(request.params):
+        if diffusion_of(request).max_steps is None and len(draft) + 1 == canvas_length(request.params):
             work.steps, work.alone = canvas.max_steps or 0, canvas.step - canvas.rode
         return work
 
     def _begin(self, request: Request, start: int, given: Sequence[int]) -> Canvas | None:
         """A canvas and the passes it gets; ``None`` where drafting does not pay."""
-        steps, length = settings(request).max_steps, canvas_length(request.params)
+        steps, length = diffusion_of(request).max_steps, canvas_length(request.params)
         if steps is None:
             is_greedy = _rule(request) is Rule.GREEDY
             steps = 1 if self.steps is None else self.steps.choose(length, self._at_once, is_greedy=is_greedy)
@@ -97,7 +98,7 @@ class SelfSpeculative(Denoising):
         return canvas
 
     def _next_canvas(self, request: Request, start: int) -> Canvas | None:
-        """The canvas behind a draft that is being verified, if it will be wanted: all of the last draft was right."""
+        """The canvas behind a draft that is being verified. It is made only if all of the draft before was right."""
         stats, room = request.stats, request.max_length - start - 1
         if room < 1 or stats.accepted_lengths[-1:] != stats.block_sizes[-1:]:
             return None
@@ -107,13 +108,15 @@ class SelfSpeculative(Denoising):
         return canvas
 
     def make_canvas(self, request: Request, start: int, given: Sequence[int]) -> Canvas:
-        """No slot lies behind the end of the answer."""
-        own = replace(settings(request), canvas_length=min(canvas_length(request.params), request.max_length - start))
+        """The canvas is cut where the answer must end."""
+        own = replace(
+            diffusion_of(request), canvas_length=min(canvas_length(request.params), request.max_length - start)
+        )
         return self.denoiser(request).open(start, given, own, self.noise(request))
 
     def settings(self, request: Request) -> DiffusionParams:
         assert request.canvas is not None
-        return replace(settings(request), max_steps=request.canvas.max_steps)
+        return replace(diffusion_of(request), max_steps=request.canvas.max_steps)
 
     def noise(self, request: Request) -> CanvasNoise:
         return CoupledNoise(request.noise.seed)

@@ -186,7 +186,7 @@ def _await_choices(works: Works, chosen: Tensor, reading: Reading) -> None:
 def _keep_choices(work: Work[Request], choices: list[int]) -> None:
     proposal = work.proposal
     if proposal.parents is None:
-        (work.verdict,) = verify_choices(choices, [proposal.token_ids])
+        work.verdict = verify_choices(choices, proposal.token_ids)
     else:
         work.verdict = verify_tree(lambda node, _: choices[node], proposal.token_ids, proposal.parents)
 
@@ -194,9 +194,9 @@ def _keep_choices(work: Work[Request], choices: list[int]) -> None:
 def _sample(works: Works, logits: Tensor, reading: Reading) -> None:
     """Speculative sampling for requests that sample alike, by the distributions that their drafts were drawn from."""
     probs, sizes = _probs(works, logits), [len(work.proposal.token_ids) for work in works]
-    laws = [work.proposal.draft_probs for work in works if work.proposal.draft_probs is not None]
+    drawn_from = [work.proposal.draft_probs for work in works if work.proposal.draft_probs is not None]
     accepting = uniforms_of([(work.request.noise, work.request.length) for work in works], sizes, Purpose.ACCEPT)
-    judged = verify_speculative(probs, torch.cat(laws), draft_tokens(works, probs.device), sizes, accepting)
+    judged = verify_speculative(probs, torch.cat(drawn_from), draft_tokens(works, probs.device), sizes, accepting)
     of_rows = upload(np.array(_uniforms(works)), probs.device)
     bonus = draw(judged.weights, of_rows.index_select(0, judged.rows))
     reading.add(torch.cat([judged.kept, bonus]), partial(_keep_first, works))

@@ -1,14 +1,14 @@
-"""What writes a chain token by token, and a plain draft model that does: another causal LM with the target's tokenizer.
+"""Drafts that are written token by token, and a plain draft model: another causal LM with the target's tokenizer.
 
-The draft model is a baseline for block drafters. It keeps K/V of its own for the texts that it drafted for last, and
-finds what of them still holds by comparing tokens. So nothing need tell it what was accepted, or which requests have ended.
+The draft model is a baseline for block drafters. It keeps K/V for the texts that it drafted for last, and compares tokens to find
+how much of them is still valid. So nobody needs to tell it which tokens were accepted, or which requests have ended.
 """
 
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,44 +16,44 @@ from torch import Tensor
 
 from volley.decode.constrained import Following, columns, walk_constrained
 from volley.decode.late import read_drafts
-from volley.decode.propose import Transitions, walk_best, walk_coupled, walk_sampled
+from volley.decode.propose import WALKS, Transitions
 from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens, confidences
-from volley.decode.work import Drafted, Rule, Work
+from volley.decode.work import Drafted, Work, group_by
 from volley.errors import MismatchError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import make_store
-from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
+from volley.models.rehearsal import context_of, fastest, made_up, spread
 from volley.models.target import Target
 from volley.proposers.base import Proposer, Works
 
-_WALKS = {Rule.GREEDY: walk_best, Rule.MATCH: walk_coupled, Rule.SPECULATIVE: walk_sampled}
 _PAGE = 16
 
 
 class ChainProposer(Proposer):
-    """Needs as many passes as it drafts tokens."""
+    """A drafter that makes one pass for each token of a chain."""
 
     vocab_size: int
 
     @abstractmethod
     def open(self, works: Works) -> list[Work[Any]]:
-        """Get ready to :meth:`read` the anchors of ``works``; returns those that there is room to draft for."""
+        """Prepare to :meth:`read` the anchors of ``works``; returns the works that there is room for."""
 
     @abstractmethod
     def read(self, requests: Sequence[Drafted], token_ids: list[int]) -> Tensor:
-        """Logits ``[n, V]`` after one more token of each of n requests."""
+        """Read one more token of each of n requests; returns the logits ``[n, V]`` behind them."""
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         drafted = self.open(works)
         for work in (work for work in drafted if constraints(work.request.rules)):
             work.proposal = walk_constrained(self._following(work), work, with_confidence=with_confidence)
         free = [work for work in drafted if not constraints(work.request.rules)]
-        for (rule, _), group in groupby(sorted(free, key=_sort_key), key=_alike):
-            members = list(group)
+        alike = group_by(free, lambda work: (work.ask.rule, work.request.params.distribution))
+        for (rule, _), indices in alike.items():
+            members = [free[index] for index in indices]
             sure = [0.0] * sum(work.ask.positions for work in members) if with_confidence else None
-            proposals = _WALKS[rule](self._transitions(members, sure), members)
+            proposals = WALKS[rule](self._transitions(members, sure), members)
             starts = _starts(members)
             for work, proposal, start in zip(members, proposals, starts, strict=True):
                 work.proposal = proposal
@@ -63,7 +63,7 @@ class ChainProposer(Proposer):
         return 0.0
 
     def _transitions(self, works: Works, sure: list[float] | None) -> Transitions:
-        """Logits after tokens, a position of each block at a time, in order; ``sure`` notes how sure they are, if it is given."""
+        """Logits after tokens, one position of each block at a time, in order; their confidences go into ``sure``, if given."""
         owner = [work for work in works for _ in range(work.ask.positions)]
 
         def after(rows: list[int], token_ids: list[int] | Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class ChainProposer(Proposer):
         return after
 
     def _following(self, work: Work[Any]) -> Following:
-        """The same for one block, without the rules of its request."""
+        """The same for the block of one work, without the rules of its request."""
         return Following(lambda _, token, among: columns(self.read([work.request], [token]), among), self.vocab_size)
 
 
@@ -93,10 +93,10 @@ class _Text:
 
 
 class AutoregressiveProposer(ChainProposer):
-    """Drafts with a model of its own."""
+    """Drafts with another causal LM."""
 
     def __init__(self, model: Target, vocab_size: int, block_size: int = 8, num_tokens: int = 2**16) -> None:
-        """``vocab_size`` is the target's; K/V of ``num_tokens`` are kept."""
+        """``vocab_size`` is the target's. There is room for K/V of ``num_tokens``."""
         if model.recurrent:
             raise MismatchError("the draft model has recurrent layers; give one whose layers are all attention")
         if model.vocab_size != vocab_size:
@@ -114,7 +114,7 @@ class AutoregressiveProposer(ChainProposer):
         return [work for work in works if self._open(work, works)]
 
     def _open(self, work: Work[Any], works: Works) -> bool:
-        """Have a text for the work's request that ends before its anchor; False, and no draft, where there is no room."""
+        """Prepare the text of a work's request up to its anchor; False if there is no room for it and its draft."""
         request = work.request
         text = self._texts.setdefault(request.request_id, _Text(BlockTable(_PAGE)))
         self._texts.move_to_end(request.request_id)
@@ -133,7 +133,7 @@ class AutoregressiveProposer(ChainProposer):
 
     @torch.inference_mode()
     def read(self, requests: Sequence[Drafted], token_ids: list[int]) -> Tensor:
-        """What was not read of a text is read first."""
+        """Tokens of a text that were not read yet are read first."""
         texts = [self._texts[request.request_id] for request in requests]
         segments, tokens, last = list[Segment](), list[int](), list[int]()
         for text, token in zip(texts, token_ids, strict=True):
@@ -149,19 +149,11 @@ class AutoregressiveProposer(ChainProposer):
         passes = -(-tokens // requests) - 1
         if requests not in self._seconds:
             model, lengths = self.model, spread(requests, requests)
-            context = min(CONTEXT, model.context_length - 1)
+            context = context_of(lengths, model.context_length)
             batch, store = made_up(lengths, model.kv_shapes, model.dtype, model.device, causal=True, context=context)
             rows = torch.arange(requests, device=model.device)
             self._seconds[requests] = fastest(lambda: best_tokens(model.forward(batch, store, rows)), model.device)
         return passes * self._seconds[requests]
-
-
-def _alike(work: Work[Any]) -> tuple[Rule, Any]:
-    return work.ask.rule, work.request.params.distribution
-
-
-def _sort_key(work: Work[Any]) -> str:
-    return repr(_alike(work))
 
 
 def _starts(works: Works) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What a proposer is: it fills in what may follow each request's text. Verification makes any proposal lossless."""
+"""The base class of proposers. A proposer drafts tokens behind each request's text; verification makes any draft lossless."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,29 +12,29 @@ Works = Sequence[Work[Any]]
 
 
 class Proposer(ABC):
-    """What fills in the drafts of a step; an engine takes one in its drafter's place."""
+    """Fills in the drafts of a step. An engine takes one instead of a drafter."""
 
     block_size = 1
-    """The largest block it can draft, anchor included."""
+    """The largest block that it can draft, anchor included."""
     drafts_late = False
-    """Whether it leaves drafts on the device until they are verified, where nothing needs them before."""
+    """Whether it leaves drafts on the device until they are verified, unless something needs them before."""
     passes: StaticPasses | None = None
-    """Small passes of its model in fixed memory, as CUDA graphs on a GPU; ``None``: all are launched operation by operation."""
+    """Small passes of its model in fixed memory, CUDA graphs on a GPU; ``None``: all are launched operation by operation."""
     can_grow_trees = False
-    """Whether it fills a work of shape ``TREE`` with a tree."""
+    """Whether it can draft trees, for works of shape ``TREE``."""
 
     @abstractmethod
     def propose(self, works: Works, *, with_confidence: bool) -> float:
-        """Fill in ``proposal`` of every work, up to what its ``ask`` says; returns the seconds that a sequential head took.
+        """Fill in ``proposal`` of every work, within its ``ask``; returns the seconds that a sequential head took.
 
-        Any tokens will do as long as they are chosen without ``request.noise``, which only works whose rule is ``MATCH`` may
-        use. Where ``draft_probs`` says which distribution each token was drawn from, a ``SPECULATIVE`` work is verified with
-        it; else its tokens are compared with what the target draws. ``with_confidence`` asks for ``Proposal.confidence``.
+        Any tokens are allowed. But ``request.noise`` may be used only for works whose rule is ``MATCH``. A ``SPECULATIVE`` work
+        with ``draft_probs``, the distributions that its tokens were drawn from, is verified with these; without them its tokens
+        are compared with those that the target draws. ``with_confidence`` asks for ``Proposal.confidence``.
         """
 
     def configure(self, config: DecodingConfig) -> None:
-        """The engine decodes by other settings from now on."""
+        """Use other settings from now on."""
 
     def seconds(self, tokens: int, requests: int) -> float:
-        """What it takes to draft ``tokens``, anchors included, for ``requests``; measured on made-up text."""
+        """Seconds to draft ``tokens``, anchors included, for ``requests``; measured on made-up text."""
         return 0.0

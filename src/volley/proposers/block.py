@@ -1,6 +1,6 @@
-"""The block drafter's proposals: one pass over an anchor and masks, then chains or trees of the most promising tokens.
+"""Drafts of a block drafter: one pass over an anchor and masks, then chains or trees of the most promising tokens.
 
-A drafter without a sequential head predicts every draft position by itself. With one, each token is chosen knowing the one before
+Without a sequential head every draft position is predicted by itself. With one, each token is chosen given the token before it
 (``decode/propose.py``). With several denoising steps the surest positions are revealed first (``decode/denoise.py``).
 """
 
@@ -16,7 +16,7 @@ from volley.config import DraftingConfig
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
 from volley.decode.late import late_proposals, read_drafts
-from volley.decode.propose import propose_coupled, propose_sampled, walk_best, walk_coupled, walk_greedy, walk_sampled
+from volley.decode.propose import WALKS, propose_coupled, propose_sampled, walk_greedy
 from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import (
     PositionNoise,
@@ -28,15 +28,14 @@ from volley.decode.sampling import (
     uniforms_of,
 )
 from volley.decode.tree import coupled_logits, expand, position_lattices
-from volley.decode.work import Drafted, Rule, Shape, Work
+from volley.decode.work import Drafted, Rule, Shape, Work, group_by
 from volley.errors import ConfigError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import static_passes
-from volley.models.adapter import Adapter
 from volley.models.domino import BoundRecurrent
 from volley.models.draft_model import DraftModel
 from volley.models.heads import BoundHead
-from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
+from volley.models.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
 from volley.types import Proposal
 
@@ -51,7 +50,7 @@ class BlockProposer(Proposer):
         self.drafts_late = model.device.type != "cpu" and drafter.head is None and drafter.confidence_head is None
 
     def use_fixed_memory(self, page_size: int) -> None:
-        """Run small passes in fixed memory, if they can be. The last page of the model's store is nobody's."""
+        """Run small passes in fixed memory, if possible. The last page of the model's store must belong to no request."""
         model = self.model
 
         def forward(batch: RaggedBatch, rows: Tensor) -> list[Tensor]:
@@ -115,7 +114,7 @@ class BlockProposer(Proposer):
             work.proposal.confidence = list(islice(rates, len(rows)))
 
     def _blocks(self, works: Works) -> list[Tensor]:
-        """Token ids of each block: the anchor and masks, ``[1 + k]``, or ``[k]`` where the anchor's own state drafts."""
+        """Token ids of each block, the anchor and masks: ``[1 + k]``, or ``[k]`` where the anchor's own slot drafts a token."""
         mask, saved = self.model.drafter.config.mask_token_id, self.model.drafter.config.sample_from_anchor
         return [torch.tensor([work.request.anchor] + [mask] * (work.ask.positions - saved)) for work in works]
 
@@ -147,14 +146,12 @@ class BlockProposer(Proposer):
         return left, logits[kept], hidden[kept]
 
     def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits ``[Σ k, V]`` of every draft position of ``blocks`` (anchor and masks), and the states ``[Σ k, H]`` they are of.
+        """Logits ``[Σ k, V]`` of the draft positions of ``blocks`` (anchor and masks), and the final states ``[Σ k, H]``.
 
-        One draft pass for each adapter among the requests.
+        Each adapter among the requests takes a draft pass of its own.
         """
         states: list[Tensor] = [torch.empty(0)] * len(works)
-        groups: dict[Adapter | None, list[int]] = {}
-        for index, work in enumerate(works):
-            groups.setdefault(work.request.adapter, []).append(index)
+        groups = group_by(works, lambda work: work.request.adapter)
         for adapter, members in groups.items():
             segments = [
                 Segment(works[i].request.draft_table, works[i].request.length - 1, len(blocks[i]), causal=False)
@@ -172,9 +169,9 @@ class BlockProposer(Proposer):
         return self.model.logits(hidden), hidden
 
     def _replay(self, segments: list[Segment], token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """:meth:`position_logits` in fixed memory, until the next pass; ``None`` where that cannot be.
+        """:meth:`position_logits` in fixed memory, valid until the next pass; ``None`` if the pass cannot be made there.
 
-        Denoising is one such case: it goes back to the logits of its first pass.
+        Denoising cannot use it, because it returns to the logits of its first pass.
         """
         if self.passes is None or self.config.denoising_steps > 1:
             return None
@@ -183,7 +180,7 @@ class BlockProposer(Proposer):
         return None if found is None else (found[1][0][: len(rows)], found[1][1][: len(rows)])
 
     def _denoise(self, works: Works, blocks: list[Tensor]) -> Tensor:
-        """Reveal the blocks step by step; the logits ``[Σ k, V]`` of the first step."""
+        """Draft in several denoising steps; returns the logits ``[Σ k, V]`` of the first step."""
 
         def look(works: Works, blocks: list[Tensor]) -> Tensor:
             return _processed(works, self.position_logits(works, blocks)[0])
@@ -202,13 +199,13 @@ class BlockProposer(Proposer):
 
     @torch.inference_mode()
     def seconds(self, tokens: int, requests: int) -> float:
-        """Of a draft pass, and of the K/V of a token of each request."""
+        """Seconds of a draft pass, and of K/V of one token of each request."""
         model = self.model
         features = torch.zeros(requests, model.drafter.fc.in_features, dtype=model.dtype, device=model.device)
         positions = torch.arange(requests, device=model.device)
         making = fastest(lambda: model.drafter.context_kv(features, positions), model.device)
         sizes = spread(tokens, requests)
-        context = min(CONTEXT, max(0, model.drafter.rotary.length - max(sizes)))
+        context = context_of(sizes, model.drafter.rotary.length)
         replay = None if self.passes is None else self.passes.made_up(sizes, context, causal=False)
         if replay is not None and model.bound_head is None:
             return making + fastest(lambda: best_tokens(replay()), model.device)
@@ -219,7 +216,7 @@ class BlockProposer(Proposer):
         """Seconds of the drafter's layers, and of logits and choice, for ``tokens`` spread over ``requests``."""
         model = self.model
         shapes, sizes = model.drafter.kv_shapes, spread(tokens, requests)
-        context = min(CONTEXT, max(0, model.drafter.rotary.length - max(sizes)))
+        context = context_of(sizes, model.drafter.rotary.length)
         batch, store = made_up(sizes, shapes, model.dtype, model.device, causal=False, context=context)
         states = model.block_states(batch, store)
 
@@ -240,7 +237,7 @@ class BlockProposer(Proposer):
 
 
 def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: Tensor) -> Following:
-    """The logits of each of a block's positions, ``hidden [k, H]`` and ``logits [k, V]``, after the token before it."""
+    """The logits of one block's positions given the token before each, from ``hidden [k, H]`` and ``logits [k, V]``."""
     size = logits.shape[-1]
     if head is None:
         return Following(lambda position, _, among: columns(logits[position : position + 1], among), size)
@@ -253,7 +250,7 @@ def _sizes(works: Works) -> list[int]:
 
 
 def _processed(works: Works, logits: Tensor) -> Tensor:
-    """Logits ``[Σ k, V]`` under the rules of what is accepted so far: the draft's own tokens are not known yet."""
+    """``logits [Σ k, V]`` under the rules of the requests, which see accepted tokens only: the draft is not known yet."""
     if not any(work.request.rules for work in works):
         return logits
     parts = zip(works, torch.split(logits, _sizes(works)), strict=True)
@@ -261,7 +258,7 @@ def _processed(works: Works, logits: Tensor) -> Tensor:
 
 
 def _with_noise(works: Works, logits: Tensor) -> Tensor:
-    """Logits ``[Σ k, V]``, those of trees with the noise that the target will use."""
+    """``logits [Σ k, V]``; those of trees are coupled with the noise that the target will use."""
     if all(work.ask.shape is not Shape.TREE for work in works):
         return logits
     parts = zip(works, torch.split(logits, _sizes(works)), strict=True)
@@ -276,34 +273,35 @@ def _with_noise(works: Works, logits: Tensor) -> Tensor:
 
 
 def _draw(request: Drafted, logits: Tensor) -> Tensor:
-    """Tokens for verification by comparing choices."""
+    """Tokens ``[k]`` that will be verified by comparing choices."""
     if request.params.temperature == 0:
         return logits.argmax(dim=-1)
     return propose_coupled(logits, request.params, _places([request], [len(logits)]))
 
 
 def _places(requests: Sequence[Drafted], sizes: Sequence[int]) -> list[tuple[PositionNoise, int]]:
-    """Whose noise each draft position may know, and at which position it is."""
+    """The noise and the position of each draft position."""
     return [(own.noise, own.length + i) for own, size in zip(requests, sizes, strict=True) for i in range(size)]
 
 
 def _can_be_late(work: Work[Any]) -> bool:
-    """Whether the host can do without the tokens of a draft until the target's choices are read."""
+    """Whether the host does not need the tokens of a draft before it reads the target's choices."""
     return work.may_be_late and work.ask.shape is Shape.CHAIN and not work.request.rules
 
 
 def _choose(works: Works, logits: Tensor) -> None:
-    """Proposals of positions that are independent of each other; chains are not read."""
-    alike: dict[tuple[Any, ...], list[int]] = {}  # works that are drafted in one go
-    for index, work in enumerate(works):
-        is_tree, rule = work.ask.shape is Shape.TREE, work.ask.rule
-        is_drawn = not is_tree and rule is not Rule.GREEDY
-        key = (is_tree, None if is_tree else rule, work.request.params.distribution if is_drawn else None)
-        alike.setdefault(key, []).append(index)
-    parts = torch.split(logits, _sizes(works))
-    for key, members in alike.items():
-        rows = logits if len(alike) == 1 else torch.cat([parts[index] for index in members])
-        (_choose_trees if key[0] else _choose_chains)([works[index] for index in members], rows)
+    """Drafts of positions that are independent of each other. The tokens of chains stay on the device."""
+
+    def chosen_alike(work: Work[Any]) -> tuple[Any, ...]:
+        if work.ask.shape is Shape.TREE:
+            return (_choose_trees,)
+        is_drawn = work.ask.rule is not Rule.GREEDY
+        return _choose_chains, work.ask.rule, work.request.params.distribution if is_drawn else None
+
+    groups, parts = group_by(works, chosen_alike), torch.split(logits, _sizes(works))
+    for (choose, *_), members in groups.items():
+        rows = logits if len(groups) == 1 else torch.cat([parts[index] for index in members])
+        choose([works[index] for index in members], rows)
 
 
 def _choose_trees(works: Works, logits: Tensor) -> None:
@@ -312,7 +310,7 @@ def _choose_trees(works: Works, logits: Tensor) -> None:
 
 
 def _choose_chains(works: Works, logits: Tensor) -> None:
-    """Chains under one rule, of requests that sample alike."""
+    """Chains with one rule, of requests that sample alike."""
     requests, sizes, rule = [work.request for work in works], _sizes(works), works[0].ask.rule
     params = requests[0].params
     probs = None
@@ -328,20 +326,18 @@ def _choose_chains(works: Works, logits: Tensor) -> None:
 
 
 def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor) -> float:
-    """Proposals of a drafter with a sequential head; returns the seconds it took."""
+    """Drafts with a sequential head; returns the seconds it took."""
     started, sizes = time.perf_counter(), _sizes(works)
-    alike: dict[tuple[Any, ...] | None, list[int]] = {}  # requests that are walked side by side
-    for index, work in enumerate(works):
+
+    def walked_alike(work: Work[Any]) -> tuple[Any, ...] | None:
         on_lattice = head.pairwise and (work.ask.shape is Shape.TREE or work.ask.rule is Rule.GREEDY)
-        key = None if on_lattice else (work.ask.rule, work.request.params.distribution)
-        alike.setdefault(key, []).append(index)
-    for distribution, members in alike.items():
-        own = [hidden, logits]
-        if len(alike) > 1:
-            split = [torch.split(rows, sizes) for rows in own]
-            own = [torch.cat([rows[i] for i in members]) for rows in split]
+        return None if on_lattice else (work.ask.rule, work.request.params.distribution)
+
+    groups, parts = group_by(works, walked_alike), [torch.split(rows, sizes) for rows in (hidden, logits)]
+    for key, members in groups.items():
+        own = [hidden, logits] if len(groups) == 1 else [torch.cat([each[i] for i in members]) for each in parts]
         group = [works[i] for i in members]
-        if distribution is None and isinstance(head, BoundHead):
+        if key is None and isinstance(head, BoundHead):
             _walk_lattices(group, head, *own)
         else:
             _walk_distributions(group, head, *own)
@@ -361,19 +357,17 @@ def _walk_lattices(works: list[Work[Any]], head: BoundHead, hidden: Tensor, logi
 def _walk_distributions(
     works: list[Work[Any]], head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor
 ) -> None:
-    """Chains of requests that sample alike, all judged by one rule, token by token."""
-    walks = {Rule.MATCH: walk_coupled, Rule.GREEDY: walk_best}
-    walk = walks.get(works[0].ask.rule, walk_sampled)
-    proposals = walk(head.transitions(hidden, logits, _sizes(works)), works)
+    """Chains, token by token, of requests that sample alike and are verified by one rule."""
+    proposals = WALKS[works[0].ask.rule](head.transitions(hidden, logits, _sizes(works)), works)
     for work, proposal in zip(works, proposals, strict=True):
         work.proposal = proposal
 
 
 def _note_confidence(works: Works, logits: Tensor) -> None:
-    """Note how sure the drafter was of each position before its token was drawn or any noise mixed in.
+    """Note the drafter's confidence at each position, before a token was drawn and without noise.
 
-    That is the largest probability of the distribution it was drawn from if that is known, else of the first pass. Trees and
-    greedy walks have noted it already.
+    It is the largest probability of the distribution that the token was drawn from, or of the first pass where that distribution
+    is not known. Trees and greedy walks have noted theirs already.
     """
     row = 0
     for is_wanted, members in groupby(works, lambda work: not work.proposal.confidence):

@@ -1,4 +1,4 @@
-"""EAGLE-3's proposals: a chain of as many passes of its layer as it has tokens, side by side for all requests."""
+"""Drafts of an EAGLE-3 drafter: one pass of its layer for each token of a chain, for all requests together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from volley.decode.work import Drafted, Work
 from volley.errors import ConfigError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.models.eagle_model import EagleModel
-from volley.models.rehearsal import CONTEXT, fastest, made_up, spread
+from volley.models.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.autoregressive import ChainProposer
 from volley.proposers.base import Works
 
 
 @dataclass
 class _Chain:
-    """Where the next step of a request's draft stands, and the state ``[H]`` that it reads."""
+    """The position of the next token of a request's draft, and the state ``[H]`` that predicts it."""
 
     position: int
     state: Tensor
@@ -61,11 +61,11 @@ class EagleProposer(ChainProposer):
 
     @torch.inference_mode()
     def seconds(self, tokens: int, requests: int) -> float:
-        """Of all steps, and of the K/V of a token of each request."""
+        """Seconds of all steps of the chains, and of K/V of one token of each request."""
         if requests not in self._seconds:
             model, eagle = self.model, self.model.eagle
-            context = min(CONTEXT, eagle.rotary.length - 1)
             lengths = spread(requests, requests)
+            context = context_of(lengths, eagle.rotary.length)
             batch, store = made_up(lengths, eagle.kv_shapes, model.dtype, model.device, causal=True, context=context)
             tapped = torch.zeros(requests, eagle.fc.in_features, dtype=model.dtype, device=model.device)
             states = eagle.fused_states(tapped)

@@ -1,11 +1,11 @@
-"""Proposes what was found in the text (``decode/lookup.py``)."""
+"""Drafts of tokens that were found in the text (``decode/lookup.py``)."""
 
 from volley.proposers.base import Proposer, Works
 from volley.types import Proposal
 
 
 class TextLookup(Proposer):
-    """Copies: the search came before the policy, which had to know what there is."""
+    """Copies ``Work.found``. The search was made before the policy decided, because the policy weighs its result."""
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         for work in works:

@@ -1,4 +1,4 @@
-"""Proposes what a script says: drafts without a drafter, for tests and experiments."""
+"""Drafts by a script, without a drafter: for tests and experiments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from volley.types import Proposal
 
 
 class ScriptedProposer(Proposer):
-    """Give an engine a policy that verifies by matching, or requests that are greedy: a script draws from no distribution."""
+    """Its tokens are drawn from no known distribution, so sampled requests compare them with the target's."""
 
     def __init__(self, script: Callable[[Work[Any]], list[int]], block_size: int) -> None:
-        """``script`` gives the tokens that may follow a request's text; those beyond what was asked for are left out."""
+        """``script`` returns tokens to follow a request's text; those that exceed the ask are dropped."""
         self.script, self.block_size = script, block_size
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:

@@ -30,7 +30,7 @@ UNUSED = PositionNoise(0)
 
 
 class SlotTable(BlockTable):
-    """Positions whose slots another engine chose: position p lives in slot ``where[p]``."""
+    """A block table whose slots another engine has chosen: position p is in slot ``where[p]``."""
 
     __slots__ = ("_where",)
 
@@ -41,7 +41,7 @@ class SlotTable(BlockTable):
 
     @property
     def is_consecutive(self) -> bool:
-        """Never: a block's own slots lie elsewhere than its context's."""
+        """Never: a block has its slots elsewhere than its context."""
         return False
 
     def slot_array(self, start: int, end: int) -> IntArray:
@@ -50,7 +50,7 @@ class SlotTable(BlockTable):
 
 @dataclass(slots=True)
 class SlotRequest:
-    """One request in one pass, as drafting sees it. vLLM does not say which requests are sampled: all are taken for greedy."""
+    """A request in one pass, for drafting. vLLM does not tell which requests are sampled, so all are taken for greedy."""
 
     request_id: int
     anchor: int
@@ -63,7 +63,7 @@ class SlotRequest:
 
 
 class SlotDrafter:
-    """A drafter whose K/V of a token lie in the slot of the target's; only blocks being drafted have slots of their own."""
+    """A drafter that keeps the K/V of a token in the slot of the target's. Only blocks being drafted have slots of their own."""
 
     def __init__(
         self, drafter: Drafter, config: DraftingConfig, embed: Projection, head: Projection, max_requests: int
@@ -71,10 +71,10 @@ class SlotDrafter:
         self.drafter, self.config, self.embed, self.head = drafter, config, embed, head
         self._num_scratch = max_requests * drafter.config.block_size
         self.token_ids = np.empty(0, dtype=np.int32)
-        """Which token each slot's K/V are of; -1: of none."""
+        """The token whose K/V are in each slot; -1: none."""
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for as many positions as vLLM has, once it has said how many."""
+        """Make room for ``num_slots`` positions, as many as vLLM has; known from its first pass."""
         if num_slots == len(self.token_ids):
             return
         drafter, weight = self.drafter, self.drafter.fc.weight
@@ -85,13 +85,13 @@ class SlotDrafter:
         self.proposer = BlockProposer(self.model, self.config)
 
     def inject(self, features: Tensor, positions: IntArray, slots: IntArray, token_ids: Tokens) -> None:
-        """Features ``[T, taps · H]`` of tokens ``[T]`` become the drafter's K/V in ``slots [T]``."""
+        """Make the drafter's K/V in ``slots [T]`` from the features ``[T, taps · H]`` of ``token_ids [T]``."""
         where, at = (torch.from_numpy(indices).to(self.model.device) for indices in (slots, positions))
         self.model.keep(features, at, where, None)
         self.token_ids[slots] = token_ids
 
     def has_seen(self, slots: IntArray, token_ids: Tokens) -> bool:
-        """Whether all that a block after context ``token_ids [n]`` in ``slots [n]`` would look at has been injected."""
+        """Whether everything that a block behind context ``token_ids [n]`` in ``slots [n]`` sees has been injected."""
         windows = [len(slots) if window is None else window for window in self.model.windows]
         first = max(0, len(slots) - max(windows))
         return bool((self.token_ids[slots[first:]] == token_ids[first:]).all())

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server: is it there, what its command line says, and the command that starts it."""
+"""vLLM's OpenAI server: checks that it is installed, reads its command line, and makes the command that starts it."""
 
 import importlib.metadata
 import importlib.util

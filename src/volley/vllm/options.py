@@ -1,4 +1,4 @@
-"""How vLLM is told to draft with volley, and what volley asks of the vLLM it finds itself in.
+"""The arguments that make vLLM draft with volley, and the checks of the vLLM that volley runs in.
 
 vLLM hands a proposer nothing but its own configuration, so volley's options travel in ``additional_config["volley"]``, which vLLM
 keeps for extensions.
@@ -41,7 +41,7 @@ class PluginOptions(DraftingConfig):
     drafter: str
     """A folder in a format that volley loads."""
     greedy_only: bool = False
-    """That every request will have temperature 0: needed where vLLM's own verification is wrong for others."""
+    """Every request will have temperature 0: needed where vLLM's own verification is wrong for others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

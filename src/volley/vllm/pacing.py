@@ -1,4 +1,4 @@
-"""Between vLLM's passes and a policy: what was drafted in one pass is judged in the next."""
+"""Between vLLM's passes and a policy: what is drafted after one pass is verified in the next."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -9,14 +9,14 @@ from volley.policies.cost import Costs, Measure
 from volley.policies.pacing import trim
 from volley.vllm.drafting import SlotRequest
 
-_LESSON = 8  # passes whose times are taken before a policy that weighs costs is asked
+_LESSON = 8  # passes that are timed before a policy that weighs costs is asked
 
 
 class PassPacing:
-    """Asks the policy how much to draft and to verify, and tells it what became of that.
+    """Asks the policy how much to draft and to verify, and reports the result to it.
 
-    A policy that weighs costs needs to know what a pass takes. vLLM's cannot be rehearsed, so whole blocks are drafted for the
-    first few passes. What these take beyond the estimate ``measure_target`` is vLLM's own time, the same for every pass.
+    A policy that weighs costs needs the seconds of passes. Those of vLLM cannot be rehearsed, so the first few passes have whole
+    blocks. The time by which they exceed the estimate ``measure_target`` is vLLM's own, and the same for every pass.
     """
 
     def __init__(self, policy: Policy, largest: int, measure_draft: Measure, measure_target: Measure) -> None:
@@ -33,7 +33,7 @@ class PassPacing:
         return self.policy.uses_costs and len(self._overheads) < _LESSON
 
     def timed(self, tokens: int, requests: int, seconds: float) -> None:
-        """A pass over ``tokens`` of ``requests`` that all decode took ``seconds``, drafting aside."""
+        """A pass over ``tokens`` of ``requests``, all decoding, took ``seconds`` without drafting."""
         if self.is_learning:
             self._overheads.append(seconds - self._estimate(tokens, requests))
         else:
@@ -56,7 +56,7 @@ class PassPacing:
             self._asked = list(zip(works, trim(self.policy, works), strict=True))
 
     def judge(self, judged: Mapping[int, tuple[int, int]]) -> None:
-        """Of each request that goes on, how many draft tokens were verified and how many accepted."""
+        """``judged`` has the numbers of verified and accepted draft tokens of each request that goes on."""
         asked, self._asked = self._asked, []
         for work, cycle in asked:
             verified, accepted = judged.get(cycle.request_id, (0, 0))

@@ -1,7 +1,7 @@
-"""What one pass of vLLM's target computed: the features of every token, and where vLLM keeps each token's K/V.
+"""One pass of vLLM's target: the features of every token, and the slots where vLLM keeps its K/V.
 
-Forward hooks tap the features. Requests are not named to a proposer; what tells them apart is what vLLM's attention back ends
-read in the forward context: ``block_table``, ``query_start_loc`` and ``seq_lens``, whose rows are those of the batch.
+Forward hooks tap the features. vLLM does not name requests to a proposer. They are told apart by what its attention back ends
+read in the forward context: ``block_table``, ``query_start_loc`` and ``seq_lens``, with a row for each request of the batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(slots=True)
 class TargetPass:
-    """R requests with T tokens in all, laid end to end."""
+    """A pass over T tokens of R requests, laid end to end."""
 
     starts: IntArray
     """Position of each request's first token of the pass ``[R]``."""
@@ -34,7 +34,7 @@ class TargetPass:
     """vLLM's blocks of each request ``[R, most]``."""
     block_size: int
     num_slots: int
-    """All that vLLM has."""
+    """All slots that vLLM has."""
     token_ids: Tensor | None
     states: dict[int, Tensor] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class TargetPass:
         return self.starts + self.lengths
 
     def slots(self, row: int, start: int, end: int) -> IntArray:
-        """Where vLLM keeps the K/V of positions ``[start, end)`` of a request."""
+        """The slots of positions ``[start, end)`` of the request in ``row``."""
         positions = np.arange(start, end)
         found = self.blocks[row, positions // self.block_size].astype(np.int64) * self.block_size
         return np.asarray(found + positions % self.block_size)
@@ -57,7 +57,7 @@ class TargetPass:
         return int(self.slots(row, position, position + 1)[0])
 
     def span(self, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Of the tokens before position ``ends [R]`` of their requests: their rows of the pass, positions and slots."""
+        """Rows, positions and slots of the tokens of this pass that lie before position ``ends [R]`` of their requests."""
         rows, positions, slots = [], [], []
         for row, (start, end) in enumerate(zip(self.starts.tolist(), ends.tolist(), strict=True)):
             rows.append(int(self.offsets[row]) + np.arange(end - start))

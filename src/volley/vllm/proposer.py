@@ -1,9 +1,8 @@
-"""The proposer: vLLM makes one, gives it the target, and after every pass asks it what to verify in the next.
+"""The proposer: vLLM makes one, gives it the target, and after every pass asks it for drafts to verify in the next.
 
-Losslessness is vLLM's: it is given draft tokens without probabilities and so treats each as a point mass, accepting token d
-with the target's probability of d and drawing from the target's distribution without d otherwise. That is exact for any
-draft, whatever chose it and however many tokens it has, because drafts are chosen before the target draws. Drafts are the
-drafter's most likely tokens, which this rule accepts most often.
+vLLM verifies. It gets draft tokens without probabilities and treats each as a point mass: it accepts token d with the target's
+probability of d, and otherwise draws from the target's distribution without d. That is lossless for any draft of any length,
+because drafts are chosen before the target draws. Drafts are the drafter's likeliest tokens, which this rule accepts most often.
 """
 
 import time
@@ -45,7 +44,7 @@ class PluginProposer:
 
     # -- start-up ------------------------------------------------------------------------------------------------------
     def load_model(self, target_model: nn.Module) -> None:
-        """Load the drafter, check that it is this target's, tap the target."""
+        """Load the drafter, check that it was trained for this target, and tap the target."""
         model = self.config.model_config
         text = model.hf_config.get_text_config()
         drafter = Drafter.from_pretrained(Path(self.options.drafter), dtype=model.dtype)
@@ -86,7 +85,7 @@ class PluginProposer:
         token_ids_cpu: Tokens,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Draft tokens for every row of the batch; called by vLLM with what the pass just ended has sampled."""
+        """Draft tokens for every row of the batch; vLLM calls it with the tokens that the last pass has sampled."""
         started = time.perf_counter()
         done = self.taps.take()
         if done is None:
@@ -104,15 +103,15 @@ class PluginProposer:
     def _follow(
         self, done: TargetPass, sampled: Sequence[Sequence[int]], lengths: Sequence[int], now: float
     ) -> dict[int, int]:
-        """Which request each decoding row is, by the last slot filled before this pass; the policy hears how it went.
+        """The request of each decoding row, by the last slot that was filled before this pass; reports verdicts to the policy.
 
-        The block a request writes to is nobody else's, so that slot names it. A request that sat out a pass gets a new name: its
-        policy begins anew, nothing else is lost.
+        A request shares the block that it writes to with nobody, so that slot identifies it. A request that sat out a pass gets a
+        new number: the policy forgets it, and nothing else is lost.
         """
         before, after, judged, ids, fresh = self.request_at, {}, {}, {}, {}
         for row, tokens in enumerate(sampled):
             if not tokens:
-                continue  # its prompt goes on
+                continue  # more of its prompt is to be read
             start, known = int(done.starts[row]), lengths[row] - 1
             request_id = before.get(done.slot(row, start - 1)) if start else None
             if request_id is None:
@@ -125,13 +124,13 @@ class PluginProposer:
         self.pacing.judge(judged)
         if fresh and self.policy.uses_prefill:
             self._show_prompts(done, fresh)
-        if len(judged) == len(sampled):  # nobody's prompt was in the pass
+        if len(judged) == len(sampled):  # no prompt was in the pass
             self.pacing.timed(int(done.offsets[-1]), len(sampled), now - self._ended)
         return ids
 
     @torch.inference_mode()
     def _show_prompts(self, done: TargetPass, fresh: dict[int, int]) -> None:
-        """What the target expects after the prompts that ended in this pass, for the policy; all are taken for greedy."""
+        """Show the policy the end of each prompt that was read in this pass. All requests are taken for greedy."""
         last = torch.from_numpy(done.offsets[[row + 1 for row in fresh]] - 1).to(done.states[FINAL].device)
         logits = self._compute_logits(done.states[FINAL][last])
         hidden = done.features(self.drafter.config.target_layer_ids)[last]
@@ -139,8 +138,8 @@ class PluginProposer:
             self.policy.prefilled(request_id, 0.0, *shown)
 
     def _inject(self, done: TargetPass, lengths: Sequence[int], token_ids: Tokens) -> None:
-        """The features of positions that stay: tokens that were known, and those of the drafts that were accepted."""
-        last = np.array(lengths, dtype=np.int64) - 1  # has not been through the target
+        """Inject the features of positions that stay: known tokens and accepted draft tokens."""
+        last = np.array(lengths, dtype=np.int64) - 1  # the target has not computed the last token
         ends = np.minimum(done.ends, last)
         spans = zip(done.starts.tolist(), ends.tolist(), strict=True)
         tokens = [token_ids[row, start:end] for row, (start, end) in enumerate(spans)]
@@ -155,7 +154,7 @@ class PluginProposer:
 
     @torch.inference_mode()
     def _inject_unread(self, done: TargetPass) -> None:
-        """A pass after which vLLM did not ask for drafts; what it rejected will be overwritten before it is read."""
+        """Inject a pass after which vLLM asked for no drafts. Rejected tokens are overwritten before they are read."""
         if done.token_ids is not None:
             token_ids = done.token_ids[: int(done.offsets[-1])].cpu().numpy()
             self._inject_until(done, done.ends, token_ids)
@@ -189,7 +188,7 @@ class PluginProposer:
         return self.slots.proposer.seconds(tokens, requests)
 
     def _target_seconds(self, tokens: int, requests: int) -> float:
-        """A drafter's layers are about as large as its target's."""
+        """An estimate: a drafter's layers are about as large as its target's."""
         layers, head = self.slots.proposer.timed_parts(tokens, requests)
         return layers * self._num_layers / self.drafter.config.num_hidden_layers + head
 

@@ -1,4 +1,4 @@
-"""The recorder: a proposer that drafts nothing and writes down what the target's layers computed of each prompt.
+"""The recorder: a proposer that drafts nothing, and writes the outputs of the target's layers for each prompt to files.
 
 ``volley train --feature-server`` sends its documents to such a server as prompts and trains on what it finds.
 """
@@ -64,7 +64,7 @@ def recorder_args(options: RecordOptions) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Beginning:
-    """As much of a prompt as has been read, in the pieces it was read in: ``states [t, (taps + final) · H]`` of each."""
+    """The part of a prompt that has been read, in pieces: tokens, and ``states [t, (taps + final) · H]``, of each piece."""
 
     token_ids: list[Tokens] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Recorder:
         self._warned = False
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Tap the target; of the processes that share its layers, which all see whole outputs, the first one records."""
+        """Tap the target. If several processes share its layers, all see whole outputs, and the first one records them."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         options = self.options

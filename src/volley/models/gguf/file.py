@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
-from volley.models.gguf.blocks import QuantisedWeight, unpack
 
 MAGIC = b"GGUF"
 _TOKENS = "tokenizer.ggml.tokens"
@@ -149,10 +148,6 @@ class GGUFFile:
                 f"{_version()} cannot decode; use a file of {_READ}"
             ) from None
         return torch.from_numpy(np.array(values, dtype=np.float32))
-
-    def quantised(self, name: str, rows: Rows | None = None) -> QuantisedWeight | None:
-        """A matrix block by block, or ``None`` if its type is plain or has no even steps (see ``blocks.UNPACK``)."""
-        return unpack(self.type(name), self._data(name, rows))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.models.gguf.blocks import QuantisedWeight
 from volley.models.gguf.file import GGUFFile, Rows
 
 log = logging.getLogger("volley")
@@ -194,15 +193,6 @@ def dense_weights(file: GGUFFile, config: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"model.layers.{name.split('.')[1]}.mlp.experts.gate_up_proj", torch.cat(parts, dim=1)
             continue
         yield own_name(file, name), file.dense(name, row_order(file.architecture, name, config))
-
-
-def quantised_weights(file: GGUFFile, config: Any) -> Iterator[tuple[str, QuantisedWeight]]:
-    """The quantised matrices of a file by transformers' name, as they are stored; those left out are dense ones."""
-    for name in file:
-        if name != ROPE_FACTORS and "_exps." not in name:
-            found = file.quantised(name, row_order(file.architecture, name, config))
-            if found is not None:
-                yield own_name(file, name), found
 
 
 def row_order(architecture: str, name: str, config: Any) -> Rows | None:

@@ -1,0 +1,65 @@
+"""Makes requests of prompts, and refuses those that could never be answered."""
+
+import secrets
+from collections.abc import Iterable
+
+from volley.decode.detokenize import Detokenizer
+from volley.decode.grammars import Grammars
+from volley.decode.rules import make_rules
+from volley.decode.sampling import PositionNoise
+from volley.errors import InputError
+from volley.memory.kv_cache import BlockTable, PagePool
+from volley.models.target import Target
+from volley.procedures.request import Procedure, Request
+from volley.types import SamplingParams
+
+
+def make_request(
+    request_id: int,
+    token_ids: list[int],
+    params: SamplingParams,
+    procedure: Procedure,
+    target: Target,
+    pool: PagePool,
+    grammars: Grammars,
+) -> Request:
+    """A request for the prompt ``token_ids [n]``, with an empty block table.
+
+    Raises :class:`InputError` if the context has no room for it, or the target does not know its tokens;
+    :class:`CapacityError` if ``pool`` has too few pages; :class:`ConfigError` if its grammar cannot be used.
+    """
+    target.check_prompt(token_ids)
+    limit = target.context_length
+    if len(token_ids) + min(params.max_tokens, 1) > limit:
+        raise InputError(
+            f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
+        )
+    check_tokens(target, "logit_bias: ", [token for token, _ in params.logit_bias])
+    most = procedure.most_tokens(len(token_ids), limit, params)
+    max_length = min(len(token_ids) + params.max_tokens, most)
+    pool.check_fits(procedure.reach(len(token_ids), max_length, params))
+    rules = make_rules(params, token_ids, target.vocab_size, target.device)
+    if params.grammar is not None:  # the last rule: it forbids tokens, whatever the others made of the logits
+        rules = (*rules, grammars.rule(params.grammar, ignore_eos=params.ignore_eos))
+    table = BlockTable(pool.page_size)
+    own_stops = frozenset() if params.ignore_eos else target.stop_token_ids
+    return Request(
+        request_id=request_id,
+        token_ids=token_ids,
+        params=params,
+        noise=PositionNoise(secrets.randbits(63) if params.seed is None else params.seed),
+        max_length=max_length,
+        stop_token_ids=own_stops | frozenset(params.stop_token_ids),
+        detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens),
+        table=table,
+        draft_table=table,
+        procedure=procedure,
+        rules=rules,
+    )
+
+
+def check_tokens(target: Target, what: str, token_ids: Iterable[int]) -> None:
+    """Refuse token ids that are outside the target's vocabulary; ``what`` begins the message."""
+    size = target.vocab_size
+    if wrong := [token for token in token_ids if not 0 <= token < size]:
+        raise InputError(f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}")
