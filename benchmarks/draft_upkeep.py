@@ -39,7 +39,7 @@ class Spent:
 def shares(engine: Engine, prompts: list[Any], tokens: int) -> str:
     """Milliseconds of a step that decodes only, of the drafter's K/V in it, and its share there and where prompts are read."""
     (context,) = (state for state in engine.sequences.states if isinstance(state, DraftContext))
-    names = [name for name in ("keep", "prepare") if hasattr(context, name)]  # early versions had only the first
+    names = ("keep", "prepare")
     spent, sums = Spent(context, *names), {True: [0.0, 0.0, 0], False: [0.0, 0.0, 0]}
     engine.reset_prefix_cache()
     for prompt in prompts:
