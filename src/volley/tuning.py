@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -153,8 +154,6 @@ def presets(
     ] = None,
 ) -> None:
     """Where volley tune begins for each family of models, or for one target."""
-    from dataclasses import asdict
-
     from volley.tune.presets import FAMILIES, read_preset
 
     if target is not None:
