@@ -220,13 +220,13 @@ def cycle_seconds(target: Target, drafters: Sequence[Drafter]) -> list[float]:
     return [min(column) for column in zip(*rounds, strict=True)]
 
 
-def choose_block_size(trial: Trial, target: Target) -> int:
+def choose_block_size(trial: Trial, target: Target, sizes: tuple[int, ...] = BLOCK_SIZES) -> int:
     """The block that promises most tokens a second: the trial's acceptance, drawn on, by what passes cost here."""
     block, plain = len(trial.accuracy) + 1, Engine(target, num_pages=64)
     chance = steady_acceptance(trial.tau, block)
-    passes = {size: min(plain.cycle_seconds(size, 1) for _ in range(TIMINGS)) for size in {block, *BLOCK_SIZES}}
-    best, most = BLOCK_SIZES[0], 0.0
-    for size in BLOCK_SIZES:
+    passes = {size: min(plain.cycle_seconds(size, 1) for _ in range(TIMINGS)) for size in {block, *sizes}}
+    best, most = sizes[0], 0.0
+    for size in sizes:
         seconds = trial.cycle_seconds + passes[size] - passes[block]
         promised = sum(chance**k for k in range(size)) / seconds
         if promised > BETTER * most:
