@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from volley.bench.measure import Record, Runner, engine_runner, measure
 from volley.bench.report import Report, machine, to_markdown
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.bench.ties import is_tie
-from volley.config import DecodingConfig
+from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.engine import Engine
 from volley.files import write_atomically
 from volley.models.draft_model import load_drafter
@@ -42,9 +42,9 @@ def with_draft_model(engine: Engine, path: str, tokens: int) -> Engine:
 
 
 def _beside(engine: Engine, proposer: Proposer | None = None, drafter: Drafter | None = None) -> Engine:
-    capacity = engine.capacity
+    capacity: CapacityConfig = engine.capacity
     if engine.target.device.type != "cpu":  # where the first pool left a tenth of the memory
-        capacity = replace(capacity, num_pages=None)
+        capacity = CapacityConfig(**{**asdict(capacity), "num_pages": None})
     config = DecodingConfig(kv_dtype=engine.config.kv_dtype)
     return Engine(engine.target, drafter, config=config, capacity=capacity, proposer=proposer)
 
