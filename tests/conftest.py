@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tests import tiny
-from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 
 CHAT_TEMPLATE = (
@@ -62,37 +61,13 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 def write_tiny_pair(pair: TinyPair) -> TinyPair:
     """Random weights large enough that greedy answers wander; nothing is learnt, so τ is close to 1."""
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=260,
-        num_hidden_layers=4,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-        **shape,
+    config = tiny.target_config(
+        vocab_size=260, max_position_embeddings=1024, tie_word_embeddings=True, eos_token_id=2, pad_token_id=0
     )
     Qwen3ForCausalLM(config).eval().save_pretrained(pair.target)
     byte_tokenizer().save_pretrained(pair.target)
-    drafter = DrafterConfig(
-        vocab_size=260,
-        num_hidden_layers=1,
-        num_target_layers=4,
-        block_size=6,
-        mask_token_id=3,
-        target_layer_ids=(0, 2),
-        **shape,
-    )
-    Drafter(drafter).save_pretrained(pair.drafter)
+    Drafter(tiny.drafter_config(vocab_size=260, num_hidden_layers=1)).save_pretrained(pair.drafter)
     return pair
 
 

@@ -12,6 +12,7 @@ from volley import Engine, GenerationResult, SamplingParams
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
 from volley.models.target import Target
+from volley.procedures.request import Request
 from volley.proposers.base import Works
 from volley.proposers.block import BlockProposer
 
@@ -85,6 +86,15 @@ def greedy(hf: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
         )
     return output[0, ids.shape[1] :].tolist()
+
+
+def finish(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """Runs all to their end; their tokens. The pages are counted again after each step."""
+    while any(request.finish_reason is None for request in requests):
+        engine.step()
+        engine.check_integrity()
+    assert engine.snapshot().pages_used == 0
+    return [request.result().token_ids for request in requests]
 
 
 def random_prompts(count: int, *, longest: int = 40, seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from corpus import DOMAINS, load_chats
 from torch import Tensor, nn
-from train_target import encode
+from train_target import Resumable, encode
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from volley.files import replaced
+from volley.files import replaced, write_atomically
 from volley.train.optimizer import Muon
 
 ROW = 256
@@ -219,7 +219,7 @@ def states(model: Qwen3ForCausalLM, work: Pass) -> Tensor:
     return output.last_hidden_state[0]
 
 
-class Trainer:
+class Trainer(Resumable):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.tokenizer = AutoTokenizer.from_pretrained(options.target)
@@ -238,20 +238,6 @@ class Trainer:
         ]
         self.state = {"step": 0, "seconds": 0.0, "epoch": 0, "position": 0, "tokens": 0, "noisy": 0}
         self.checkpoint = options.out / "checkpoint.pt"
-
-    def save(self) -> None:
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        with replaced(self.checkpoint) as temporary:
-            torch.save({"model": self.model.state_dict(), "optimizers": optimizers, "state": self.state}, temporary)
-
-    def load(self) -> None:
-        if self.checkpoint.exists():
-            saved = torch.load(self.checkpoint, weights_only=True)
-            self.model.load_state_dict(saved["model"])
-            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
-            self.state = saved["state"]
-            print("resumed", self.state, flush=True)
 
     def read(self) -> None:
         """Training text; tokens are kept beside the checkpoint."""
@@ -351,8 +337,7 @@ class Trainer:
         config.block_diffusion = {"mask_token_id": self.mask, "canvas_length": next(iter(LENGTHS))}
         self.model.to(torch.bfloat16).save_pretrained(self.options.out / "model")
         self.tokenizer.save_pretrained(self.options.out / "model")
-        with replaced(self.options.out / "report.json") as temporary:
-            temporary.write_text(json.dumps(report, indent=2) + "\n")
+        write_atomically(self.options.out / "report.json", json.dumps(report, indent=2) + "\n")
         print(json.dumps(report))
 
 

@@ -7,7 +7,6 @@ Two stages: short rows first, the context's full length for the last part. The w
 import argparse
 import json
 import math
-import os
 import random
 import time
 from pathlib import Path
@@ -16,6 +15,8 @@ import torch
 from corpus import DOMAINS, WEIGHTS, load_chats
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from volley.files import replaced
 
 STAGES = [(0.8, 256), (1.0, 1024)]  # (share of the budget at which the stage ends, tokens per row)
 TOKENS_PER_FORWARD = 4096
@@ -103,7 +104,25 @@ def held_out_losses(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
     return {domain: round(total / count, 4) for domain, (total, count) in totals.items()}
 
 
-class Trainer:
+class Resumable:
+    """A training whose ``model``, ``optimizers`` and ``state`` are kept in the file ``checkpoint``."""
+
+    def save(self) -> None:
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        with replaced(self.checkpoint) as temporary:
+            torch.save({"model": self.model.state_dict(), "optimizers": optimizers, "state": self.state}, temporary)
+
+    def load(self) -> None:
+        if self.checkpoint.exists():
+            saved = torch.load(self.checkpoint, weights_only=True)
+            self.model.load_state_dict(saved["model"])
+            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.state = saved["state"]
+            print("resumed", self.state, flush=True)
+
+
+class Trainer(Resumable):
     def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         self.options = options
@@ -120,21 +139,6 @@ class Trainer:
         ]
         self.state = {"step": 0, "seconds": 0.0, "epoch": 0, "position": 0, "tokens": 0}
         self.checkpoint = options.out / "checkpoint.pt"
-
-    def save(self) -> None:
-        temporary = self.checkpoint.with_suffix(".tmp")
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-        torch.save({"model": self.model.state_dict(), "optimizers": optimizers, "state": self.state}, temporary)
-        os.replace(temporary, self.checkpoint)
-
-    def load(self) -> None:
-        if self.checkpoint.exists():
-            saved = torch.load(self.checkpoint, weights_only=True)
-            self.model.load_state_dict(saved["model"])
-            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
-            self.state = saved["state"]
-            print("resumed", self.state, flush=True)
 
     def set_learning_rate(self, progress: float) -> None:
         scale = min(1.0, (self.state["step"] + 1) / WARMUP_STEPS, (1 - progress) / (1 - DECAY_FROM))

@@ -421,10 +421,7 @@ def collect(
             )
         from volley.train.endpoint import EndpointSource
 
-        def warn(message: str) -> None:
-            console.stderr().print(message)
-
-        key = os.environ.get(api_key_env)
+        key, warn = os.environ.get(api_key_env), console.stderr().print
         source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn, raw=raw)
     else:
         if batch < 1:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,7 @@ def load_prompts(source: str | Path, data_dir: Path | None = None, limit: int | 
         rows = _file_rows(path)
     else:
         raise unknown_key("dataset (or missing prompt file)", str(source), DATASETS)
-    conversations: list[Conversation] = []
-    for conversation in rows:
-        if limit is not None and len(conversations) >= limit:
-            break
-        conversations.append(conversation)
+    conversations = list(islice(rows, limit))
     if not conversations:
         raise InputError(f"{source} has no prompts; give a file with at least one row of {', '.join(ROW_KEYS)}")
     return conversations

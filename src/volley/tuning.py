@@ -2,8 +2,9 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -53,7 +54,7 @@ def certify(
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompts to ask; by default a few of volley's own.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Data type of both models: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Data type of both models.")] = "float32",
     model: Annotated[str | None, typer.Option(help="With a URL: model to ask; by default the first it has.")] = None,
     api_key_env: Annotated[str, typer.Option(help="With a URL: variable that holds the key.")] = "OPENAI_API_KEY",
     out: Annotated[Path, typer.Option(help="Folder for certificate.json and certificate.html.")] = Path("certificate"),
@@ -98,8 +99,6 @@ def _certify_here(
     from volley.engine.engine import Engine
 
     named: dict[str, Any] = {} if drafter is None else {"drafter": drafter}
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"dtype is {dtype!r}; give float32 or bfloat16")
     engine = Engine.from_pretrained(target, **named, dtype=getattr(torch, dtype))
     if engine.drafter is None:
         raise ConfigError("there is no drafter to certify; name one with --drafter")
@@ -155,8 +154,6 @@ def presets(
     ] = None,
 ) -> None:
     """Where volley tune begins for each family of models, or for one target."""
-    from dataclasses import asdict
-
     from volley.tune.presets import FAMILIES, read_preset
 
     if target is not None:

@@ -1,58 +1,42 @@
 """The short form of ``benchmarks/grammars.py``."""
 
-import importlib.util
 import json
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
 
+from benchmarks import grammars
 from tests.costs import settle
 from volley import Engine
 from volley.types import GenerationResult, GenerationStats
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "grammars.py"
 
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("grammars_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["grammars_benchmark"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_schemas_are_schemas_and_come_again(script: ModuleType) -> None:
-    schemas = [script.make_schema(seed) for seed in range(200)]
+def test_schemas_are_schemas_and_come_again() -> None:
+    schemas = [grammars.make_schema(seed) for seed in range(200)]
     for schema in schemas:
         jsonschema.Draft202012Validator.check_schema(schema)
-    assert schemas == [script.make_schema(seed) for seed in range(200)]
+    assert schemas == [grammars.make_schema(seed) for seed in range(200)]
     assert len({json.dumps(schema) for schema in schemas}) > 190
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
-def test_the_bundled_pairs_answers_are_valid(
-    script: ModuleType, concurrency: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bundled_pairs_answers_are_valid(concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:
     settle(monkeypatch, token=0.01)
     engine = Engine.from_pretrained(dtype=torch.float32, max_running=concurrency)
-    schemas = {seed: script.make_schema(seed) for seed in range(100 * concurrency, 100 * concurrency + 8)}
-    ended, problems, (tokens, cycles) = script.check_valid(engine, schemas, 80)
+    schemas = {seed: grammars.make_schema(seed) for seed in range(100 * concurrency, 100 * concurrency + 8)}
+    ended, problems, (tokens, cycles) = grammars.check_valid(engine, schemas, 80)
     assert problems == []
     assert ended["stop"] > 2
     assert tokens > 1.5 * cycles
 
 
 def test_what_was_checked_is_not_checked_again(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[int] = []
 
@@ -60,14 +44,14 @@ def test_what_was_checked_is_not_checked_again(
         asked.extend(schemas)
         return Counter(stop=len(schemas)), ["wrong"] if 3 in schemas else [], [2 * len(schemas), len(schemas)]
 
-    monkeypatch.setattr(script, "check_valid", check)
-    monkeypatch.setattr(script, "load", lambda options, **more: None)
+    monkeypatch.setattr(grammars, "check_valid", check)
+    monkeypatch.setattr(grammars, "load", lambda options, **more: None)
     command = ["grammars.py", "valid", "--concurrency", "1,2", "--out", str(tmp_path)]
 
     def run(schemas: int, *more: str) -> int:
         asked.clear()
         monkeypatch.setattr(sys, "argv", [*command, "--schemas", str(schemas), *more])
-        options = script.arguments()
+        options = grammars.arguments()
         return int(options.run(options))
 
     assert run(4) == 1, "an answer was wrong"
@@ -79,13 +63,13 @@ def test_what_was_checked_is_not_checked_again(
         run(6, "--max-tokens", "7")
 
 
-def test_a_wrong_answer_would_be_seen(script: ModuleType) -> None:
+def test_a_wrong_answer_would_be_seen() -> None:
     engine = Engine.from_pretrained(drafter=None)
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}, "required": ["a"]}
 
     def problem(text: str, ended: str) -> str | None:
         tokens = engine.encode(text)
-        found: str | None = script.problem_of(
+        found: str | None = grammars.problem_of(
             GenerationResult(text, tokens, ended, GenerationStats()),  # type: ignore[arg-type]
             schema,
             engine.grammars,

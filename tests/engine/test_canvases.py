@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.diffusion_gemma import random_model
 from tests.procedures.test_denoising import masked_model
+from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.engine.recovery import recover
 from volley.models.diffusion import SDAR
@@ -69,14 +70,6 @@ def engine_of(target: Target, **options: Any) -> Engine:
 def alone(target: Target, index: int, own: SamplingParams) -> list[int]:
     (result,) = engine_of(target, prefix_caching=False).generate([PROMPTS[index % 4]], own)
     return result.token_ids
-
-
-def finish(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    while any(request.finish_reason is None for request in requests):
-        engine.step()
-        engine.check_integrity()
-    assert engine.snapshot().pages_used == 0
-    return [request.result().token_ids for request in requests]
 
 
 def test_an_answer_is_the_same_in_a_batch_of_32(target: Target) -> None:

@@ -16,6 +16,7 @@ from transformers import Qwen3MoeConfig
 from tests import tiny
 from tests.conftest import byte_tokenizer
 from tests.procedures.test_denoising import MASK, Masked, masked_model
+from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.engine.recovery import recover
 from volley.errors import CapacityError, ConfigError, InputError, UnsupportedModelError
@@ -45,14 +46,6 @@ def alone(target: Target, prompt: list[int], own: SamplingParams) -> list[int]:
     return result.token_ids
 
 
-def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    while any(request.finish_reason is None for request in requests):
-        engine.step()
-        engine.check_integrity()
-    assert engine.snapshot().pages_used == 0
-    return [request.result().token_ids for request in requests]
-
-
 def mixed(index: int) -> SamplingParams:
     """Requests of three modes, one after the other."""
     mode = ("diffusion", "autoregressive", "self")[index % 3]
@@ -65,7 +58,7 @@ def test_three_modes_in_one_batch_answer_as_each_does_alone(model: Masked, max_b
     engine = Engine(model.target, max_batch_tokens=max_batch_tokens, **BLOCKS)
     prompts = PROMPTS[:3] * 2
     requests = [engine.add_request(prompt, mixed(index)) for index, prompt in enumerate(prompts)]
-    assert run(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(prompts)]
+    assert finish(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(prompts)]
 
 
 def test_a_drafter_serves_the_autoregressive_requests_beside_canvases() -> None:
@@ -76,7 +69,7 @@ def test_a_drafter_serves_the_autoregressive_requests_beside_canvases() -> None:
     each = [plain if index % 2 else params(index) for index in range(4)]
     requests = [engine.add_request(prompt, own) for prompt, own in zip(PROMPTS, each, strict=True)]
     expected = [alone(target, prompt, own) for prompt, own in zip(PROMPTS, each, strict=True)]
-    assert run(engine, requests) == expected
+    assert finish(engine, requests) == expected
     assert all(sum(request.stats.block_sizes) > len(request.stats.block_sizes) for request in requests[1::2])
 
 
@@ -88,13 +81,13 @@ def test_a_preemption_after_any_pass_changes_nothing(model: Masked, passes: int)
         engine.step()
     if request.finish_reason is None:
         engine.scheduler.preempt(request)
-    assert run(engine, [request]) == [alone(model.target, PROMPTS[2], params())]
+    assert finish(engine, [request]) == [alone(model.target, PROMPTS[2], params())]
 
 
 def test_a_pool_that_holds_one_canvas_at_a_time_serves_all(model: Masked) -> None:
     engine = Engine(model.target, num_pages=6, **BLOCKS)
     requests = [engine.add_request(prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
-    answers = run(engine, requests)
+    answers = finish(engine, requests)
     assert answers == [alone(model.target, prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
     assert sum(request.stats.preemptions for request in requests) > 0
 
@@ -139,7 +132,7 @@ def test_a_step_that_raised_costs_nobody_a_token(model: Masked, fuse: int) -> No
     with pytest.raises(RuntimeError, match="planted"):
         engine.step()
     assert recover(engine, RuntimeError("planted")) == []
-    assert run(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(PROMPTS)]
+    assert finish(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(PROMPTS)]
 
 
 class Measured(Target):
@@ -162,7 +155,7 @@ def test_canvases_take_turns_and_a_prompt_among_them_is_read_at_once(model: Mask
     for _ in range(8):
         engine.step()
     assert late.num_output > 0
-    answers = run(engine, [*requests, late])
+    answers = finish(engine, [*requests, late])
     assert answers[:-1] == [alone(model.target, PROMPTS[i % 4], each) for i, each in enumerate(own)]
     assert max(target.sizes) <= 32 + 4 + 2 * 8 + 1, (
         "what is left, an eighth for prompts, and a canvas behind the last of them"
@@ -202,7 +195,7 @@ def test_sharing_pages_of_causal_passes_would_be_seen(model: Masked) -> None:
     cached(engine, params(diffusion=DiffusionParams(mode="autoregressive")))
     _, own = engine.procedures.choose(params(temperature=0.0))
     request = engine.add_request(prompt, own, SharesWithCausal(model.target, model.target.diffusion))
-    assert run(engine, [request]) != [alone(model.target, prompt, params(temperature=0.0))]
+    assert finish(engine, [request]) != [alone(model.target, prompt, params(temperature=0.0))]
     assert request.stats.cached_tokens > 0
 
 
@@ -286,7 +279,7 @@ def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) 
         assert finished
     else:
         assert not drafts
-    assert run(engine, [engine.add_request(PROMPTS[2], params(diffusion=asked))]) == [expected]
+    assert finish(engine, [engine.add_request(PROMPTS[2], params(diffusion=asked))]) == [expected]
     assert request.take_chunks() == []
 
 
@@ -314,7 +307,7 @@ def arrive_and_leave(target: Target, turns: int) -> int:
         engine.step()
         engine.check_integrity()
         alive = [request for request in alive if request.finish_reason is None]
-    run(engine, alive)
+    finish(engine, alive)
     assert not any(request.canvas for request in alive)
     return came
 

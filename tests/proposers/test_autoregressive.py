@@ -1,7 +1,6 @@
 """A plain draft model: lossless whatever it drafts, and of one mind with the target where it is the target."""
 
 import copy
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +10,13 @@ import torch
 from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_gives_way import now_and_then
 from tests.engine.test_sampled import PROMPT, exact_law
-from tests.tiny import VOCAB, Pair, greedy, make_pair, random_prompts
+from tests.proposers.answers import COUNT, PROMPTS, expected, run
+from tests.tiny import VOCAB, Pair, greedy, make_pair
 from volley import Engine, SamplingParams
 from volley.errors import MismatchError
 from volley.models.target import Target
 from volley.proposers.autoregressive import AutoregressiveProposer
 from volley.proposers.base import Works
-from volley.types import GenerationResult
-
-PROMPTS = random_prompts(5, longest=30, seed=4)
-COUNT = 24
-PARAMS = SamplingParams(max_tokens=COUNT)
 
 
 def noisy(pair: Pair, scale: float) -> Target:
@@ -36,18 +31,6 @@ def noisy(pair: Pair, scale: float) -> Target:
 def drafting(pair: Pair, scale: float, block_size: int = 6, num_tokens: int = 4096, **options: Any) -> Engine:
     proposer = AutoregressiveProposer(noisy(pair, scale), pair.target.vocab_size, block_size, num_tokens)
     return Engine(pair.target, proposer=proposer, **{"policy": "fixed", "page_size": 4, **options})
-
-
-def run(engine: Engine, params: SamplingParams = PARAMS) -> list[GenerationResult]:
-    results = list(engine.generate(PROMPTS, params))
-    engine.check_integrity()
-    return results
-
-
-@functools.cache
-def expected() -> list[list[int]]:
-    hf = make_pair().hf
-    return [greedy(hf, prompt, COUNT) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """EAGLE-3's chains: what its definition drafts, and lossless whatever they are."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from tests import eagle
 from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_gives_way import now_and_then
 from tests.engine.test_sampled import PROMPT, exact_law
-from tests.tiny import Pair, greedy, make_pair, random_prompts
+from tests.proposers.answers import COUNT, PROMPTS, expected, run
+from tests.tiny import Pair, make_pair
 from volley import Engine, SamplingParams
 from volley.config import DecodingConfig
 from volley.decode.rules import Constraint
@@ -26,11 +26,7 @@ from volley.models.draft_model import load_drafter
 from volley.models.eagle_model import EagleModel
 from volley.proposers.base import Proposer, Works
 from volley.proposers.eagle import EagleProposer
-from volley.types import GenerationResult
 
-PROMPTS = random_prompts(5, longest=30, seed=4)
-COUNT = 24
-PARAMS = SamplingParams(max_tokens=COUNT)
 SWITCHES: list[dict[str, Any]] = [
     {},
     {"norm_before_residual": True, "qk_norm": True},
@@ -42,12 +38,6 @@ SWITCHES: list[dict[str, Any]] = [
 def drafting(pair: Pair, folder: Path, **options: Any) -> Engine:
     drafter = load_drafter(folder, pair.target, "bf16")
     return Engine(pair.target, drafter, **{"policy": "fixed", "page_size": 4, "num_pages": 200, **options})
-
-
-def run(engine: Engine, params: SamplingParams = PARAMS) -> list[GenerationResult]:
-    results = list(engine.generate(PROMPTS, params))
-    engine.check_integrity()
-    return results
 
 
 class Watched(Proposer):
@@ -143,12 +133,6 @@ class Knowing(EagleProposer):
                 row[answer[at]] = 100.0
             self.drafted[request.request_id] += 1
         return logits
-
-
-@functools.cache
-def expected() -> list[list[int]]:
-    hf = make_pair().hf
-    return [greedy(hf, prompt, COUNT) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(

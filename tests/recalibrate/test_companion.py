@@ -238,19 +238,30 @@ def test_a_reload_begins_anew_from_the_operators_drafter(learning: Learning, tmp
         assert server.complete("Hello", **body).json()["choices"][0]["text"] == want
 
 
+def copied_drafter(learning: Learning, tmp_path: Path) -> tuple[Path, Path]:
+    """The drafter's folder, and a copy of it that ``learning`` serves from now on."""
+    whole, folder = learning.pair.drafter, tmp_path / "given"
+    shutil.copytree(whole, folder)
+    learning.pair = learning.pair._replace(drafter=folder)
+    return whole, folder
+
+
+def reload_without_learning(learning: Learning, server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """The drafter that is on disk now serves, and the training process ends."""
+    assert reload(server)
+    wait_until(lambda: "the new drafter serves as it is" in caplog.text)
+    wait_until(lambda: state_of(learning.folder) == "gone")
+    assert server.complete("Hello", max_tokens=4, ignore_eos=True).status_code == 200
+
+
 def test_a_reloaded_drafter_that_cannot_be_trained_serves_as_it_is(
     learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, whole = tmp_path / "given", learning.pair.drafter
-    shutil.copytree(whole, folder)
-    learning.pair = learning.pair._replace(drafter=folder)
+    whole, folder = copied_drafter(learning, tmp_path)
     with learning.server() as server:
         wait_until(lambda: (learning.folder / "pid").exists())
         export(whole, folder, "zlab", target=str(learning.pair.target), draft_vocab_size=100, counts=[1] * 260)
-        assert reload(server)
-        wait_until(lambda: "the new drafter serves as it is" in caplog.text)
-        wait_until(lambda: state_of(learning.folder) == "gone")
-        assert server.complete("Hello", max_tokens=4, ignore_eos=True).status_code == 200
+        reload_without_learning(learning, server, caplog)
         (learning.folder / "pid").unlink()
         shutil.rmtree(folder)
         shutil.copytree(whole, folder)
@@ -262,19 +273,14 @@ def test_a_reloaded_drafter_that_the_disk_does_not_take_serves_as_it_is(
     learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No verdict about the drafter of before counts any more; a restart with that one has all of it again."""
-    folder, whole = tmp_path / "given", learning.pair.drafter
-    shutil.copytree(whole, folder)
-    learning.pair = learning.pair._replace(drafter=folder)
+    whole, folder = copied_drafter(learning, tmp_path)
     with learning.server() as server:
         wait_until(lambda: (learning.folder / "pid").exists())
         weights = learning.folder / BASE / "model.safetensors"
         weights.unlink()
         (weights / "nothing can be written here").mkdir(parents=True)
         other_drafter(Drafter.from_pretrained(folder)).save_pretrained(folder)
-        assert reload(server)
-        wait_until(lambda: "the new drafter serves as it is" in caplog.text)
-        wait_until(lambda: state_of(learning.folder) == "gone")
-        assert server.complete("Hello", max_tokens=4, ignore_eos=True).status_code == 200
+        reload_without_learning(learning, server, caplog)
         shutil.rmtree(weights)
     learning.pair = learning.pair._replace(drafter=whole)
     with learning.server() as server:

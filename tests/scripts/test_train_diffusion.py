@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from tests import tiny
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.files import REFERENCE, load_tensors
 from volley.models.diffusion import load_target
@@ -28,19 +29,13 @@ MASK = 3
 
 def tiny_model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = tiny.target_config(
         vocab_size=8192,
-        hidden_size=32,
-        intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
+        initializer_range=0.02,
         tie_word_embeddings=True,
         eos_token_id=2,
         pad_token_id=0,
-        bos_token_id=None,
     )
     return Qwen3ForCausalLM(config).eval()
 

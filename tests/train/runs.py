@@ -89,7 +89,7 @@ import torch
 torch.set_num_threads(1)
 from volley.train.loop import train
 from volley.train.options import TrainConfig
-train(TrainConfig.from_options(json.loads(sys.argv[1])))
+train(TrainConfig(**json.loads(sys.argv[1])))
 """
 
 

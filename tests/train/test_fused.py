@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from volley.models.checkpoint import DrafterConfig
+from tests import tiny
 from volley.models.drafter import Drafter, RMSNorm, rotate
 from volley.train.attention import Layout, attend_dense
 from volley.train.fused import _Norm, _Rotation, fuse, keep_freed_memory
@@ -24,19 +24,7 @@ def test_norm_and_rotation_pass_gradcheck() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_fused_drafter_computes_and_learns_the_same(autocast: bool) -> None:
-    shape = DrafterConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=50,
-        num_target_layers=4,
-        block_size=4,
-        mask_token_id=3,
-        target_layer_ids=(0, 2),
-    )
+    shape = tiny.drafter_config(block_size=4)
     torch.manual_seed(0)
     plain, fused = Drafter(shape), Drafter(shape)
     fused.load_state_dict(plain.state_dict())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError
@@ -18,6 +18,7 @@ from volley.train.loop import train
 from volley.train.options import TrainConfig
 from volley.train.vocabulary import choose_vocabulary, coverage, response_counts
 
+from .. import tiny
 from ..conftest import TinyPair, byte_tokenizer
 from .runs import make_rows, tiny_run
 
@@ -60,10 +61,7 @@ def test_a_small_vocabulary_is_left_alone() -> None:
 
 def large_target(folder: Path) -> Path:
     """A tiny target most of whose weights are its head's."""
-    config = Qwen3Config(
-        vocab_size=20_000, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        num_hidden_layers=4, max_position_embeddings=256, initializer_range=0.3, bos_token_id=None, eos_token_id=2,
-    )  # fmt: skip
+    config = tiny.target_config(vocab_size=20_000, max_position_embeddings=256, eos_token_id=2)
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

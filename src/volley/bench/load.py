@@ -133,7 +133,8 @@ async def _run(
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(headers=headers, timeout=config.timeout, limits=limits) as client:
-        bodies = [_body(config, await _model(config, client), conversation) for conversation in conversations]
+        model = await _model(config, client)
+        bodies = [_body(config, model, conversation) for conversation in conversations]
         warm = await _ask(config, client, bodies[0], time.perf_counter())
         if warm.error is not None:
             raise EndpointError(f"{config.url} did not answer: {warm.error}; check the URL, the model and the key")

@@ -52,11 +52,12 @@ class Record:
     """Share of tokens equal to plain decoding's of the same prompt, at temperature 0."""
     differing: int = 0
     """Answers that differ from plain decoding's at temperature 0; those of peers too."""
-    scored: int = 0
-    """Answers that were judged, and how many of them were right."""
-    right: int = 0
     ties: int = 0
-    """How many of them part where the two tokens' logits tie to within rounding."""
+    """Of those that differ: how many part where the two tokens' logits tie to within rounding."""
+    scored: int = 0
+    """Answers that were judged."""
+    right: int = 0
+    """Of those judged."""
 
     @property
     def decode_tokens(self) -> int:

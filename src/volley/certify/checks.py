@@ -15,6 +15,7 @@ from volley.types import SamplingParams
 TIE = 0.15
 """Nats between two tokens that a target in bf16 may rank either way: two units in the last place of logits up to 16."""
 PENALTY = 1.5
+TOP_P = 0.5
 AT_ONCE = 8
 ROUNDED_DRAWS = 0.1
 """How often a draw with a seed may come out otherwise because of rounding, as a share of how often it does with another seed."""
@@ -143,22 +144,22 @@ def check_narrow(questions: Questions, name: str, **narrow: Any) -> Check:
     return compare(name, "as greedy where one token is left", questions, sampled, greedy)
 
 
-def check_top_p(questions: Questions, top_p: float = 0.5) -> Check:
-    """No sampled token lies behind the likeliest ones that make up ``top_p``."""
+def check_top_p(questions: Questions) -> Check:
+    """No sampled token lies behind the likeliest ones that make up ``TOP_P``."""
     narrow = check_narrow(questions, "top_p", top_p=1e-6)
     if not narrow.passed:
         return narrow
-    replies = questions.ask(replace(questions.greedy, temperature=1.0, top_p=top_p))
+    replies = questions.ask(replace(questions.greedy, temperature=1.0, top_p=TOP_P))
     tokens = sum(len(reply.top) for reply in replies)
     for reply in replies:
         for token, top in zip(reply.tokens, reply.top, strict=False):
             own = top.get(token, min(top.values(), default=0.0))
             before = sum(math.exp(value) for value in top.values() if value > own)
-            if before > top_p + 0.05:
+            if before > TOP_P + 0.05:
                 return Check(
                     "top_p", False, f"{token!r} was drawn behind {before:.0%} of the probability", sample=tokens
                 )
-    return Check("top_p", True, f"{tokens} tokens within the likeliest {top_p:.0%}", sample=tokens)
+    return Check("top_p", True, f"{tokens} tokens within the likeliest {TOP_P:.0%}", sample=tokens)
 
 
 def check_stop(questions: Questions) -> Check:

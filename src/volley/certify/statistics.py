@@ -34,10 +34,9 @@ class Deviations:
         """``probs [V]`` (fp64)."""
         largest, own = float(probs.max()), float(probs[token])
         is_best = own == largest
-        share = 1.0 if is_best else 0.0
-        self.count += 1
-        self.hits += share - float(probs[probs == largest].sum())
         best = min(1.0, float(probs[probs == largest].sum()))
+        self.count += 1
+        self.hits += is_best - best
         self.variance += best * (1 - best)
         self.impossible += own == 0
         likelier = float(probs[probs > own].sum()) if not is_best else 0.0

@@ -12,6 +12,8 @@ from volley.errors import EndpointError
 from volley.types import SamplingParams
 
 TOP = 20
+TIMEOUT = 600.0
+"""Seconds that a server has for one answer."""
 REFUSALS = (400, 404, 405, 422, 501)
 """HTTP statuses of a server that does not offer what it was asked for."""
 _PART = "\ufffd"
@@ -81,10 +83,10 @@ class EngineSubject:
 class ServerSubject:
     """``/completions`` of a server; prompts are texts."""
 
-    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, model: str | None = None, key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
-        self.client = httpx.Client(headers=headers, timeout=timeout)
+        self.client = httpx.Client(headers=headers, timeout=TIMEOUT)
         try:
             self.model = model or str(self._json("GET", "/models", None)["data"][0]["id"])
         except Exception:

@@ -41,6 +41,8 @@ LONGEST = 1024
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
 FREQUENT = 0.01
 """Share of a text's tokens."""
+ROWS = 64
+"""Of a drafter's head that are compared with the target's."""
 
 
 @dataclass(frozen=True)
@@ -405,10 +407,10 @@ def _differs(row: Row, tokenizer: Any) -> bool:
     return list(row["prompt_token_ids"]) != prompt_ids(tokenizer, bare)
 
 
-def _is_misplaced(own: Tensor, head: Tensor, ids: Tensor, looked_at: int = 64) -> bool:
+def _is_misplaced(own: Tensor, head: Tensor, ids: Tensor) -> bool:
     """Whether rows of the drafter's ``own`` head are rows of the target's, but not those of the tokens ``ids`` they stand for."""
     own, head = own.detach(), head.detach()
-    chosen = torch.linspace(0, len(own) - 1, min(looked_at, len(own))).long()
+    chosen = torch.linspace(0, len(own) - 1, min(ROWS, len(own))).long()
     normal = torch.nn.functional.normalize
     likeness = normal(own[chosen], dim=-1) @ normal(head, dim=-1).t()
     nearest, stated = likeness.max(dim=-1).values, likeness[torch.arange(len(chosen)), ids[chosen]]

@@ -53,15 +53,14 @@ class Recalibrator:
         config: RecalibrateConfig,
         target: str,
         *,
-        threads: int = 1,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        """``target`` is where the engine's was loaded from; ``threads`` are the training's, and ``program`` is its process."""
+        """``target`` is where the engine's was loaded from; ``program`` is the training process."""
         assert config.recalibrate is not None
         _check(service, engine, target)
         self.folder, self.config = config.recalibrate, config
         self._service, self._engine, self._target = service, engine, target
-        self._threads, self._program = threads, tuple(program)
+        self._program = tuple(program)
         self.figures = Figures(service.metrics.registry)
         self.reservoir = Reservoir(self.folder, most_tokens=config.reservoir_tokens, most_days=config.reservoir_days)
         self.reservoir.open(target_fingerprint(engine.target.model))
@@ -229,10 +228,8 @@ class Recalibrator:
             "folder": str(self.folder),
             "target": self._target,
             "config": {**asdict(self.config), "recalibrate": None},
-            "dtype": "auto",
             "width": target.hidden_size,
             "device": str(target.device),
-            "threads": self._threads,
             "parent": os.getpid(),
         }
         command = [*self._program, json.dumps(spec)]

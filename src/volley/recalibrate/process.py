@@ -41,7 +41,7 @@ def tell(event: dict[str, Any]) -> None:
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Work until the server goes. ``spec``: folder, target, config, dtype, device, threads, parent."""
+    """Work until the server goes. ``spec``: folder, target, config, width, device, parent."""
     sys.stdout = sys.stderr  # what libraries print is no event
     lower_priority(spec["config"]["recalibrate_nice"])
     end_with(spec["parent"])
@@ -56,10 +56,10 @@ def main(spec: dict[str, Any]) -> None:
     from volley.tune.trials import training_dtype
 
     logging.disable_progress_bar()
-    torch.set_num_threads(spec["threads"])
+    torch.set_num_threads(1)
     keep_freed_memory()
     device = torch.device(spec["device"])
-    target = FrozenTarget(spec["target"], training_dtype(spec["dtype"], spec["width"], device), device)
+    target = FrozenTarget(spec["target"], training_dtype("auto", spec["width"], device), device)
     config = RecalibrateConfig(**{**spec["config"], "recalibrate": Path(spec["folder"])})
     rounds = Recalibration(Path(spec["folder"]), target, spec["target"], config, tell)
     tell({"event": "ready"})

@@ -1,5 +1,6 @@
 """The offline feature cache: the target's features of every training document, computed once, in shards on disk."""
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ class FeatureCache:
         if missing:
             self._check_room(len(missing))
             if ranks.first:
-                write_atomically(self.directory / "manifest.json", _dump(self.manifest))
+                write_atomically(self.directory / "manifest.json", json.dumps(self.manifest, indent=2) + "\n")
             started = time.monotonic()
             mine = ranks.share(missing)
             for count, number in enumerate(mine, 1):
@@ -167,9 +168,3 @@ class FeatureCache:
                 final.append(torch.nn.functional.pad(kept, (0, 0, document.response_start, 0)))
         padded = pad_sequence(taps, batch_first=True).to(dtype)
         return Features(padded, pad_sequence(final, batch_first=True).to(dtype) if final else None)
-
-
-def _dump(manifest: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(manifest, indent=2) + "\n"

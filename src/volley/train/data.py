@@ -102,8 +102,8 @@ def _encode_chunk(
             yield list(row["prompt_token_ids"]), list(row["response_token_ids"])
             continue
         _, prompt, response = next(encoded)
-        ended = end is not None and row.get("finish_reason", "stop") == "stop"
-        yield list(prompt), [*response, end] if ended and end is not None else list(response)
+        has_ended = row.get("finish_reason", "stop") == "stop"
+        yield list(prompt), [*response, end] if end is not None and has_ended else list(response)
 
 
 def _thinking(row: Row) -> bool | None:

@@ -76,7 +76,11 @@ class EndpointSource:
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
         """Answer every job; refused prompts are counted, any other lasting failure is an ``EndpointError``."""
         self.refusals = []
-        asyncio.run(self._run(iter([self._checked(job) for job in jobs]), done))
+        jobs = list(jobs)
+        if self.raw:
+            for job in jobs:
+                check_single(job)
+        asyncio.run(self._run(iter(jobs), done))
         return len(self.refusals)
 
     def _client(self) -> httpx.AsyncClient:
@@ -93,11 +97,6 @@ class EndpointSource:
                 f"{self._endpoints[0].url} serves {', '.join(names) or 'no model'}; say which with --model"
             )
         return names[0]
-
-    def _checked(self, job: CollectJob) -> CollectJob:
-        if self.raw:
-            check_single(job)
-        return job
 
     async def _run(self, jobs: Iterator[CollectJob], done: Callable[[CollectJob], None]) -> None:
         async with self._client() as client:

@@ -29,14 +29,12 @@ class Learner:
         self.ranks = ranks
         self.adapter: AdapterConfig | None = None
         torch.manual_seed(config.seed)
-        if config.lora_rank is None and config.keep_shape:
-            assert config.init is not None, "TrainConfig has checked it"
-            drafter = drafter_to_adapt(config.init, target.model).to(ranks.device)
-        elif config.lora_rank is None:
+        if config.lora_rank is None and not config.keep_shape:
             drafter = _new_drafter(config, target, data).to(ranks.device)
         else:
             assert config.init is not None, "TrainConfig has checked it"
             drafter = drafter_to_adapt(config.init, target.model).to(ranks.device)
+        if config.lora_rank is not None:
             fingerprint = drafter_fingerprint(drafter)
             self.adapter = AdapterConfig(r=config.lora_rank, lora_alpha=2.0 * config.lora_rank, drafter=fingerprint)
             attach(drafter, self.adapter)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 256  # rows whose logits exist at a time: few enough for the processor's cache, enough to pack the head for
+PACE_FLOOR = 0.5
 
 
 def default_gamma(block_size: int) -> float:
@@ -34,15 +35,15 @@ def target_probs(final: Tensor, head: Tensor, softcap: float | None = None) -> T
     return logits.softmax(-1)
 
 
-def pace_weights(label_losses: Tensor, slots: Tensor, floor: float = 0.5) -> Tensor:
+def pace_weights(label_losses: Tensor, slots: Tensor) -> Tensor:
     """D-PACE (arXiv 2605.18810) weights ``[R]`` of the rows of whole blocks, one after the other; ``slots`` count from 0 in each.
 
-    Slot j weighs Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − floor) · e^{−loss} + floor: the part of the expected length that
+    Slot j weighs Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − PACE_FLOOR) · e^{−loss} + PACE_FLOOR: the part of the expected length that
     depends on slot j.
     """
     blocks = (slots == 0).cumsum(0) - 1
     chances = torch.zeros(int(blocks[-1]) + 1, int(slots.max()) + 1, device=slots.device)
-    chances[blocks, slots] = (1 - floor) * (-label_losses).exp() + floor
+    chances[blocks, slots] = (1 - PACE_FLOOR) * (-label_losses).exp() + PACE_FLOOR
     reached = chances.cumprod(1)
     return reached.flip(1).cumsum(1).flip(1)[blocks, slots]
 

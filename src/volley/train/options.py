@@ -1,11 +1,11 @@
 """Every option of a drafter's training, with the paper's values as defaults (DFlash §4.2, §A.1), and of a pilot's."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from volley.errors import ConfigError, check_keys, unknown_key
+from volley.errors import ConfigError, unknown_key
 from volley.fields import names_unknown_fields
 from volley.models.tap_layers import parse_taps
 from volley.prompts import check_training
@@ -275,15 +275,6 @@ class TrainConfig:
         for name in optional:
             value = getattr(self, name)
             yield name, value is None or value > 0, "positive, or left out"
-
-    @classmethod
-    def from_options(cls, options: dict[str, Any]) -> "TrainConfig":
-        """Build from a mapping; an unknown option is an error that names the nearest known one."""
-        check_keys("training option", options, {field.name for field in fields(cls)})
-        missing = [name for name in ("target", "data", "out") if name not in options]
-        if missing:
-            raise ConfigError(f"training needs {', '.join(missing)}; give them as options")
-        return cls(**options)
 
 
 @names_unknown_fields
