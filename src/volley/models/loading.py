@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -21,6 +22,7 @@ from transformers import (
 from volley import native
 from volley.errors import CheckpointError
 from volley.models.accelerate import Fill, filled
+from volley.models.folders import check_config_file
 from volley.models.gguf.codes import codes_for, open_model
 from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import load_model as load_gguf
@@ -39,8 +41,17 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def load_config(path: str | Path) -> PretrainedConfig:
     """The config of a causal LM; no weights are read."""
-    config: PretrainedConfig = read_config(GGUFFile(path)) if is_gguf(path) else AutoConfig.from_pretrained(path)
+    if is_gguf(path):
+        return read_config(GGUFFile(path))
+    check_config_file(path)
+    config: PretrainedConfig = AutoConfig.from_pretrained(path)
     return config
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' auto class for a config: the one of causal LMs, or that of vision-language models, used for their text."""
+    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
 
 
 def load_causal_lm(
@@ -54,7 +65,7 @@ def load_causal_lm(
         kind = torch.float32 if isinstance(dtype, str) else dtype
         return load_gguf(path, kind, attention or "sdpa").to(device)
     config = AutoConfig.from_pretrained(path)
-    model = load_model(AutoModelForCausalLM, path, config, dtype, attn_implementation=attention, **straight_to(device))
+    model = load_model(auto_class(config), path, config, dtype, attn_implementation=attention, **straight_to(device))
     return model.to(device)
 
 

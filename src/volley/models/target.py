@@ -32,6 +32,7 @@ from volley.memory.kv_store import KVStore, LatentShape, make_store
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.accelerate import accelerate
+from volley.models.folders import check_files
 from volley.models.fused import FusedDecoder, is_gated_layer
 from volley.models.latent import LatentAttention, attach_latents
 from volley.models.loading import auto_tokenizer, choose_weights, load_config, load_for_codes
@@ -339,6 +340,7 @@ class Target:
         with reading(path):
             kind = choose_weights(path, weights, device, dtype)
             check_config(load_config(path))
+            check_files(path)
             model, fill = load_for_codes(path, dtype, kind, device)
             tokenizer = load_tokenizer(path)
         model.eval()
@@ -365,7 +367,15 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    tokenizer = auto_tokenizer(path)
+    try:
+        tokenizer = auto_tokenizer(path)
+    except VolleyError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many kinds for damaged files
+        raise CheckpointError(
+            f"{path}: the tokenizer cannot be read ({error or type(error).__name__}); put the target's tokenizer files "
+            "there again"
+        ) from error
     if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
         raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
     return tokenizer
