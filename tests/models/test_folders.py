@@ -10,7 +10,8 @@ import torch
 
 from tests.conftest import TinyPair
 from tests.tiny import random_drafter
-from volley.errors import CheckpointError
+from volley.errors import CheckpointError, UnsupportedModelError
+from volley.files import read_json
 from volley.models.diagnosis import diagnose
 from volley.models.target import Target
 
@@ -103,6 +104,30 @@ def test_weights_of_another_shape_are_named(folder: Path) -> None:
 def test_a_config_that_contradicts_itself_is_a_problem_and_no_crash(folder: Path) -> None:
     edit(folder, layer_types=["full_attention"])
     assert "the config cannot be read" in diagnose(folder).problems[0]
+
+
+def test_code_that_a_checkpoint_brings_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask on the terminal."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run the code"))
+    known = read_json(folder / "config.json")["model_type"]
+    edit(
+        folder,
+        model_type="their_own",
+        auto_map={"AutoConfig": "theirs.TheirConfig", "AutoModelForCausalLM": "theirs.Theirs"},
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r"needs Python code of its own .*; give a model whose type transformers"
+    ):
+        Target.from_pretrained(folder, torch.float32)
+    assert "needs Python code of its own" in diagnose(folder).problems[0]
+    edit(folder, model_type=known, auto_map=None)
+    settings = read_json(folder / "tokenizer_config.json")
+    settings |= {"tokenizer_class": "TheirTokenizer", "auto_map": {"AutoTokenizer": ["theirs.TheirTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        UnsupportedModelError, match=r"needs Python code of its own .*; give one with a tokenizer\.json"
+    ):
+        Target.from_pretrained(folder, torch.float32)
 
 
 def test_a_tokenizer_that_cannot_be_read(folder: Path) -> None:

@@ -361,7 +361,7 @@ def reading(path: str | Path) -> Iterator[None]:
         ) from error
     except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
         raise CheckpointError(
-            f"{path}: the target cannot be read ({error}); give a hub name or a folder with config.json, "
+            f"{path}: the target cannot be read ({type(error).__name__}: {error}); give a hub name or a folder with config.json, "
             "model.safetensors and tokenizer files"
         ) from error
 
