@@ -11,9 +11,8 @@ import torch
 from tests.conftest import TinyPair
 from tests.tiny import random_drafter
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.files import read_json
 from volley.models.diagnosis import diagnose
-from volley.models.target import Target
+from volley.models.target import Target, load_tokenizer
 
 
 @pytest.fixture
@@ -109,7 +108,6 @@ def test_a_config_that_contradicts_itself_is_a_problem_and_no_crash(folder: Path
 def test_code_that_a_checkpoint_brings_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would ask on the terminal."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run the code"))
-    known = read_json(folder / "config.json")["model_type"]
     edit(
         folder,
         model_type="their_own",
@@ -120,14 +118,14 @@ def test_code_that_a_checkpoint_brings_is_not_run(folder: Path, monkeypatch: pyt
     ):
         Target.from_pretrained(folder, torch.float32)
     assert "needs Python code of its own" in diagnose(folder).problems[0]
-    edit(folder, model_type=known, auto_map=None)
-    settings = read_json(folder / "tokenizer_config.json")
-    settings |= {"tokenizer_class": "TheirTokenizer", "auto_map": {"AutoTokenizer": ["theirs.TheirTokenizer", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir()
+    settings = {"tokenizer_class": "TheirTokenizer", "auto_map": {"AutoTokenizer": ["theirs.TheirTokenizer", None]}}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(
         UnsupportedModelError, match=r"needs Python code of its own .*; give one with a tokenizer\.json"
     ):
-        Target.from_pretrained(folder, torch.float32)
+        load_tokenizer(tokenizer)
 
 
 def test_a_tokenizer_that_cannot_be_read(folder: Path) -> None:
