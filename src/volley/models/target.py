@@ -82,7 +82,7 @@ def _volley_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     *,
-    volley_call: AttentionCall,
+    volley_call: AttentionCall | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: queries ``[1, heads, T, d]``, keys and values ``[1, kv_heads, T, d]``.
@@ -90,6 +90,11 @@ def _volley_attention(
     The store keeps keys and values in one width; the narrower ones are filled up with zeros, which changes no product. Layers of
     latents (``models/latent.py``) have one key for all heads, which is the value as well.
     """
+    if volley_call is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not get the keywords that its model is called with, so volley cannot put its K/V on "
+            "pages. Use another target"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent: LatentAttention | None = getattr(module, "volley_latent", None)
     if latent is not None and latent.serves(query, key, value, scale):
