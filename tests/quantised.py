@@ -1,5 +1,6 @@
 """Tiny quantised checkpoints: by the compressed-tensors library, and, of formats whose files are simple, by hand."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -168,17 +169,33 @@ def save_awq(model: PreTrainedModel, folder: Path) -> None:
 
 
 def save_fp8(model: PreTrainedModel, folder: Path) -> None:
-    """Quantise the linear layers as DeepSeek does: a scale for every block of 128 × 128; ``model`` becomes what the file says."""
+    """Quantise the linear layers as DeepSeek does: a scale for every block of 128 × 128, smaller at the edges.
+
+    ``model`` becomes what the file says.
+    """
     replaced = {}
     for name, weight in linear_weights(model).items():
-        blocks = weight.unfold(0, 128, 128).unfold(1, 128, 128)
-        scales = (blocks.abs().amax((-1, -2)) / 448).float()
-        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        codes = (weight / spread).to(torch.float8_e4m3fn)
-        weight.copy_((codes.float() * spread).to(weight.dtype))
+        codes = torch.zeros_like(weight, dtype=torch.float8_e4m3fn)
+        scales = torch.zeros([-(-size // 128) for size in weight.shape])
+        for row, column in itertools.product(*map(range, scales.shape)):
+            place = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            scales[row, column] = weight[place].abs().max() / 448
+            codes[place] = (weight[place] / scales[row, column]).to(torch.float8_e4m3fn)
+            weight[place] = codes[place].to(weight.dtype) * scales[row, column]
         replaced[name] = {"weight": codes, "weight_scale_inv": scales}
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
     _save(model, folder, settings, replaced)
+
+
+def save_whole_fp8(model: PreTrainedModel, folder: Path, scale: str, inputs: str) -> None:
+    """The same with one scale for a matrix and one for inputs, under the names that Mistral's or AutoFP8's files have."""
+    replaced = {}
+    for name, weight in linear_weights(model).items():
+        factor = weight.abs().max() / 448
+        codes = (weight / factor).to(torch.float8_e4m3fn)
+        weight.copy_(codes.to(weight.dtype) * factor)
+        replaced[name] = {"weight": codes, scale: factor, inputs: torch.tensor(0.01)}
+    _save(model, folder, {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, replaced)
 
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

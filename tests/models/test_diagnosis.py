@@ -115,7 +115,7 @@ def test_a_target_is_told_from_a_drafter(tmp_path: Path) -> None:
     eager_model(target_config()).save_pretrained(tmp_path)
     found = diagnose(tmp_path)
     assert found.title == "a target of type qwen3"
-    assert found.problems == []
+    assert found.problems == [f"{tmp_path} has no tokenizer files; put the target's tokenizer files there"]
 
 
 def test_a_pair_is_checked(folder: Path) -> None:

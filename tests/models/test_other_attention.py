@@ -10,10 +10,11 @@ import transformers as tf
 from transformers import PreTrainedModel
 
 from tests.models.test_target import COMMON, LATENT, ROUTED
-from tests.tiny import eager_model, greedy, random_prompts
+from tests.tiny import greedy, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.work import Work
 from volley.errors import UnsupportedModelError
+from volley.models.loading import auto_class
 from volley.models.target import Target, check_config
 from volley.proposers.scripted import ScriptedProposer
 
@@ -34,9 +35,7 @@ def _longcat() -> Any:
 
 def _mistral4() -> Any:
     rope = {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
-    return tf.Mistral4Config(
-        **LATENT, **ROUTED, v_head_dim=8, head_dim=8, rope_parameters=rope, attn_implementation="eager"
-    )
+    return tf.Mistral4Config(**LATENT, **ROUTED, v_head_dim=8, head_dim=8, rope_parameters=rope)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -52,10 +51,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def make_model(name: str) -> PreTrainedModel:
-    if name != "mistral4":
-        return eager_model(MODELS[name]())
-    torch.manual_seed(0)  # transformers' auto class does not know its text model
-    return tf.Mistral4ForCausalLM(_mistral4()).eval()
+    torch.manual_seed(0)
+    config = MODELS[name]()
+    model: PreTrainedModel = auto_class(config).from_config(config, attn_implementation="eager").eval()
+    return model
 
 
 def answers_of(target: Target, prompts: list[list[int]], known: list[list[int]]) -> list[list[int]]:

@@ -116,6 +116,14 @@ BY_HAND: dict[str, tuple[str, Save]] = {
     ),
     "awq": ("4-bit int, a scale a group of 32", made.save_awq),
     "fp8": ("8-bit float, a scale a block of 128 × 128", made.save_fp8),
+    "fp8-mistral": (
+        "8-bit float, a scale a tensor",
+        lambda model, folder: made.save_whole_fp8(model, folder, "weight_scale_inv", "activation_scale"),
+    ),
+    "fp8-auto": (
+        "8-bit float, a scale a tensor",
+        lambda model, folder: made.save_whole_fp8(model, folder, "weight_scale", "input_scale"),
+    ),
     "nf4": (
         "4-bit nf4, a scale a group of 64",
         lambda model, folder: _by_bitsandbytes(model, folder, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
@@ -226,10 +234,12 @@ def test_inspecting_a_target_says_how_it_is_quantised(tmp_path: Path, monkeypatc
         "its codes": "rounded anew by --weights",
         "not quantised": "lm_head",
     }
-    assert found.problems == []
     made.save_gptq(wide_model(), tmp_path / "gptq")
     assert diagnose(tmp_path / "gptq").facts["its inputs"] == "not rounded"
     wide_model().save_pretrained(tmp_path / "plain")
+    assert [problem.split(tmp_path.name)[1] for problem in diagnose(tmp_path / "plain").problems] == [
+        "/plain has no tokenizer files; put the target's tokenizer files there"
+    ]
     assert list(diagnose(tmp_path / "plain").facts) == ["shape"]
     made.edit_config(tmp_path / "plain", quantization_config={"quant_method": "hqq"})
     assert "does not load" in diagnose(tmp_path / "plain").problems[0]
@@ -288,6 +298,47 @@ def test_missing_and_unknown_weights_are_refused(change: str, said: str, scheme:
         tensors["model.scale"] = torch.ones(1)
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=said):
+        load_causal_lm(tmp_path, torch.float32)
+
+
+def test_blocks_at_the_edges_are_smaller(tmp_path: Path) -> None:
+    """192 inputs and 320 rows: divided into as many equal blocks as there are scales they would be of other sizes."""
+    model = wide_model(hidden_size=192, intermediate_size=320)
+    made.save_fp8(model, tmp_path)
+    found = load_causal_lm(tmp_path, torch.float32)
+    for name, weight in made.linear_weights(model).items():
+        torch.testing.assert_close(found.get_parameter(name), weight, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, r"has codes of model\.layers\.0\.mlp\.up_proj\.weight and lacks .*weight_scale_inv; fetch it again"),
+        ({"weight_scale_inv": torch.ones(3, 3)}, r"scales of shape \(3, 3\), which are not blocks of 128 × 128"),
+        ({"weight": torch.ones(256, 128), "weight_scale_inv": torch.ones(2, 1)}, "is of type torch.float32"),
+    ],
+)
+def test_float8_that_cannot_be_read(change: dict[str, torch.Tensor], said: str, tmp_path: Path) -> None:
+    made.save_fp8(wide_model(), tmp_path)
+    file, layer = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj"
+    tensors = load_file(file)
+    del tensors[f"{layer}.weight_scale_inv"]
+    save_file({**tensors, **{f"{layer}.{part}": value for part, value in change.items()}}, file, {"format": "pt"})
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
+        load_causal_lm(tmp_path, torch.float32)
+
+
+def test_biases_of_zeros_that_the_model_lacks_are_left_out(tmp_path: Path) -> None:
+    """AutoGPTQ wrote one for every layer."""
+    model = wide_model()
+    made.save_gptq(model, tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.bias"
+    tensors = load_file(file)
+    save_file({**tensors, name: torch.zeros(128)}, file, {"format": "pt"})
+    found = load_causal_lm(tmp_path, torch.float32).get_parameter("model.layers.0.mlp.down_proj.weight")
+    torch.testing.assert_close(found, model.get_parameter("model.layers.0.mlp.down_proj.weight").float())
+    save_file({**tensors, name: torch.ones(128)}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"has {name}, which"):
         load_causal_lm(tmp_path, torch.float32)
 
 

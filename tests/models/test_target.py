@@ -219,6 +219,13 @@ def test_a_model_without_the_attention_interface_is_refused(monkeypatch: pytest.
         Target(model)
 
 
+def test_a_model_that_hands_no_keywords_on_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"NemotronAttention does not get the keywords .* Use another target"
+    ):
+        Target(eager_model(tf.NemotronConfig(**COMMON)))
+
+
 def test_a_layer_that_bypasses_the_interface_is_found_by_the_probe() -> None:
     model = eager_model(target_config())
     attention = model.model.layers[2].self_attn
@@ -239,7 +246,7 @@ def test_a_truncated_target_is_a_clear_error(tiny_pair: TinyPair, tmp_path: Path
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="the target cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or damaged .*; fetch it again"):
         Target.from_pretrained(tmp_path)
 
 

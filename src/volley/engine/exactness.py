@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from volley import native
 from volley.config import DecodingConfig
 from volley.errors import ConfigError
 from volley.memory.kv_store import KVStore, make_store
 from volley.models.accelerate import accelerate
-from volley.models.loading import choose_weights, load_config
+from volley.models.loading import auto_class, choose_weights, load_config
 from volley.models.quantised import quantisation_of
 from volley.models.target import Target
 from volley.native import Weights
@@ -81,7 +80,7 @@ def _try_layers(config: Any, weights: Weights) -> str:
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = min(text.num_hidden_layers, _LAYERS), 64, None
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:_LAYERS]
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = auto_class(config).from_config(config, dtype=torch.bfloat16).eval()
     accelerate(model, weights, release=True)
     target = Target(model)
     store = make_store("auto", target.kv_shapes, 16, target.dtype, target.device)

@@ -14,6 +14,7 @@ from volley.models.checkpoint import DrafterConfig
 from volley.models.eagle import drafter_class
 from volley.models.eagle_format import is_eagle
 from volley.models.export import TargetShape
+from volley.models.folders import file_problems
 from volley.models.formats import (
     CONFIDENCE_BIAS,
     TITLES,
@@ -125,8 +126,9 @@ def _diagnose_target(path: Path) -> Diagnosis:
             check_packages(quantisation)
     except VolleyError as error:
         found.problems.append(str(error))
-    except (ValueError, OSError) as error:  # of transformers
+    except Exception as error:  # transformers raises many kinds for a wrong config
         found.problems.append(f"{path}: the config cannot be read ({error}); fetch the checkpoint again")
+    found.problems += file_problems(path)
     return found
 
 

@@ -2,6 +2,8 @@
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
@@ -12,6 +14,7 @@ from huggingface_hub import snapshot_download
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -19,8 +22,9 @@ from transformers import (
 )
 
 from volley import native
-from volley.errors import CheckpointError
+from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.accelerate import Fill, filled
+from volley.models.folders import check_config_file
 from volley.models.gguf.codes import codes_for, open_model
 from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import load_model as load_gguf
@@ -39,8 +43,32 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def load_config(path: str | Path) -> PretrainedConfig:
     """The config of a causal LM; no weights are read."""
-    config: PretrainedConfig = read_config(GGUFFile(path)) if is_gguf(path) else AutoConfig.from_pretrained(path)
+    if is_gguf(path):
+        return read_config(GGUFFile(path))
+    check_config_file(path)
+    with _own_code_refused(path, "a model whose type transformers knows"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
+
+
+@contextmanager
+def _own_code_refused(path: str | Path, remedy: str) -> Iterator[None]:
+    """Left to itself transformers asks on the terminal whether to run the code that a checkpoint brings."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"{path} needs Python code of its own (auto_map), which volley does not run; give {remedy}, or install a newer "
+            "transformers if that has it"
+        ) from None
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' auto class for a config: the one of causal LMs, or that of vision-language models, used for their text."""
+    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
 
 
 def load_causal_lm(
@@ -53,8 +81,8 @@ def load_causal_lm(
     if is_gguf(path):
         kind = torch.float32 if isinstance(dtype, str) else dtype
         return load_gguf(path, kind, attention or "sdpa").to(device)
-    config = AutoConfig.from_pretrained(path)
-    model = load_model(AutoModelForCausalLM, path, config, dtype, attn_implementation=attention, **straight_to(device))
+    config = load_config(path)
+    model = load_model(auto_class(config), path, config, dtype, attn_implementation=attention, **straight_to(device))
     return model.to(device)
 
 
@@ -75,7 +103,7 @@ def load_for_codes(
         model, unread = open_model(path, dtype, weights)
         return model, unread.fill
     model = load_causal_lm(path, dtype, device=device)
-    quantisation = None if weights == "bf16" or is_gguf(path) else quantisation_of(AutoConfig.from_pretrained(path))
+    quantisation = None if weights == "bf16" or is_gguf(path) else quantisation_of(load_config(path))
     if quantisation is not None:
         known = attach(model, folder_of(path), quantisation, weights)
         log.warning("%s: %s layers compute with their stored codes; others are rounded anew", path, known or "no")
@@ -107,7 +135,8 @@ def drafter_path(name: str | Path) -> Path:
 
 def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to a model."""
-    tokenizer: PreTrainedTokenizerBase = (
-        load_gguf_tokenizer(path) if is_gguf(path) else AutoTokenizer.from_pretrained(path)
-    )
+    if is_gguf(path):
+        return load_gguf_tokenizer(path)
+    with _own_code_refused(path, "one with a tokenizer.json"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return tokenizer

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import (
     CompressedTensorsConfig,
-    FineGrainedFP8Config,
     Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -24,12 +23,13 @@ from transformers import (
 from volley.errors import CheckpointError, UnsupportedModelError, unknown_key
 from volley.models.decoded import Twins, decode_tensors, has_experts, round_inputs, settle, stack_experts
 from volley.models.packed import FORMATS, dense_tensors, open_tensors
+from volley.models.scaled import decoded_float8
 
 log = getLogger(__name__)
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "compressed-tensors": ("compressed_tensors",),
-    "fp8": ("accelerate",),
+    "fp8": (),
     "mxfp4": ("accelerate",),
     "bitsandbytes": ("accelerate", "bitsandbytes"),
     "gptq": (),
@@ -127,7 +127,7 @@ def load_model(
     Raises ``CheckpointError`` if weights are missing, or left over: transformers only warns, and runs with random ones.
     """
     quantisation = quantisation_of(config)
-    options |= {"dtype": dtype, "config": config, "output_loading_info": True}
+    options |= {"dtype": dtype, "config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if quantisation is None:
         model, report = kind.from_pretrained(path, **options)
     else:
@@ -141,6 +141,11 @@ def load_model(
 
 def _check_keys(path: str | Path, report: Mapping[str, Any], *, with_scales_of_kv: bool) -> None:
     """Refuse a checkpoint of other weights than the model's; scales of K/V are left unused, as volley keeps these itself."""
+    for name, stored, own in sorted(report["mismatched_keys"]):
+        raise CheckpointError(
+            f"{path}: {name} has shape {tuple(stored)}, where config.json makes it {tuple(own)}; fetch both again, or put right "
+            "what was changed in config.json"
+        )
     missing = sorted(report["missing_keys"])
     extra = sorted(report["unexpected_keys"])
     if with_scales_of_kv:
@@ -181,14 +186,9 @@ def _load_compressed(
     return model, report
 
 
-def _load_decoding(decode: Callable[[], Any]) -> Callable[..., Loaded]:
-    """For methods that transformers decodes by itself when its config says so."""
-
-    def load(kind: Any, path: str | Path, _: Quantisation, options: dict[str, Any], __: Twins | None) -> Loaded:
-        model, report = kind.from_pretrained(path, quantization_config=decode(), **options)
-        return model.to(model.dtype), report  # experts come in bf16
-
-    return load
+def _load_mxfp4(kind: Any, path: str | Path, _: Quantisation, options: dict[str, Any], __: Twins | None) -> Loaded:
+    model, report = kind.from_pretrained(path, quantization_config=Mxfp4Config(dequantize=True), **options)
+    return model.to(model.dtype), report  # experts come in bf16
 
 
 def _load_bitsandbytes(
@@ -201,9 +201,14 @@ def _load_bitsandbytes(
 def _load_packed(
     kind: Any, path: str | Path, quantisation: Quantisation, options: dict[str, Any], _: Twins | None
 ) -> Loaded:
-    dtype, tensors = _dtype(options), dense_tensors(path, FORMATS[quantisation.method], quantisation.settings)
+    dtype, settings = _dtype(options), quantisation.settings
+    form = FORMATS.get(quantisation.method)
+    tensors = decoded_float8(path, settings) if form is None else dense_tensors(path, form, settings)
     state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors}
-    return _load_plain(kind, state, options)
+    zeros = {name for name, value in state.items() if name.endswith(".bias") and not value.any()}
+    model, report = _load_plain(kind, state, options)
+    # AutoGPTQ stored a bias for every layer, of zeros where the model has none
+    return model, {**report, "unexpected_keys": set(report["unexpected_keys"]) - zeros}
 
 
 def _dtype(options: Mapping[str, Any]) -> torch.dtype:
@@ -228,8 +233,8 @@ def _class_of(kind: Any, config: PretrainedConfig) -> Any:
 
 _LOADERS: Mapping[str, Callable[..., Loaded]] = {
     "compressed-tensors": _load_compressed,
-    "fp8": _load_decoding(lambda: FineGrainedFP8Config(dequantize=True)),
-    "mxfp4": _load_decoding(lambda: Mxfp4Config(dequantize=True)),
+    "fp8": _load_packed,
+    "mxfp4": _load_mxfp4,
     "bitsandbytes": _load_bitsandbytes,
     "gptq": _load_packed,
     "awq": _load_packed,

@@ -37,6 +37,7 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.device import usable_device
 from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
+from volley.models.folders import check_files
 from volley.models.gguf.file import is_gguf
 from volley.models.loading import load_config
 from volley.models.quantised import quantisation_of
@@ -127,6 +128,7 @@ class ShardedTarget(Target):
         owns_group = not dist.is_initialized()
         with reading(path):
             config = _divisible_config(path, world)
+            check_files(path)
             plan = DistributedConfig(tp_size=world, tp_plan={"lm_head": _WHOLE})
             model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, distributed_config=plan)
             tokenizer = load_tokenizer(path)

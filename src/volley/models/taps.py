@@ -16,7 +16,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no list of decoder layers to tap; volley needs a decoder with `.layers`"
+            f"{type(model).__name__} has no list of decoder layers to tap; volley needs a decoder with `.layers`. "
+            "Use another target"
         )
     return layers
 

@@ -32,6 +32,7 @@ from volley.memory.kv_store import KVStore, LatentShape, make_store
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.accelerate import accelerate
+from volley.models.folders import check_files
 from volley.models.fused import FusedDecoder, is_gated_layer
 from volley.models.latent import LatentAttention, attach_latents
 from volley.models.loading import auto_tokenizer, choose_weights, load_config, load_for_codes
@@ -81,7 +82,7 @@ def _volley_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     *,
-    volley_call: AttentionCall,
+    volley_call: AttentionCall | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: queries ``[1, heads, T, d]``, keys and values ``[1, kv_heads, T, d]``.
@@ -89,6 +90,11 @@ def _volley_attention(
     The store keeps keys and values in one width; the narrower ones are filled up with zeros, which changes no product. Layers of
     latents (``models/latent.py``) have one key for all heads, which is the value as well.
     """
+    if volley_call is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not get the keywords that its model is called with, so volley cannot put its K/V on "
+            "pages. Use another target"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent: LatentAttention | None = getattr(module, "volley_latent", None)
     if latent is not None and latent.serves(query, key, value, scale):
@@ -340,6 +346,7 @@ class Target:
         with reading(path):
             kind = choose_weights(path, weights, device, dtype)
             check_config(load_config(path))
+            check_files(path)
             model, fill = load_for_codes(path, dtype, kind, device)
             tokenizer = load_tokenizer(path)
         model.eval()
@@ -360,13 +367,21 @@ def reading(path: str | Path) -> Iterator[None]:
         ) from error
     except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
         raise CheckpointError(
-            f"{path}: the target cannot be read ({error}); give a hub name or a folder with config.json, "
+            f"{path}: the target cannot be read ({type(error).__name__}: {error}); give a hub name or a folder with config.json, "
             "model.safetensors and tokenizer files"
         ) from error
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    tokenizer = auto_tokenizer(path)
+    try:
+        tokenizer = auto_tokenizer(path)
+    except VolleyError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many kinds for damaged files
+        raise CheckpointError(
+            f"{path}: the tokenizer cannot be read ({error or type(error).__name__}); put the target's tokenizer files "
+            "there again"
+        ) from error
     if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
         raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
     return tokenizer

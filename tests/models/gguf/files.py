@@ -203,12 +203,13 @@ def write_model(
         **(keys or {}),
     }
     for key, value in values.items():
+        name = key if key.startswith("split.") else f"{family}.{key}"
         if isinstance(value, str):
-            writer.add_string(f"{family}.{key}", value)
+            writer.add_string(name, value)
         elif isinstance(value, int):
-            writer.add_uint32(f"{family}.{key}", value)
+            writer.add_uint32(name, value)
         elif value is not None:
-            writer.add_float32(f"{family}.{key}", value)
+            writer.add_float32(name, value)
     generator = np.random.default_rng(0)
     for name, weight in stored_weights(model, family).items():
         chosen = kind if isinstance(kind, str) else kind(name)

@@ -136,6 +136,12 @@ def test_every_way_to_load_a_target_takes_a_file(tmp_path: Path) -> None:
         ),
         ({"qwen3.block_count": None}, CheckpointError, "has no key qwen3.block_count"),
         ({"qwen3.rope.dimension_count": 8}, UnsupportedModelError, "rope.dimension_count is 8 with heads of 24"),
+        ({"split.count": 3}, UnsupportedModelError, "is one of 3 parts of a model; put them together with .*--merge"),
+        (
+            {"llama.expert_count": 8},
+            UnsupportedModelError,
+            "llama model with experts, such as Mixtral; of these volley reads",
+        ),
         ({"qwen3.rope.scaling.type": "longrope"}, UnsupportedModelError, "by 'longrope'; none, linear and yarn"),
     ],
 )
@@ -144,7 +150,9 @@ def test_what_is_not_supported_is_named(tmp_path: Path, change: dict[str, Any], 
     keys = {} if value == b"mamba" else {key.removeprefix("qwen3."): value}
     if "longrope" in str(value):
         keys["rope.scaling.factor"] = 2.0
-    path = write_model(tmp_path / "model.gguf", random_model("qwen3"), "qwen3", keys=keys)
+    family = "llama" if "llama" in key else "qwen3"
+    keys = {name.removeprefix("llama."): number for name, number in keys.items()}
+    path = write_model(tmp_path / "model.gguf", random_model(family), family, keys=keys)
     if value == b"mamba":
         path.write_bytes(path.read_bytes().replace(b"qwen3", b"mamba"))
     with pytest.raises(error, match=message):

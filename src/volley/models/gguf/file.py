@@ -72,6 +72,12 @@ class GGUFFile:
             raise CheckpointError(
                 f"{self.path} is truncated or damaged ({error or type(error).__name__}); fetch or convert it again"
             ) from None
+        parts = int(self.metadata.get("split.count", 1))
+        if parts > 1:
+            raise UnsupportedModelError(
+                f"{self.path} is one of {parts} parts of a model; put them together with llama.cpp's "
+                "llama-gguf-split --merge FIRST_PART WHOLE.gguf and give the whole file"
+            )
         self._package = package
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         reader.fields.clear()  # the tokens of a large vocabulary are many small objects

@@ -91,6 +91,11 @@ def read_config(file: GGUFFile) -> PretrainedConfig:
             f"{file.path} holds a model of architecture {file.architecture!r}; volley reads GGUF files of "
             f"{', '.join(CLASSES)}. Give the model's Hugging Face folder instead"
         )
+    if file.architecture in ("llama", "qwen2") and file.get("expert_count", 0):
+        raise UnsupportedModelError(
+            f"{file.path} holds a {file.architecture} model with experts, such as Mixtral; of these volley reads qwen3moe. "
+            "Give the model's Hugging Face folder instead"
+        )
     hidden, heads = file.require("embedding_length"), file.require("attention.head_count")
     head_dim = file.get("attention.key_length", hidden // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
