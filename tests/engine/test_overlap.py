@@ -49,7 +49,7 @@ def params() -> tuple[SamplingParams, ...]:
         LONG,
         SamplingParams(max_tokens=16, stop_token_ids=(plain(1)[7],)),
         SamplingParams(max_tokens=16, stop=(text[5:7], "never")),
-        SamplingParams(max_tokens=1000),
+        SamplingParams(max_tokens=40),
         SamplingParams(max_tokens=5, temperature=1.0, seed=4, skip_special_tokens=False, stop_token_ids=(1, 2, 3)),
     )
 
@@ -73,7 +73,7 @@ def told(own: Engine, abort_after: int) -> Iterator[tuple[list[int], list[TextCh
         steps += 1
         if steps == abort_after:
             own.abort(requests[3])
-        if steps == 3:
+        if steps == 3 and requests[0] in own.scheduler.running:
             own.scheduler.preempt(requests[0])
     take()
     return ((one.token_ids, chunks[one], one.text, one.finish_reason) for one in requests)
