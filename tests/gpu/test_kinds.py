@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 pytest.importorskip("triton")
 
 from benchmarks.pretended_gpu import move, pretended_cuda
-from tests import diffusion_gemma, hybrid
+from tests import hybrid
 from tests.conftest import byte_tokenizer
 from tests.costs import settle
 from tests.engine.test_grammars import GRAMMAR
@@ -21,7 +21,6 @@ from tests.tiny import eager_model, random_drafter, random_prompts, target_confi
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.models.checkpoint import HeadConfig
 from volley.models.diffusion import FAST_DLLM, SDAR
-from volley.models.diffusion_gemma import DiffusionGemma
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 
@@ -76,12 +75,6 @@ def canvas(params: SamplingParams, family: Any = SDAR, **changes: Any) -> Kind:
     return Kind(masked_model(family).hf, make, None, own, {"page_size": 8})
 
 
-def gemma() -> Kind:
-    params, _ = diffusion_gemma.settings(stability_threshold=1)
-    own = replace(params, max_tokens=16)
-    return Kind(diffusion_gemma.random_model(), DiffusionGemma, None, own, {"page_size": 4, "policy": None})  # type: ignore[arg-type]
-
-
 def recurrent(name: str, params: SamplingParams, **options: Any) -> Kind:
     hf = hybrid.model(name)
     drafter = random_drafter(num_target_layers=hf.config.get_text_config().num_hidden_layers)
@@ -102,7 +95,6 @@ KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
     "canvas, sampled": (lambda: canvas(replace(CANVAS, temperature=0.8, seed=1)), 2),
     "shifted canvas": (lambda: canvas(CANVAS, FAST_DLLM), 2),
     "canvas, self-speculation": (lambda: canvas(CANVAS, mode="self"), 3),
-    "DiffusionGemma": (gemma, 2),
     "short convolutions": (lambda: recurrent("lfm2", GREEDY), 1),
     "gated delta nets": (lambda: recurrent("qwen3_5_text", GREEDY), 1),
     "gated delta nets, trees": (lambda: recurrent("qwen3_5_text", GREEDY, tree_nodes=6), 2),
