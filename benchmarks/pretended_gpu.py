@@ -100,6 +100,9 @@ class OnDevice(Tensor):
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Any:
         return _current().run(torch.ops.aten.copy_.default, (self, source, non_blocking), {})
 
+    def __invert__(self) -> Any:
+        return torch.bitwise_not(self)
+
     def detach(self) -> "OnDevice":
         return OnDevice(self.inner.detach())
 
@@ -210,6 +213,8 @@ class PretendedCuda(TorchDispatchMode):
         plain = [x.inner if isinstance(x, OnDevice) else CPU if isinstance(x, torch.device) else x for x in flat]
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
         plain_kwargs.pop("pin_memory", None)
+        if name == "histc" and not plain_args[0].is_floating_point():  # a CPU counts no integers
+            plain_args = (plain_args[0].float(), *plain_args[1:])
         result = operation(*plain_args, **plain_kwargs) if operation.is_view or name in _FREE else None
         if result is None or not _is_view(result, plain):
             result = self.do(name, lambda: operation(*plain_args, **plain_kwargs))

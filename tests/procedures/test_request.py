@@ -66,6 +66,8 @@ def test_a_stop_string_is_cut_off_and_what_may_begin_one_waits() -> None:
 def test_chunks_tell_which_tokens_were_drafted() -> None:
     own = lettered()
     own.append([1, 2, 3], 2)
+    assert own.chunks == []
+    own.write()
     assert [(chunk.text, chunk.token_ids, chunk.from_draft) for chunk in own.chunks] == [
         ("b", [1], True),
         ("c", [2], True),

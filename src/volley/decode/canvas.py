@@ -74,6 +74,14 @@ class Canvas:
         return [token if known else None for token, known in pairs]
 
 
+def read_together(*values: Tensor) -> list[Tensor]:
+    """Tensors ``[L]`` of one device on the CPU: one copy brings all of them."""
+    if values[0].device.type == "cpu":
+        return list(values)
+    read = torch.stack([own.double() for own in values]).cpu()
+    return [row.to(own.dtype) for row, own in zip(read, values, strict=True)]
+
+
 class Denoiser(ABC):
     """A rule of denoising. It has no state: whatever belongs to a canvas is kept in the canvas."""
 
@@ -117,7 +125,7 @@ class Reveal(Denoiser):
     def candidates(
         self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, noise: CanvasNoise
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A token for each slot ``[L]``, never the mask; its probability ``[L]``; the distributions ``[L, V]``.
+        """A token for each slot ``[L]``, never the mask; its probability ``[L]``, both on the CPU; the distributions ``[L, V]``.
 
         At temperature 0 it is the likeliest token, and its probability that at temperature 1.
         """
@@ -130,7 +138,8 @@ class Reveal(Denoiser):
             probs = token_probs(logits, sampling)
             tokens = noise.choose(probs, canvas.start, canvas.step)
         confidence = probs.gather(-1, tokens[:, None])[:, 0]
-        return tokens.cpu(), confidence.cpu(), probs
+        tokens, confidence = read_together(tokens, confidence)
+        return tokens, confidence, probs
 
     def choose(self, canvas: Canvas, confidence: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
         """The masked slots that are revealed now, at least one: boolean ``[L]``."""

@@ -97,8 +97,8 @@ def _row(
     free = [rule for rule in rules if not isinstance(rule, Constraint)]
     before = path[-1] if path else anchor
     if forced is not None:
-        following.logits(len(path), before, forced)  # a drafter with a state has to read every token
-        return torch.zeros(1, 1), forced
+        read = following.logits(len(path), before, forced)  # a drafter with a state has to read every token
+        return torch.zeros_like(read, dtype=torch.float32), forced
     if among is not None and not free:
         row = following.logits(len(path), before, among).float()
     elif among is not None:

@@ -33,7 +33,15 @@ class Reading:
             assert proposal.late is not None
             self.add(proposal.late.token_ids, partial(_take_tokens, proposal))
             if proposal.late.confidence is not None:
-                self.add(proposal.late.confidence.view(torch.int64), partial(_take_confidence, proposal))
+                self.add_confidence(proposal, proposal.late.confidence)
+
+    def add_confidence(self, proposal: Proposal, values: Tensor) -> None:
+        """``values [k]`` in double precision will be the confidences of ``proposal``."""
+        self.add_doubles(values, partial(setattr, proposal, "confidence"))
+
+    def add_doubles(self, values: Tensor, take: Callable[[list[float]], None]) -> None:
+        """The same as :meth:`add` of ``values [n]`` in double precision."""
+        self.add(values.view(torch.int64), lambda bits: take(np.array(bits, dtype=np.int64).view(np.float64).tolist()))
 
     def read(self) -> None:
         if not self._parts:
@@ -48,10 +56,6 @@ class Reading:
 
 def _take_tokens(proposal: Proposal, values: list[int]) -> None:
     proposal.token_ids, proposal.late = values, None
-
-
-def _take_confidence(proposal: Proposal, bits: list[int]) -> None:
-    proposal.confidence = np.array(bits, dtype=np.int64).view(np.float64).tolist()
 
 
 def late_proposals(works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None) -> list[Proposal]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from volley.decode.canvas import Canvas, CanvasNoise, Denoiser
+from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, read_together
 from volley.decode.sampling import token_probs
 from volley.types import DiffusionParams, SamplingParams
 
@@ -35,10 +35,11 @@ class Renoise(Denoiser):
         assert params.max_steps is not None
         given, left = canvas.tokens[: canvas.num_given], params.max_steps - canvas.step
         logits = logits / temperature(params, left, sampling.temperature)
-        best = candidates = logits.argmax(dim=-1).cpu()
+        best = candidates = logits.argmax(dim=-1)
         if sampling.temperature > 0:
-            candidates = noise.choose(_filtered(logits.softmax(dim=-1), sampling), canvas.start, canvas.step).cpu()
-        entropy = torch.cat([_entropy(logits[rows]) for rows in _parts(logits)]).cpu()
+            candidates = noise.choose(_filtered(logits.softmax(dim=-1), sampling), canvas.start, canvas.step)
+        entropy = torch.cat([_entropy(logits[rows]) for rows in _parts(logits)])
+        best, candidates, entropy = read_together(best, candidates, entropy)
         accepted = accept(entropy, params)
         random = noise.tokens(canvas.start, canvas.step + 1, len(canvas), self.vocab_size)
         canvas.done = is_settled(canvas.history, best, entropy, params) or left == 1

@@ -62,19 +62,32 @@ class Constraint(TokenRule):
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """In place. Rows whose path has no mask stay as they are: no token of theirs is ever taken."""
-        for row, path in zip(logits, paths, strict=True):
-            if (mask := self.mask(path)) is not None:
+        masks = [self.mask(path) for path in paths]
+        if logits.device.type != "cpu":
+            return _forbid_on_device(logits, masks)
+        for row, mask in zip(logits, masks, strict=True):
+            if mask is not None:
                 _forbid(row, mask)
         return logits
 
 
 def _forbid(row: Tensor, mask: Bits) -> None:
     """Only what ``mask`` has keeps its logit in ``row [V]``."""
-    if native.is_built and row.device.type == "cpu" and row.is_contiguous():
+    if native.is_built and row.is_contiguous():
         forbid(row, mask)
         return
     forbidden = np.unpackbits(~mask, count=len(row), bitorder="little").view(np.bool_)
-    row.masked_fill_(torch.from_numpy(forbidden).to(row.device), -torch.inf)
+    row.masked_fill_(torch.from_numpy(forbidden), -torch.inf)
+
+
+def _forbid_on_device(logits: Tensor, masks: Sequence[Bits | None]) -> Tensor:
+    """The same for all rows of ``logits [R, V]``: masks are uploaded as they are, in one copy that nobody waits for."""
+    known = [mask for mask in masks if mask is not None]
+    if not known:
+        return logits
+    packed = upload(np.stack([np.full_like(known[0], 255) if mask is None else mask for mask in masks]), logits.device)
+    bits = packed[:, :, None] & (2 ** torch.arange(8, dtype=torch.uint8, device=logits.device))
+    return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
 
 
 def constraints(rules: Sequence[TokenRule]) -> list[Constraint]:
@@ -143,20 +156,22 @@ def allowed_probs(
 ) -> Tensor:
     """The distribution ``[R, V]`` that ``params`` makes of each row of ``logits [R, V]`` under ``bound``.
 
-    That of :func:`apply_rules` and then :func:`token_probs`. Where few tokens are allowed, only these are looked at; a row's
+    That of :func:`apply_rules` and then :func:`token_probs`. Where few tokens are allowed, a CPU looks only at these; a row's
     result depends on that row and its mask alone.
     """
-    if len(bound) == 1 and _is_plain(params) and native.is_built and logits.device.type == "cpu":
+    if logits.device.type != "cpu":
+        return token_probs(apply_rules(bound, logits, paths), params)
+    if len(bound) == 1 and _is_plain(params) and native.is_built:
         return _allowed_softmax(bound[0], logits, paths, params)
     few: dict[int, Tensor] = {}
     for row, path in enumerate(paths):
         masks = [mask for rule in bound if (mask := rule.mask(path)) is not None]
         if len(masks) == 1 and (tokens := few_tokens(masks[0])) is not None:
-            few[row] = torch.from_numpy(tokens).to(logits.device)
+            few[row] = torch.from_numpy(tokens)
     others = [row for row in range(len(logits)) if row not in few]
     if not few:
         return token_probs(apply_rules(bound, logits, paths), params)
-    probs = torch.zeros(logits.shape, device=logits.device)
+    probs = torch.zeros(logits.shape)
     if others:
         probs[others] = token_probs(apply_rules(bound, logits[others], [paths[row] for row in others]), params)
     for row, among in few.items():

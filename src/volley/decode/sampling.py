@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from hashlib import shake_128
 from struct import unpack
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -173,22 +174,42 @@ def draft_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     return token_probs(logits, params, draft_temperature(params))
 
 
-def logprobs_of(
-    logits: Tensor, token_ids: Sequence[int], count: int
-) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Natural log-probability of each token under its row of ``logits [R, V]``, before any sampling parameter; and the ``count``
-    likeliest tokens of each row with theirs, likeliest first. One copy brings all of them from the device.
+class Scores(NamedTuple):
+    """What the target says of R tokens that are known, before any sampling parameter."""
+
+    logprobs: list[float]
+    """Natural logarithms."""
+    ranks: list[int]
+    """The place of each token among those of its row; the likeliest has 1, equal ones share the best."""
+    likeliest: list[list[tuple[int, float]]]
+    """The likeliest tokens of each row with their log-probabilities, likeliest first."""
+
+    @classmethod
+    def read(cls, values: Sequence[float], num_rows: int) -> Self:
+        """From the numbers of :func:`scores_of`, one row after the other."""
+        found = np.array(values).reshape(num_rows, -1)
+        own, ranks, rest = np.split(found, [1, 2], axis=1)
+        best, tokens = np.split(rest, 2, axis=1)
+        pairs = zip(tokens.astype(np.int64).tolist(), best.tolist(), strict=True)
+        likeliest = [list(zip(*pair, strict=True)) for pair in pairs]
+        return cls(own[:, 0].tolist(), ranks[:, 0].astype(np.int64).tolist(), likeliest)
+
+
+def scores_of(logits: Tensor, token_ids: Sequence[int], count: int) -> Tensor:
+    """What :meth:`Scores.read` reads, in double precision: of a token for each row of ``logits [R, V]``, and of the ``count``
+    likeliest; ``[R · (2 + 2 · count)]`` on their device.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     best = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
-    chosen = logprobs.gather(1, upload_indices(token_ids, logits.device)[:, None])
-    found = torch.cat([chosen.double(), best.values.double(), best.indices.double()], dim=1).cpu().numpy()
-    own, values, tokens = np.split(found, [1, 1 + best.values.shape[1]], axis=1)
-    pairs = zip(tokens.astype(np.int64).tolist(), values.tolist(), strict=True)
-    return own[:, 0].tolist(), [list(zip(*pair, strict=True)) for pair in pairs]
+    tokens = upload_indices(token_ids, logits.device)[:, None]
+    ranks = 1 + (logits > logits.gather(1, tokens)).sum(dim=-1, keepdim=True)
+    parts = [logprobs.gather(1, tokens), ranks, best.values, best.indices]
+    return torch.cat([part.double() for part in parts], dim=1).flatten()
 
 
-def ranks_of(logits: Tensor, token_ids: Sequence[int]) -> list[int]:
-    """The place of each token among those of its row of ``logits [R, V]``; the likeliest has 1, equal ones share the best."""
-    chosen = logits.gather(1, upload_indices(token_ids, logits.device)[:, None])
-    return [1 + count for count in (logits > chosen).sum(dim=-1).tolist()]
+def logprobs_of(
+    logits: Tensor, token_ids: Sequence[int], count: int
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """The log-probabilities of :func:`scores_of`, and the likeliest tokens. One copy brings all of them from the device."""
+    found = Scores.read(scores_of(logits, token_ids, count).tolist(), len(logits))
+    return found.logprobs, found.likeliest

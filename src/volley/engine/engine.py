@@ -17,6 +17,7 @@ from volley.decode.work import Kind
 from volley.engine.capacity import fit_engine
 from volley.engine.drafting import make_draft_model, make_proposer
 from volley.engine.exactness import check_exact
+from volley.engine.overlap import Overlap
 from volley.engine.pacing import Pacing
 from volley.engine.recurrent import make_recurrent
 from volley.engine.requests import check_tokens, make_request
@@ -97,10 +98,9 @@ class Engine:
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
         """Compiles the grammars of requests. A server calls it ahead of time, from other threads."""
         self.on_verified: list[OnVerified] = []
-        self._timings, self.arrivals = Timings(), Arrivals()
+        self._timings, self.arrivals, self.overlap, self._next_id = Timings(), Arrivals(), Overlap(target.device), 0
         self.procedure = Speculative(self.config)
         self.procedures = Procedures(target, self.procedure)
-        self._next_id = 0
         self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
         """Where the drafter was loaded from, and how its weights are kept."""
         self.use_drafter(drafter, proposer)
@@ -125,8 +125,7 @@ class Engine:
         """Make pages and K/V for the target and the drafter, the scheduler and the runner; returns the drafter at work."""
         config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
         num_pages, size, spare = capacity.num_pages, capacity.page_size, capacity.page_size * capacity.cuda_graphs
-        self.pool = PagePool(num_pages, size)
-        slots = num_pages * size
+        self.pool, slots = PagePool(num_pages, size), num_pages * size
         store = target.make_store(config.kv_dtype, slots + spare)
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
         model, others, window = None, list[SequenceState](), None
@@ -189,6 +188,7 @@ class Engine:
             return []
         self.pacing.trim(step)  # how much of each is worth verifying
         self.runner.forward(step)  # one target pass: logits
+        self.overlap.run()  # texts of the step before, while a GPU works
         accept(step)  # verdicts: tokens that come out, K/V that stay
         self.sequences.keep(step)  # every state moved, rolled back, published
         self.pacing.observe(step)  # what the policy and the cost tables learn
@@ -196,8 +196,7 @@ class Engine:
 
     def commit(self, step: Step) -> list[Request]:
         """Make the verdicts final in the requests; returns those that ended."""
-        finished, now = [], time.perf_counter()
-        self._timings = step.timings
+        self._timings, finished, now = step.timings, list[Request](), time.perf_counter()
         for work in step.works:
             request, verdict, stats = work.request, work.verdict, work.request.stats
             if work.kind is Kind.PREFILL:
@@ -219,6 +218,7 @@ class Engine:
                 stats.block_sizes.append(1 + len(work.proposal.token_ids))
             stats.total_seconds = time.perf_counter() - request.arrived
             stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
+            self.overlap.write(request)
             for listener in self.on_verified:
                 listener(request, work.proposal, verdict)
             if request.finish_reason is not None:

@@ -36,12 +36,13 @@ def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]
 
 
 def _step_alone(engine: Engine, request: Request) -> Exception | None:
-    """Run until the request has one more token; what it raised, if it did."""
+    """Make the text that it still lacks, and run until the request has one more token; what it raised, if it did."""
     request.stats.preemptions += 1
     before = request.num_output
     if request.finish_reason is None:
         engine.scheduler.add(request)
     try:
+        request.write()
         while request.finish_reason is None and request.num_output == before:
             engine.step()
     except Exception as error:

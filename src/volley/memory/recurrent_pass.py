@@ -18,6 +18,7 @@ from volley.errors import UnsupportedModelError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.recurrence import Run, Trace, advance, scan
 from volley.memory.recurrent_store import RecurrentLayout, RecurrentStore, read_slots
+from volley.memory.upload import upload, upload_indices, upload_together
 from volley.native.states import Moved, move_states
 
 _PIECE = 64  # tokens of a marked segment that are computed at once
@@ -37,6 +38,9 @@ class _OpenGroup(NamedTuple):
     members: list[int]
     rows: Tensor | None
     """Their tokens in the batch ``[N, T]``, the batch's length for padding; ``None``: the whole batch in its order."""
+    real: Tensor
+    """Which of ``N · T`` are no padding; ``tokens`` are those of the batch."""
+    tokens: Tensor
     ancestors: Tensor
     slots: list[int | None]
 
@@ -106,9 +110,7 @@ class RecurrentPass:
             if group.rows is None:
                 outputs = own
             else:
-                rows = group.rows.flatten()
-                real = rows < len(self.batch)
-                outputs[rows[real]] = own[real]
+                outputs.index_copy_(0, group.tokens, own.index_select(0, group.real))
         marked: dict[tuple[int, int], Tensor] = {}
         for index, marks in enumerate(self.marks):
             if marks:
@@ -129,7 +131,7 @@ class RecurrentPass:
                 ancestors = torch.ones(1, size, size, dtype=torch.bool, device=outputs.device).tril()
                 own, trace = scan(piece, states, ancestors)
                 outputs[start + first : start + first + size] = own[0].transpose(0, 1)
-                states = advance(trace, ancestors, torch.tensor([size - 1], device=outputs.device))(states)
+                states = advance(trace, ancestors, upload_indices([size - 1], outputs.device))(states)
                 first += size
             marked[index, mark] = states[0]
 
@@ -153,8 +155,8 @@ class RecurrentPass:
     def _write_histories(self, wanted: Sequence[Wanted]) -> None:
         assert self.store is not None
         device = self.batch.token_ids.device
-        offsets = torch.tensor([self.batch.offsets[each.segment] + each.row for each in wanted], device=device)
-        slots = torch.tensor([each.slot for each in wanted], device=device)
+        offsets = upload_indices([self.batch.offsets[each.segment] + each.row for each in wanted], device)
+        slots = upload_indices([each.slot for each in wanted], device)
         taps: dict[int, Tensor] = {}
         for history, extended in zip(self.store.histories, self._inputs, strict=True):
             size = history.shape[1]
@@ -169,7 +171,7 @@ class RecurrentPass:
         if native.is_built and device.type == "cpu":
             self._move_in_c(group, traces, moves)
             return
-        runs, rows, slots = torch.tensor(moves, device=device).T
+        runs, rows, slots = upload(np.array(moves, dtype=np.int64).T.copy(), device)
         ancestors = group.ancestors if len(group.ancestors) == 1 else group.ancestors[runs]
         before = [group.slots[move.run] for move in moves]
         for states, trace in zip(self.store.states, traces, strict=True):
@@ -223,9 +225,11 @@ class RecurrentPass:
             for seen, segment in zip(ancestors, segments, strict=True):
                 seen[: segment.length, : segment.length] = segment.ancestors()
         is_batch = np.array_equal(rows.ravel(), np.arange(len(self.batch)))
-        places = None if is_batch else torch.from_numpy(rows).to(device)
+        flat = rows.ravel()
+        real = np.flatnonzero(flat < len(self.batch))
+        places, inside, tokens = upload_together([rows, real, flat[real]], device)
         slots = [self._slot(segment) for segment in segments]
-        return _OpenGroup(members, places, torch.from_numpy(ancestors).to(device), slots)
+        return _OpenGroup(members, None if is_batch else places, inside, tokens, upload(ancestors, device), slots)
 
     def _taps_of(self, width: int) -> Tensor:
         """What a convolution reads for each token, itself first: rows ``[T, width]`` of all histories followed by the batch."""
@@ -244,7 +248,7 @@ class RecurrentPass:
                 read = np.stack(local, axis=1)
                 history = index * (width - 1) + (width - 1) + read
                 taps.append(np.where(read >= 0, base + self.batch.offsets[index] + read, history))
-            self._taps[width] = torch.from_numpy(np.concatenate(taps)).to(self.batch.token_ids.device)
+            self._taps[width] = upload(np.concatenate(taps), self.batch.token_ids.device)
         return self._taps[width]
 
 

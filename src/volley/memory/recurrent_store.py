@@ -6,6 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from volley.memory.upload import upload_indices
+
 
 @dataclass(frozen=True)
 class RecurrentLayout:
@@ -47,7 +49,7 @@ def read_slots(stored: Tensor, slots: list[int | None]) -> Tensor:
     """Entries ``slots`` of a tensor of the store; zeros for ``None``, a sequence that begins."""
     if len(slots) == 1:
         return torch.zeros_like(stored[:1]) if slots[0] is None else stored[slots[0] : slots[0] + 1]
-    found = stored.index_select(0, torch.tensor([slot or 0 for slot in slots], device=stored.device))
+    found = stored.index_select(0, upload_indices([slot or 0 for slot in slots], stored.device))
     for place, slot in enumerate(slots):
         if slot is None:
             found[place] = 0

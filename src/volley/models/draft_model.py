@@ -13,7 +13,6 @@ from volley.errors import ConfigError, MismatchError
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
-from volley.memory.upload import upload_indices
 from volley.models.adapter import Adapter, adapted
 from volley.models.domino import BoundRecurrent, DominoHead, RecurrentMarkovTables
 from volley.models.drafter import Drafter, read_drafter
@@ -142,17 +141,17 @@ class DraftModel:
         states: Tensor = drafter(embeddings, batch.positions, attend, places)
         return states
 
-    def accept_rates(self, hidden: Tensor, before: list[int]) -> list[float]:
-        """How likely the tokens at positions of states ``hidden [R, H]`` are accepted, by the drafter's confidence head.
+    def accept_rates(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """How likely the tokens at positions of states ``hidden [R, H]`` are accepted, by the drafter's confidence head: ``[R]``.
 
-        ``before`` are the tokens before them.
+        ``before [R]`` are the tokens before them.
         """
         head, tables = self.drafter.confidence_head, self.drafter.head
         assert head is not None
         rows = hidden[:, :0]
         if isinstance(tables, MarkovTables):
-            rows = tables.markov_w1(upload_indices(before, hidden.device))
-        rates: list[float] = head(hidden, rows).tolist()
+            rows = tables.markov_w1(before)
+        rates: Tensor = head(hidden, rows)
         return rates
 
     def _decoder(self, drafter: Drafter) -> FusedDecoder | None:

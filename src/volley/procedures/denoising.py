@@ -17,6 +17,7 @@ from volley.decode.sampling import best_tokens, logprobs_of
 from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
 from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
+from volley.memory.upload import upload_indices
 from volley.models.target import BlockDiffusion, Target
 from volley.procedures.request import Procedure, Request
 from volley.types import DiffusionParams, SamplingParams, Verdict
@@ -212,6 +213,7 @@ def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: Sampling
     canvas.logprobs = canvas.logprobs or [0.0] * length
     canvas.top_logprobs = canvas.top_logprobs or [[] for _ in range(length)]
     where = slots.nonzero()[:, 0]
-    found = logprobs_of(rows[where.to(rows.device)], canvas.tokens[where].tolist(), params.top_logprobs)
+    seen = rows.index_select(0, upload_indices(where.tolist(), rows.device))
+    found = logprobs_of(seen, canvas.tokens[where].tolist(), params.top_logprobs)
     for place, logprob, top in zip(where.tolist(), *found, strict=True):
         canvas.logprobs[place], canvas.top_logprobs[place] = logprob, top

@@ -127,6 +127,7 @@ class Request:
     """The noise of positions before this one may have been used by a draft."""
     page_hashes: list[bytes] = field(default_factory=list)
     text: str = ""
+    """Of the tokens that :meth:`write` has been over."""
     emitted_text: int = 0
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -136,6 +137,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
     chunks: list[TextChunk] = field(default_factory=list)
+    unwritten: list[tuple[int, bool]] = field(default_factory=list)
+    """Tokens of the output without text so far, and whether each comes from a draft."""
     arrived: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -188,7 +191,10 @@ class Request:
         return forced + copied, [CERTAIN] * len(forced) + found_confidence(agreed, len(copied))
 
     def append(self, token_ids: list[int], num_from_draft: int) -> int:
-        """Take the tokens of one cycle until the request ends; returns how many were taken."""
+        """Take the tokens of one cycle until the request ends; returns how many were taken.
+
+        Their text is made by :meth:`write`, and here only where a stop string may end the request.
+        """
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             for rule in self.rules:
@@ -197,14 +203,24 @@ class Request:
                 self.finish_reason = "stop"
             elif self.remaining == 0:
                 self.finish_reason = "length"
-            if self.finish_reason != "stop" or self.params.skip_special_tokens:
-                self.text += self.detokenizer.push(token, last=self.finish_reason is not None)
-            self._cut_at_stop_string()
-            self._emit(token, from_draft=taken <= num_from_draft)
+            self.unwritten.append((token, taken <= num_from_draft))
+            if self.params.stop:
+                self.write()
             if self.finish_reason is not None:
                 break
         self.stats.output_tokens = self.num_output
         return taken
+
+    def write(self) -> None:
+        """Make the text of the tokens that have none yet, with a chunk for each. A token whose text fails stays."""
+        while self.unwritten:
+            token, from_draft = self.unwritten[0]
+            is_last = self.finish_reason in ("stop", "length") and len(self.unwritten) == 1
+            if not is_last or self.finish_reason != "stop" or self.params.skip_special_tokens:
+                self.text += self.detokenizer.push(token, last=is_last)
+            self._cut_at_stop_string()
+            self._emit(token, from_draft=from_draft)
+            del self.unwritten[0]
 
     def _cut_at_stop_string(self) -> None:
         found = [index for stop in self.params.stop if (index := self.text.find(stop)) >= 0]
@@ -227,6 +243,7 @@ class Request:
 
     def take_chunks(self) -> list[TextChunk]:
         """What there is to stream since they were last taken."""
+        self.write()
         chunks, self.chunks = self.chunks, []
         draft = self.take_draft()
         return chunks if draft is None else [*chunks, TextChunk("", [], from_draft=False, draft=draft)]
@@ -240,6 +257,7 @@ class Request:
         if canvas.step == 0 or now == self.shown:
             return None
         self.shown = now
+        self.write()
         tokens = canvas.draft()[max(0, self.length - canvas.start) :][: self.remaining]
         ends = [place for place, token in enumerate(tokens) if token in self.stop_token_ids]
         tokens = tokens[: ends[0]] if ends else tokens
@@ -248,6 +266,7 @@ class Request:
 
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None
+        self.write()
         return GenerationResult(
             text=self.text,
             token_ids=self.token_ids[self.num_prompt :],

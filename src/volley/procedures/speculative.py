@@ -14,12 +14,13 @@ from volley.decode.rules import Constraint, allowed_choices, allowed_probs, appl
 from volley.decode.sampling import (
     PositionNoise,
     Purpose,
+    Scores,
     draw,
     exponentials,
     likeliest,
     logprobs_of,
     race,
-    ranks_of,
+    scores_of,
     token_probs,
     uniforms_of,
 )
@@ -75,13 +76,13 @@ class Speculative(Procedure):
         return max(_num_choosing(work), _num_scored(work))
 
     def absorb(self, works: Works, logits: Tensor) -> None:
-        """The host waits for the device once, and once more for log-probabilities that are asked for."""
-        for work in works:
-            if count := _num_scored(work):
-                _score_prompt(work, logits, count)
-        choosing = [work for work in works if work.rows.stop > work.rows.start]
+        """The host waits for the device once, and once more for log-probabilities of tokens that it chose in this pass."""
         reading = Reading()
         reading.add_drafts(works)
+        for work in works:
+            if count := _num_scored(work):
+                _score_prompt(work, logits, count, reading)
+        choosing = [work for work in works if work.rows.stop > work.rows.start]
         alike: dict[tuple[Any, ...], list[Work[Request]]] = {}  # works that are judged in one go
         for work in choosing:
             request, proposal = work.request, work.proposal
@@ -110,8 +111,8 @@ def _num_scored(work: Work[Request]) -> int:
     return 0 if first is None else max(0, start + work.num_known - max(first, start))
 
 
-def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int) -> None:
-    """Note log-probabilities of the prompt, and leave the work the rows that choose tokens.
+def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int, reading: Reading) -> None:
+    """Note log-probabilities of the prompt once they are read, and leave the work the rows that choose tokens.
 
     The pass bounds how many rows there are; in fp32 there are few at once.
     """
@@ -121,12 +122,17 @@ def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int) -> None:
     for at in range(0, len(following), _SLICE):
         tokens = following[at : at + _SLICE]
         rows = logits[work.rows.start + at :][: len(tokens)]
-        chosen, likeliest = logprobs_of(rows, tokens, request.params.prompt_logprobs or 0)
-        request.prompt_logprobs += chosen
-        request.prompt_ranks += ranks_of(rows, tokens)
-        if request.params.prompt_logprobs:
-            request.prompt_top_logprobs += likeliest
+        scores = scores_of(rows, tokens, request.params.prompt_logprobs or 0)
+        reading.add_doubles(scores, partial(_take_scores, request, len(tokens)))
     work.rows = slice(work.rows.stop - _num_choosing(work), work.rows.stop)
+
+
+def _take_scores(request: Request, num_tokens: int, values: list[float]) -> None:
+    found = Scores.read(values, num_tokens)
+    request.prompt_logprobs += found.logprobs
+    request.prompt_ranks += found.ranks
+    if request.params.prompt_logprobs:
+        request.prompt_top_logprobs += found.likeliest
 
 
 def _rows(works: Works, logits: Tensor) -> list[Tensor]:
@@ -148,7 +154,11 @@ def _judge_greedy(works: Works, logits: Tensor, reading: Reading) -> None:
         is_all = sum(map(len, together)) == len(logits)
         _await_choices(unruled, likeliest(logits if is_all else torch.cat(together)), reading)
     for work, own in zip(works, rows, strict=True):
-        if work.request.rules:
+        bound = constraints(work.request.rules)
+        if bound and own.device.type != "cpu":  # where one look at all tokens costs less than a second reading
+            chosen = likeliest(apply_rules(bound, own, paths_of(work.proposal)))
+            reading.add(chosen, partial(_keep_choices, work))
+        elif work.request.rules:
             reading.add(likeliest(own), partial(_keep_allowed, work, own))
 
 

@@ -6,18 +6,19 @@ Without a sequential head every draft position is predicted by itself. With one,
 
 import time
 from collections.abc import Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from volley.config import DraftingConfig
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
-from volley.decode.late import late_proposals, read_drafts
+from volley.decode.late import Reading, draft_tokens, late_proposals, read_drafts
 from volley.decode.propose import WALKS, propose_coupled, propose_sampled, walk_greedy
-from volley.decode.rules import apply_rules, constraints
+from volley.decode.rules import Constraint, apply_rules, constraints
 from volley.decode.sampling import (
     PositionNoise,
     Purpose,
@@ -32,6 +33,7 @@ from volley.decode.work import Drafted, Rule, Shape, Work, group_by
 from volley.errors import ConfigError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import static_passes
+from volley.memory.upload import upload, upload_together
 from volley.models.domino import BoundRecurrent
 from volley.models.draft_model import DraftModel
 from volley.models.heads import BoundHead
@@ -91,27 +93,32 @@ class BlockProposer(Proposer):
             elif works:
                 walking = _walk(works, self.model.bound_head, hidden, noisy)
             if with_confidence and self.model.drafter.confidence_head is not None:
-                read_drafts(works)
-                self._note_accept_rates(works, hidden)
+                self._read_with_rates(works, hidden)
         if with_confidence:
             _note_confidence(works, logits)
         if not (self.drafts_late and all(map(_can_be_late, works))):
             read_drafts(works)
         return walking
 
-    def _note_accept_rates(self, works: Works, hidden: Tensor) -> None:
-        """Note what the drafter's own head says of chains with ``hidden [Σ k, H]``.
+    def _read_with_rates(self, works: Works, hidden: Tensor) -> None:
+        """Read drafts that are late, and what the drafter's own head says of chains with ``hidden [Σ k, H]``, in one copy.
 
         A rate depends on the tokens before its position alone, so what is cut by it stays lossless.
         """
+        reading = Reading()
+        reading.add_drafts(works)
         each = list(zip(works, torch.split(hidden, _sizes(works)), strict=True))
-        chains = [(work, rows) for work, rows in each if work.ask.shape is not Shape.TREE]
-        if not chains:
-            return
-        before = [token for work, _ in chains for token in (work.request.anchor, *work.proposal.token_ids[:-1])]
-        rates = iter(self.model.accept_rates(torch.cat([rows for _, rows in chains]), before))
-        for work, rows in chains:
-            work.proposal.confidence = list(islice(rates, len(rows)))
+        chains = [work for work, _ in each if work.ask.shape is not Shape.TREE]
+        if chains:
+            sizes = np.array(_sizes(chains))
+            anchors = np.array([work.request.anchor for work in chains])
+            firsts, first_tokens = upload_together([sizes.cumsum() - sizes, anchors], hidden.device)
+            before = draft_tokens(chains, hidden.device).roll(1).index_copy_(0, firsts, first_tokens)
+            states = torch.cat([rows for work, rows in each if work.ask.shape is not Shape.TREE])
+            rates = self.model.accept_rates(states, before).double()
+            for work, own in zip(chains, torch.split(rates, sizes.tolist()), strict=True):
+                reading.add_confidence(work.proposal, own)
+        reading.read()
 
     def _blocks(self, works: Works) -> list[Tensor]:
         """Token ids of each block, the anchor and masks: ``[1 + k]``, or ``[k]`` where the anchor's own slot drafts a token."""
@@ -123,27 +130,30 @@ class BlockProposer(Proposer):
     ) -> tuple[list[Work[Any]], Tensor, Tensor]:
         """Propose for works under constraints, token by token, after one pass of the drafter.
 
+        Without a head that has to be asked after each token, a GPU's logits are read once and the host goes on by itself.
+
         Returns what is left of ``works``, ``logits [Σ k, V]`` and ``hidden [Σ k, H]``.
         """
-        left: list[Work[Any]] = []
-        kept: list[int] = []
-        row = 0
-        for work in works:
-            request, ask = work.request, work.ask
-            rows = range(row, row + ask.positions)
-            row += ask.positions
-            if not constraints(request.rules):
-                left.append(work)
-                kept += rows
-                continue
-            following = _following(
-                self.model.bound_head, hidden[rows.start : rows.stop], logits[rows.start : rows.stop]
-            )
-            if ask.shape is Shape.TREE:
+        head = self.model.bound_head
+        parts = list(zip(works, torch.split(logits, _sizes(works)), torch.split(hidden, _sizes(works)), strict=True))
+        left = [part for part in parts if not constraints(part[0].request.rules)]
+        bound = [part for part in parts if constraints(part[0].request.rules)]
+        near = _read_rows([(work, rows) for work, rows, _ in bound]) if head is None else [rows for _, rows, _ in bound]
+        for (work, _, states), rows in zip(bound, near, strict=True):
+            following = _following(head, states, rows)
+            if work.ask.shape is Shape.TREE:
                 work.proposal = grow_constrained(following, work)
-            else:
-                work.proposal = walk_constrained(following, work, with_confidence=with_confidence)
-        return left, logits[kept], hidden[kept]
+                continue
+            work.proposal = walk_constrained(following, work, with_confidence=with_confidence)
+            if work.proposal.draft_probs is not None and work.proposal.draft_probs.device.type == "cpu":
+                work.proposal.draft_probs = upload(work.proposal.draft_probs.numpy(), logits.device)
+        if not left:
+            return [], logits[:0], hidden[:0]
+        return (
+            [work for work, *_ in left],
+            torch.cat([rows for _, rows, _ in left]),
+            torch.cat([own for *_, own in left]),
+        )
 
     def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Logits ``[Σ k, V]`` of the draft positions of ``blocks`` (anchor and masks), and the final states ``[Σ k, H]``.
@@ -234,6 +244,16 @@ class BlockProposer(Proposer):
 
         layers = fastest(lambda: model.block_states(batch, store), model.device)
         return layers, fastest(choose, model.device)
+
+
+def _read_rows(each: Sequence[tuple[Work[Any], Tensor]]) -> list[Tensor]:
+    """The rows ``[k, V]`` of each work, in one copy where the host can walk along them by itself: no rule is on the device."""
+    near = [all(isinstance(rule, Constraint) for rule in work.request.rules) for work, _ in each]
+    moved = [rows for (_, rows), is_near in zip(each, near, strict=True) if is_near]
+    if not moved or moved[0].device.type == "cpu":
+        return [rows for _, rows in each]
+    copies = iter(torch.split(torch.cat(moved).cpu(), [len(rows) for rows in moved]))
+    return [next(copies) if is_near else rows for (_, rows), is_near in zip(each, near, strict=True)]
 
 
 def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: Tensor) -> Following:

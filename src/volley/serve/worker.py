@@ -1,7 +1,8 @@
 """The thread that owns the engine, and the jobs through which an event loop talks to it.
 
 Nothing else touches the engine once the worker runs. The loop hands in jobs and aborts through a queue; after every step the
-worker hands all new events to the loop in one call.
+worker hands all new events to the loop in one call. On a GPU it does so within the next step, while the device works: the loop
+then writes to its clients beside a thread that waits, and does not hold up the next launch.
 """
 
 import asyncio
@@ -146,6 +147,7 @@ class Worker:
         """Called by the event loop with :attr:`held` when it has changed."""
         engine.on_verified.append(metrics.verified)
         engine.arrivals.newcomers = self._has_newcomers
+        engine.overlap.listeners.append(self._publish)
 
     # -- the event loop's side -----------------------------------------------------------------------------------------
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -203,7 +205,8 @@ class Worker:
             while self._obey():
                 if self.engine.has_work:
                     self._step()
-                self._publish()
+                if not (self.engine.overlap.is_used and self.engine.has_work):  # else the next step does it on its way
+                    self._publish()
         except BaseException as error:
             log.critical("the engine's worker died", exc_info=error)
             self.fatal = error
@@ -299,8 +302,9 @@ class Worker:
         self.metrics.stepped(self.engine, time.perf_counter() - started)
 
     def _publish(self) -> None:
-        """Tell the loop what the step brought."""
+        """Tell the loop what the last step brought."""
         for request, (job, choice) in list(self._owner.items()):
+            request.write()
             is_first = request.num_output == len(request.chunks) and (
                 request.chunks or request.finish_reason is not None
             )

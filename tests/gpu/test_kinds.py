@@ -1,0 +1,138 @@
+"""What else requests and models may be, on a pretended GPU: the CPU's tokens, no mixed devices, and how often a step waits."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import PreTrainedModel
+
+pytest.importorskip("triton")
+
+from benchmarks.pretended_gpu import move, pretended_cuda
+from tests import hybrid
+from tests.conftest import byte_tokenizer
+from tests.costs import settle
+from tests.engine.test_grammars import GRAMMAR
+from tests.procedures.test_denoising import MASK, masked_model
+from tests.tiny import eager_model, random_drafter, random_prompts, target_config
+from volley import DiffusionParams, Engine, SamplingParams
+from volley.models.checkpoint import HeadConfig
+from volley.models.diffusion import FAST_DLLM, SDAR
+from volley.models.drafter import Drafter
+from volley.models.target import Target
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "num_key_value_heads": 1}
+DRAFTER: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 1,
+    "num_target_layers": 2,
+    "target_layer_ids": (0,),
+}
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=1.0, seed=3)
+CANVAS = replace(GREEDY, max_tokens=8, diffusion=DiffusionParams(canvas_length=8, threshold=0.3))
+
+
+class Kind(NamedTuple):
+    """A model, its drafter and what they are asked."""
+
+    hf: PreTrainedModel
+    make: Callable[[PreTrainedModel], Target]
+    drafter: Drafter | None
+    params: SamplingParams
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def run(self, hf: PreTrainedModel, drafter: Drafter | None) -> Engine:
+        return Engine(self.make(hf), drafter, **{"num_pages": 64, "policy": "fixed", **self.options})
+
+    def prompts(self) -> Sequence[list[int]]:
+        return random_prompts(2, longest=14, seed=1)
+
+
+def plain(params: SamplingParams, options: dict[str, Any] | None = None, **changes: Any) -> Kind:
+    """With a drafter that has such ``changes``."""
+    drafter = random_drafter(2, **{**DRAFTER, **changes})
+    return Kind(eager_model(target_config(**SMALL)), Target, drafter, params, options or {})
+
+
+def bound(params: SamplingParams, *, head: str | None = None, drafts: bool = True, **options: Any) -> Kind:
+    """Under a grammar."""
+    hf = eager_model(target_config(vocab_size=260, eos_token_id=2, **SMALL))
+    changes = {"head": HeadConfig(type=head, rank=4)} if head else {}
+    drafter = random_drafter(2, **DRAFTER, vocab_size=260, **changes) if drafts else None
+    own = replace(params, grammar=GRAMMAR, ignore_eos=False, max_tokens=24)
+    return Kind(hf, partial(Target, tokenizer=byte_tokenizer()), drafter, own, options)
+
+
+def canvas(params: SamplingParams, family: Any = SDAR, **changes: Any) -> Kind:
+    """A diffusion language model."""
+    assert params.diffusion is not None
+    own = replace(params, diffusion=replace(params.diffusion, **changes))
+    make = partial(Target, tokenizer=None, diffusion=replace(family, mask_token_id=MASK))
+    return Kind(masked_model(family).hf, make, None, own, {"page_size": 8})
+
+
+def recurrent(name: str, params: SamplingParams, **options: Any) -> Kind:
+    hf = hybrid.model(name)
+    drafter = random_drafter(num_target_layers=hf.config.get_text_config().num_hidden_layers)
+    return Kind(hf, Target, drafter, params, {"page_size": 4, **options})
+
+
+DSPARK = {"head": HeadConfig(type="dspark", rank=4), "confidence_width": 36}
+KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
+    "log-probabilities of prompts": (lambda: plain(replace(GREEDY, prompt_logprobs=2)), 1),
+    "confidence head": (lambda: plain(GREEDY, {"policy": "goodput"}, confidence_width=32), 2),
+    "confidence head, sampled": (lambda: plain(SEEDED, {"policy": "goodput"}, **DSPARK), 2),
+    "grammar, plain": (lambda: bound(GREEDY, drafts=False), 1),
+    "grammar, plain, sampled": (lambda: bound(SEEDED, drafts=False), 1),
+    "grammar": (lambda: bound(GREEDY), 2),
+    "grammar, sampled with a seed": (lambda: bound(SEEDED), 2),
+    "grammar, trees": (lambda: bound(GREEDY, tree_nodes=6), 2),
+    "canvas": (lambda: canvas(CANVAS), 2),
+    "canvas, sampled": (lambda: canvas(replace(CANVAS, temperature=0.8, seed=1)), 2),
+    "shifted canvas": (lambda: canvas(CANVAS, FAST_DLLM), 2),
+    "canvas, self-speculation": (lambda: canvas(CANVAS, mode="self"), 3),
+    "short convolutions": (lambda: recurrent("lfm2", GREEDY), 1),
+    "gated delta nets": (lambda: recurrent("qwen3_5_text", GREEDY), 1),
+    "gated delta nets, trees": (lambda: recurrent("qwen3_5_text", GREEDY, tree_nodes=6), 2),
+}
+"""Each with the waits of a step of two requests, at most: one for each canvas, one for drafts that the host has to look at."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_are_the_cpus_and_waits_are_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle(monkeypatch)
+    make, most = KINDS[name]
+    kind = make()
+    expected = [
+        own.token_ids for own in kind.run(copy.deepcopy(kind.hf), kind.drafter).generate(kind.prompts(), kind.params)
+    ]
+    with pretended_cuda(runs_kernels=True) as counts:
+        engine = kind.run(
+            move(copy.deepcopy(kind.hf)), None if kind.drafter is None else move(copy.deepcopy(kind.drafter))
+        )
+        requests = [engine.add_request(prompt, kind.params) for prompt in kind.prompts()]
+        waits = list[int]()
+        while engine.has_work:
+            is_counted = kind.params.prompt_logprobs or all(own.is_decoding for own in requests)
+            counts.clear()
+            engine.step()
+            if is_counted:
+                waits.append(counts.waits.total())
+                assert waits[-1] <= most, f"a step waits too often: {dict(counts.waits)}"
+        assert [own.token_ids[own.num_prompt :] for own in requests] == expected
+    assert waits or kind.params.diffusion is not None
+    if kind.params.prompt_logprobs:
+        assert all(len(own.prompt_logprobs) == own.num_prompt - 1 for own in requests)
+
+
+def test_forced_tokens_beside_drawn_ones_mix_no_devices() -> None:
+    """A token that a grammar forces has a distribution too, where the drafter's head has the others on the device."""
+    kind = bound(replace(GREEDY, temperature=1.0), head="markov")
+    with pretended_cuda(runs_kernels=True):
+        engine = kind.run(move(copy.deepcopy(kind.hf)), move(copy.deepcopy(kind.drafter)))
+        (result,) = engine.generate(kind.prompts()[:1], kind.params)
+    assert result.text.startswith('{"category":"')
