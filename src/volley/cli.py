@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,11 +15,11 @@ from volley.bench.tasks import BenchConfig
 from volley.config import CapacityConfig, DecodingConfig
 from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
-from volley.options import Without, expand
+from volley.options import Without, expand, misspelt_variables
 from volley.prompts import Conversation, load_prompts
 from volley.recalibrate.command import reservoir
 from volley.recalibrate.options import RecalibrateConfig
-from volley.serve.config import ServeConfig
+from volley.serve.config import KEY_VARIABLE, ServeConfig
 from volley.train.collect import CollectConfig, Progress
 from volley.train.options import PilotOptions, TrainConfig
 from volley.tuning import certify, doctor, presets, tune
@@ -32,11 +33,20 @@ if TYPE_CHECKING:
     from volley.types import DiffusionParams, SamplingParams
 
 
+def _variables(command: Any) -> Iterator[str]:
+    """Those of all options of a command, or of the commands of a group."""
+    yield from (option.envvar for option in command.params if option.envvar)
+    for part in getattr(command, "commands", {}).values():
+        yield from _variables(part)
+
+
 class _Commands(TyperGroup):
     """``serve --engine vllm`` is a command of its own: most of its options are vLLM's, whose names may be ours too."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
+        for warning in misspelt_variables(os.environ, {KEY_VARIABLE, *_variables(self)}):
+            typer.echo(warning, err=True)
         line = " ".join(rest).replace("--engine=", "--engine ")
         by_variable = "--engine" not in line and os.environ.get("VOLLEY_ENGINE") == "vllm"
         if name == "serve" and ("--engine vllm" in line or by_variable):

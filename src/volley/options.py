@@ -5,11 +5,12 @@ Each may also come from the environment, as ``VOLLEY_`` and its name in capitals
 """
 
 import ast
+import difflib
 import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,10 @@ import typer
 from typer.models import OptionInfo
 
 from volley.errors import ConfigError
+
+PREFIX = "VOLLEY_"
+ALIKE = 0.85
+"""How alike two variables must be, of which one is taken for the other misspelt; the prefix counts."""
 
 
 class Without:
@@ -117,7 +122,18 @@ def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:
 
 def _variable(name: str) -> str:
     """The environment variable of an option."""
-    return f"VOLLEY_{name.upper()}"
+    return f"{PREFIX}{name.upper()}"
+
+
+def misspelt_variables(environment: Iterable[str], known: Collection[str]) -> Iterator[str]:
+    """A line for each variable that no option has, but whose name is nearly that of one.
+
+    Others are left alone: who starts volley may have variables of that prefix for purposes of its own.
+    """
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            for near in difflib.get_close_matches(name, list(known), n=1, cutoff=ALIKE):
+                yield f"the variable {name} is not looked at; did you mean {near}?"
 
 
 def _command_line_type(hint: Any) -> Any:

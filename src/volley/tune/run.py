@@ -37,6 +37,7 @@ from volley.tune.report import to_html
 from volley.tune.state import Milestones
 from volley.tune.trials import (
     BLOCK_SIZES,
+    TRIAL_BLOCK,
     Search,
     Trainings,
     Trial,
@@ -44,6 +45,7 @@ from volley.tune.trials import (
     from_json,
     head_rank,
     more_taps,
+    pass_seconds,
     to_json,
     training_dtype,
 )
@@ -145,7 +147,7 @@ class Tuning:
             out=str(self.out / "trials"),
             eval_data=str(self.out / "held-out.jsonl"),
             eval_prompts=0,
-            block_size=config.block_size or BLOCK_SIZES[0],
+            block_size=config.block_size or TRIAL_BLOCK,
             num_layers=preset.num_layers,
             taps=preset.taps,
             intermediate_size=preset.intermediate_size,
@@ -194,7 +196,8 @@ class Tuning:
         best = search.run()
         options = dict(best.options)
         if self.config.block_size is None:
-            options["block_size"] = choose_block_size(best, self.serving)
+            options["block_size"], blocks = choose_block_size(best, pass_seconds(self.serving, BLOCK_SIZES))
+            self.say(blocks)
         sizes = sizes_for(self.frozen.vocab_size)
         options["draft_vocab_size"], drafted = choose_vocabulary(
             best, replace(self.base, **options), self.frozen, self.serving, sizes
