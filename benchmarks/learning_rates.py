@@ -11,6 +11,7 @@ again. ``volley tune`` tries the neighbours itself, so the preset is right where
 import argparse
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,10 +83,11 @@ def prepare(width: int, folder: Path, options: argparse.Namespace) -> Tuning:
 
 def tau(tuning: Tuning, factor: float, steps: int) -> float:
     """On held-out responses after a training at ``factor`` times the preset's rate."""
-    base = tuning.base
+    base, folder = tuning.base, tuning.out / f"rate-{factor:g}"
+    shutil.rmtree(folder, ignore_errors=True)  # of a training that was stopped
     config = replace(
         base,
-        out=str(tuning.out / f"rate-{factor:g}"),
+        out=str(folder),
         learning_rate=factor * base.learning_rate,
         max_steps=steps,
         epochs=10**6,
@@ -93,6 +95,7 @@ def tau(tuning: Tuning, factor: float, steps: int) -> float:
     trainer = Trainer(config, tuning.ranks, tuning.frozen, speaks=False)
     trainer.run()
     found: float = trainer.values["tau"]
+    shutil.rmtree(folder)
     print(f"{tuning.out.name} wide, {config.learning_rate:.1e}: τ {found:.3f} after {steps} steps", flush=True)
     return found
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from volley.certify.certificate import certify_pair
 from volley.certify.options import CertifyConfig
 from volley.engine.engine import Engine
 from volley.errors import ConfigError, VolleyError
-from volley.files import make_folder, read_json, write_atomically
+from volley.files import find_target, make_folder, read_json, write_atomically
 from volley.memory.device import usable_device
 from volley.models.export import export
 from volley.models.formats import Format
@@ -32,7 +31,7 @@ from volley.train.parallel import Ranks
 from volley.tune.data import held_out_prompts, part, run_collection
 from volley.tune.measure import measure
 from volley.tune.options import TuneConfig
-from volley.tune.presets import preset_for
+from volley.tune.presets import preset_for, read_config
 from volley.tune.report import to_html
 from volley.tune.state import Milestones
 from volley.tune.trials import (
@@ -75,6 +74,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
 
     Raises ConfigError where the folder holds a tuning of other options.
     """
+    config = replace(config, target=str(find_target(config.target)))
     make_folder(config.out)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -109,7 +109,7 @@ class Tuning:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Of the training."""
-        text = AutoConfig.from_pretrained(self.config.target).get_text_config()
+        text = read_config(self.config.target).get_text_config()
         return training_dtype(self.config.dtype, text.hidden_size, usable_device(self.config.device))
 
     @cached_property
@@ -140,7 +140,7 @@ class Tuning:
     @cached_property
     def base(self) -> TrainConfig:
         """The training that the preset describes."""
-        config, preset = self.config, preset_for(AutoConfig.from_pretrained(self.config.target))
+        config, preset = self.config, preset_for(read_config(self.config.target))
         return TrainConfig(
             target=config.target,
             data=(str(self.out / "train.jsonl"),),
@@ -195,9 +195,10 @@ class Tuning:
         search = Search(self.base, make, taps, rank, self._say, trials, note, total)
         best = search.run()
         options = dict(best.options)
+        blocks = f"blocks of {self.config.block_size}, as asked for"
         if self.config.block_size is None:
             options["block_size"], blocks = choose_block_size(best, pass_seconds(self.serving, BLOCK_SIZES))
-            self.say(blocks)
+        self.say(blocks)
         sizes = sizes_for(self.frozen.vocab_size)
         options["draft_vocab_size"], drafted = choose_vocabulary(
             best, replace(self.base, **options), self.frozen, self.serving, sizes
@@ -206,8 +207,10 @@ class Tuning:
         first = trials[0]
         gain = best.score / first.score
         why = "the preset was best" if best is first else f"{best.name} last; {gain:.2f} × the preset's expected speed"
-        self.say(f"chose {_named(self.base, options)} ({why})")
-        return {"options": options, "why": why, "drafted": drafted, "trials": len(trials)}
+        chosen = _named(self.base, options)
+        self.say(f"chose {chosen} ({why})")
+        said = {"chosen": chosen, "why": why, "blocks": blocks, "drafted": drafted}
+        return {"options": options, **said, "trials": len(trials)}
 
     def _remember(self) -> float:
         """Have the target read the responses before any trial, so that none pays for the others; returns the minutes."""
