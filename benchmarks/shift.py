@@ -409,12 +409,12 @@ def steady(arguments: argparse.Namespace) -> None:
                 rates[name] = tokens / seconds
             found.append([rates[name] for name in names])
         swaps = httpx.get(f"{servers.urls['training']}/metrics").text
-    parts = [found[at : at + PART] for at in range(0, len(found) - PART + 1, PART)]
+    parts = [found[at : at + PART] for at in range(0, len(found) - PART + 1, PART)] or [found]
     figures: dict[str, Any] = {"batches": len(found), "swaps": _counted(swaps, "swaps")}
     for place, name in ((0, "training"), (2, "control")):
         ratio = partial(_median_ratio, place=place)
         figures[f"{name}_to_plain"] = bootstrap(found, ratio)
-        figures[f"{name}_lowest_of_{len(parts)}_parts"] = round(min(map(ratio, parts or [found])), 3)
+        figures[f"{name}_lowest_of_{len(parts)}_parts"] = round(min(map(ratio, parts)), 3)
     note(arguments.out, {"step": "steady", "workload": arguments.workload, **figures})
 
 
