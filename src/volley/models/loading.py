@@ -1,4 +1,4 @@
-"""Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, or a GGUF file."""
+"""Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, a GGUF file, or bundled."""
 
 import logging
 import re
@@ -20,6 +20,7 @@ from transformers import (
 
 from volley import native
 from volley.errors import CheckpointError
+from volley.files import find_target
 from volley.models.accelerate import Fill, filled
 from volley.models.gguf.codes import codes_for, open_model
 from volley.models.gguf.file import GGUFFile, is_gguf
@@ -39,6 +40,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def load_config(path: str | Path) -> PretrainedConfig:
     """The config of a causal LM; no weights are read."""
+    path = find_target(path)
     config: PretrainedConfig = read_config(GGUFFile(path)) if is_gguf(path) else AutoConfig.from_pretrained(path)
     return config
 
@@ -50,6 +52,7 @@ def load_causal_lm(
     device: torch.device = _CPU,
 ) -> PreTrainedModel:
     """A causal LM in ``dtype`` on ``device``, quantised weights decoded, with ``attention`` or what transformers takes."""
+    path = find_target(path)
     if is_gguf(path):
         kind = torch.float32 if isinstance(dtype, str) else dtype
         return load_gguf(path, kind, attention or "sdpa").to(device)
@@ -107,6 +110,7 @@ def drafter_path(name: str | Path) -> Path:
 
 def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to a model."""
+    path = find_target(path)
     tokenizer: PreTrainedTokenizerBase = (
         load_gguf_tokenizer(path) if is_gguf(path) else AutoTokenizer.from_pretrained(path)
     )

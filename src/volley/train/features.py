@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from volley.errors import CheckpointError, VolleyError
-from volley.files import find_target
 from volley.memory.device import memory_bytes
 from volley.models.accelerate import accelerate
 from volley.models.export import TargetEnds
@@ -46,7 +45,6 @@ class FrozenTarget:
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device, with_layers: bool = True) -> None:
         try:
-            path = str(find_target(path))
             model = _load(path, dtype)
             self.tokenizer = load_tokenizer(path)
         except VolleyError:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from volley.errors import CheckpointError, VolleyError
-from volley.files import find_target
 from volley.models.tap_layers import spread_taps
 
 PAPER_WIDTH, PAPER_RATE = 4096, 6e-4  # Qwen3-8B (DFlash §A.1)
@@ -90,7 +89,7 @@ def read_config(target: str) -> Any:
     from volley.models.loading import load_config
 
     try:
-        return load_config(find_target(target))
+        return load_config(target)
     except VolleyError:
         raise
     except Exception as error:  # transformers raises many kinds for a damaged folder or an unknown name

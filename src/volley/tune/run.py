@@ -15,7 +15,7 @@ from volley.certify.certificate import certify_pair
 from volley.certify.options import CertifyConfig
 from volley.engine.engine import Engine
 from volley.errors import ConfigError, VolleyError
-from volley.files import find_target, make_folder, read_json, write_atomically
+from volley.files import make_folder, read_json, write_atomically
 from volley.memory.device import usable_device
 from volley.models.export import export
 from volley.models.formats import Format
@@ -74,7 +74,6 @@ def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
 
     Raises ConfigError where the folder holds a tuning of other options.
     """
-    config = replace(config, target=str(find_target(config.target)))
     make_folder(config.out)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
