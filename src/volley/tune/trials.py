@@ -258,7 +258,7 @@ def pass_seconds(target: Target, sizes: Sequence[int]) -> dict[int, float]:
     """Seconds of a pass of ``target`` over so many tokens of one request, measured here and in turn."""
     plain = Engine(target, num_pages=64)
     rounds = [[plain.cycle_seconds(size, 1) for size in sizes] for _ in range(TIMINGS)]
-    return dict(zip(sizes, map(min, zip(*rounds, strict=True)), strict=True))
+    return {size: min(column) for size, column in zip(sizes, zip(*rounds, strict=True), strict=True)}
 
 
 def steady_acceptance(tau: float, block_size: int) -> float:
