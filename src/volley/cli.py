@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +14,7 @@ from volley.bench.tasks import BenchConfig
 from volley.config import CapacityConfig, DecodingConfig
 from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
-from volley.options import Without, expand, misspelt_variables
+from volley.options import Without, expand, name_misspelt_variables
 from volley.prompts import Conversation, load_prompts
 from volley.recalibrate.command import reservoir
 from volley.recalibrate.options import RecalibrateConfig
@@ -33,20 +32,12 @@ if TYPE_CHECKING:
     from volley.types import DiffusionParams, SamplingParams
 
 
-def _variables(command: Any) -> Iterator[str]:
-    """Those of all options of a command, or of the commands of a group."""
-    yield from (option.envvar for option in command.params if option.envvar)
-    for part in getattr(command, "commands", {}).values():
-        yield from _variables(part)
-
-
 class _Commands(TyperGroup):
     """``serve --engine vllm`` is a command of its own: most of its options are vLLM's, whose names may be ours too."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
-        for warning in misspelt_variables(os.environ, {KEY_VARIABLE, *_variables(self)}):
-            typer.echo(warning, err=True)
+        name_misspelt_variables(os.environ, self, KEY_VARIABLE)
         line = " ".join(rest).replace("--engine=", "--engine ")
         by_variable = "--engine" not in line and os.environ.get("VOLLEY_ENGINE") == "vllm"
         if name == "serve" and ("--engine vllm" in line or by_variable):

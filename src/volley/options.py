@@ -10,7 +10,7 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -125,15 +125,23 @@ def _variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
-def misspelt_variables(environment: Iterable[str], known: Collection[str]) -> Iterator[str]:
-    """A line for each variable that no option has, but whose name is nearly that of one.
+def name_misspelt_variables(environment: Iterable[str], command: Any, *others: str) -> None:
+    """Say of each variable that neither an option nor ``others`` have, but whose name is nearly theirs, that it is not looked at.
 
-    Others are left alone: who starts volley may have variables of that prefix for purposes of its own.
+    Any other is left alone: who starts volley may have variables of that prefix for purposes of their own.
     """
+    known = {*others, *_variables(command)}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in known:
             for near in difflib.get_close_matches(name, list(known), n=1, cutoff=ALIKE):
-                yield f"the variable {name} is not looked at; did you mean {near}?"
+                typer.echo(f"the variable {name} is not looked at; did you mean {near}?", err=True)
+
+
+def _variables(command: Any) -> Iterator[str]:
+    """Those of all options of a command, or of the commands of a group."""
+    yield from (option.envvar for option in command.params if option.envvar)
+    for part in getattr(command, "commands", {}).values():
+        yield from _variables(part)
 
 
 def _command_line_type(hint: Any) -> Any:

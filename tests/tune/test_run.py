@@ -118,7 +118,8 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert "Certificate: lossless" in report
     for form in ("speculators", "gguf"):
         assert read_certificate(out / "exports" / form / "certificate.json")["verdict"] == "lossless"
-    assert read_checkpoint(out / "exports" / "gguf" / "drafter.gguf").config.block_size == 8
+    chosen = read_json(out / "tune.json")["done"]["choose"]["options"]["block_size"]
+    assert read_checkpoint(out / "exports" / "gguf" / "drafter.gguf").config.block_size == chosen
     assert (
         read_checkpoint(out).config.target_fingerprint
         == read_checkpoint(out / "exports/sglang").config.target_fingerprint

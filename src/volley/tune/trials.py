@@ -6,6 +6,7 @@ A trial's score is the speed it promises: τ on the held-out rows, by the second
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -255,10 +256,14 @@ def choose_block_size(trial: Trial, seconds: Mapping[int, float]) -> tuple[int, 
 
 
 def pass_seconds(target: Target, sizes: Sequence[int]) -> dict[int, float]:
-    """Seconds of a pass of ``target`` over so many tokens of one request, measured here and in turn."""
+    """Seconds of a pass of ``target`` over so many tokens of one request, fewest first, measured here and in turn.
+
+    One over more tokens takes no less; where that was measured, something else made the shorter one wait.
+    """
     plain = Engine(target, num_pages=64)
     rounds = [[plain.cycle_seconds(size, 1) for size in sizes] for _ in range(TIMINGS)]
-    return {size: min(column) for size, column in zip(sizes, zip(*rounds, strict=True), strict=True)}
+    least = [min(column) for column in zip(*rounds, strict=True)]
+    return dict(zip(sizes, accumulate(least, max), strict=True))
 
 
 def steady_acceptance(tau: float, block_size: int) -> float:
