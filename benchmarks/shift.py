@@ -2,8 +2,9 @@
 
     python benchmarks/shift.py prepare --data DATA --out runs/shift      # a drafter that knows one workload only
     python benchmarks/shift.py serve --data DATA --out runs/shift --workload code --tokens 8000
-    python benchmarks/shift.py serve --data DATA --out runs/shift --workload math --tokens 20000
-    python benchmarks/shift.py serve --data DATA --out runs/shift --workload code --tokens 20000
+    python benchmarks/shift.py serve --data DATA --out runs/shift --workload prose --tokens 20000
+    python benchmarks/shift.py serve --data DATA --out runs/shift --workload code --phase back --tokens 20000
+    python benchmarks/shift.py table --data DATA --out runs/shift
     python benchmarks/shift.py speed --data DATA --out runs/shift --workload math
     python benchmarks/shift.py latency --data DATA --out runs/shift --workload math
     python benchmarks/shift.py steady --data DATA --out runs/shift --workload code
@@ -12,7 +13,8 @@
 
 - ``serve`` decodes greedily with the drafter that serves, keeps what was served, and lets the rounds of ``volley serve
   --recalibrate`` run whenever they are due, in this process. The static drafter decodes the same prompts beside it. It goes on
-  from what the folder has learnt.
+  from what the folder has learnt. A workload that comes back is a phase of its own.
+- ``table`` prints what ``serve`` has found: τ by served tokens, and how much of what the phase had lost is back.
 - ``speed`` compares both on prompts that were not served.
 - ``latency`` asks a server that trains in the pauses between requests, and two that do not; while those are asked the training
   of the first is stopped. Ratios come with their error (bootstrap over rounds); the two plain ones are each other's control.
@@ -58,6 +60,8 @@ from volley.train.options import TrainConfig
 
 TARGET = str(REFERENCE / "target")
 AT_ONCE, MAX_TOKENS, WINDOW = 8, 96, 2000
+LEAST_LOSS = 0.05
+"""Of τ: what is less is no shift."""
 PART = 10
 """Batches that a part of a steady run has."""
 
@@ -251,6 +255,32 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 # -- speed and latency -------------------------------------------------------------------------------------------------
+def table(arguments: argparse.Namespace) -> None:
+    print(to_table([json.loads(line) for line in (arguments.out / "figures.jsonl").read_text().splitlines()]))
+
+
+def to_table(figures: Sequence[dict[str, Any]]) -> str:
+    """The rows that ``serve`` has noted, phase by phase.
+
+    What a phase has lost is the difference between the static drafter's τ on the first phase's workload and the τ that the phase
+    begins with.
+    """
+    lines = [
+        "| phase | served tokens | τ | static | of what was lost | seconds of training |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = [row for row in figures if row["step"] == "serve"]
+    known = statistics.mean(row["static"] for row in rows if row["phase"] == rows[0]["phase"])
+    first: dict[str, float] = {}
+    for row in rows:
+        begun = first.setdefault(row["phase"], row["tau"])
+        is_lost = row["phase"] != rows[0]["phase"] and known - begun > LEAST_LOSS
+        back = f"{(row['tau'] - begun) / (known - begun):.0%}" if is_lost else "–"
+        cells = [row["phase"], row["served"], row["tau"], row["static"], back, row["training"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def speed(arguments: argparse.Namespace) -> None:
     """Tokens a second of the default policy, static and learnt drafter in turn on the same prompts."""
     learnt = Learnt.load(arguments.out / "kept")
@@ -286,6 +316,8 @@ class Servers:
     """
 
     def __init__(self, arguments: argparse.Namespace, folder: Path, names: tuple[str, ...]) -> None:
+        if folder.exists():
+            raise SystemExit(f"{folder} is of a run before; remove it, or give another --out")
         command = [sys.executable, "-m", "volley.cli", "serve", "--drafter", str(static_folder(arguments))]
         command += ["--threads", "1", "--dtype", arguments.dtype]
         kept = ["--recalibrate", str(folder), "--recalibrate-tokens", "1000", "--recalibrate-steps", "1000"]
@@ -377,12 +409,12 @@ def steady(arguments: argparse.Namespace) -> None:
                 rates[name] = tokens / seconds
             found.append([rates[name] for name in names])
         swaps = httpx.get(f"{servers.urls['training']}/metrics").text
-    parts = [found[at : at + PART] for at in range(0, len(found) - PART + 1, PART)]
+    parts = [found[at : at + PART] for at in range(0, len(found) - PART + 1, PART)] or [found]
     figures: dict[str, Any] = {"batches": len(found), "swaps": _counted(swaps, "swaps")}
     for place, name in ((0, "training"), (2, "control")):
         ratio = partial(_median_ratio, place=place)
         figures[f"{name}_to_plain"] = bootstrap(found, ratio)
-        figures[f"{name}_lowest_of_{len(parts)}_parts"] = round(min(map(ratio, parts or [found])), 3)
+        figures[f"{name}_lowest_of_{len(parts)}_parts"] = round(min(map(ratio, parts)), 3)
     note(arguments.out, {"step": "steady", "workload": arguments.workload, **figures})
 
 
@@ -427,7 +459,7 @@ def _wait(url: str) -> None:
     raise SystemExit(f"no answer from {url}")
 
 
-STEPS = {"prepare": prepare, "serve": serve, "speed": speed, "latency": latency, "steady": steady}
+STEPS = {"prepare": prepare, "serve": serve, "table": table, "speed": speed, "latency": latency, "steady": steady}
 
 
 def main() -> None:

@@ -27,16 +27,14 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="JSONL files")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=2000)
     options = parser.parse_args()
     texts = [text for path in options.text for text in read(path)]
     random.Random(0).shuffle(texts)
     tokenizer = make_tokenizer(texts)
-    model = train(tokenizer, texts[100:], options.minutes)
-    model.save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
-    write_openings(options.out / "prompts.jsonl", texts[100 : 100 + options.prompts])
-    write_openings(options.out / "held-out.jsonl", texts[:100])
+    model = train(tokenizer, texts[100:], options.width, minutes=options.minutes)
+    write(options.out, model, tokenizer, texts, options.prompts)
 
 
 def read(path: Path) -> Iterator[str]:
@@ -63,12 +61,31 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def train(tokenizer: PreTrainedTokenizerFast, texts: list[str], minutes: float) -> LlamaForCausalLM:
+def write(
+    out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str], prompts: int
+) -> None:
+    """A folder of the target and its openings; it has learnt nothing of the first hundred texts."""
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    write_openings(out / "prompts.jsonl", texts[100 : 100 + prompts])
+    write_openings(out / "held-out.jsonl", texts[:100])
+
+
+def train(
+    tokenizer: PreTrainedTokenizerFast,
+    texts: list[str],
+    width: int,
+    *,
+    minutes: float = float("inf"),
+    steps: float = float("inf"),
+) -> LlamaForCausalLM:
+    """Until the ``minutes`` or the ``steps`` are over; the learning rate falls to zero."""
     torch.manual_seed(0)
+    rate = 4e-3 * (64 / width) ** 0.5
     config = LlamaConfig(
         vocab_size=512,
-        hidden_size=64,
-        intermediate_size=172,
+        hidden_size=width,
+        intermediate_size=43 * width // 16,
         num_hidden_layers=5,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -80,11 +97,11 @@ def train(tokenizer: PreTrainedTokenizerFast, texts: list[str], minutes: float) 
     model = LlamaForCausalLM(config)
     tokens = [token for ids in tokenizer(texts)["input_ids"] for token in [*ids, 2]]
     stream = torch.tensor(tokens)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.1, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
     started, step = time.monotonic(), 0
-    while (done := (time.monotonic() - started) / (60 * minutes)) < 1:
+    while (done := max((time.monotonic() - started) / (60 * minutes), step / steps)) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = 4e-3 * min(1.0, (step + 1) / 100) * (1 - done)
+            group["lr"] = rate * min(1.0, (step + 1) / 100) * (1 - done)
         starts = torch.randint(len(stream) - LENGTH, (16,))
         batch = torch.stack([stream[start : start + LENGTH] for start in starts])
         loss = model(input_ids=batch, labels=batch).loss

@@ -117,6 +117,15 @@ def test_what_is_in_the_environment_is_taken(tmp_path: Path) -> None:
     assert "leave --target and --drafter out" in str(refused.exception)
 
 
+def test_a_misspelt_variable_is_named_with_the_one_that_is_meant() -> None:
+    given = {"VOLLEY_MAX_MINUTE": "5", "VOLLEY_RESERVIOR_TOKENS": "1", "VOLLEY_SERVICE_HOST": "h", "VOLLEY_TARGET": ""}
+    said = CliRunner().invoke(app, ["presets"], env=given).output.splitlines()
+    assert [line for line in said if "variable" in line] == [
+        "the variable VOLLEY_MAX_MINUTE is not looked at; did you mean VOLLEY_MAX_MINUTES?",
+        "the variable VOLLEY_RESERVIOR_TOKENS is not looked at; did you mean VOLLEY_RESERVOIR_TOKENS?",
+    ]
+
+
 def test_vllms_server_may_be_asked_for_by_the_environment() -> None:
     output = CliRunner().invoke(app, ["serve", "--help"], env={"VOLLEY_ENGINE": "vllm"}).output
     assert "vLLM's OpenAI server" in output

@@ -14,11 +14,11 @@ from volley.bench.tasks import BenchConfig
 from volley.config import CapacityConfig, DecodingConfig
 from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
-from volley.options import Without, expand
+from volley.options import Without, expand, name_misspelt_variables
 from volley.prompts import Conversation, load_prompts
 from volley.recalibrate.command import reservoir
 from volley.recalibrate.options import RecalibrateConfig
-from volley.serve.config import ServeConfig
+from volley.serve.config import KEY_VARIABLE, ServeConfig
 from volley.train.collect import CollectConfig, Progress
 from volley.train.options import PilotOptions, TrainConfig
 from volley.tuning import certify, doctor, presets, tune
@@ -37,11 +37,10 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
+        name_misspelt_variables(os.environ, self, KEY_VARIABLE)
         line = " ".join(rest).replace("--engine=", "--engine ")
-        by_variable = "--engine" not in line and os.environ.get("VOLLEY_ENGINE") == "vllm"
-        if name == "serve" and ("--engine vllm" in line or by_variable):
-            found = self.get_command(ctx, "serve-vllm")
-        return name, found, rest
+        is_vllm = "--engine vllm" in line if "--engine" in line else os.environ.get("VOLLEY_ENGINE") == "vllm"
+        return name, self.get_command(ctx, "serve-vllm") if name == "serve" and is_vllm else found, rest
 
 
 app = typer.Typer(

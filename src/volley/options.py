@@ -5,11 +5,12 @@ Each may also come from the environment, as ``VOLLEY_`` and its name in capitals
 """
 
 import ast
+import difflib
 import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,10 @@ import typer
 from typer.models import OptionInfo
 
 from volley.errors import ConfigError
+
+PREFIX = "VOLLEY_"
+ALIKE = 0.85
+"""How alike two variables must be, of which one is taken for the other misspelt; the prefix counts."""
 
 
 class Without:
@@ -117,7 +122,26 @@ def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:
 
 def _variable(name: str) -> str:
     """The environment variable of an option."""
-    return f"VOLLEY_{name.upper()}"
+    return f"{PREFIX}{name.upper()}"
+
+
+def name_misspelt_variables(environment: Iterable[str], command: Any, *others: str) -> None:
+    """Say of each variable that neither an option nor ``others`` have, but whose name is nearly theirs, that it is not looked at.
+
+    Any other is left alone: who starts volley may have variables of that prefix for purposes of their own.
+    """
+    known = {*others, *_variables(command)}
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            for near in difflib.get_close_matches(name, list(known), n=1, cutoff=ALIKE):
+                typer.echo(f"the variable {name} is not looked at; did you mean {near}?", err=True)
+
+
+def _variables(command: Any) -> Iterator[str]:
+    """Those of all options of a command, or of the commands of a group."""
+    yield from (option.envvar for option in command.params if option.envvar)
+    for part in getattr(command, "commands", {}).values():
+        yield from _variables(part)
 
 
 def _command_line_type(hint: Any) -> Any:

@@ -9,7 +9,7 @@ from tests.tiny import make_pair, random_drafter
 from volley.errors import CheckpointError
 from volley.models import loading
 from volley.models.drafter import Drafter
-from volley.models.loading import drafter_path, load_causal_lm, straight_to
+from volley.models.loading import auto_tokenizer, drafter_path, load_causal_lm, load_config, straight_to
 
 
 def test_weights_are_read_where_they_stay(tmp_path: Path) -> None:
@@ -45,3 +45,8 @@ def test_an_unreachable_hub_names_the_remedy(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("name", ["/no/such/folder", "drafter", "a/b/c", "some/file.gguf"])
 def test_what_is_no_hub_name_is_a_path(name: str) -> None:
     assert drafter_path(name) == Path(name)
+
+
+def test_a_bundled_targets_name_is_known_wherever_a_target_is_read() -> None:
+    assert load_config("reference-diffusion").model_type == "qwen3"
+    assert len(auto_tokenizer("reference-diffusion")) == load_config("reference-diffusion").vocab_size

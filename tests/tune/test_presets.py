@@ -1,8 +1,13 @@
 """Where a search begins is derived from the target's config alone."""
 
+from pathlib import Path
+
+import pytest
 from transformers import Gemma3TextConfig, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
-from volley.tune.presets import FAMILIES, learning_rate_for, preset_for
+from tests.models.gguf.files import random_model, write_model
+from volley.errors import CheckpointError
+from volley.tune.presets import FAMILIES, learning_rate_for, preset_for, read_preset
 
 
 def test_a_published_shape_comes_out_of_its_targets_config() -> None:
@@ -27,3 +32,11 @@ def test_the_learning_rate_falls_with_the_width() -> None:
     assert len({name for family in FAMILIES for name in family.model_types}) == sum(
         len(f.model_types) for f in FAMILIES
     )
+
+
+def test_a_preset_is_derived_for_whatever_may_be_a_target(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", random_model("llama"), "llama")
+    assert read_preset(str(tmp_path / "model.gguf")).family == "Llama"
+    assert read_preset("reference-diffusion").family == "Qwen3"
+    with pytest.raises(CheckpointError, match=r"give a hub name, a folder with config\.json or a GGUF file"):
+        read_preset(str(tmp_path / "nothing"))

@@ -1,5 +1,6 @@
 """From a model and prompts to a certified drafter: every step, a stop in the middle, and models of other families."""
 
+import html
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from tests.conftest import byte_tokenizer
+from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
 from tests.serve.running import running
 from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
@@ -107,11 +109,17 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert f"the last {kept} tokens" in window
     assert f"<dt>draft window</dt><dd>{kept}" in report
     assert any("draft vocab size all" in line for line in said)
+    assert "draft vocab size all" in report
+    assert f"drafter={html.escape(repr(str(out)))})" in report
+    assert f"volley serve --target {config.target} --drafter {out}</pre>" in report
+    assert "expected speed against blocks of 8: 4 " in report
+    assert "checks found its output lossless." in report
     assert report.count("data:image/png;base64,") == 2
     assert "Certificate: lossless" in report
     for form in ("speculators", "gguf"):
         assert read_certificate(out / "exports" / form / "certificate.json")["verdict"] == "lossless"
-    assert read_checkpoint(out / "exports" / "gguf" / "drafter.gguf").config.block_size == 8
+    chosen = read_json(out / "tune.json")["done"]["choose"]["options"]["block_size"]
+    assert read_checkpoint(out / "exports" / "gguf" / "drafter.gguf").config.block_size == chosen
     assert (
         read_checkpoint(out).config.target_fingerprint
         == read_checkpoint(out / "exports/sglang").config.target_fingerprint
@@ -243,6 +251,12 @@ def test_other_families_run_through(tmp_path: Path, family: str) -> None:
     out = tune(options(tmp_path, make_target(tmp_path, CONFIGS[family])), lambda _: None)
     assert read_certificate(out / "certificate.json")["verdict"] == "lossless"
     assert (out / "report.html").exists()
+
+
+def test_a_target_in_gguf_is_tuned_too(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("llama"), "llama", tokenizer=bpe_tokenizer())
+    out = tune(options(tmp_path, path), lambda _: None)
+    assert read_certificate(out / "certificate.json")["verdict"] == "lossless"
 
 
 def test_what_cannot_be_tuned_is_said_at_once(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from volley.train.parallel import Ranks
 from volley.tune.run import trial_minutes
 from volley.tune.trials import (
     BETTER,
+    BLOCK_SIZES,
+    TRIAL_BLOCK,
     Search,
     Trainings,
     Trial,
@@ -24,6 +26,7 @@ from volley.tune.trials import (
     from_json,
     head_rank,
     more_taps,
+    pass_seconds,
     to_json,
 )
 
@@ -171,8 +174,46 @@ def test_a_shape_is_timed_once(trainings: Trainings) -> None:
     assert again.cycle_seconds == 0.25, "an earlier run's seconds of the shape hold"
 
 
-@pytest.mark.parametrize(("accuracy", "chosen"), [(0.98, 16), (0.05, 8)])
-def test_the_block_size_follows_acceptance(trainings: Trainings, accuracy: float, chosen: int) -> None:
-    tau = sum(accuracy**k for k in range(8))
-    trial = Trial("preset", {}, tau, [accuracy] * 7, 1000.0, 10, 1.0)  # beside it no pass costs anything
-    assert choose_block_size(trial, trainings.serving) == chosen
+FREE, DEAR = dict.fromkeys(BLOCK_SIZES, 0.01), {size: 0.001 * size for size in BLOCK_SIZES}
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "seconds", "chosen"),
+    [
+        (0.98, FREE, 16),
+        (0.05, FREE, TRIAL_BLOCK),  # the same speed: nothing speaks for a shorter one
+        (0.7, FREE, 12),
+        (0.05, DEAR, 4),
+        (0.6, DEAR, 4),
+        (
+            0.7,
+            DEAR,
+            TRIAL_BLOCK,
+        ),  # 4 promise 1.04 times as much: a policy may cut, and trainings accept more than trials
+        (0.9, DEAR, 12),
+        (0.97, DEAR, 16),
+    ],
+)
+def test_the_block_size_follows_acceptance_and_what_rows_cost(
+    accuracy: float, seconds: dict[int, float], chosen: int
+) -> None:
+    tau = sum(accuracy**k for k in range(TRIAL_BLOCK))
+    trial = Trial("preset", {}, tau, [accuracy] * (TRIAL_BLOCK - 1), 0.01 + seconds[TRIAL_BLOCK], 10, 1.0)
+    assert choose_block_size(trial, seconds)[0] == chosen
+
+
+def test_passes_of_each_size_are_timed(trainings: Trainings) -> None:
+    seconds = pass_seconds(trainings.serving, BLOCK_SIZES)
+    assert list(seconds) == list(BLOCK_SIZES)
+    assert min(seconds.values()) > 0
+    assert sorted(seconds.values()) == list(seconds.values()), "the machine's other work makes no longer pass cheaper"
+
+
+@pytest.mark.parametrize(("preset", "best"), [(1, 1), (1, 2), (5, 2), (5, 1), (5, 6), (8, 4), (8, 2)])
+def test_more_layers_are_tried_and_then_fewer(preset: int, best: int) -> None:
+    def tau(options: dict[str, Any]) -> float:
+        return 3.0 - 0.2 * abs(options.get("num_layers", preset) - best) - len(options.keys() - {"num_layers"})
+
+    script = Script(tau)
+    found = Search(replace(BASE, num_layers=preset), script, (0, 1, 2), 16, lambda _: None).run()
+    assert found.options.get("num_layers", preset) == best

@@ -1,4 +1,4 @@
-"""Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, or a GGUF file."""
+"""Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, a GGUF file, or bundled."""
 
 import logging
 import re
@@ -23,6 +23,7 @@ from transformers import (
 
 from volley import native
 from volley.errors import CheckpointError, UnsupportedModelError
+from volley.files import find_target
 from volley.models.accelerate import Fill, filled
 from volley.models.folders import check_config_file
 from volley.models.gguf.codes import codes_for, open_model
@@ -43,6 +44,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def load_config(path: str | Path) -> PretrainedConfig:
     """The config of a causal LM; no weights are read."""
+    path = find_target(path)
     if is_gguf(path):
         return read_config(GGUFFile(path))
     check_config_file(path)
@@ -78,6 +80,7 @@ def load_causal_lm(
     device: torch.device = _CPU,
 ) -> PreTrainedModel:
     """A causal LM in ``dtype`` on ``device``, quantised weights decoded, with ``attention`` or what transformers takes."""
+    path = find_target(path)
     if is_gguf(path):
         kind = torch.float32 if isinstance(dtype, str) else dtype
         return load_gguf(path, kind, attention or "sdpa").to(device)
@@ -135,6 +138,7 @@ def drafter_path(name: str | Path) -> Path:
 
 def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that belongs to a model."""
+    path = find_target(path)
     if is_gguf(path):
         return load_gguf_tokenizer(path)
     with _own_code_refused(path, "one with a tokenizer.json"):

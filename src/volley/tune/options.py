@@ -13,7 +13,7 @@ class TuneConfig:
     """A model, its traffic and the minutes to spend; everything else is measured and chosen."""
 
     target: str
-    """Folder or hub name of the target: any causal LM that volley decodes."""
+    """Folder, hub name or GGUF file of the target: any causal LM that volley decodes."""
     out: Path
     """Folder for all that is made. It loads as a drafter; a run that finds it goes on."""
     prompts: tuple[str, ...] = ()

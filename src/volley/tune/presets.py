@@ -7,7 +7,7 @@ is, so a preset is only ever the starting point of a training.
 from dataclasses import dataclass
 from typing import Any
 
-from volley.errors import CheckpointError
+from volley.errors import CheckpointError, VolleyError
 from volley.models.tap_layers import spread_taps
 
 PAPER_WIDTH, PAPER_RATE = 4096, 6e-4  # Qwen3-8B (DFlash §A.1)
@@ -84,13 +84,20 @@ def preset_for(config: Any) -> Preset:
     )
 
 
-def read_preset(target: str) -> Preset:
-    """The preset of a target's folder or hub name; reads its config only."""
-    from transformers import AutoConfig
+def read_config(target: str) -> Any:
+    """The config of a target's folder, hub name or GGUF file; reads nothing else."""
+    from volley.models.loading import load_config
 
     try:
-        return preset_for(AutoConfig.from_pretrained(target))
+        return load_config(target)
+    except VolleyError:
+        raise
     except Exception as error:  # transformers raises many kinds for a damaged folder or an unknown name
         raise CheckpointError(
-            f"{target}: the target's config cannot be read ({error}); give a hub name or a folder with config.json"
+            f"{target}: the target's config cannot be read ({error}); give a hub name, a folder with config.json or a GGUF file"
         ) from error
+
+
+def read_preset(target: str) -> Preset:
+    """The preset of a target's folder, hub name or GGUF file."""
+    return preset_for(read_config(target))

@@ -3,31 +3,53 @@
 import html
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from volley.bench.html import STYLE, facts_list, image
+from volley.bench.report import machine
 from volley.tune.options import TuneConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+USE = """Engine.from_pretrained({target!r}, drafter={out!r})
+
+volley serve --target {target} --drafter {out}"""
+TAU = "τ counts the tokens that a cycle of drafting and checking brings, the target's own included."
+CURVES = """Losses on the responses that were learnt from and on those held out, and the τ of decoding held-out prompts. The
+drafter of the best τ was kept."""
+TRIALS = """Short trainings, each with one change of the best before it. Their τ is that of held-out responses read with the
+right tokens before every block; tokens per second are expected from it and from the measured seconds of a cycle."""
 OVERFIT = 0.02
 """How much the held-out loss must rise above its lowest, as a share, to be called over-fitting."""
 
 
 def to_html(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any], config: TuneConfig) -> str:
     """``done`` are the outcomes of the steps, ``log`` the lines of the training's log."""
-    parts = [f"<h1>volley tune</h1><style>{STYLE}</style>", facts_list(_facts(done, certificate, config))]
+    parts = [f"<h1>A drafter for {html.escape(config.target)}</h1><style>{STYLE}</style>"]
+    parts.append(f"<p>{html.escape(summary(done, certificate))}</p>")
     parts += [f"<p class=warning>{html.escape(note)}</p>" for note in notes(done, log, certificate)]
+    parts.append(f"<pre>{html.escape(USE.format(target=config.target, out=str(config.out)))}</pre>")
     parts.append(f"<h2>What came out</h2>{_measured(done['measure'])}{image(_acceptance(done['measure']))}")
     if any(row["kind"] == "eval" for row in log):
-        parts.append(f"<h2>Training</h2>{image(_curves(log))}")
-    parts.append(f"<h2>Trials</h2><p>{html.escape(done['choose']['why'])}</p>{_trials(done.get('trials', []))}")
+        parts.append(f"<h2>Training</h2><p>{CURVES}</p>{image(_curves(log))}")
+    parts.append(f"<h2>What was chosen, and why</h2>{facts_list(_choices(done))}")
+    parts.append(f"<h2>Trials</h2><p>{TRIALS}</p>{_trials(done.get('trials', []))}")
     rows = [[check["name"], check["outcome"], check["detail"]] for check in certificate["checks"]]
     parts.append(f"<h2>Certificate: {html.escape(certificate['verdict'])}</h2>{_table(['check', '', 'outcome'], rows)}")
     exports = [[form, where] for form, where in done["export"].items() if form != "seconds"]
     parts.append(f"<h2>Exports</h2>{_table(['format', 'where, or why not'], exports)}")
+    parts.append(f"<h2>This run</h2>{facts_list(_facts(done, certificate, config))}")
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>volley tune</title>\n{body}\n</html>\n'
+
+
+def summary(done: dict[str, Any], certificate: dict[str, Any]) -> str:
+    """The outcome in a sentence or two."""
+    speeds = [f"{row['speedup']:.2f} × at T = {row['temperature']:g}" for row in done["measure"]["rows"]]
+    judged = f"{len(certificate['checks'])} checks found its output {certificate['verdict']}"
+    return f"With this drafter the target decodes {' and '.join(speeds)} as fast as without, one request at a time. {judged}."
 
 
 def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any]) -> list[str]:
@@ -54,27 +76,36 @@ def is_overfit(log: list[dict[str, Any]]) -> bool:
     return len(losses) > 1 and losses[-1] > (1 + OVERFIT) * min(losses) and bool(train) and train[-1] < losses[-1]
 
 
+def _choices(done: dict[str, Any]) -> dict[str, Any]:
+    chosen = done["choose"]
+    return {
+        "options": f"{chosen['chosen']} ({chosen['why']})",
+        "block size": chosen["blocks"],
+        "draft vocabulary": chosen["drafted"],
+        "draft window": done["train"]["draft_window"] or "the whole context",
+    }
+
+
 def _facts(done: dict[str, Any], certificate: dict[str, Any], config: TuneConfig) -> dict[str, Any]:
-    chosen, collected = done["choose"]["options"], done["collect"]
+    collected = done["collect"]
     seconds = {
         name: outcome["seconds"] for name, outcome in done.items() if isinstance(outcome, dict) and "seconds" in outcome
     }
     return {
-        "target": config.target,
         "responses": f"{collected['rows']} to {collected['prompts']} prompts, {collected['held_out_prompts']} held out",
-        "chosen": ", ".join(f"{name} {value}" for name, value in chosen.items()) or "the preset",
-        "draft vocabulary": done["choose"]["drafted"],
-        "draft window": done["train"]["draft_window"] or "the whole context",
         "training": f"{done['train']['steps']} steps, {done['train']['epochs']} epochs",
+        "minutes given": f"{config.max_minutes:g}",
         "seconds": ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()),
-        "certificate": certificate["sha256"][:16],
+        **machine(torch.get_num_threads()),
+        "volley": certificate["volley"],
+        "certified": f"{certificate['date']}, digest {certificate['sha256'][:16]}",
     }
 
 
 def _measured(measured: dict[str, Any]) -> str:
     rows = [[f"{r['temperature']:g}", f"{r['tau']:.2f}", f"{r['speedup']:.2f} ×"] for r in measured["rows"]]
     columns = ["temperature", f"τ, chains of {measured['block_size']}", "speed against plain decoding"]
-    return f"<p>On {measured['prompts']} prompts that nothing was learnt from.</p>{_table(columns, rows)}"
+    return f"<p>On {measured['prompts']} prompts that nothing was learnt from. {TAU}</p>{_table(columns, rows)}"
 
 
 def _trials(trials: list[dict[str, Any]]) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from volley.certify.certificate import certify_pair
 from volley.certify.options import CertifyConfig
@@ -32,11 +31,12 @@ from volley.train.parallel import Ranks
 from volley.tune.data import held_out_prompts, part, run_collection
 from volley.tune.measure import measure
 from volley.tune.options import TuneConfig
-from volley.tune.presets import preset_for
+from volley.tune.presets import preset_for, read_config
 from volley.tune.report import to_html
 from volley.tune.state import Milestones
 from volley.tune.trials import (
     BLOCK_SIZES,
+    TRIAL_BLOCK,
     Search,
     Trainings,
     Trial,
@@ -44,6 +44,7 @@ from volley.tune.trials import (
     from_json,
     head_rank,
     more_taps,
+    pass_seconds,
     to_json,
     training_dtype,
 )
@@ -107,7 +108,7 @@ class Tuning:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Of the training."""
-        text = AutoConfig.from_pretrained(self.config.target).get_text_config()
+        text = read_config(self.config.target).get_text_config()
         return training_dtype(self.config.dtype, text.hidden_size, usable_device(self.config.device))
 
     @cached_property
@@ -138,14 +139,14 @@ class Tuning:
     @cached_property
     def base(self) -> TrainConfig:
         """The training that the preset describes."""
-        config, preset = self.config, preset_for(AutoConfig.from_pretrained(self.config.target))
+        config, preset = self.config, preset_for(read_config(self.config.target))
         return TrainConfig(
             target=config.target,
             data=(str(self.out / "train.jsonl"),),
             out=str(self.out / "trials"),
             eval_data=str(self.out / "held-out.jsonl"),
             eval_prompts=0,
-            block_size=config.block_size or BLOCK_SIZES[0],
+            block_size=config.block_size or TRIAL_BLOCK,
             num_layers=preset.num_layers,
             taps=preset.taps,
             intermediate_size=preset.intermediate_size,
@@ -193,8 +194,10 @@ class Tuning:
         search = Search(self.base, make, taps, rank, self._say, trials, note, total)
         best = search.run()
         options = dict(best.options)
+        blocks = f"blocks of {self.config.block_size}, as asked for"
         if self.config.block_size is None:
-            options["block_size"] = choose_block_size(best, self.serving)
+            options["block_size"], blocks = choose_block_size(best, pass_seconds(self.serving, BLOCK_SIZES))
+        self.say(blocks)
         sizes = sizes_for(self.frozen.vocab_size)
         options["draft_vocab_size"], drafted = choose_vocabulary(
             best, replace(self.base, **options), self.frozen, self.serving, sizes
@@ -203,8 +206,10 @@ class Tuning:
         first = trials[0]
         gain = best.score / first.score
         why = "the preset was best" if best is first else f"{best.name} last; {gain:.2f} × the preset's expected speed"
-        self.say(f"chose {_named(self.base, options)} ({why})")
-        return {"options": options, "why": why, "drafted": drafted, "trials": len(trials)}
+        chosen = _named(self.base, options)
+        self.say(f"chose {chosen} ({why})")
+        said = {"chosen": chosen, "why": why, "blocks": blocks, "drafted": drafted}
+        return {"options": options, **said, "trials": len(trials)}
 
     def _remember(self) -> float:
         """Have the target read the responses before any trial, so that none pays for the others; returns the minutes."""

@@ -4,8 +4,9 @@ A trial's score is the speed it promises: τ on the held-out rows, by the second
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ from volley.tune.presets import MUON_FACTOR
 
 BETTER = 1.02
 """How much better a choice must be than the one before: what two trials of the same options differ by."""
-BLOCK_SIZES = (8, 12, 16)
+TRIAL_BLOCK = 8
+BLOCK_SIZES = (4, TRIAL_BLOCK, 12, 16)
+SHORTER = 1.1
+"""How much better a block below ``TRIAL_BLOCK`` must be. A policy verifies fewer tokens of a longer one where they do not pay,
+none verifies more than a block has, and the training accepts more than the trial does."""
 TIMINGS = 5
 SHALLOW = 10
 
@@ -163,8 +168,14 @@ class Search:
         return best
 
     def _layers(self, best: Trial) -> Trial:
+        """More, and where that is no better, half as many and a quarter."""
         layers = self.base.num_layers or 1
-        return self._compare(best, *((f"{more} layers", {"num_layers": more}) for more in (layers + 1, layers + 2)))
+        fewer = dict.fromkeys(max(1, layers // part) for part in (2, 4))
+        for numbers in ((layers + 1, layers + 2), tuple(number for number in fewer if number < layers)):
+            found = self._compare(best, *(_layers_named(number) for number in numbers))
+            if found is not best:
+                return found
+        return best
 
     def _taps(self, best: Trial) -> Trial:
         taps = ",".join(map(str, self.taps))
@@ -197,6 +208,10 @@ class Search:
         return self._compare(best, (str(other["optimizer"]), other))
 
 
+def _layers_named(number: int) -> tuple[str, dict[str, Any]]:
+    return f"{number} layer{'s' if number > 1 else ''}", {"num_layers": number}
+
+
 def head_rank(width: int) -> int:
     """Of a sequential head for a target of hidden size ``width``."""
     return min(256, max(16, width // 2))
@@ -220,18 +235,35 @@ def cycle_seconds(target: Target, drafters: Sequence[Drafter]) -> list[float]:
     return [min(column) for column in zip(*rounds, strict=True)]
 
 
-def choose_block_size(trial: Trial, target: Target, sizes: tuple[int, ...] = BLOCK_SIZES) -> int:
-    """The block that promises most tokens a second: the trial's acceptance, drawn on, by what passes cost here."""
-    block, plain = len(trial.accuracy) + 1, Engine(target, num_pages=64)
+def choose_block_size(trial: Trial, seconds: Mapping[int, float]) -> tuple[int, str]:
+    """The block that promises most tokens a second, and why: the trial's acceptance, drawn on, by what passes cost here.
+
+    ``seconds`` has those of a target's pass for the sizes to choose from; the trial's own is among them.
+    """
+    block = len(trial.accuracy) + 1
     chance = steady_acceptance(trial.tau, block)
-    passes = {size: min(plain.cycle_seconds(size, 1) for _ in range(TIMINGS)) for size in {block, *sizes}}
-    best, most = sizes[0], 0.0
-    for size in sizes:
-        seconds = trial.cycle_seconds + passes[size] - passes[block]
-        promised = sum(chance**k for k in range(size)) / seconds
-        if promised > BETTER * most:
-            best, most = size, promised
-    return best
+
+    def promised(size: int) -> float:
+        return sum(chance**k for k in range(size)) / (trial.cycle_seconds + seconds[size] - seconds[block])
+
+    best = block
+    for size in sorted(size for size in seconds if size > block):
+        best = size if promised(size) > BETTER * promised(best) else best
+    shorter = max((size for size in seconds if size < block), key=promised, default=best)
+    best = shorter if promised(shorter) > SHORTER * promised(best) else best
+    tried = ", ".join(f"{size} {promised(size) / promised(block):.2f} ×" for size in sorted(seconds))
+    return best, f"blocks of {best}; expected speed against blocks of {block}: {tried}"
+
+
+def pass_seconds(target: Target, sizes: Sequence[int]) -> dict[int, float]:
+    """Seconds of a pass of ``target`` over so many tokens of one request, fewest first, measured here and in turn.
+
+    One over more tokens takes no less; where that was measured, something else made the shorter one wait.
+    """
+    plain = Engine(target, num_pages=64)
+    rounds = [[plain.cycle_seconds(size, 1) for size in sizes] for _ in range(TIMINGS)]
+    least = [min(column) for column in zip(*rounds, strict=True)]
+    return dict(zip(sizes, accumulate(least, max), strict=True))
 
 
 def steady_acceptance(tau: float, block_size: int) -> float:
