@@ -10,6 +10,7 @@ import torch
 
 from tests.conftest import TinyPair
 from tests.train.runs import tiny_run
+from volley import native
 from volley.models.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig
@@ -28,6 +29,7 @@ from volley.tune.trials import (
     more_taps,
     pass_seconds,
     to_json,
+    training_dtype,
 )
 
 BASE = TrainConfig(
@@ -217,3 +219,22 @@ def test_more_layers_are_tried_and_then_fewer(preset: int, best: int) -> None:
     script = Script(tau)
     found = Search(replace(BASE, num_layers=preset), script, (0, 1, 2), 16, lambda _: None).run()
     assert found.options.get("num_layers", preset) == best
+
+
+def test_what_only_learns_fast_is_not_asked_about_where_the_training_is_long() -> None:
+    def tau(options: dict[str, Any]) -> float:
+        return 2.0 + ("tokens_per_batch" in options) + (options.get("num_layers", 4) < 4)
+
+    long, short = Script(tau), Script(tau)
+    assert Search(replace(BASE, num_layers=4), long, (0, 1, 2), 16, lambda _: None, few_steps=False).run().options == {}
+    found = Search(replace(BASE, num_layers=4), short, (0, 1, 2), 16, lambda _: None, few_steps=True).run().options
+    assert found == {"num_layers": 2, "tokens_per_batch": BASE.tokens_per_batch // 4}
+
+
+@pytest.mark.parametrize(("width", "on_a_fast_cpu"), [(64, "float32"), (256, "bfloat16"), (1024, "bfloat16")])
+def test_products_are_in_the_faster_type(width: int, on_a_fast_cpu: str) -> None:
+    cpu = torch.device("cpu")
+    slow = "float32" if width <= 512 else "bfloat16"
+    assert training_dtype("auto", width, cpu) == getattr(torch, on_a_fast_cpu if native.has_dot_products else slow)
+    assert training_dtype("auto", width, torch.device("cuda")) == torch.bfloat16
+    assert training_dtype("float32", width, cpu) == torch.float32
