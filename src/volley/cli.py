@@ -39,10 +39,8 @@ class _Commands(TyperGroup):
         name, found, rest = super().resolve_command(ctx, args)
         name_misspelt_variables(os.environ, self, KEY_VARIABLE)
         line = " ".join(rest).replace("--engine=", "--engine ")
-        by_variable = "--engine" not in line and os.environ.get("VOLLEY_ENGINE") == "vllm"
-        if name == "serve" and ("--engine vllm" in line or by_variable):
-            found = self.get_command(ctx, "serve-vllm")
-        return name, found, rest
+        is_vllm = "--engine vllm" in line if "--engine" in line else os.environ.get("VOLLEY_ENGINE") == "vllm"
+        return name, self.get_command(ctx, "serve-vllm") if name == "serve" and is_vllm else found, rest
 
 
 app = typer.Typer(
