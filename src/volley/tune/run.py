@@ -42,7 +42,6 @@ from volley.tune.trials import (
     Trial,
     choose_block_size,
     from_json,
-    head_rank,
     more_taps,
     pass_seconds,
     to_json,
@@ -191,9 +190,9 @@ class Tuning:
             self.progress["trials"] = [to_json(trial) for trial in trials]
 
         make = Trainings(self.base, self.frozen, self.serving, self.ranks)
-        taps, rank = more_taps(self.frozen), head_rank(self.frozen.text_config.hidden_size)
+        taps, width = more_taps(self.frozen), self.frozen.text_config.hidden_size
         few = self.progress["steps"] < FEW_STEPS
-        search = Search(self.base, make, taps, rank, self._say, trials, note, total, few)
+        search = Search(self.base, make, taps, width, self._say, trials, note, total, few)
         best = search.run()
         options = dict(best.options)
         blocks = f"blocks of {self.config.block_size}, as asked for"

@@ -24,7 +24,7 @@ from volley.train.loop import Trainer
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.shape import drafter_config
-from volley.tune.presets import MUON_FACTOR
+from volley.tune.presets import muon_factor
 
 BETTER = 1.02
 """How much better a choice must be than the one before: what two trials of the same options differ by."""
@@ -117,8 +117,8 @@ class Search:
     """Makes the trial of a name and options; told of the trials before it."""
     taps: Sequence[int]
     """The larger choice of taps."""
-    head_rank: int
-    """Of a sequential head."""
+    width: int
+    """Hidden size of the target."""
     say: Callable[[str], None]
     trials: list[Trial] = field(default_factory=list)
     """Those of a run before come first."""
@@ -131,9 +131,9 @@ class Search:
     short trial; where the training is a thousand times longer they are not asked about."""
 
     def run(self) -> Trial:
-        """Try the options one after the other; returns the best trial."""
+        """Try the options one after the other, what usually gains most first; returns the best trial."""
         best = self.trial("preset", {})
-        questions = (self._rates, self._layers, self._taps, self._batches, self._heads, self._targets, self._optimizers)
+        questions = (self._heads, self._rates, self._layers, self._taps, self._batches, self._targets, self._optimizers)
         for question in questions:
             best = question(best)
         return best
@@ -195,7 +195,7 @@ class Search:
     def _heads(self, best: Trial) -> Trial:
         """A residual head accepts most; a Markov head is cheaper, and llama.cpp and vLLM have it too."""
         for head in ("residual", "markov"):
-            found = self._compare(best, (f"a {head} head", {"head": head, "head_rank": self.head_rank}))
+            found = self._compare(best, (f"a {head} head", {"head": head, "head_rank": head_rank(self.width)}))
             if found is not best:
                 return found
         return best
@@ -206,12 +206,9 @@ class Search:
         return self._compare(soft, ("total variation", {"soft_targets": 0.3, "total_variation": 0.5}))
 
     def _optimizers(self, best: Trial) -> Trial:
-        muon = self.base.optimizer == "muon"
+        muon, factor = self.base.optimizer == "muon", muon_factor(self.width)
         rate = best.options.get("learning_rate", self.base.learning_rate)
-        other = {
-            "optimizer": "adamw" if muon else "muon",
-            "learning_rate": rate / MUON_FACTOR if muon else rate * MUON_FACTOR,
-        }
+        other = {"optimizer": "adamw" if muon else "muon", "learning_rate": rate / factor if muon else rate * factor}
         return self._compare(best, (str(other["optimizer"]), other))
 
 
