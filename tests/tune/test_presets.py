@@ -19,6 +19,15 @@ def test_a_published_shape_comes_out_of_its_targets_config() -> None:
     assert (preset.learning_rate, preset.intermediate_size) == (6e-4, 12288)
 
 
+@pytest.mark.parametrize(
+    ("width", "rate", "optimizer"), [(64, 0.029, "muon"), (256, 0.0040, "muon"), (2048, 8.8e-4, "adamw")]
+)
+def test_narrow_drafters_begin_with_muon_at_a_rate_of_its_own(width: int, rate: float, optimizer: str) -> None:
+    preset = preset_for(Qwen3Config(hidden_size=width, num_hidden_layers=8))
+    assert preset.optimizer == optimizer
+    assert preset.learning_rate == pytest.approx(rate, rel=0.05)
+
+
 def test_experts_get_a_dense_width_and_shallow_targets_few_layers() -> None:
     experts = preset_for(Qwen3MoeConfig(hidden_size=2048, num_hidden_layers=48, num_experts=128))
     assert (experts.num_layers, experts.intermediate_size) == (6, 3 * 2048)

@@ -10,10 +10,12 @@ import torch
 
 from tests.conftest import TinyPair
 from tests.train.runs import tiny_run
+from volley import native
 from volley.models.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
+from volley.tune.presets import muon_factor
 from volley.tune.run import trial_minutes
 from volley.tune.trials import (
     BETTER,
@@ -24,26 +26,27 @@ from volley.tune.trials import (
     Trial,
     choose_block_size,
     from_json,
-    head_rank,
     more_taps,
     pass_seconds,
     to_json,
+    training_dtype,
 )
 
 BASE = TrainConfig(
     target="t", data=("d",), out="o", num_layers=1, learning_rate=0.01, optimizer="muon", max_minutes=1.0
 )
+WIDTH = 32
 QUESTIONS: dict[str, list[dict[str, Any]]] = {
+    "residual head": [{"head": "residual", "head_rank": 16}],
+    "markov head": [{"head": "markov", "head_rank": 16}],
     "rate up": [{"learning_rate": 0.025}, {"learning_rate": 0.0625}],
     "rate down": [{"learning_rate": 0.004}, {"learning_rate": 0.0016}],
     "layers": [{"num_layers": 2}, {"num_layers": 3}],
     "taps": [{"taps": "0,1,2"}],
     "batches": [{"tokens_per_batch": 2048}, {"tokens_per_batch": 512}],
-    "residual head": [{"head": "residual", "head_rank": 16}],
-    "markov head": [{"head": "markov", "head_rank": 16}],
     "soft targets": [{"soft_targets": 0.5}],
     "total variation": [{"soft_targets": 0.3, "total_variation": 0.5}],
-    "optimizer": [{"optimizer": "adamw", "learning_rate": 0.002}],
+    "optimizer": [{"optimizer": "adamw", "learning_rate": 0.01 / muon_factor(WIDTH)}],
 }
 """The changes that each question tries, one after the other while they are better."""
 ALONE = [{}, *(changes[0] for changes in QUESTIONS.values())]
@@ -63,7 +66,7 @@ class Script:
 
 
 def search(script: Script, **more: Any) -> Search:
-    return Search(BASE, script, (0, 1, 2), 16, more.pop("say", lambda _: None), **more)
+    return Search(BASE, script, (0, 1, 2), WIDTH, more.pop("say", lambda _: None), **more)
 
 
 def preferring(*wanted: dict[str, Any], gain: float = 1.1) -> Script:
@@ -113,7 +116,7 @@ def test_a_slower_cycle_counts_against_tau() -> None:
     def make(name: str, options: dict[str, Any], before: Sequence[Trial]) -> Trial:
         return Trial(name, options, 2.2 if options else 2.0, [0.5], 0.012 if options else 0.01, 10, 1.0)
 
-    assert Search(BASE, make, (0, 1, 2), 16, lambda _: None).run().options == {}
+    assert Search(BASE, make, (0, 1, 2), WIDTH, lambda _: None).run().options == {}
 
 
 @pytest.mark.parametrize("trials", [1, 2, 4, 7])
@@ -150,9 +153,9 @@ def trainings(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_each_question_can_be_trained(trainings: Trainings) -> None:
     made = list[Trial]()
-    taps, rank = more_taps(trainings.target), head_rank(trainings.target.text_config.hidden_size)
+    taps, width = more_taps(trainings.target), trainings.target.text_config.hidden_size
     assert list(taps) == [0, 1, 2]
-    found = Search(replace(trainings.base, max_minutes=None), trainings, taps, rank, lambda _: None, made, minutes=1e9)
+    found = Search(replace(trainings.base, max_minutes=None), trainings, taps, width, lambda _: None, made, minutes=1e9)
     found.run()
     kinds = {name for trial in made for name in trial.options}
     assert kinds == {name for changes in QUESTIONS.values() for change in changes for name in change}
@@ -215,5 +218,26 @@ def test_more_layers_are_tried_and_then_fewer(preset: int, best: int) -> None:
         return 3.0 - 0.2 * abs(options.get("num_layers", preset) - best) - len(options.keys() - {"num_layers"})
 
     script = Script(tau)
-    found = Search(replace(BASE, num_layers=preset), script, (0, 1, 2), 16, lambda _: None).run()
+    found = Search(replace(BASE, num_layers=preset), script, (0, 1, 2), WIDTH, lambda _: None).run()
     assert found.options.get("num_layers", preset) == best
+
+
+def test_what_only_learns_fast_is_not_asked_about_where_the_training_is_long() -> None:
+    def tau(options: dict[str, Any]) -> float:
+        return 2.0 + ("tokens_per_batch" in options) + (options.get("num_layers", 4) < 4)
+
+    long, short = Script(tau), Script(tau)
+    assert (
+        Search(replace(BASE, num_layers=4), long, (0, 1, 2), WIDTH, lambda _: None, few_steps=False).run().options == {}
+    )
+    found = Search(replace(BASE, num_layers=4), short, (0, 1, 2), WIDTH, lambda _: None, few_steps=True).run().options
+    assert found == {"num_layers": 2, "tokens_per_batch": BASE.tokens_per_batch // 4}
+
+
+@pytest.mark.parametrize(("width", "on_a_fast_cpu"), [(64, "float32"), (256, "bfloat16"), (1024, "bfloat16")])
+def test_products_are_in_the_faster_type(width: int, on_a_fast_cpu: str) -> None:
+    cpu = torch.device("cpu")
+    slow = "float32" if width <= 512 else "bfloat16"
+    assert training_dtype("auto", width, cpu) == getattr(torch, on_a_fast_cpu if native.has_dot_products else slow)
+    assert training_dtype("auto", width, torch.device("cuda")) == torch.bfloat16
+    assert training_dtype("float32", width, cpu) == torch.float32

@@ -42,7 +42,6 @@ from volley.tune.trials import (
     Trial,
     choose_block_size,
     from_json,
-    head_rank,
     more_taps,
     pass_seconds,
     to_json,
@@ -61,6 +60,7 @@ BATCH, SMALLEST_BATCH, LARGEST_BATCH = 1024, 512, 8192
 TIMED_STEPS = 5
 STEPS = 4000
 """Of the training, at least, where batches are not too small for that: short trainings need steps."""
+FEW_STEPS = 2000
 EVALUATIONS = 8
 MINUTES_BETWEEN = 0.7
 """From one evaluation to the next, at least, where two fit."""
@@ -179,7 +179,7 @@ class Tuning:
         read = self._remember()
         if "batch" not in self.progress:
             self.progress["read"] = read
-            self.progress["batch"] = self._batch()
+            self.progress["batch"], self.progress["steps"] = self._batch()
         total = trial_minutes(self.config.max_minutes)
         minutes = min(total, max(SHORTEST_TRIAL, total / TYPICAL_TRIALS))
         self.base = replace(self.base, tokens_per_batch=self.progress["batch"], max_minutes=minutes)
@@ -190,8 +190,9 @@ class Tuning:
             self.progress["trials"] = [to_json(trial) for trial in trials]
 
         make = Trainings(self.base, self.frozen, self.serving, self.ranks)
-        taps, rank = more_taps(self.frozen), head_rank(self.frozen.text_config.hidden_size)
-        search = Search(self.base, make, taps, rank, self._say, trials, note, total)
+        taps, width = more_taps(self.frozen), self.frozen.text_config.hidden_size
+        few = self.progress["steps"] < FEW_STEPS
+        search = Search(self.base, make, taps, width, self._say, trials, note, total, few)
         best = search.run()
         options = dict(best.options)
         blocks = f"blocks of {self.config.block_size}, as asked for"
@@ -231,8 +232,8 @@ class Tuning:
             features([document], [0])
         return (time.monotonic() - started) / 60
 
-    def _batch(self) -> int:
-        """Tokens of a step, so that the training has enough steps; a few of them are timed."""
+    def _batch(self) -> tuple[int, int]:
+        """Tokens of a step, so that the training has enough steps, and how many it has; a few of them are timed."""
         folder = self.out / "trials" / "timed"
         timed = replace(self.base, max_steps=TIMED_STEPS, out=str(folder))
         trial = Trainer(timed, self.ranks, self.frozen, speaks=False)
@@ -241,8 +242,10 @@ class Tuning:
         at = trial.schedule.position
         tokens = 60 * self.training_minutes * at.tokens / max(at.seconds, 1e-9)
         batch = min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << round(math.log2(max(1, tokens / STEPS)))))
-        self.say(f"{at.tokens / max(at.seconds, 1e-9):.0f} tokens a second can be learnt from: batches of {batch}")
-        return batch
+        steps = round(tokens / batch)
+        rate = at.tokens / max(at.seconds, 1e-9)
+        self.say(f"{rate:.0f} tokens a second can be learnt from: {steps} steps of {batch} tokens")
+        return batch, steps
 
     @property
     def training_minutes(self) -> float:
