@@ -32,6 +32,9 @@ class Proposer(ABC):
         it; else its tokens are compared with what the target draws. ``with_confidence`` asks for ``Proposal.confidence``.
         """
 
+    def see(self, token_ids: Sequence[int]) -> None:
+        """Tokens of a prompt that it will draft for."""
+
     def configure(self, config: DecodingConfig) -> None:
         """The engine decodes by other settings from now on."""
 
