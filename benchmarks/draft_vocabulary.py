@@ -5,10 +5,10 @@
     python benchmarks/draft_vocabulary.py coverage tokenizer.gguf text.jsonl more.jsonl
 
 ``times`` copies the first rows of the inflated head, which are those that the pair writes: τ stays and the times are those of any
-choice of tokens. Beside them are the drafter as it is loaded, which drafts frequent tokens alone (``models/frequent.py``), and one
-that drafts all tokens but the last. ``coverage`` cuts every string of the rows into tokens, as responses of a target with that
-tokenizer, and prints what its first ids cover with those seen last and without, and what ``volley train`` would choose for targets
-of several sizes.
+choice of tokens. Beside them are the drafter as it is loaded, which drafts frequent tokens alone (``models/frequent.py``), and
+one that drafts all tokens but the last. ``coverage`` cuts every string of the rows into tokens, as responses of a target with
+that tokenizer. It prints what the first ids cover, with the tokens seen last and without, and what ``volley train`` would choose
+for targets of several sizes.
 """
 
 import argparse
