@@ -15,7 +15,7 @@ from tests.conftest import byte_tokenizer
 from tests.tiles import needs_kernels
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Drafter
-from volley.models.residency import MappedFiles
+from volley.models.residency import MappedFiles, forget_libraries, giving_back
 
 pytestmark = [needs_kernels, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 SHAPE = {
@@ -124,6 +124,31 @@ def test_what_is_forgotten_is_read_again(folders: Folders) -> None:
     assert int(resident) - int(Path("/proc/self/statm").read_text().split()[2]) > size(folders.drafter) / 4096 * 0.9
     for name, weight in weights.items():
         assert torch.equal(weight, wanted[name])
+
+
+def resident(kind: str) -> int:
+    """Bytes of this process, ``RssFile`` or ``RssAnon``."""
+    return int(Path("/proc/self/status").read_text().split(f"{kind}:")[1].split()[0]) * 1024
+
+
+def test_libraries_leave_memory_and_come_again() -> None:
+    left, right = torch.randn(64, 64), torch.randn(64, 64)
+    expected, before = left @ right, resident("RssFile")
+    forget_libraries()
+    assert resident("RssFile") < before / 2
+    assert torch.equal(left @ right, expected)
+    assert torch.linalg.svdvals(left).shape == (64,), "what was never used before"
+
+
+def test_what_is_freed_while_loading_is_given_back() -> None:
+    """Allocations of 24 MiB are kept by glibc once one of them was freed."""
+    del (large := [torch.ones(6 * 2**20)])[:]
+    with giving_back():
+        large = [torch.ones(6 * 2**20) for _ in range(4)]
+        before, fence = resident("RssAnon"), [torch.ones(100) for _ in range(100)]
+        del large[:]
+        assert before - resident("RssAnon") > 90 * 2**20
+    del fence
 
 
 def test_memory_that_is_in_no_file_is_never_forgotten() -> None:
