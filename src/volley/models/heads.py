@@ -26,7 +26,7 @@ from volley.models.frequent import FIRST, SEEN, FrequentHead
 from volley.types import Lattice
 
 Projection = Callable[[Tensor], Tensor]
-_TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 8192, 16
+_TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 1024, 16
 
 
 class ResidualHead(nn.Module):

@@ -93,10 +93,11 @@ class StackedRows:
 
 @contextmanager
 def giving_back() -> Iterator[None]:
-    """Inside, what is freed in large parts goes back to the system at once, and with the end what else is free.
+    """Forget what was read of libraries; inside, what is freed in large parts goes back to the system at once.
 
-    glibc otherwise keeps freed memory for allocations of the same size, up to 32 MiB; so it does again afterwards.
+    With the end goes what else is free. glibc otherwise keeps freed memory for allocations of the same size, up to 32 MiB; so it does again afterwards.
     """
+    forget_libraries()
     library = _c_library()
     if not (_ON_LINUX and hasattr(library, "mallopt")):
         yield

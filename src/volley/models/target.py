@@ -38,7 +38,7 @@ from volley.models.loading import auto_tokenizer, choose_weights, load_config, l
 from volley.models.products import is_linear
 from volley.models.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
 from volley.models.rehearsal import made_up
-from volley.models.residency import forget_libraries, giving_back
+from volley.models.residency import giving_back
 from volley.models.taps import Taps, decoder_layers
 from volley.native import Product, TargetWeights
 from volley.types import DiffusionParams
@@ -337,7 +337,6 @@ class Target:
         On a CPU its products can compute with codes as ``weights``; "auto" takes them for a GGUF file of codes.
         """
         path, device = find_target(path), usable_device(device)
-        forget_libraries()
         with giving_back():
             with reading(path):
                 kind = choose_weights(path, weights, device, dtype)
