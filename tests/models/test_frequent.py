@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_the_tokens_seen_last_are_drafted() -> None:
     """Those that came first make room, but not those that always stay."""
     whole = made_up_head()
     frequent, hidden = FrequentHead(whole, "bf16", RARE[:1]), torch.randn(1, H).bfloat16()
-    texts = torch.arange(FIRST + 100, FIRST + 100 + 2 * SEEN).split(900)
+    texts = torch.split(torch.arange(FIRST + 100, FIRST + 100 + 2 * SEEN), 900)
     for text in texts:
         frequent.see([*text.tolist(), RARE[0], 5])
         changes = frequent.changes
@@ -87,14 +88,14 @@ def test_a_sequential_head_corrects_as_over_all_tokens(kind: str) -> None:
     (found,) = bound.lattices(hidden, logits, [anchor], [3])
     assert (found.tokens == expected.tokens).all()
     assert {RARE[0], RARE[2]} < set(found.tokens.ravel().tolist())
-    tolerance = {"rtol": 2**-6, "atol": 0.25}
-    torch.testing.assert_close(torch.from_numpy(found.scores), torch.from_numpy(expected.scores), **tolerance)
+    close = partial(torch.testing.assert_close, rtol=2**-6, atol=0.25)
+    close(torch.from_numpy(found.scores), torch.from_numpy(expected.scores))
     among = torch.tensor([4, RARE[0], FIRST + 5])
     for before in (anchor, 9):
         after = [each.transitions(hidden, logits, [3])([1], [before]) for each in (bound, reference)]
-        torch.testing.assert_close(*after, **tolerance)
+        close(*after)
         some = bound.transitions(hidden, logits, [3])([1], [before], among)
-        torch.testing.assert_close(some, after[0][:, among], **tolerance)
+        close(some, after[0][:, among])
 
 
 @pytest.fixture(scope="module")

@@ -220,7 +220,10 @@ class BoundHead:
         """Rows of both tables, ``[n, r]`` each, for tokens of the frequent head."""
         assert self._frequent is not None
         weights = self._frequent.weights
-        parts = [self.head.entries(some, self._embed(some), weights(some)) for some in token_ids.split(_TOKENS_AT_ONCE)]
+        parts = [
+            self.head.entries(some, self._embed(some), weights(some))
+            for some in torch.split(token_ids, _TOKENS_AT_ONCE)
+        ]
         rows, outputs = zip(*parts, strict=True)
         return torch.cat(rows), torch.cat(outputs)
 
@@ -255,7 +258,7 @@ class BoundHead:
                 return logits[where][:, among] + linear(mixed, self.outputs[self._places(among)])
             corrected: Tensor = logits[where]
             if self._frequent is None:
-                return corrected + self.product(mixed)
+                return corrected + self.product(mixed)  # type: ignore[no-any-return]
             seen = self._frequent.tokens[FIRST:]
             corrected[:, :FIRST] += self.product(mixed)
             corrected[:, seen] += linear(mixed, self.outputs[FIRST : FIRST + len(seen)])

@@ -95,7 +95,8 @@ class StackedRows:
 def giving_back() -> Iterator[None]:
     """Forget what was read of libraries; inside, what is freed in large parts goes back to the system at once.
 
-    With the end goes what else is free. glibc otherwise keeps freed memory for allocations of the same size, up to 32 MiB; so it does again afterwards.
+    With the end goes what else is free. glibc otherwise keeps freed memory for allocations of the same size, up to 32 MiB; so it
+    does again afterwards.
     """
     forget_libraries()
     library = _c_library()
