@@ -28,13 +28,13 @@ SHAPE = {
 }
 LAYERS = 4
 MEASURE = """
-import json, sys
+import gc, json, sys
 from pathlib import Path
 from volley import Engine, SamplingParams
 from volley.files import REFERENCE
 
-def most():
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+def resident(kind):
+    return int(Path("/proc/self/status").read_text().split(kind)[1].split()[0]) * 1024
 
 def run(folder, drafter):
     engine = Engine.from_pretrained(folder, drafter=drafter, weights=weights, draft_weights=draft_weights)
@@ -42,9 +42,11 @@ def run(folder, drafter):
 
 folder, weights, drafter, draft_weights = json.loads(sys.argv[1])
 run(str(REFERENCE / "target"), drafter and "reference-dflash")
-before = most()
+gc.collect()
+before = resident("VmRSS:")
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
 run(folder, drafter)
-print(most() - before)
+print(resident("VmHWM:") - before)
 """
 
 
