@@ -5,8 +5,10 @@
     python benchmarks/draft_vocabulary.py coverage tokenizer.gguf text.jsonl more.jsonl
 
 ``times`` copies the first rows of the inflated head, which are those that the pair writes: τ stays and the times are those of any
-choice of tokens. ``coverage`` cuts every string of the rows into tokens, as responses of a target with that tokenizer, and prints
-what ``volley train`` would choose for targets of several sizes.
+choice of tokens. Beside them are the drafter as it is loaded, which drafts frequent tokens alone (``models/frequent.py``), and
+one that drafts all tokens but the last. ``coverage`` cuts every string of the rows into tokens, as responses of a target with
+that tokenizer. It prints what the first ids cover, with the tokens seen last and without, and what ``volley train`` would choose
+for targets of several sizes.
 """
 
 import argparse
@@ -19,9 +21,10 @@ from typing import Any
 
 import torch
 
-from volley import Engine
+from volley import Engine, native
 from volley.models.drafter import Drafter
 from volley.models.export import TargetEnds
+from volley.models.frequent import FIRST, SEEN, FrequentHead
 from volley.models.loading import auto_tokenizer
 from volley.models.target import Target
 from volley.proposers.block import BlockProposer
@@ -38,7 +41,7 @@ def proposers(pair: Path, sizes: list[int], draft_weights: Any) -> dict[int, Blo
     target, whole = Target.from_pretrained(pair / "target"), Drafter.from_pretrained(pair / "drafter")
     vocab_size, found = whole.config.vocab_size, {}
     counts, ends = torch.arange(vocab_size, 0, -1), TargetEnds(torch.empty(0), target.head_weight)
-    for size in [*sizes, vocab_size]:
+    for size in [*sizes, vocab_size - 1, vocab_size]:
         folder = pair / ("drafter" if size == vocab_size else f"drafter-{size}")
         if not folder.exists():
             Vocabulary(size, counts, ends).reduce(whole).save_pretrained(folder)
@@ -57,12 +60,13 @@ def times(options: argparse.Namespace) -> None:
     for _ in range(ROUNDS):
         for size, proposer in measured.items():
             parts[size].append(proposer.timed_parts(rows, 1))
-    whole = statistics.median(map(sum, parts[max(parts)]))
+    as_loaded = max(parts)
+    whole = statistics.median(map(sum, parts[as_loaded - 1]))
     print("| drafted tokens | layers, ms | logits and choice, ms | of the whole draft pass |\n|---|---|---|---|")
     for size, found in parts.items():
         layers, choice = (1000 * statistics.median(part) for part in zip(*found, strict=True))
         share = statistics.median(map(sum, found)) / whole
-        print(f"| {size:,} | {layers:.2f} | {choice:.2f} | {share:.2f} |")
+        print(f"| {'as loaded' if size == as_loaded else f'{size:,}'} | {layers:.2f} | {choice:.2f} | {share:.2f} |")
 
 
 def strings(row: Any) -> Iterator[str]:
@@ -71,6 +75,16 @@ def strings(row: Any) -> Iterator[str]:
     elif isinstance(row, dict | list):
         for part in row.values() if isinstance(row, dict) else row:
             yield from strings(part)
+
+
+def covered_once_seen(documents: list[Document], vocab_size: int) -> float:
+    """The share of all tokens that a head for frequent tokens drafts when they come, one text after the other."""
+    narrow = torch.zeros(vocab_size, native.GROUP, dtype=torch.bfloat16)
+    frequent = FrequentHead(native.Product(narrow, None, "bf16"), "bf16")
+    for document in documents:
+        for token in document.token_ids.tolist():
+            frequent.see([token])
+    return 1 - frequent.changes / sum(map(len, documents))
 
 
 def cover(options: argparse.Namespace) -> None:
@@ -88,6 +102,11 @@ def cover(options: argparse.Namespace) -> None:
     )
     for size in (8192, 16_384, 32_768, 65_536):
         print(f"{size:,}: {min(coverage(*halves, size), coverage(*halves[::-1], size)):.4f}")
+    if vocab_size > FIRST:
+        print(
+            f"the first {FIRST:,}: {float((halves[0] + halves[1])[:FIRST].sum()) / sum(map(len, documents)):.4f}; "
+            f"with the {SEEN:,} seen last: {covered_once_seen(documents, vocab_size):.4f}"
+        )
     for name, (width, weights) in SHAPES.items():
         print(f"{name}: {choose_vocabulary(documents, vocab_size, width, weights) or 'all'}")
 

@@ -74,6 +74,10 @@ def propose(step: Step, drafter: Proposer | None) -> None:
     with step.timings.count("draft"):
         copying: list[Work[Any]] = [work for work in step.works if work.ask.shape is Shape.COPY]
         drafting: list[Work[Any]] = [work for work in step.works if work.ask.positions]
+        if drafter is not None:
+            for work in step.works:
+                if work.kind is Kind.PREFILL and work.request.computed + work.num_known == work.request.length:
+                    drafter.see(work.request.token_ids)
         TextLookup().propose(copying, with_confidence=step.with_confidence)
         if drafting:
             assert drafter is not None, "a policy drafts nothing without a drafter"

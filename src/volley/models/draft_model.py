@@ -1,6 +1,6 @@
 """A drafter at work: its K/V, its adapters, and what it borrows from its target. One class serves volley's engine and others'."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from volley import native
 from volley.errors import ConfigError, MismatchError
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
@@ -18,10 +19,12 @@ from volley.models.domino import BoundRecurrent, DominoHead, RecurrentMarkovTabl
 from volley.models.drafter import Drafter, read_drafter
 from volley.models.eagle import drafter_class
 from volley.models.fingerprint import drafter_fingerprint
+from volley.models.frequent import FrequentHead, pays
 from volley.models.fused import FusedDecoder
 from volley.models.heads import BoundHead, MarkovTables, Projection
 from volley.models.inject import Injection
 from volley.models.products import choose_draft_weights
+from volley.models.residency import giving_back
 from volley.models.target import Target
 from volley.native import WantedDraftWeights
 
@@ -54,14 +57,29 @@ class DraftModel:
         self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
         self._inject = self.make_injection()
         self.bound_head: BoundHead | BoundRecurrent | None = None
+        with giving_back():
+            self._bind_head()
+
+    def _bind_head(self) -> None:
+        drafter, config, embed, head = self.drafter, self.drafter.config, self.embed, self.head
         if isinstance(drafter.head, DominoHead):
             self.bound_head = BoundRecurrent(drafter.head, lambda ids: drafter.embed(ids, embed), drafter.drafted)
         elif isinstance(drafter.head, RecurrentMarkovTables):
             self.bound_head = BoundRecurrent(drafter.head, drafter.head.markov_w1, drafter.drafted)
         elif drafter.head is not None and config.head is not None:
             self.bound_head = BoundHead(
-                drafter.head, config.head.candidates, embed, head, config.vocab_size, drafter.drafted
+                *(drafter.head, config.head.candidates, embed, head, config.vocab_size, drafter.drafted),
+                drafter.frequent_head,
             )
+
+    def see(self, token_ids: Iterable[int]) -> None:
+        """Tokens of texts that are drafted for: where not all of a vocabulary is drafted, those seen last are."""
+        frequent = self.drafter.frequent_head
+        if frequent is None:
+            return
+        frequent.see(token_ids)
+        if isinstance(self.bound_head, BoundHead):
+            self.bound_head.catch_up()
 
     def make_injection(self) -> Inject:
         """What makes K/V of features."""
@@ -169,7 +187,7 @@ class DraftModel:
 def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraftWeights) -> Drafter:
     """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them, or a GPU in fp8.
 
-    One that is loaded has bf16 weights; ConfigError for others.
+    One that is loaded has bf16 weights, and drafts all tokens; ConfigError for others.
     """
     if isinstance(path, Drafter):
         if weights not in ("auto", "bf16"):
@@ -177,8 +195,16 @@ def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraf
         return path.to(device=target.device, dtype=target.dtype).eval()
     kind = choose_draft_weights(weights, target.kept_head, target.device, target.dtype)
     folder, checkpoint = read_drafter(path)
-    drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
-    drafter.fuse(kind, None if kind == "bf16" else target.kept_head)
+    head = target.kept_head
+    with giving_back():
+        drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
+        if drafter.lm_head is None and checkpoint.config.eagle is None and pays(head):
+            assert isinstance(head, native.Product)
+            assert kind != "fp8"
+            drafter.own_head = FrequentHead(head, kind, sorted(target.stop_token_ids))
+            drafter.fuse(kind)
+        else:
+            drafter.fuse(kind, None if kind == "bf16" else head)
     return drafter
 
 

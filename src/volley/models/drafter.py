@@ -24,6 +24,7 @@ from volley.models.checkpoint import Checkpoint, DrafterConfig
 from volley.models.convolution import BlockConvolution
 from volley.models.domino import DominoHead, RecurrentMarkovTables
 from volley.models.formats import drafter_folder, read_checkpoint, weight_files
+from volley.models.frequent import FrequentHead
 from volley.models.fused import fits, layer_shape, products_of
 from volley.models.heads import (
     ConfidenceHead,
@@ -229,7 +230,7 @@ class Drafter(nn.Module):
         self.joined: list[JoinedWeights] = []
         """The layers in few operations, on a GPU once :meth:`fuse` was called."""
         self.own_head: Projection | None = None
-        """The target's head in codes, if drafts come from these."""
+        """The target's head in codes, or its rows of frequent tokens, if drafts come from these."""
         self.float8: list[Float8Product] = []
         """What it computes with instead of linear layers and the target's head, if they are in fp8."""
 
@@ -294,6 +295,11 @@ class Drafter(nn.Module):
     def drafted(self) -> Tensor | None:
         """The tokens of a reduced vocabulary, one for each row of the head."""
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def frequent_head(self) -> FrequentHead | None:
+        """The target's head for frequent tokens, if drafts come from it."""
+        return self.own_head if isinstance(self.own_head, FrequentHead) else None
 
     def _layers(self) -> Iterator[DraftLayer]:
         return cast(Iterator[DraftLayer], iter(self.layers))

@@ -22,10 +22,11 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from volley.errors import ConfigError
 from volley.memory.upload import upload_indices, upload_together
 from volley.models.accelerate import accelerate
+from volley.models.frequent import FIRST, SEEN, FrequentHead
 from volley.types import Lattice
 
 Projection = Callable[[Tensor], Tensor]
-_TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 8192, 16
+_TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 1024, 16
 
 
 class ResidualHead(nn.Module):
@@ -67,6 +68,11 @@ class ResidualHead(nn.Module):
         assert outputs is not None
         return rows, outputs
 
+    def entries(self, token_ids: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the tables, what tokens with ``embeddings [n, H]`` and rows ``weights [n, H]`` of the target's head have there."""
+        own = self.rows(embeddings)
+        return (own if self.context is not None else silu(own)), linear(weights, self.output.weight.T)
+
     def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
         """What is multiplied with the outputs' table: ``rows`` of the tokens before, the states' share ``own``."""
         return rows if own is None else silu(rows + own)
@@ -92,6 +98,9 @@ class MarkovTables(nn.Module):
     def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
         """``W1 [V, r]`` and ``W2 [N, r]``."""
         return self.markov_w1.weight, self.markov_w2.weight
+
+    def entries(self, token_ids: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self.markov_w1.weight[token_ids], self.markov_w2.weight[token_ids]
 
     def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
         return rows
@@ -130,6 +139,9 @@ class Selector(nn.Module):
     def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
         """A and B, ``[V, r]`` each."""
         return self.predecessor_codebook, self.successor_codebook
+
+    def entries(self, token_ids: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self.predecessor_codebook[token_ids], self.successor_codebook[token_ids]
 
     def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
         assert own is not None, "a selector has a context"
@@ -170,24 +182,64 @@ class BoundHead:
         output: Projection,
         vocab_size: int,
         drafted: Tensor | None = None,
+        frequent: FrequentHead | None = None,
     ) -> None:
         """``embed`` gives the target's input embeddings ``[T, H]`` of tokens ``[T]``, ``output`` its logits ``[T, V]`` of states.
 
-        ``drafted [N]`` are the tokens of a reduced vocabulary; a head's table may have rows for these alone.
+        ``drafted [N]`` are the tokens of a reduced vocabulary; a head's table may have rows for these alone. Where drafts
+        come from a ``frequent`` head, the tables have a row for each of its places.
         """
-        self.head = head
-        self.drafted = drafted
-        self.candidates = min(candidates, vocab_size if drafted is None else len(drafted))
+        self.head, self._embed, self._frequent, self._reduced = head, embed, frequent, drafted
+        size = vocab_size if self.drafted is None else len(self.drafted)
+        self.candidates = min(candidates, size)
         with torch.no_grad():
+            if frequent is not None:
+                self._changes = frequent.changes
+                self.rows, self.outputs = self._entries(frequent.tokens)
+                spare = self.outputs.new_zeros(FIRST + SEEN - size, self.outputs.shape[1])
+                self.rows, self.outputs = torch.cat([self.rows, spare]), torch.cat([self.outputs, spare])
+                return
             self.rows, self.outputs = head.tables(embed, output, vocab_size)
             if drafted is not None and len(self.outputs) < len(self.rows):
                 self.outputs = self.outputs.new_zeros(self.rows.shape).index_copy(0, drafted, self.outputs)
 
+    @property
+    def drafted(self) -> Tensor | None:
+        """The tokens of a reduced vocabulary; ``None``: all are drafted."""
+        return self._reduced if self._frequent is None else self._frequent.tokens
+
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Take over which tokens the frequent head drafts now."""
+        if self._frequent is None or self._changes == self._frequent.changes:
+            return
+        places, self._changes = self._frequent.changed_since(self._changes), self._frequent.changes
+        self.rows[places], self.outputs[places] = self._entries(self._frequent.tokens[places])
+
+    def _entries(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of both tables, ``[n, r]`` each, for tokens of the frequent head."""
+        assert self._frequent is not None
+        weights = self._frequent.weights
+        parts = [
+            self.head.entries(some, self._embed(some), weights(some))
+            for some in torch.split(token_ids, _TOKENS_AT_ONCE)
+        ]
+        rows, outputs = zip(*parts, strict=True)
+        return torch.cat(rows), torch.cat(outputs)
+
+    def _places(self, token_ids: Tensor) -> Tensor:
+        """The rows of the tables that are tokens'."""
+        return token_ids if self._frequent is None else self._frequent.places(token_ids)
+
     @cached_property
     def product(self) -> nn.Linear:
-        """With the outputs' table, of which it may hold a copy laid out anew: chosen tokens after each other need it whole."""
-        product = nn.Linear(self.outputs.shape[1], len(self.outputs), bias=False, device="meta")
-        product.weight = nn.Parameter(self.outputs, requires_grad=False)
+        """With the outputs' table, of which it may hold a copy laid out anew: chosen tokens after each other need it whole.
+
+        Of a frequent head's, the part that never changes.
+        """
+        outputs = self.outputs if self._frequent is None else self.outputs[:FIRST]
+        product = nn.Linear(outputs.shape[1], len(outputs), bias=False, device="meta")
+        product.weight = nn.Parameter(outputs, requires_grad=False)
         accelerate(product)
         return product
 
@@ -200,11 +252,16 @@ class BoundHead:
 
         def after(rows: list[int], token_ids: list[int] | Tensor, among: Tensor | None = None) -> Tensor:
             where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
-            mixed = self.head.mix(embedding(before, self.rows), None if own is None else own[where])
+            mixed = self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[where])
             if among is not None:
                 among = among.to(logits.device)
-                return logits[where][:, among] + linear(mixed, self.outputs[among])
-            corrected: Tensor = logits[where] + self.product(mixed)
+                return logits[where][:, among] + linear(mixed, self.outputs[self._places(among)])
+            corrected: Tensor = logits[where]
+            if self._frequent is None:
+                return corrected + self.product(mixed)  # type: ignore[no-any-return]
+            seen = self._frequent.tokens[FIRST:]
+            corrected[:, :FIRST] += self.product(mixed)
+            corrected[:, seen] += linear(mixed, self.outputs[FIRST : FIRST + len(seen)])
             return corrected
 
         return after
@@ -214,11 +271,12 @@ class BoundHead:
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and tokens of the candidates ``[k, c]`` of each position, the best first."""
-        if self.drafted is None:
+        drafted = self.drafted
+        if drafted is None:
             best, tokens = logits.topk(self.candidates, dim=-1)
             return best, tokens
-        best, places = logits.index_select(1, self.drafted).topk(self.candidates, dim=-1)
-        return best, self.drafted[places]
+        best, places = logits.index_select(1, drafted).topk(self.candidates, dim=-1)
+        return best, drafted[places]
 
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
@@ -233,8 +291,8 @@ class BoundHead:
         before = tokens.roll(1, dims=0)
         before[firsts] = first_tokens[:, None]
         own = self._context(hidden)
-        mixed = self.head.mix(embedding(before, self.rows), None if own is None else own[:, None])
-        outputs = embedding(tokens, self.outputs)
+        mixed = self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[:, None])
+        outputs = embedding(self._places(tokens), self.outputs)
         scores = torch.baddbmm(base[:, None], mixed.to(base.dtype), outputs.mT.to(base.dtype))  # noise makes base fp32
         found = torch.cat([scores.float(), tokens[:, None].float()], dim=1).cpu().numpy()  # ids below 2²⁴ are exact
         every_token, every_score = found[:, -1].astype(np.int64), found[:, :-1]

@@ -1,16 +1,19 @@
-"""What loading leaves in memory: pages of checkpoint files that were read once, and what the allocator keeps after it."""
+"""What loading leaves in memory: pages of files that were read once, and what the allocator keeps after it."""
 
 import ctypes
 import mmap
 import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 _ON_LINUX = sys.platform == "linux"
+_TRIMMED_FROM, _MAPPED_FROM = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+_LARGEST_KEPT = 32 * 2**20  # where glibc's own rule ends
 _DONT_NEED = 4  # MADV_DONTNEED: the pages of a file leave this process, and come again if they are read
 
 
@@ -49,6 +52,24 @@ class MappedFiles:
             self.forget(weight)
 
 
+def forget_libraries() -> None:
+    """Give back the pages of shared libraries that were only read, mostly once, while they were loaded.
+
+    They come again from their files where they are needed. A mapping that may be written to, or with a page that was, stays.
+    """
+    if not _ON_LINUX:
+        return
+    begin, end, is_read = 0, 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            permissions, _, _, inode, *_ = rest.split()
+            begin, end = (int(address, 16) for address in name.split("-"))
+            is_read = inode != "0" and "w" not in permissions and ".so" in line
+        elif name == "Anonymous:" and is_read and rest.split()[0] == "0":
+            _c_library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONT_NEED)
+
+
 class StackedRows:
     """Weights one below the other, read some rows at a time; what was read leaves memory if it lies in one of ``files``."""
 
@@ -68,6 +89,27 @@ class StackedRows:
             for part in parts:
                 self._files.forget(part)
         return copied
+
+
+@contextmanager
+def giving_back() -> Iterator[None]:
+    """Forget what was read of libraries; inside, what is freed in large parts goes back to the system at once.
+
+    With the end goes what else is free. glibc otherwise keeps freed memory for allocations of the same size, up to 32 MiB; so it
+    does again afterwards.
+    """
+    forget_libraries()
+    library = _c_library()
+    if not (_ON_LINUX and hasattr(library, "mallopt")):
+        yield
+        return
+    library.mallopt(_MAPPED_FROM, 2**20)
+    try:
+        yield
+    finally:
+        library.mallopt(_MAPPED_FROM, _LARGEST_KEPT)
+        library.mallopt(_TRIMMED_FROM, 2 * _LARGEST_KEPT)
+        trim()
 
 
 def trim() -> None:

@@ -39,6 +39,7 @@ from volley.models.loading import auto_tokenizer, choose_weights, load_config, l
 from volley.models.products import is_linear
 from volley.models.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
 from volley.models.rehearsal import made_up
+from volley.models.residency import giving_back
 from volley.models.taps import Taps, decoder_layers
 from volley.native import Product, TargetWeights
 from volley.types import DiffusionParams
@@ -343,15 +344,16 @@ class Target:
         On a CPU its products can compute with codes as ``weights``; "auto" takes them for a GGUF file of codes.
         """
         path, device = find_target(path), usable_device(device)
-        with reading(path):
-            kind = choose_weights(path, weights, device, dtype)
-            check_config(load_config(path))
-            check_files(path)
-            model, fill = load_for_codes(path, dtype, kind, device)
-            tokenizer = load_tokenizer(path)
-        model.eval()
-        accelerate(model, kind, release=True, fill=fill)
-        return cls(model, tokenizer)
+        with giving_back():
+            with reading(path):
+                kind = choose_weights(path, weights, device, dtype)
+                check_config(load_config(path))
+                check_files(path)
+                model, fill = load_for_codes(path, dtype, kind, device)
+                tokenizer = load_tokenizer(path)
+            model.eval()
+            accelerate(model, kind, release=True, fill=fill)
+            return cls(model, tokenizer)
 
 
 @contextmanager

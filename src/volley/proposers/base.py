@@ -32,6 +32,9 @@ class Proposer(ABC):
         are compared with those that the target draws. ``with_confidence`` asks for ``Proposal.confidence``.
         """
 
+    def see(self, token_ids: Sequence[int]) -> None:
+        """Tokens of a prompt that it will draft for."""
+
     def configure(self, config: DecodingConfig) -> None:
         """Use other settings from now on."""
 

@@ -63,6 +63,9 @@ class BlockProposer(Proposer):
         if model.is_regular:
             self.passes = static_passes(forward, model.store, page_size, model.device, self.block_size)
 
+    def see(self, token_ids: Sequence[int]) -> None:
+        self.model.see(token_ids)
+
     def configure(self, config: DraftingConfig) -> None:
         if config.denoising_steps > 1 and self.model.drafter.config.sample_from_anchor:
             raise ConfigError(
@@ -73,6 +76,7 @@ class BlockProposer(Proposer):
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         walking = 0.0
+        self.model.see([work.request.anchor for work in works])
         bound = [work for work in works if constraints(work.request.rules)]
         if self.config.denoising_steps > 1:
             if bound:

@@ -1,0 +1,103 @@
+"""A target's head for the tokens that are likely: where a vocabulary is large, drafts come from these alone.
+
+A byte-pair vocabulary is numbered in the order in which its tokens were merged, the most frequent first. So the first of it
+cover most of any text. What a text has beyond them it mostly has more than once: those seen last are drafted as well, and so are
+the tokens that end an answer.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from volley import native
+from volley.native import Weights
+
+FIRST = 32_768
+"""Tokens that are always drafted, by their ids."""
+SEEN = 4096
+"""How many others are."""
+
+
+def pays(head: object) -> bool:
+    """Whether drafts from fewer tokens of a target's ``head`` are faster: where it is laid out for a CPU, and twice as long."""
+    return isinstance(head, native.Product) and head.outputs >= 2 * FIRST
+
+
+class FrequentHead:
+    """The logits of the first tokens of a vocabulary and of those seen last; all others have −∞.
+
+    A token that is seen takes a row of its own, the place of the one that came first once all are taken.
+    """
+
+    changes: int
+    """Tokens that took a place so far."""
+
+    def __init__(self, head: native.Product, weights: Weights, always: Iterable[int] = ()) -> None:
+        """Of a target's ``head``, with the first rows as ``weights``; ``always`` stay whatever is seen."""
+        self.vocab_size = head.outputs
+        self._target = head
+        self._first = native.Product(_FirstRows(head), None, weights if head.inputs % native.GROUP == 0 else "bf16")
+        self._seen = torch.empty(SEEN, head.inputs, dtype=torch.bfloat16)
+        self._tokens = torch.arange(FIRST + SEEN)
+        self._places = torch.zeros(head.outputs, dtype=torch.long)
+        self._places[:FIRST] = self._tokens[:FIRST]
+        self._known = bytearray(b"\1" * FIRST + b"\0" * (head.outputs - FIRST))
+        self._kept, self.changes = 0, 0
+        self.see(always)
+        self._kept, self.changes = self.changes, 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._first.nbytes + self._seen.nbytes
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens ``[n]`` that are drafted now, in the order of their places."""
+        return self._tokens[: FIRST + min(self._kept + self.changes, SEEN)]
+
+    def places(self, token_ids: Tensor) -> Tensor:
+        """The places of tokens among those drafted, 0 for all others."""
+        return self._places[token_ids]
+
+    def weights(self, token_ids: Tensor) -> Tensor:
+        """The rows ``[n, H]`` of the target's head."""
+        return self._target.rows(token_ids)
+
+    def see(self, token_ids: Iterable[int]) -> None:
+        """Draft these tokens from now on; where they are too many at once, the last of them."""
+        known, before = self._known, self.changes
+        new = list(dict.fromkeys(token for token in token_ids if not known[token]))[self._kept - SEEN :]
+        if not new:
+            return
+        drafted = len(self.tokens)
+        self.changes += len(new)
+        places, tokens = self.changed_since(before), torch.tensor(new)
+        for old in self._tokens[places[places < drafted]].tolist():
+            known[old], self._places[old] = 0, 0
+        for token in new:
+            known[token] = 1
+        self._tokens[places], self._places[tokens] = tokens, places
+        self._seen[places - FIRST] = self.weights(tokens)
+
+    def changed_since(self, changes: int) -> Tensor:
+        """The places ``[n]`` that were given to other tokens since there were so many :attr:`changes`."""
+        room = SEEN - self._kept
+        return FIRST + self._kept + torch.arange(max(changes, self.changes - room), self.changes) % room
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits ``[R, V]`` of states ``[R, H]``."""
+        logits = hidden.new_full((len(hidden), self.vocab_size), -torch.inf)
+        logits[:, :FIRST] = self._first(hidden)
+        seen = self.tokens[FIRST:]
+        logits[:, seen] = linear(hidden, self._seen[: len(seen)])
+        return logits
+
+
+class _FirstRows:
+    def __init__(self, head: native.Product) -> None:
+        self._head, self.shape = head, (FIRST, head.inputs)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self._head[rows]
