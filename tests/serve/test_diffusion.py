@@ -81,6 +81,31 @@ def test_drafts_arrive_if_asked_for_and_never_as_text(client: OpenAI, engine: En
     assert not any(hasattr(chunk, "draft") for chunk in without)
 
 
+def test_responses_have_canvases_too(client: OpenAI) -> None:
+    """Drafts are events of their own, in order with the others, and the client's own helper passes them on."""
+    asked = {"model": MODEL, "input": PROMPT, "max_output_tokens": 20, "temperature": 0.8}
+    seeded = {"seed": 4, "diffusion": OWN}
+    whole = client.responses.create(**asked, extra_body=seeded)  # type: ignore[call-overload]
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "temperature": 0.8}
+    (choice,) = client.chat.completions.create(**chat, extra_body=seeded).choices  # type: ignore[call-overload]
+    assert whole.output_text == choice.message.content != ""
+    assert whole.usage.output_tokens_details.denoising_steps > 0
+    drawn = {"seed": 4, "diffusion": {**OWN, "stream_drafts": True}}
+    with client.responses.stream(**asked, extra_body=drawn) as stream:  # type: ignore[call-overload]
+        events = list(stream)
+    drafts = [event for event in events if event.type == "response.draft"]
+    assert any("░" in draft.text and None in draft.token_ids for draft in drafts)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+    plain = list(client.responses.create(**asked, stream=True, extra_body=seeded))  # type: ignore[call-overload]
+    assert not any(event.type == "response.draft" for event in plain)
+    with pytest.raises(BadRequestError, match="only allowed when stream is true") as error:
+        client.responses.create(**asked, extra_body=drawn)  # type: ignore[call-overload]
+    assert error.value.param == "diffusion.stream_drafts"
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: make browser")
 def test_the_dashboard_shows_a_canvas_as_it_is_denoised(server: Running, tmp_path: Path) -> None:
     page = open_page(f"{server.url}/dashboard/#ask=Hello", tmp_path).stdout

@@ -136,6 +136,8 @@ def test_a_schema_for_the_text(client: OpenAI) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"store": True}, "store", "set store to false"),
         ({"background": True}, "background", "leave it out"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
+        ({"diffusion": {}}, "diffusion", "diffusion"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"mood": 1}, "mood", "unknown field"),
