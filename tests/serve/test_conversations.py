@@ -14,7 +14,7 @@ from tests.serve.test_openai_client import openai_client
 from tests.serve.test_tools import TEMPLATE, WEATHER
 from volley.chat import render_chat
 from volley.files import REFERENCE
-from volley.serve.conversations import Conversations, one_call_each, short_ids
+from volley.serve.conversations import Conversations, calls_as_text, one_call_each, short_ids
 from volley.serve.messages import Message, for_template
 
 TOKENIZER = AutoTokenizer.from_pretrained(REFERENCE / "target")
@@ -111,8 +111,8 @@ RESULTS = [result("call_2", "Noon."), result("call_1", "Sun.")]
         ),
         (
             NO_TOOLS,
-            [{"role": "system", "content": "A"}, USER, BOTH, *RESULTS],
-            '<system>A<user>Weather?<assistant>{"name": "weather", "arguments": {"city": "Bern"}}\n'
+            [USER, BOTH, *RESULTS],
+            '<user>Weather?<assistant>{"name": "weather", "arguments": {"city": "Bern"}}\n'
             '{"name": "time", "arguments": {"city": "Rome"}}<user>Noon.\nSun.',
         ),
     ],
@@ -133,14 +133,17 @@ def test_ids_of_nine_characters() -> None:
         assert f"<tool {call_id}>{told_}" in text, "result and call go by one id"
 
 
-@pytest.mark.parametrize("template", [PLAIN, TEMPLATE, "", "{{ raise_exception('never') }}"])
+@pytest.mark.parametrize("template", [PLAIN, TEMPLATE, "{{ raise_exception('never') }}"])
 def test_nothing_changes_without_need(template: str) -> None:
-    """A template that takes all, none at all, and one that takes nothing: messages stay as they are."""
-    conversations = Conversations(partial(render_chat, TOKENIZER, template=template or NO_CALLS[:0] or None))
-    if template:
-        assert conversations.ways == []
-        messages = for_template([Message.model_validate(own) for own in (USER, BOTH, *RESULTS)])
-        assert conversations(messages) == messages
+    """Templates that take all, and one that takes nothing: messages stay as they are."""
+    conversations = Conversations(partial(render_chat, TOKENIZER, template=template))
+    assert conversations.ways == []
+    messages = for_template([Message.model_validate(own) for own in (USER, BOTH, *RESULTS)])
+    assert conversations(messages) == messages
+
+
+def test_a_forced_call_of_the_bundled_model_stays_in_its_conversation() -> None:
+    assert Conversations(partial(render_chat, TOKENIZER)).ways == [calls_as_text]
 
 
 @given(st.lists(st.integers(0, 3), max_size=4), st.randoms(use_true_random=False))

@@ -154,7 +154,7 @@ class Conversations:
 
 
 def _call(letter: str) -> dict[str, Any]:
-    function = {"name": f"probe_{letter}", "arguments": {"place": f"Place{letter}"}}
+    function = {"name": f"probe_{letter}", "arguments": {"city": f"Place{letter}"}}
     return {"id": f"call_{letter * 24}", "type": "function", "function": function}
 
 
