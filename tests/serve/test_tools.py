@@ -200,6 +200,7 @@ def test_a_forced_call_may_hold_any_words(tiny: Tiny) -> None:
 
 MARKERS = {
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+    "mistral_list": ["[TOOL_CALLS]"],
     "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"],
     "gpt_oss": ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>"],
 }
@@ -207,6 +208,7 @@ MARKERS = {
 IN_FORM = {
     "mistral": '[TOOL_CALLS]weather[ARGS]{"city":"Bern","days":3}',
     "llama3": '{"name": "weather", "parameters": {"city":"Bern","days":3}}',
+    "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Bern","days":3}}]',
     "qwen3_5": "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
     "</function>\n</tool_call>",
     "gemma4": '<|tool_call>call:weather{city:<|"|>Bern<|"|>,days:3}<tool_call|>',
@@ -233,7 +235,15 @@ def in_strict(tool: Any, **changes: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "is_special"),
-    [("mistral", True), ("mistral", False), ("llama3", False), ("qwen3_5", False), ("gemma4", True), ("gpt_oss", True)],
+    [
+        ("mistral", True),
+        ("mistral", False),
+        ("mistral_list", True),
+        ("llama3", False),
+        ("qwen3_5", False),
+        ("gemma4", True),
+        ("gpt_oss", True),
+    ],
 )
 def test_strict_tools_of_other_formats(tiny: Tiny, name: str, is_special: bool) -> None:
     make, tokenizer = strict_rule(tiny, name, [in_strict(WEATHER)], is_special=is_special)
@@ -245,6 +255,8 @@ def test_strict_tools_of_other_formats(tiny: Tiny, name: str, is_special: bool) 
         call.replace("3", "null"): False,
     }
     is_alone = name == "llama3"
+    if is_alone:  # the other way in which these models begin a call is not let through unbound
+        texts[call.replace('{"name"', '{"type": "function", "name"')] = False
     match name:
         case "gpt_oss":
             texts["<|channel|>analysis<|message|>Is it?<|end|><|start|>assistant" + call] = True
