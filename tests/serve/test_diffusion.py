@@ -149,19 +149,22 @@ def test_a_stop_string_ends_an_answer_inside_a_block(client: OpenAI, engine: Eng
 
 
 @pytest.mark.parametrize(
-    ("own", "message"),
+    ("own", "param", "message"),
     [
-        ({"treshold": 0.5}, "did you mean 'threshold'"),
-        ({"max_steps": 0}, "greater than or equal to 1"),
-        ({"t_min": 0.9, "t_max": 0.5}, "is above t_max"),
-        ({"strategy": "entropy_renoise"}, "begin with mask tokens"),
-        ({"stream_drafts": True}, "only allowed when stream is true"),
-        ({"stream_drafts": 1}, "valid boolean"),
+        ({"treshold": 0.5}, "diffusion.treshold", "did you mean 'threshold'"),
+        ({"max_steps": 0}, "diffusion.max_steps", "greater than or equal to 1"),
+        ({"t_min": 0.9, "t_max": 0.5}, "diffusion", "is above t_max"),
+        ({"strategy": "entropy_renoise"}, "diffusion.strategy", "begin with mask tokens"),
+        ({"stream_drafts": True}, "diffusion.stream_drafts", "only allowed when stream is true"),
+        ({"stream_drafts": 1}, "diffusion.stream_drafts", "valid boolean"),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(client: OpenAI, own: dict[str, object], message: str) -> None:
-    with pytest.raises(BadRequestError, match=message):
+def test_settings_that_cannot_be_used_are_refused(
+    client: OpenAI, own: dict[str, object], param: str, message: str
+) -> None:
+    with pytest.raises(BadRequestError, match=message) as error:
         client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"diffusion": own})
+    assert error.value.param == param
 
 
 def joint_engine() -> Engine:
@@ -220,6 +223,8 @@ def test_what_needs_token_by_token_is_refused_on_canvases(server: Running, path:
     asked = {"max_tokens": 8, **body}
     response = server.post(path, asked)
     assert response.status_code == 400
-    assert "mode='autoregressive'" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert "mode='autoregressive'" in error["message"]
+    assert error["param"] == ("diffusion.mode" if "min_tokens" in body else "prompt_logprobs")
     response = server.post(path, {**asked, "diffusion": {**OWN, "mode": "autoregressive"}})
     assert response.status_code == 200, response.text

@@ -267,7 +267,7 @@ class Engine:
             raise InputError(
                 f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
             )
-        self._check_tokens("logit_bias: ", [token for token, _ in params.logit_bias])
+        self._check_tokens([token for token, _ in params.logit_bias], "logit_bias")
         most = procedure.most_tokens(len(token_ids), limit, params)
         max_length = min(len(token_ids) + params.max_tokens, most)
         self.pool.check_fits(procedure.reach(len(token_ids), max_length, params))
@@ -299,10 +299,10 @@ class Engine:
             return rules
         return (*rules, self.grammars.rule(params.grammar, ignore_eos=params.ignore_eos))
 
-    def _check_tokens(self, what: str, token_ids: Iterable[int]) -> None:
-        size = self.target.vocab_size
+    def _check_tokens(self, token_ids: Iterable[int], field: str | None = None) -> None:
+        size, what = self.target.vocab_size, f"{field}: " if field else ""
         if wrong := [token for token in token_ids if not 0 <= token < size]:
-            raise InputError(f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}")
+            raise InputError(f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}", field=field)
 
     def abort(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
@@ -488,7 +488,7 @@ class Engine:
         ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides.
         """
         token_ids = encode_prompt(self.target.tokenizer, prompt, thinking=thinking)
-        self._check_tokens("", token_ids)
+        self._check_tokens(token_ids)
         return token_ids
 
     def reset_prefix_cache(self) -> None:
