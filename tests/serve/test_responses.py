@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import CHAT, openai_client
-from tests.serve.test_tools import SCHEMA, templated
+from tests.serve.test_tools import SCHEMA, Weather, templated
 
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
@@ -128,6 +128,20 @@ def test_a_schema_for_the_text(client: OpenAI) -> None:
     answer = client.responses.create(model=MODEL, input="Hello", text=form, max_output_tokens=200)
     validate(json.loads(answer.output_text), SCHEMA)
     assert answer.status == "completed"
+
+
+def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
+    answer = client.responses.parse(model=MODEL, input="Hello", text_format=Weather, max_output_tokens=200)
+    assert answer.output_parsed is not None
+    assert json.loads(answer.output_text) == answer.output_parsed.model_dump()
+    with client.responses.stream(model=MODEL, input="Hello", text_format=Weather, max_output_tokens=200) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Weather)
+    hello: Any = {"role": "user", "content": "Hello"}
+    for items in (answer.output, [item.model_dump() for item in answer.output]):
+        assert (
+            client.responses.create(model=MODEL, input=[hello, *items, hello], max_output_tokens=2).output_text
+            is not None
+        )
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from jsonschema import ValidationError, validate
 from openai import OpenAI
+from pydantic import BaseModel, ConfigDict
 
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import openai_client
@@ -151,6 +152,35 @@ def test_the_whole_loop(client: OpenAI, server: Running) -> None:
     assert '"name": "weather"' in text, "the template is shown the tools"
     assert f"<tool_call>weather({city})</tool_call>" in text, "and the arguments as an object"
     assert f"tool weather: Sun in {city}." in text, "and whose result it is"
+
+
+class Weather(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Bern", "Rome"]
+
+
+def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
+    """``parse`` and the stream helper put their own objects into messages, and clients send these as they are."""
+    asked: Any = {"model": MODEL, "max_tokens": 200, "seed": 1}
+    form = client.chat.completions.parse(messages=CHAT, response_format=Weather, **asked).choices[0].message
+    assert form.parsed is not None
+    assert json.loads(form.content or "") == form.parsed.model_dump()
+    tools: Any = {
+        "tools": [openai.pydantic_function_tool(Weather)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    call = client.chat.completions.parse(messages=CHAT, **tools, **asked).choices[0].message
+    assert call.tool_calls is not None
+    assert isinstance(call.tool_calls[0].function.parsed_arguments, Weather)
+    with client.chat.completions.stream(messages=CHAT, **tools, **asked) as stream:
+        (streamed_,) = stream.get_final_completion().choices
+    assert streamed_.message.tool_calls is not None
+    assert streamed_.message.tool_calls[0].function.parsed_arguments == call.tool_calls[0].function.parsed_arguments
+    result: Any = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": [{"type": "text", "text": "Sun."}]}
+    for said in ([form, *CHAT], [call, result], [call.model_dump(), result]):
+        answer = client.chat.completions.create(messages=[*CHAT, *said], **{**asked, "max_tokens": 2})
+        assert answer.choices[0].finish_reason in ("length", "stop")
 
 
 def test_what_the_model_calls_by_itself_is_found(client: OpenAI) -> None:

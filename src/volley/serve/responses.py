@@ -19,13 +19,19 @@ _CALLED_HERE = {
 """What a chat's fields are called in this endpoint."""
 
 
+def _as_it_was_written(data: Any) -> Any:
+    """Without nulls, and without what the openai client's ``parse`` adds to an answer."""
+    kept = without_nulls(data)
+    return {k: v for k, v in kept.items() if not k.startswith("parsed")} if isinstance(kept, Mapping) else kept
+
+
 class _Item(Strict):
     """What a client may send back of an answer has an id and a status, which say nothing to a model."""
 
     id: str | None = None
     status: str | None = None
 
-    _drop_nulls = model_validator(mode="before")(without_nulls)
+    _drop_nulls = model_validator(mode="before")(_as_it_was_written)
 
 
 class ContentPart(Strict):
@@ -34,7 +40,7 @@ class ContentPart(Strict):
     annotations: list[Any] = Field(default_factory=list)
     logprobs: list[Any] = Field(default_factory=list)
 
-    _drop_nulls = model_validator(mode="before")(without_nulls)
+    _drop_nulls = model_validator(mode="before")(_as_it_was_written)
 
 
 Content = Text | list[ContentPart]
