@@ -130,6 +130,7 @@ def test_a_schema_for_the_text(client: OpenAI) -> None:
     assert answer.status == "completed"
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
     answer = client.responses.parse(model=MODEL, input="Hello", text_format=Weather, max_output_tokens=200)
     assert answer.output_parsed is not None

@@ -159,6 +159,7 @@ class Weather(BaseModel):
     city: Literal["Bern", "Rome"]
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
     """``parse`` and the stream helper put their own objects into messages, and clients send these as they are."""
     asked: Any = {"model": MODEL, "max_tokens": 200, "seed": 1}
