@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import openai_client
-from volley import Engine, SamplingParams
+from volley import Engine, Grammar, SamplingParams
 from volley.chat import render_chat
 from volley.decode.grammars import Grammars
 from volley.decode.thinking import ThinkingBudget
@@ -157,6 +157,14 @@ def test_the_whole_loop(client: OpenAI, server: Running) -> None:
 class Weather(BaseModel):
     model_config = ConfigDict(extra="forbid")
     city: Literal["Bern", "Rome"]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_grammar_that_is_complete_ends_with_its_last_token(tiny: Tiny, skips: bool) -> None:
+    """Where special tokens are shown, as many formats need, only the token that ends a text is left out of it."""
+    params = SamplingParams(grammar=Grammar.choice(['{"a": 1}']), max_tokens=60, skip_special_tokens=skips)
+    (result,) = tiny.plain.generate("x", params)
+    assert (result.text, result.finish_reason) == ('{"a": 1}', "stop")
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")

@@ -194,7 +194,7 @@ class Request:
                 self.finish_reason = "stop"
             elif self.remaining == 0:
                 self.finish_reason = "length"
-            if self.finish_reason != "stop" or self.params.skip_special_tokens:
+            if token not in self.stop_token_ids or self.params.skip_special_tokens:
                 self.text += self.detokenizer.push(token, last=self.finish_reason is not None)
             self._cut_at_stop_string()
             self._emit(token, from_draft=taken <= num_from_draft)
