@@ -3,6 +3,7 @@
 # make browser   install Debian's Chromium if there is no browser, for the test of the dashboard (as root)
 # make coverage   run the tests, slower, and say which lines none of them reaches
 # make test-fresh   run the property tests on examples that no run has seen; SEED=... repeats a run
+# make test-clients   install litellm, llm, lm-eval and guidellm into environments of their own, then run docs/clients.md's examples
 # make test-vllm   install vLLM's CPU build into an environment of its own, then run the tests that need it
 # make test-llamacpp   build llama.cpp if it is not there, then compare volley with it
 # make peers  build llama.cpp in a folder of its own, for benchmarks/llama_cpp.py (needs cmake, ninja and a C++ compiler; about ten minutes)
@@ -15,6 +16,7 @@ INSTALLED := $(VENV)/.installed
 
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
+GUIDELLM := .venv-guidellm
 
 PEERS := .peers
 LLAMA_CPP := llama_cpp_python-0.3.36
@@ -61,13 +63,19 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
-test-clients: $(INSTALLED) $(CLIENTS)/.installed
+test-clients: $(INSTALLED) $(CLIENTS)/.installed $(GUIDELLM)/.installed
 	$(BIN)/pytest tests/serve/test_clients.py
 
 # Programs of others that docs/clients.md shows, in an environment of their own.
 $(CLIENTS)/.installed:
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/pip install --quiet litellm mcp llm "lm_eval[api]"
+	touch $@
+
+# guidellm wants its own versions of what the others have.
+$(GUIDELLM)/.installed:
+	$(PYTHON) -m venv $(GUIDELLM)
+	$(GUIDELLM)/bin/pip install --quiet guidellm
 	touch $@
 
 test-llamacpp: $(INSTALLED) $(PEERS)/.built-$(LLAMA_CPP)
@@ -93,4 +101,4 @@ reference: $(INSTALLED)
 	scripts/reference/run $(DATA)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(PEERS) build dist src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(GUIDELLM) $(PEERS) build dist src/*.egg-info

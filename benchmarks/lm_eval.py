@@ -2,10 +2,10 @@
 
     python benchmarks/lm_eval.py --lm-eval path/to/venv/bin/lm_eval --out lm-eval
 
-lm-eval is run from an environment of its own. Three small tasks on the bundled pair need no download: multiple choice
-(loglikelihood), perplexity (rolling loglikelihood), and generation. Each is run with transformers in fp32, on the server with the
-drafter, and on the server without. Prints a Markdown table. Exits with 1 where a likelihood differs by more than 0.1 % or a score
-changes with speculation.
+lm-eval is run from an environment of its own, made with ``pip install "lm_eval[api,hf]"``. Three small tasks on the bundled pair
+need no download: multiple choice (loglikelihood), perplexity (rolling loglikelihood), and generation. Each is run with
+transformers in fp32, on the server with the drafter, and on the server without. Prints a Markdown table. Exits with 1 where a
+likelihood differs by more than 0.1 % or a score changes with speculation.
 """
 
 import argparse

@@ -16,7 +16,11 @@ from collections.abc import Collection, Iterable
 
 
 class VolleyError(Exception):
-    """Base of all errors raised by volley."""
+    """Base of all errors raised by volley. ``field`` is the parameter of a request at fault, if it is one."""
+
+    def __init__(self, *args: object, field: str | None = None) -> None:
+        super().__init__(*args)
+        self.field = field
 
 
 class ConfigError(VolleyError, ValueError):

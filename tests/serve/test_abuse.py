@@ -54,7 +54,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("chat", {**CHAT, "stop": ["a", ""]}, "stop", "a string or up to 16 strings"),
         ("chat", {**CHAT, "logit_bias": {"x": 1}}, "logit_bias.x", "match pattern"),
         ("chat", {**CHAT, "logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
-        ("chat", {**CHAT, "logit_bias": {"99999": 1}}, None, "logit_bias: token id 99999 is outside"),
+        ("chat", {**CHAT, "logit_bias": {"99999": 1}}, "logit_bias", "logit_bias: token id 99999 is outside"),
         ("chat", {**CHAT, "messages": []}, "messages", "at least 1 item"),
         ("chat", {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "'user'"),
         (

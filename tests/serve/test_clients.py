@@ -15,6 +15,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params
 
+from benchmarks.lm_eval import SUBJECTS, evaluate, numbers, write_tasks
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_tools import TEMPLATE
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -22,6 +23,7 @@ from volley.serve.responses import ResponsesRequest
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / ".venv-clients" / "bin"
+GUIDELLM = ROOT / ".venv-guidellm" / "bin"
 PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 TABLE = PAGE[PAGE.index("## Fields") : PAGE.index("## How calls")]
 SHARED = "chats and completions"
@@ -117,12 +119,18 @@ def server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         server.settle()
 
 
-def run(server: Running, command: list[str], **environment: str) -> str:
-    """What a command of the clients' own environment prints (``make .venv-clients/.installed``)."""
-    if not (CLIENTS / command[0]).exists():
-        pytest.skip(f"{command[0]} is not installed; make test-clients installs the clients")
-    own = {**os.environ, "OPENAI_API_KEY": "any", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **environment}
-    done = subprocess.run([CLIENTS / command[0], *command[1:]], env=own, capture_output=True, text=True, timeout=240)
+def program(name: str, folder: Path = CLIENTS) -> Path:
+    """A program of one of the clients' own environments."""
+    if not (folder / name).exists():
+        pytest.skip(f"{name} is not installed; make test-clients installs the clients")
+    return folder / name
+
+
+def run(command: list[str], folder: Path = CLIENTS, **environment: str) -> str:
+    """What a command of one of the clients' own environments prints."""
+    own = {**os.environ, "OPENAI_API_KEY": "any", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
+    line = [program(command[0], folder), *command[1:]]
+    done = subprocess.run(line, env={**own, **environment}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -158,7 +166,7 @@ def test_the_example_of_litellm_runs(server: Running) -> None:
     (example,), chat = blocks("litellm", "python"), blocks("openai", "python")[0]
     definitions = chat[chat.index("weather = {") : chat.index("answer = (")]
     code = f"{definitions}{example}print(answer.choices[0].message.tool_calls[0].function.name)"
-    assert run(server, ["python", "-c", for_server(code, server)]).strip() == "weather"
+    assert run(["python", "-c", for_server(code, server)]).strip() == "weather"
 
 
 def test_the_examples_of_llm_run(server: Running, tmp_path: Path) -> None:
@@ -166,5 +174,38 @@ def test_the_examples_of_llm_run(server: Running, tmp_path: Path) -> None:
     (tmp_path / "extra-openai-models.yaml").write_text(for_server(models, server))
     for command in commands.strip().splitlines():
         before = server.service.metrics.generation_tokens._value.get()
-        assert run(server, shlex.split(command.replace("max_tokens 100", "max_tokens 20")), LLM_USER_PATH=str(tmp_path))
+        assert run(shlex.split(command.replace("max_tokens 100", "max_tokens 20")), LLM_USER_PATH=str(tmp_path))
         assert server.service.metrics.generation_tokens._value.get() > before
+
+
+def test_the_example_of_guidellm_runs(server: Running, tmp_path: Path) -> None:
+    """All requests are answered, with as many tokens as it asked for."""
+    (command,) = blocks("guidellm")
+    root = server.client.get("/v1/models").json()["data"][0]["root"]
+    line = for_server(command.replace("\\\n", " "), server).replace("path/to/target", root)
+    for most, fewer in (
+        ("count=20", "count=3"),
+        ("prompt_tokens=64", "prompt_tokens=16"),
+        ("output_tokens=24", "output_tokens=5"),
+    ):
+        assert most in line
+        line = line.replace(most, fewer)
+    run([*shlex.split(line), "--disable-progress", "--output", f"kind=json,path={tmp_path}/report.json"], GUIDELLM)
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    assert benchmark["requests"]["errored"] == []
+    assert [own["output_tokens"] for own in benchmark["requests"]["successful"]] == [5] * 3
+    server.settle()
+
+
+def test_lm_eval_runs(server: Running, tmp_path: Path) -> None:
+    """Its log-likelihoods, perplexities and generations through ``echo`` and ``stop``; that they are transformers' own is what
+    ``benchmarks/lm_eval.py`` says."""
+    own = program("lm_eval")
+    write_tasks(tmp_path / "tasks")
+    arguments = {"model": MODEL, "base_url": f"{server.url}/v1/completions", "max_length": server.service.max_model_len}
+    arguments |= {"num_concurrent": 4, "tokenizer_backend": "remote"}
+    found = evaluate(own, tmp_path / "tasks", tmp_path / "out", "local-completions", arguments)
+    assert len(numbers(found["answers"]["choice"])) == 3 * len(SUBJECTS)
+    assert all(value < 0 for name in ("choice", "perplexity") for value in numbers(found["answers"][name]))
+    assert len(found["answers"]["generation"]) == len(SUBJECTS)
+    server.settle()

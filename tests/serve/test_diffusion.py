@@ -81,6 +81,31 @@ def test_drafts_arrive_if_asked_for_and_never_as_text(client: OpenAI, engine: En
     assert not any(hasattr(chunk, "draft") for chunk in without)
 
 
+def test_responses_have_canvases_too(client: OpenAI) -> None:
+    """Drafts are events of their own, in order with the others, and the client's own helper passes them on."""
+    asked = {"model": MODEL, "input": PROMPT, "max_output_tokens": 20, "temperature": 0.8}
+    seeded = {"seed": 4, "diffusion": OWN}
+    whole = client.responses.create(**asked, extra_body=seeded)  # type: ignore[call-overload]
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "temperature": 0.8}
+    (choice,) = client.chat.completions.create(**chat, extra_body=seeded).choices  # type: ignore[call-overload]
+    assert whole.output_text == choice.message.content != ""
+    assert whole.usage.output_tokens_details.denoising_steps > 0
+    drawn = {"seed": 4, "diffusion": {**OWN, "stream_drafts": True}}
+    with client.responses.stream(**asked, extra_body=drawn) as stream:  # type: ignore[call-overload]
+        events = list(stream)
+    drafts = [event for event in events if event.type == "response.draft"]
+    assert any("░" in draft.text and None in draft.token_ids for draft in drafts)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+    plain = list(client.responses.create(**asked, stream=True, extra_body=seeded))  # type: ignore[call-overload]
+    assert not any(event.type == "response.draft" for event in plain)
+    with pytest.raises(BadRequestError, match="only allowed when stream is true") as error:
+        client.responses.create(**asked, extra_body=drawn)  # type: ignore[call-overload]
+    assert error.value.param == "diffusion.stream_drafts"
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: make browser")
 def test_the_dashboard_shows_a_canvas_as_it_is_denoised(server: Running, tmp_path: Path) -> None:
     page = open_page(f"{server.url}/dashboard/#ask=Hello", tmp_path).stdout
@@ -124,19 +149,22 @@ def test_a_stop_string_ends_an_answer_inside_a_block(client: OpenAI, engine: Eng
 
 
 @pytest.mark.parametrize(
-    ("own", "message"),
+    ("own", "param", "message"),
     [
-        ({"treshold": 0.5}, "did you mean 'threshold'"),
-        ({"max_steps": 0}, "greater than or equal to 1"),
-        ({"t_min": 0.9, "t_max": 0.5}, "is above t_max"),
-        ({"strategy": "entropy_renoise"}, "begin with mask tokens"),
-        ({"stream_drafts": True}, "only allowed when stream is true"),
-        ({"stream_drafts": 1}, "valid boolean"),
+        ({"treshold": 0.5}, "diffusion.treshold", "did you mean 'threshold'"),
+        ({"max_steps": 0}, "diffusion.max_steps", "greater than or equal to 1"),
+        ({"t_min": 0.9, "t_max": 0.5}, "diffusion", "is above t_max"),
+        ({"strategy": "entropy_renoise"}, "diffusion.strategy", "begin with mask tokens"),
+        ({"stream_drafts": True}, "diffusion.stream_drafts", "only allowed when stream is true"),
+        ({"stream_drafts": 1}, "diffusion.stream_drafts", "valid boolean"),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(client: OpenAI, own: dict[str, object], message: str) -> None:
-    with pytest.raises(BadRequestError, match=message):
+def test_settings_that_cannot_be_used_are_refused(
+    client: OpenAI, own: dict[str, object], param: str, message: str
+) -> None:
+    with pytest.raises(BadRequestError, match=message) as error:
         client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"diffusion": own})
+    assert error.value.param == param
 
 
 def joint_engine() -> Engine:
@@ -195,6 +223,8 @@ def test_what_needs_token_by_token_is_refused_on_canvases(server: Running, path:
     asked = {"max_tokens": 8, **body}
     response = server.post(path, asked)
     assert response.status_code == 400
-    assert "mode='autoregressive'" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert "mode='autoregressive'" in error["message"]
+    assert error["param"] == ("diffusion.mode" if "min_tokens" in body else "prompt_logprobs")
     response = server.post(path, {**asked, "diffusion": {**OWN, "mode": "autoregressive"}})
     assert response.status_code == 200, response.text

@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import CHAT, openai_client
-from tests.serve.test_tools import SCHEMA, templated
+from tests.serve.test_tools import SCHEMA, Weather, templated
 
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
@@ -130,12 +130,29 @@ def test_a_schema_for_the_text(client: OpenAI) -> None:
     assert answer.status == "completed"
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
+    answer = client.responses.parse(model=MODEL, input="Hello", text_format=Weather, max_output_tokens=200)
+    assert answer.output_parsed is not None
+    assert json.loads(answer.output_text) == answer.output_parsed.model_dump()
+    with client.responses.stream(model=MODEL, input="Hello", text_format=Weather, max_output_tokens=200) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Weather)
+    hello: Any = {"role": "user", "content": "Hello"}
+    for items in (answer.output, [item.model_dump() for item in answer.output]):
+        assert (
+            client.responses.create(model=MODEL, input=[hello, *items, hello], max_output_tokens=2).output_text
+            is not None
+        )
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"store": True}, "store", "set store to false"),
         ({"background": True}, "background", "leave it out"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
+        ({"diffusion": {}}, "diffusion", "diffusion"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"mood": 1}, "mood", "unknown field"),

@@ -5,16 +5,17 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from jsonschema import ValidationError, validate
 from openai import OpenAI
+from pydantic import BaseModel, ConfigDict
 
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import openai_client
-from volley import Engine, SamplingParams
+from volley import Engine, Grammar, SamplingParams
 from volley.chat import render_chat
 from volley.decode.grammars import Grammars
 from volley.decode.thinking import ThinkingBudget
@@ -153,6 +154,44 @@ def test_the_whole_loop(client: OpenAI, server: Running) -> None:
     assert f"tool weather: Sun in {city}." in text, "and whose result it is"
 
 
+class Weather(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Bern", "Rome"]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_grammar_that_is_complete_ends_with_its_last_token(tiny: Tiny, skips: bool) -> None:
+    """Where special tokens are shown, as many formats need, only the token that ends a text is left out of it."""
+    params = SamplingParams(grammar=Grammar.choice(['{"a": 1}']), max_tokens=60, skip_special_tokens=skips)
+    (result,) = tiny.plain.generate("x", params)
+    assert (result.text, result.finish_reason) == ('{"a": 1}', "stop")
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
+    """``parse`` and the stream helper put their own objects into messages, and clients send these as they are."""
+    asked: Any = {"model": MODEL, "max_tokens": 200, "seed": 1}
+    form = client.chat.completions.parse(messages=CHAT, response_format=Weather, **asked).choices[0].message
+    assert form.parsed is not None
+    assert json.loads(form.content or "") == form.parsed.model_dump()
+    tools: Any = {
+        "tools": [openai.pydantic_function_tool(Weather)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    call = client.chat.completions.parse(messages=CHAT, **tools, **asked).choices[0].message
+    assert call.tool_calls is not None
+    assert isinstance(call.tool_calls[0].function.parsed_arguments, Weather)
+    with client.chat.completions.stream(messages=CHAT, **tools, **asked) as stream:
+        (streamed_,) = stream.get_final_completion().choices
+    assert streamed_.message.tool_calls is not None
+    assert streamed_.message.tool_calls[0].function.parsed_arguments == call.tool_calls[0].function.parsed_arguments
+    result: Any = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": [{"type": "text", "text": "Sun."}]}
+    for said in ([form, *CHAT], [call, result], [call.model_dump(), result]):
+        answer = client.chat.completions.create(messages=[*CHAT, *said], **{**asked, "max_tokens": 2})
+        assert answer.choices[0].finish_reason in ("length", "stop")
+
+
 def test_what_the_model_calls_by_itself_is_found(client: OpenAI) -> None:
     """A random model calls nothing; an answer that a grammar dictates stands for one that does."""
     said = 'Let me see. <tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 2}}\n</tool_call>'
@@ -200,6 +239,7 @@ def test_a_forced_call_may_hold_any_words(tiny: Tiny) -> None:
 
 MARKERS = {
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+    "mistral_list": ["[TOOL_CALLS]"],
     "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"],
     "gpt_oss": ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>"],
 }
@@ -207,6 +247,7 @@ MARKERS = {
 IN_FORM = {
     "mistral": '[TOOL_CALLS]weather[ARGS]{"city":"Bern","days":3}',
     "llama3": '{"name": "weather", "parameters": {"city":"Bern","days":3}}',
+    "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Bern","days":3}}]',
     "qwen3_5": "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
     "</function>\n</tool_call>",
     "gemma4": '<|tool_call>call:weather{city:<|"|>Bern<|"|>,days:3}<tool_call|>',
@@ -233,7 +274,15 @@ def in_strict(tool: Any, **changes: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "is_special"),
-    [("mistral", True), ("mistral", False), ("llama3", False), ("qwen3_5", False), ("gemma4", True), ("gpt_oss", True)],
+    [
+        ("mistral", True),
+        ("mistral", False),
+        ("mistral_list", True),
+        ("llama3", False),
+        ("qwen3_5", False),
+        ("gemma4", True),
+        ("gpt_oss", True),
+    ],
 )
 def test_strict_tools_of_other_formats(tiny: Tiny, name: str, is_special: bool) -> None:
     make, tokenizer = strict_rule(tiny, name, [in_strict(WEATHER)], is_special=is_special)
@@ -245,6 +294,8 @@ def test_strict_tools_of_other_formats(tiny: Tiny, name: str, is_special: bool) 
         call.replace("3", "null"): False,
     }
     is_alone = name == "llama3"
+    if is_alone:  # the other way in which these models begin a call is not let through unbound
+        texts[call.replace('{"name"', '{"type": "function", "name"')] = False
     match name:
         case "gpt_oss":
             texts["<|channel|>analysis<|message|>Is it?<|end|><|start|>assistant" + call] = True

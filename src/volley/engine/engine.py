@@ -449,7 +449,7 @@ class Engine:
         ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides.
         """
         token_ids = encode_prompt(self.target.tokenizer, prompt, thinking=thinking)
-        check_tokens(self.target, "", token_ids)
+        check_tokens(self.target, token_ids)
         return token_ids
 
     def reset_prefix_cache(self) -> None:

@@ -34,7 +34,7 @@ def make_request(
         raise InputError(
             f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
         )
-    check_tokens(target, "logit_bias: ", [token for token, _ in params.logit_bias])
+    check_tokens(target, [token for token, _ in params.logit_bias], "logit_bias")
     most = procedure.most_tokens(len(token_ids), limit, params)
     max_length = min(len(token_ids) + params.max_tokens, most)
     pool.check_fits(procedure.reach(len(token_ids), max_length, params))
@@ -58,8 +58,8 @@ def make_request(
     )
 
 
-def check_tokens(target: Target, what: str, token_ids: Iterable[int]) -> None:
-    """Refuse token ids that are outside the target's vocabulary; ``what`` begins the message."""
-    size = target.vocab_size
+def check_tokens(target: Target, token_ids: Iterable[int], field: str | None = None) -> None:
+    """Refuse token ids of a ``field`` that are outside the target's vocabulary; without a field they are a prompt's."""
+    size, what = target.vocab_size, f"{field}: " if field else ""
     if wrong := [token for token in token_ids if not 0 <= token < size]:
-        raise InputError(f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}")
+        raise InputError(f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}", field=field)

@@ -46,13 +46,15 @@ class Denoising(Procedure):
         if request.params.prompt_logprobs is not None:
             raise ConfigError(
                 "prompt_logprobs: a prompt before a canvas is not read token by token; leave them out (and logprobs with echo), "
-                "or use DiffusionParams(mode='autoregressive')"
+                "or use DiffusionParams(mode='autoregressive')",
+                field="prompt_logprobs",
             )
         others = [rule for rule in request.rules if not isinstance(rule, Penalties | LogitBias)]
         if others:
             raise ConfigError(
                 f"{type(others[0]).__name__} follows a text token by token, and a canvas is denoised all at once; leave it "
-                "out, or use DiffusionParams(mode='autoregressive') or 'self'"
+                "out, or use DiffusionParams(mode='autoregressive') or 'self'",
+                field="diffusion.mode",
             )
 
     def prefill_end(self, request: Request) -> int:
@@ -77,7 +79,8 @@ class Denoising(Procedure):
         if most <= num_prompt:
             raise InputError(
                 f"behind the prompt of {num_prompt} tokens no canvas of {length} fits in the context of {context_length}; "
-                "shorten the prompt, or use a smaller canvas_length"
+                "shorten the prompt, or use a smaller canvas_length",
+                field="diffusion.canvas_length",
             )
         return most
 

@@ -36,7 +36,8 @@ class Procedures:
             if params.diffusion is not None:
                 raise ConfigError(
                     f"{type(self.target.model).__name__} is no diffusion language model; leave SamplingParams.diffusion out, "
-                    "or load one (docs/diffusion.md)"
+                    "or load one (docs/diffusion.md)",
+                    field="diffusion",
                 )
             return self.speculative, params
         own = params.diffusion or DiffusionParams()
@@ -44,7 +45,8 @@ class Procedures:
         renoises = family.mask_token_id is None
         if own.strategy is not None and (own.strategy == "entropy_renoise") != renoises:
             why = "canvases of random tokens have one rule" if renoises else "its canvases begin with mask tokens"
-            raise ConfigError(f"strategy {own.strategy!r} is not for this model: {why}; leave it out, or give another")
+            told = f"strategy {own.strategy!r} is not for this model: {why}; leave it out, or give another"
+            raise ConfigError(told, field="diffusion.strategy")
         defaults = family.defaults
         if mode == "self":
             defaults = replace(_SELF, strategy=defaults.strategy if renoises else _SELF.strategy).over(defaults)

@@ -216,7 +216,7 @@ class Request:
         while self.unwritten:
             token, from_draft = self.unwritten[0]
             is_last = self.finish_reason in ("stop", "length") and len(self.unwritten) == 1
-            if not is_last or self.finish_reason != "stop" or self.params.skip_special_tokens:
+            if token not in self.stop_token_ids or self.params.skip_special_tokens:
                 self.text += self.detokenizer.push(token, last=is_last)
             self._cut_at_stop_string()
             self._emit(token, from_draft=from_draft)

@@ -80,7 +80,8 @@ def _strict_anywhere(call: CallText, tools: Sequence[Tool], tokenizer: Any) -> G
         rules = ["start: (opening call)* TEXT", f"opening[suffix={json.dumps(opening)}]: TEXT", "TEXT: /(?s:.*)/"]
     elif call.begin.startswith("{") and call.between is None:
         opening = ""
-        rules = ["start: call | TEXT", r'TEXT: /(?s:.*)/ & ~/\s*(<\|python_tag\|>\s*)?\{\s*"name"\s*:(?s:.*)/']
+        head = r'\s*(<\|python_tag\|>\s*)?\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:'
+        rules = ["start: call | TEXT", f"TEXT: /(?s:.*)/ & ~/{head}(?s:.*)/"]
     else:
         return None
     calls = _call(call, call.begin.removeprefix(opening), tools, tokenizer, binds_all=False)

@@ -56,7 +56,7 @@ def as_api_error(error: Exception) -> ApiError:
         case Stopped():
             return shutting_down(1)
         case VolleyError():
-            return ApiError(400, str(error))
+            return ApiError(400, str(error), param=error.field)
         case TemplateError():
             return ApiError(400, f"the model's chat template refuses these messages: {error}", param="messages")
     return ApiError(500, "the request failed inside the server; its log says why", kind="server_error")

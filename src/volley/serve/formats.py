@@ -16,7 +16,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from volley.errors import ConfigError
 
 _FOLDER = Path(__file__).parent / "formats"
-_BY_PRECEDENCE = ("qwen3_5", "gemma4", "hermes", "gpt_oss", "mistral", "llama3", "thinking")
+_BY_PRECEDENCE = ("qwen3_5", "gemma4", "hermes", "gpt_oss", "mistral", "mistral_list", "llama3", "thinking")
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,17 @@ class AnswerFormat:
     thinking: tuple[str, str] | None = None
     """What opens and what closes reasoning."""
     recognise: tuple[str, ...] = field(default=(), repr=False)
-    """A chat template that has all of these is of this format."""
+    """A chat template that has all of these is of this format,"""
+    unless: tuple[str, ...] = field(default=(), repr=False)
+    """and none of these."""
 
     @property
     def has_calls(self) -> bool:
         return "tool_calls" in self.response["fields"]
+
+    def is_of(self, template: str) -> bool:
+        """Whether a chat template is of this format."""
+        return all(mark in template for mark in self.recognise) and not any(mark in template for mark in self.unless)
 
     def template(self, *, with_calls: bool) -> ResponseTemplate:
         """The template for one answer; without tools what looks like a call is text."""
@@ -96,6 +102,7 @@ def load_format(name: str) -> AnswerFormat:
             call=_call_text(data["call"]) if data.get("call") else None,
             thinking=(thinking["open"], thinking["close"]) if thinking else None,
             recognise=tuple(data.get("recognise", ())),
+            unless=tuple(data.get("unless", ())),
         )
         own.template(with_calls=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -127,7 +134,7 @@ def format_of(tokenizer: Any, template: str, choice: str = "auto") -> AnswerForm
         return load_format(choice)
     own = getattr(tokenizer, "response_template", None)
     found = (load_format(name) for name in _BY_PRECEDENCE)
-    known = next((one for one in found if all(mark in template for mark in one.recognise)), None)
+    known = next((one for one in found if one.is_of(template)), None)
     if own is None:
         return known
     return AnswerFormat("tokenizer", own, None, known.thinking if known else None)

@@ -14,8 +14,9 @@ _TAKEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).pa
 """Names that a template's variables cannot have."""
 
 
-_UNREAD = ("annotations", "provider_specific_fields", "reasoning_details", "refusal", "thinking_blocks")
-"""Fields of an answer's message, of gateways among them, that clients send back and no template reads."""
+_UNREAD = ("annotations", "parsed", "provider_specific_fields", "reasoning_details", "refusal", "thinking_blocks")
+"""Fields of an answer's message, of gateways and the openai client's ``parse`` among them, that clients send back and no template
+reads."""
 _MARKS = ("cache_control", "prompt_cache_breakpoint")
 """Where a client wants prompts to be cached; here all of them are."""
 
@@ -37,6 +38,11 @@ class TextPart(Strict):
 class FunctionCall(Strict):
     name: FunctionName
     arguments: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_it_was_written(cls, data: Any) -> Any:
+        return _without(data, ("parsed_arguments",))  # which the openai client's ``parse`` adds
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Self:

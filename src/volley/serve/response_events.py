@@ -9,7 +9,7 @@ from volley.serve.call_reader import Part
 from volley.serve.parsing import AnswerParser
 from volley.serve.replies import Choice, Dialect, Object, Usage
 from volley.serve.responses import ResponsesRequest
-from volley.serve.worker import End, Piece
+from volley.serve.worker import End, Piece, Sketched
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
@@ -50,6 +50,11 @@ class ResponsesDialect(Dialect):
     def piece(self, piece: Piece, sent: Choice) -> Iterator[Object]:
         yield from self._read([chunk.text for chunk in piece.chunks])
         sent.add(piece)
+
+    def drafted(self, event: Sketched) -> Iterator[Object]:
+        """What stands on a canvas is no part of the answer: an event of volley's own, which OpenAI's client passes on."""
+        draft = event.draft
+        yield self._event("draft", step=draft.step, text=draft.text, token_ids=draft.token_ids)
 
     def ending(self, end: End, sent: Choice) -> Iterator[Object]:
         yield from self._end(end.finish_reason)

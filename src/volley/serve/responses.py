@@ -1,13 +1,13 @@
 """``/v1/responses``: what clients may send there. A request is turned into a chat's, and nothing is kept between two of them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from volley.serve.errors import ApiError
-from volley.serve.fields import KINDS_OF_ITEMS, Body, FunctionName, Strict, Text, first_problem, without_nulls
-from volley.serve.protocol import ChatRequest, Sampling
+from volley.serve.fields import KINDS_OF_ITEMS, Body, FunctionName, Strict, Text, first_problem, refusal, without_nulls
+from volley.serve.protocol import ChatRequest, Diffusion, Sampling
 
 _CALLED_HERE = {
     "messages": "input",
@@ -19,13 +19,19 @@ _CALLED_HERE = {
 """What a chat's fields are called in this endpoint."""
 
 
+def _as_it_was_written(data: Any) -> Any:
+    """Without nulls, and without what the openai client's ``parse`` adds to an answer."""
+    kept = without_nulls(data)
+    return {k: v for k, v in kept.items() if not k.startswith("parsed")} if isinstance(kept, Mapping) else kept
+
+
 class _Item(Strict):
     """What a client may send back of an answer has an id and a status, which say nothing to a model."""
 
     id: str | None = None
     status: str | None = None
 
-    _drop_nulls = model_validator(mode="before")(without_nulls)
+    _drop_nulls = model_validator(mode="before")(_as_it_was_written)
 
 
 class ContentPart(Strict):
@@ -34,7 +40,7 @@ class ContentPart(Strict):
     annotations: list[Any] = Field(default_factory=list)
     logprobs: list[Any] = Field(default_factory=list)
 
-    _drop_nulls = model_validator(mode="before")(without_nulls)
+    _drop_nulls = model_validator(mode="before")(_as_it_was_written)
 
 
 Content = Text | list[ContentPart]
@@ -168,7 +174,6 @@ class ResponsesRequest(Body, Sampling):
         "structured_outputs": "use text.format",
     }
     without_effect: ClassVar = (
-        "include",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -196,7 +201,17 @@ class ResponsesRequest(Body, Sampling):
     stream_options: ResponsesStreamOptions = ResponsesStreamOptions()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     thinking_token_budget: int | None = Field(None, ge=0)
+    diffusion: Diffusion | None = None
     recalibrate: bool | None = None
+    include: list[str] = Field(default_factory=list, description="Without effect: reasoning is in the answer as it is.")
+
+    @model_validator(mode="after")
+    def _includes_what_there_is(self) -> Self:
+        if "message.output_text.logprobs" in self.include:
+            raise refusal(
+                "include", "include: a response has no log-probabilities here; use /v1/chat/completions with logprobs"
+            )
+        return self
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat. Raises :class:`ApiError` (400) in this endpoint's words."""
@@ -215,6 +230,8 @@ class ResponsesRequest(Body, Sampling):
             "reasoning_effort": self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
             "thinking_token_budget": self.thinking_token_budget,
+            "stream": self.stream,
+            "diffusion": self.diffusion,
             "recalibrate": self.recalibrate,
         }
         if form is not None:

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from volley.chat import Prompt, render_chat
@@ -17,6 +18,7 @@ from volley.models.draft_model import load_drafter
 from volley.models.drafter import Drafter
 from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.config import ServeConfig
+from volley.serve.conversations import Conversations
 from volley.serve.errors import ApiError, shutting_down
 from volley.serve.formats import AnswerFormat, format_of, plain_calls
 from volley.serve.grammars import compile_grammar
@@ -75,6 +77,7 @@ class Service:
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
         self._template = config.read_chat_template() or str(engine.tokenizer.chat_template or "")
+        self._conversations = Conversations(partial(render_chat, engine.tokenizer, template=self._template or None))
         self.form = format_of(engine.tokenizer, self._template, config.answer_format)
         self._spelling = Spelling(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
@@ -191,15 +194,18 @@ class Service:
 
     def _render(self, body: ChatRequest | TokenizeRequest) -> str:
         assert body.messages is not None
-        return render_chat(
-            self._engine.tokenizer,
-            for_template(body.messages),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            tools=[tool.for_template() for tool in body.shown],
-            variables=body.variables(),
-            template=self._template or None,
-        )
+        try:
+            return render_chat(
+                self._engine.tokenizer,
+                self._conversations(for_template(body.messages)),
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                tools=[tool.for_template() for tool in body.shown],
+                variables=body.variables(),
+                template=self._template or None,
+            )
+        except VolleyError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from None
 
     def _shows_special_tokens(self, form: AnswerFormat) -> bool:
         """Whether the format's markers are special tokens, which are left out of text otherwise."""

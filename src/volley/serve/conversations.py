@@ -1,0 +1,195 @@
+"""Conversations as one chat template can write them.
+
+Templates differ in what they take: some know one call in a message, ids of nine characters, one message of the system at the
+beginning, or no calls at all, and what they do not take they refuse or leave out. So a template is asked once, before the first
+request: small conversations are rendered, and where something of one is missing, another way to put it is used if that helps.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+Message = dict[str, Any]
+Way = Callable[[Sequence[Message]], list[Message]]
+"""Puts the same conversation otherwise."""
+
+
+def short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Ids of calls as nine letters and digits, which is what Mistral's templates insist on. Such ids stay as they are."""
+
+    def short(call_id: str) -> str:
+        is_short = re.fullmatch(r"[a-zA-Z0-9]{9}", call_id) is not None
+        return call_id if is_short else hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+    told = []
+    for message in messages:
+        own = dict(message)
+        if own.get("tool_calls"):
+            own["tool_calls"] = [{**call, "id": short(call["id"])} for call in own["tool_calls"]]
+        if "tool_call_id" in own:
+            own["tool_call_id"] = short(own["tool_call_id"])
+        told.append(own)
+    return told
+
+
+def one_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages of the system at the beginning as one."""
+    first = next((place for place, own in enumerate(messages) if own["role"] != "system"), len(messages))
+    joined = "\n\n".join(own["content"] for own in messages[:first])
+    return [*([{**messages[0], "content": joined}] if first else []), *messages[first:]]
+
+
+def one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Calls one after the other, each with its result before the next; what was thought and said comes with the first."""
+    told: list[Message] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        if len(message.get("tool_calls", ())) < 2:
+            told.append(message)
+            continue
+        results = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.pop(0))
+        before = message
+        for call in message["tool_calls"]:
+            told.append({**before, "tool_calls": [call]})
+            told += [own for own in results if own["tool_call_id"] == call["id"]]
+            before = {"role": "assistant", "content": ""}
+        known = {call["id"] for call in message["tool_calls"]}
+        told += [own for own in results if own["tool_call_id"] not in known]
+    return told
+
+
+def results_beside_calls(messages: Sequence[Message]) -> list[Message]:
+    """Results in the message of their calls, as ``tool_responses``: what early templates of Gemma 4 read."""
+    told: list[Message] = []
+    for message in text_before_calls(messages):
+        last = told[-1] if told else {}
+        if message["role"] == "tool" and "tool_calls" in last:
+            result = {"name": message.get("name", "unknown"), "response": message["content"]}
+            told[-1] = {**last, "tool_responses": [*last.get("tool_responses", ()), result]}
+        elif message["role"] == "assistant" and "tool_responses" in last and not message.get("tool_calls"):
+            told[-1] = {**last, "content": message["content"]}  # the model went on in the same turn
+        else:
+            told.append(message)
+    return told
+
+
+def calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Calls as JSON in the text of their message, which is also how they are forced where no format is known."""
+    told = []
+    for message in messages:
+        own = dict(message)
+        functions = [call["function"] for call in own.pop("tool_calls", ())]
+        own["content"] = "\n".join([*filter(None, [own["content"]]), *(json.dumps(one) for one in functions)])
+        told.append(own)
+    return told
+
+
+def tools_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The same, and results as messages of the user, those in a row as one."""
+    told: list[Message] = []
+    for is_result, group in groupby(calls_as_text(messages), key=lambda own: own["role"] == "tool"):
+        some = list(group)
+        told += [{"role": "user", "content": "\n".join(own["content"] for own in some)}] if is_result else some
+    return told
+
+
+def text_before_calls(messages: Sequence[Message]) -> list[Message]:
+    """What is said beside calls as a message of its own before them."""
+    told: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and message["content"]:
+            told += [{"role": "assistant", "content": message["content"]}, {**message, "content": ""}]
+        else:
+            told.append(message)
+    return told
+
+
+def text_as_thought(messages: Sequence[Message]) -> list[Message]:
+    """What is said beside calls as the end of what was thought: gpt-oss's template has one place for both."""
+    told = []
+    for message in messages:
+        own = dict(message)
+        if own.get("tool_calls") and own["content"]:
+            thought = "\n\n".join(filter(None, [own.get("thinking"), own["content"]]))
+            own |= {"content": "", "thinking": thought, "reasoning_content": thought}
+        told.append(own)
+    return told
+
+
+class Conversations:
+    """Puts conversations as a template can write them, and otherwise as they came."""
+
+    def __init__(self, render: Callable[..., str]) -> None:
+        """``render`` gives the text of messages in the form of :func:`volley.serve.messages.for_template`, and of ``tools``."""
+        self._render = render
+        self.ways: list[Way] = []
+        for probe, texts, alternatives in _PROBES:
+            if self._are_told(texts, self(probe)):
+                continue
+            for way in alternatives:
+                if self._are_told(texts, way(self(probe))):
+                    self.ways.append(way)
+                    break
+
+    def __call__(self, messages: Sequence[Message]) -> list[Message]:
+        told = list(messages)
+        for way in self.ways:
+            told = way(told)
+        return told
+
+    def _are_told(self, texts: Sequence[str], messages: list[Message]) -> bool:
+        """Whether the template writes all of ``texts``, each as often as it stands there."""
+        try:
+            text = self._render(messages, tools=[_OFFERED])
+        except Exception:  # a template may raise anything
+            return False
+        return all(text.count(one) >= count for one, count in Counter(texts).items())
+
+
+def _call(letter: str) -> dict[str, Any]:
+    function = {"name": f"probe_{letter}", "arguments": {"city": f"Place{letter}"}}
+    return {"id": f"call_{letter * 24}", "type": "function", "function": function}
+
+
+def _answer(*calls: dict[str, Any], text: str = "", **fields: str) -> Message:
+    return {"role": "assistant", "content": text, "tool_calls": list(calls), **fields}
+
+
+def _result(call: dict[str, Any], text: str) -> Message:
+    return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
+
+
+_OFFERED: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "offered", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+_ASKED: Message = {"role": "user", "content": "Asked"}
+_A, _B = _call("a"), _call("b")
+_TOLD_A, _TOLD_B = ("probe_a", "Placea"), ("probe_b", "Placeb")
+_PROBES: tuple[tuple[list[Message], tuple[str, ...], tuple[Way, ...]], ...] = (
+    (
+        [{"role": "system", "content": "First."}, {"role": "system", "content": "Second."}, _ASKED],
+        ("First.", "Second."),
+        (one_system,),
+    ),
+    ([_ASKED, _answer(_A), _result(_A, "Resulta")], (*_TOLD_A, "Resulta"), (short_ids, calls_as_text, tools_as_text)),
+    ([_ASKED, _answer(_A), _result(_A, "Resulta")], (*_TOLD_A, "probe_a", "Resulta"), (results_beside_calls,)),
+    (
+        [_ASKED, _answer(_A, _B), _result(_A, "Resulta"), _result(_B, "Resultb")],
+        (*_TOLD_A, *_TOLD_B, "Resultb"),
+        (one_call_each,),
+    ),
+    (
+        [_ASKED, _answer(_A, text="Said.", thinking="Thought.", reasoning_content="Thought."), _result(_A, "Resulta")],
+        ("Said.", *_TOLD_A, "Resulta"),
+        (text_as_thought, text_before_calls),
+    ),
+)
+"""A conversation, what must be told of it, and the ways to be tried if it is not."""
