@@ -224,14 +224,15 @@ def test_more_layers_are_tried_and_then_fewer(preset: int, best: int) -> None:
 
 def test_what_only_learns_fast_is_not_asked_about_where_the_training_is_long() -> None:
     def tau(options: dict[str, Any]) -> float:
-        return 2.0 + ("tokens_per_batch" in options) + (options.get("num_layers", 4) < 4)
+        faster = options.get("learning_rate", BASE.learning_rate) > BASE.learning_rate
+        return 2.0 + ("tokens_per_batch" in options) + (options.get("num_layers", 4) < 4) + faster
 
     long, short = Script(tau), Script(tau)
     assert (
         Search(replace(BASE, num_layers=4), long, (0, 1, 2), WIDTH, lambda _: None, few_steps=False).run().options == {}
     )
     found = Search(replace(BASE, num_layers=4), short, (0, 1, 2), WIDTH, lambda _: None, few_steps=True).run().options
-    assert found == {"num_layers": 2, "tokens_per_batch": BASE.tokens_per_batch // 4}
+    assert found == {"learning_rate": 0.025, "num_layers": 2, "tokens_per_batch": BASE.tokens_per_batch // 4}
 
 
 @pytest.mark.parametrize(("width", "on_a_fast_cpu"), [(64, "float32"), (256, "bfloat16"), (1024, "bfloat16")])
