@@ -98,7 +98,8 @@ class Engine:
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
         """Compiles the grammars of requests. A server calls it ahead of time, from other threads."""
         self.on_verified: list[OnVerified] = []
-        self._timings, self.arrivals, self.overlap, self._next_id = Timings(), Arrivals(), Overlap(target.device), 0
+        self.arrivals, self.overlap = Arrivals(), Overlap(target.device)
+        self._timings, self._next_id = Timings(), 0
         self.procedure = Speculative(self.config)
         self.procedures = Procedures(target, self.procedure)
         self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
@@ -125,7 +126,8 @@ class Engine:
         """Make pages and K/V for the target and the drafter, the scheduler and the runner; returns the drafter at work."""
         config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
         num_pages, size, spare = capacity.num_pages, capacity.page_size, capacity.page_size * capacity.cuda_graphs
-        self.pool, slots = PagePool(num_pages, size), num_pages * size
+        self.pool = PagePool(num_pages, size)
+        slots = num_pages * size
         store = target.make_store(config.kv_dtype, slots + spare)
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
         model, others, window = None, list[SequenceState](), None
@@ -196,7 +198,8 @@ class Engine:
 
     def commit(self, step: Step) -> list[Request]:
         """Make the verdicts final in the requests; returns those that ended."""
-        self._timings, finished, now = step.timings, list[Request](), time.perf_counter()
+        self._timings = step.timings
+        finished, now = list[Request](), time.perf_counter()
         for work in step.works:
             request, verdict, stats = work.request, work.verdict, work.request.stats
             if work.kind is Kind.PREFILL:
