@@ -197,12 +197,11 @@ class Tuning:
         options = dict(best.options)
         blocks = f"blocks of {self.config.block_size}, as asked for"
         if self.config.block_size is None:
-            options["block_size"], blocks = choose_block_size(best, pass_seconds(self.serving, BLOCK_SIZES))
+            sizes = BLOCK_SIZES if few else BLOCK_SIZES[BLOCK_SIZES.index(TRIAL_BLOCK) :]
+            options["block_size"], blocks = choose_block_size(best, pass_seconds(self.serving, sizes))
         self.say(blocks)
-        sizes = sizes_for(self.frozen.vocab_size)
-        options["draft_vocab_size"], drafted = choose_vocabulary(
-            best, replace(self.base, **options), self.frozen, self.serving, sizes
-        )
+        training, shares = replace(self.base, **options), sizes_for(self.frozen.vocab_size)
+        options["draft_vocab_size"], drafted = choose_vocabulary(best, training, self.frozen, self.serving, shares)
         self.say(drafted)
         first = trials[0]
         gain = best.score / first.score

@@ -30,6 +30,7 @@ BETTER = 1.02
 """How much better a choice must be than the one before: what two trials of the same options differ by."""
 TRIAL_BLOCK = 8
 BLOCK_SIZES = (4, TRIAL_BLOCK, 12, 16)
+"""What a training may have; a long one accepts so much more than its trials that it is not offered the shortest."""
 SHORTER = 1.1
 """How much better a block below ``TRIAL_BLOCK`` must be. A policy verifies fewer tokens of a longer one where they do not pay,
 none verifies more than a block has, and the training accepts more than the trial does."""
