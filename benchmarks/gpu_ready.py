@@ -267,7 +267,7 @@ def drafter_bytes(draft_weights: DraftWeights) -> int:
 def pool_tokens(gib: int, draft_weights: DraftWeights = "bf16") -> int:
     """Tokens of the default pool beside Qwen3-8B and its drafter, if a pass of 4,096 tokens takes its logits thrice."""
     weights = 2 * (LAYERS * layer_size() + 2 * HIDDEN * VOCAB) + drafter_bytes(draft_weights)
-    device = Device("cuda", "pretended", gib * GIB - weights)
+    device = Device("cuda", gib * GIB - weights)
     capacity = fit(
         CapacityConfig(),
         device,

@@ -110,6 +110,10 @@ class OnDevice(Tensor):
         _current().wait("a list is read")
         return self.inner.tolist()
 
+    def __int__(self) -> int:
+        _current().wait("a number is read")
+        return int(self.inner)
+
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 

@@ -298,7 +298,7 @@ def scored_as_after_the_anchor(after: Transitions, works: Works) -> list[Proposa
 
 @pytest.mark.parametrize("kind", ["residual", "dspark", "gated", "rnn", "selector", "domino"])
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(block, "walk_sampled", scored_as_after_the_anchor)
+    monkeypatch.setitem(propose.WALKS, Rule.SPECULATIVE, scored_as_after_the_anchor)
     probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative")
     assert probability < 1e-6
 

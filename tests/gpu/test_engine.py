@@ -240,7 +240,7 @@ def test_sampling_without_a_seed_mixes_no_devices(both: Both) -> None:
 def test_slots_that_stay_on_the_host_are_found(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backlog, "upload_together", lambda arrays, _: [torch.from_numpy(array) for array in arrays])
     with pretended(), pytest.raises(ValueError, match="cannot be accessed from Triton"):
-        answers(both.target, both.drafter, 1, GREEDY, draft_window=8)
+        answers(both.target, both.drafter, 8, GREEDY, draft_window=8)
 
 
 @pytest.mark.parametrize("kind", ["auto", "int8", "int4"])

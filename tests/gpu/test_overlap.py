@@ -67,7 +67,7 @@ def test_the_device_is_at_work_whenever_a_text_is_made(
 
 
 def test_texts_that_are_made_at_once_find_the_device_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = idle_and_busy(monkeypatch, "fixed", GREEDY, overlaps=False)
+    busy = idle_and_busy(monkeypatch, "fixed:1", GREEDY, overlaps=False)
     assert len(busy["text"]) >= 12
     assert not any(busy["text"])
 

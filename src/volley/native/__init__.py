@@ -491,11 +491,9 @@ class Decoder:
 
     def _scratch(self, tokens: int) -> _Scratch:
         if tokens > self._room[0]:
-            shape, widest = self._shape, max(self._shape.hidden, self._shape.inner, self._shape.heads * self._shape.dim)
-            widths = (
-                *(shape.hidden, (shape.heads + 2 * shape.shared) * shape.dim),
-                *(shape.heads * shape.dim, 2 * shape.inner, shape.inner),
-            )
+            hidden, inner, heads = self._shape.hidden, self._shape.inner, self._shape.heads * self._shape.dim
+            widest = max(hidden, inner, heads)
+            widths = (hidden, heads + 2 * self._shape.shared * self._shape.dim, heads, 2 * inner, inner)
             room = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
             room += _code_scratch(tokens, -(-widest // GROUP) * GROUP)
             self._room = (tokens, _Scratch(*map(_pointer, room)), room)
