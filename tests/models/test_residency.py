@@ -93,7 +93,7 @@ def size(folder: Path) -> int:
     return (folder / "model.safetensors").stat().st_size
 
 
-SLACK = 88 * 2**20
+SLACK = 104 * 2**20
 """What threads, buffers of a pass and the one weight that is being converted take beside the model."""
 SHARES = {"bf16": 1.0, "int8": 0.5, "int4": 0.29}
 """Of the bytes of bf16 weights."""
