@@ -310,7 +310,8 @@ class DraftRing(DraftContext):
 
     def release(self, request: Request) -> None:
         super().release(request)
-        self.pool.release(request.draft_table)
+        if request.draft_table.is_ring:  # one that was not admitted has none, and its table is the target's
+            self.pool.release(request.draft_table)
 
     def forget(self) -> None:
         self.pool.forget()
