@@ -75,7 +75,7 @@ class Engine:
         return self.last
 
     def stop(self, request: Any) -> None:
-        self.running.remove(request)
+        self.running = [other for other in self.running if other is not request]  # equal prompts make equal requests
         self.free += request.blocks
         request.blocks, request.read = [], 0
 
