@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from volley import native
 from volley.memory import kernels
 from volley.models.fingerprint import sample
-from volley.models.fused import LINEAR, FusedLayer
+from volley.models.fused import LINEAR, FusedLayer, layers_with_rotary
 from volley.models.joined import join_layers
 from volley.models.products import Float8Product, Product, codes_of, is_linear, make_product
 from volley.models.residency import MappedFiles, trim
@@ -71,12 +71,10 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
         fill(model)
         return False
     files = MappedFiles() if release else None
-    done = _replace_head(
-        model, weights, files, fill
-    )  # the largest weight first: not all of its file leaves while it is copied
-    done |= _fuse_layers(model, weights, files, fill) | {
-        module for module in model.modules() if "forward" in vars(module)
-    }
+    # The largest weight comes first: not all of its file leaves memory while it is copied.
+    done = _replace_head(model, weights, files, fill)
+    done |= _fuse_layers(model, weights, files, fill)
+    done |= {module for module in model.modules() if "forward" in vars(module)}
     fill(model)
     for module in model.modules():
         if module in done:
@@ -136,10 +134,7 @@ def weight_bytes(model: nn.Module) -> int:
 def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
     """Fuse the decoder layers that can be; returns these and all modules in them."""
     done: set[nn.Module] = set()
-    layers, rotary = getattr(_decoder(model), "layers", None), getattr(_decoder(model), "rotary_emb", None)
-    if not (native.available and isinstance(layers, nn.ModuleList) and isinstance(rotary, nn.Module)):
-        return done
-    for layer in layers:
+    for layer, rotary in layers_with_rotary(model) if native.available else ():
         fill(layer)
         fused = FusedLayer.of(layer, rotary, weights, files)
         if fused is None:
@@ -151,10 +146,6 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
                 _release(layer.get_submodule(name), files)
             trim()
     return done
-
-
-def _decoder(model: Any) -> Any:
-    return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
 def _release(layer: nn.Module, files: MappedFiles) -> None:

@@ -241,17 +241,17 @@ class Drafter(nn.Module):
         Weights that were loaded from a file leave memory, and are read from the file again when an adapter or a fingerprint needs
         them.
         """
-        convolves = self.config.conv_kernel_size is not None
         if weights == "fp8":
             assert not isinstance(head, Product), "a GPU's head is a tensor"
-            self._take_float8(head, joins=not convolves)
+            self._take_float8(head)
             return
         if weights != "bf16" and head is not None and self.lm_head is None:
             self.own_head = recoded_head(head, weights)
         layers, files = list(self._layers()), MappedFiles()
-        if kernels.usable(self.fc.weight.device) and not convolves:
+        device, is_plain = self.fc.weight.device, self._has_plain_layers
+        if is_plain and kernels.usable(device):
             self.join()
-        elif layers[0].mlp.down_proj.weight.device.type == "cpu" and all(fits(layer, weights) for layer in layers):
+        elif is_plain and device.type == "cpu" and all(fits(layer, weights) for layer in layers):
             shape = layer_shape(layers[0], self.config.head_dim**-0.5)
             self.fused = ([], shape)
             for layer in layers:
@@ -267,7 +267,12 @@ class Drafter(nn.Module):
         scale = self.config.head_dim**-0.5
         self.joined = [JoinedWeights(layer, layer_shape(layer, scale), join) for layer in self._layers()]
 
-    def _take_float8(self, head: Tensor | None, *, joins: bool) -> None:
+    @property
+    def _has_plain_layers(self) -> bool:
+        """Whether its layers are computed as Qwen3's are: no convolutions, and inputs of one width."""
+        return self.config.conv_kernel_size is None and self.config.eagle is None
+
+    def _take_float8(self, head: Tensor | None) -> None:
         """Compute with e4m3 codes of linear layers and of the target's ``head [V, H]``, but not in a sequential head.
 
         The layers' own weights move to the CPU, where adapters and fingerprints read them.
@@ -280,7 +285,7 @@ class Drafter(nn.Module):
         if head is not None and self.lm_head is None:
             self.own_head = Float8Product(head)
             self.float8.append(self.own_head)
-        if joins:
+        if self._has_plain_layers:
             self.join(make)
             for layer, joined in zip(self._layers(), self.joined, strict=True):
                 layer.take(joined.weights)

@@ -14,14 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from volley.files import read_json
-from volley.memory import kernels
-from volley.models.accelerate import accelerate
 from volley.models.checkpoint import DrafterConfig
 from volley.models.drafter import Attend, DraftAttention, Drafter, DraftLayer, RMSNorm
 from volley.models.eagle_format import NUM_TAPS, EagleConfig, is_eagle
 from volley.models.loading import drafter_path
-from volley.models.products import recoded_head
-from volley.native import DraftWeights, Product
 
 
 class EagleAttention(DraftAttention):
@@ -52,16 +48,6 @@ class EagleDrafter(Drafter):
     @property
     def layer(self) -> DraftLayer:
         return cast(DraftLayer, self.layers[0])
-
-    def fuse(self, weights: DraftWeights = "bf16", head: Tensor | Product | None = None) -> None:
-        if weights == "fp8":
-            assert not isinstance(head, Product), "a GPU's head is a tensor"
-            self._take_float8(head, joins=False)
-            return
-        if weights != "bf16" and head is not None and self.lm_head is None:
-            self.own_head = recoded_head(head, weights)
-        if not kernels.usable(self.fc.weight.device):
-            accelerate(self, weights)
 
     def fused_states(self, features: Tensor) -> Tensor:
         """States ``[T, H]`` of the target's tapped features ``[T, 3 · H]``."""

@@ -108,6 +108,15 @@ def is_gated_layer(layer: nn.Module) -> bool:
     )
 
 
+def layers_with_rotary(model: Any) -> list[tuple[nn.Module, nn.Module]]:
+    """Each decoder layer of a model with its rotary embedding; none if they are not where Llama has them."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+    if not (isinstance(layers, nn.ModuleList) and isinstance(rotary, nn.Module)):
+        return []
+    return [(layer, rotary) for layer in layers]
+
+
 class Recognised(NamedTuple):
     """What a layer of transformers' makes of some states, and how."""
 
@@ -116,14 +125,12 @@ class Recognised(NamedTuple):
     options: AttentionOptions
     output: Tensor
 
-    def can_be_fused(self, shape: native.LayerShape) -> bool:
-        """Whether whole heads are turned, and attention is plain."""
-        plain = self.options.softcap is None and self.options.sinks is None
-        return plain and self.turns[0].shape[-1] == shape.dim
-
 
 def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
-    """Try a layer that is built like Llama's or Qwen's; ``None`` if it is not, or is called otherwise."""
+    """Try a layer that is built like Llama's or Qwen's; ``None`` if it is not, or is called otherwise.
+
+    ``None`` too where only a part of each head is turned, or scores are capped or have sinks: no kernel does that.
+    """
     attention: Any = getattr(layer, "self_attn", None)
     if not (is_gated_layer(layer) and hasattr(attention, "config") and hasattr(attention, "layer_idx")):
         return None
@@ -132,7 +139,11 @@ def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
     weight = attention.q_proj.weight
     states = torch.randn(1, 6, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     tried = _try(layer, rotary, states)
-    return None if tried is None else Recognised(states, *tried)
+    if tried is None:
+        return None
+    seen = Recognised(states, *tried)
+    is_plain = seen.options.softcap is None and seen.options.sinks is None
+    return seen if is_plain and seen.turns[0].shape[-1] == attention.head_dim else None
 
 
 class LayerForward(ABC):
@@ -216,7 +227,7 @@ class FusedLayer(LayerForward, Generic[P]):
         if not hasattr(layer, "self_attn") or not fits(layer, weights):
             return None
         seen = recognise(layer, rotary)
-        if seen is None or not seen.can_be_fused(layer_shape(layer, seen.options.scale)):
+        if seen is None:
             return None
         if not FusedLayer(layer, seen.options, layer_weights(layer, _side_by_side)).computes(seen):
             return None

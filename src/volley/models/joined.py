@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from volley.memory.attention import AttentionOptions
 from volley.memory.rows import row_operations
-from volley.models.fused import LayerForward, layer_shape, layer_weights, recognise
+from volley.models.fused import LayerForward, layer_weights, layers_with_rotary, recognise
 from volley.native import LayerShape
 
 
@@ -97,7 +97,7 @@ class JoinedLayer(LayerForward):
     def of(cls, layer: nn.Module, rotary: nn.Module) -> Self | None:
         """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
         seen = recognise(layer, rotary)
-        if seen is None or not seen.can_be_fused(layer_shape(layer, seen.options.scale)):
+        if seen is None:
             return None
         own = cls(layer, seen.options)
         return own if own.computes(seen) else None
@@ -111,11 +111,7 @@ class JoinedLayer(LayerForward):
 
 def join_layers(model: Any) -> int:
     """Replace the forward of every layer that can be joined; returns their number."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
-    if not (isinstance(layers, nn.ModuleList) and isinstance(rotary, nn.Module)):
-        return 0
-    found = [(layer, JoinedLayer.of(layer, rotary)) for layer in layers]
+    found = [(layer, JoinedLayer.of(layer, rotary)) for layer, rotary in layers_with_rotary(model)]
     for layer, joined in found:
         if joined is not None:
             layer.forward = joined
