@@ -1,6 +1,5 @@
 """Block-diffusion language models: the settings of their families, and how their checkpoints are recognised and loaded."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import find_target
 from volley.memory.device import usable_device
 from volley.models.accelerate import accelerate
-from volley.models.loading import straight_to
+from volley.models.loading import reading, straight_to
 from volley.models.quantised import load_model
-from volley.models.target import BlockDiffusion, Target
+from volley.models.target import TARGET_FILES, BlockDiffusion, Target
 from volley.native import TargetWeights
 from volley.types import DiffusionParams
 
@@ -89,6 +88,7 @@ def load_target(
     except Exception:  # what is wrong with it is for the loader of causal LMs to say
         return Target.from_pretrained(path, dtype, device, weights)
     kind = str(values.get("model_type", "")).lower()
+    remedy = f"give a hub name or a folder with {TARGET_FILES}"
     if weights not in ("auto", "bf16") and (kind in _NATIVE or kind == "diffusion_gemma"):
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
     if kind in _REFUSED:
@@ -100,9 +100,11 @@ def load_target(
     if kind == "diffusion_gemma":
         from volley.models.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
 
-        return _checked(path, lambda: DiffusionGemma.from_folder(path, dtype, device))
+        with reading(path, "the diffusion model", remedy):
+            return DiffusionGemma.from_folder(path, dtype, device)
     if kind in _NATIVE:
-        return _checked(path, lambda: _load_native(path, values, *_NATIVE[kind], dtype, device))
+        with reading(path, "the diffusion model", remedy):
+            return _load_native(path, values, *_NATIVE[kind], dtype, device)
     target = Target.from_pretrained(path, dtype, device, weights)
     if (own := values.get("block_diffusion")) is not None:
         target.diffusion = _joint(path, own, target.vocab_size)
@@ -119,18 +121,6 @@ def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
     except ConfigError as error:
         raise CheckpointError(f"{remedy}, and defaults of requests: {error}") from None
     return replace(JOINT, mask_token_id=own["mask_token_id"], defaults=settings.over(JOINT.defaults))
-
-
-def _checked(path: str | Path, load: Callable[[], Target]) -> Target:
-    try:
-        return load()
-    except (UnsupportedModelError, CheckpointError):
-        raise
-    except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
-        raise CheckpointError(
-            f"{path}: the diffusion model cannot be read ({error}); give a hub name or a folder with config.json, "
-            "model.safetensors and tokenizer files"
-        ) from error
 
 
 def _load_native(

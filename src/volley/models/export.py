@@ -8,13 +8,13 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from volley.errors import CheckpointError, ConfigError, VolleyError
+from volley.errors import ConfigError
 from volley.files import check_weights, write_atomically
 from volley.models.checkpoint import Checkpoint, DrafterConfig
 from volley.models.drafter import Drafter
 from volley.models.formats import Format, drafter_folder, read_checkpoint, without_confidence, write_checkpoint
 from volley.models.heads import ResidualHead
-from volley.models.loading import load_causal_lm, load_config
+from volley.models.loading import load_causal_lm, load_config, reading
 
 
 def export(
@@ -95,17 +95,11 @@ class TargetShape:
     @classmethod
     def from_pretrained(cls, name: str | Path) -> Self:
         """Read the config of a folder or of a model on the hub, no weights."""
-        try:
+        with reading(name, "the target's config"):
             config = load_config(name)
             text = config.get_text_config()
             architectures = tuple(config.architectures or ())
             return cls(str(name), architectures, text.hidden_size, text.vocab_size, text.num_hidden_layers)
-        except VolleyError:
-            raise
-        except Exception as error:  # transformers raises many kinds for a damaged folder or an unknown name
-            raise CheckpointError(
-                f"{name}: the target's config cannot be read ({error}); give a hub name or a folder with config.json"
-            ) from error
 
     def check(self, config: DrafterConfig) -> None:
         """Refuse a drafter of another target."""
@@ -121,14 +115,8 @@ class TargetEnds:
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> Self:
-        try:
+        with reading(name, "the target"):
             model = load_causal_lm(name, "auto")
-        except VolleyError:
-            raise
-        except Exception as error:  # as above
-            raise CheckpointError(
-                f"{name}: the target cannot be read ({error}); give a hub name or a folder"
-            ) from error
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if type(embedding) is not nn.Embedding or getattr(head, "bias", None) is not None:
             raise ConfigError(

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from volley import native
-from volley.errors import CheckpointError, UnsupportedModelError
+from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
 from volley.files import find_target
 from volley.models.accelerate import Fill, filled
 from volley.models.folders import check_config_file
@@ -40,6 +40,20 @@ from volley.native import TargetWeights, Weights
 _CPU = torch.device("cpu")
 log = logging.getLogger("volley")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@contextmanager
+def reading(
+    path: str | Path, what: str, remedy: str = "give a hub name or a folder with config.json"
+) -> Iterator[None]:
+    """Turn errors of transformers and safetensors, which are of many kinds, into a CheckpointError: ``what`` cannot be read."""
+    try:
+        yield
+    except VolleyError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: {what} cannot be read ({reason}); {remedy}") from error
 
 
 def load_config(path: str | Path) -> PretrainedConfig:

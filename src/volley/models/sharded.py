@@ -43,7 +43,7 @@ from volley.models.loading import load_config
 from volley.models.quantised import quantisation_of
 from volley.models.recurrent import RECURRENT_LAYERS
 from volley.models.taps import Taps
-from volley.models.target import Target, check_config, load_tokenizer, reading
+from volley.models.target import Target, check_config, load_tokenizer, reading_target
 from volley.native import TargetWeights
 
 _PATIENCE = timedelta(days=3650)  # an idle server sends nothing
@@ -126,7 +126,7 @@ class ShardedTarget(Target):
             raise ConfigError("the processes of torchrun hold one target; start others for another target")
         _check_machine(usable_device(device), weights)
         owns_group = not dist.is_initialized()
-        with reading(path):
+        with reading_target(path):
             config = _divisible_config(path, world)
             check_files(path)
             plan = DistributedConfig(tp_size=world, tp_plan={"lm_head": _WHOLE})

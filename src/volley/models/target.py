@@ -35,7 +35,7 @@ from volley.models.accelerate import accelerate
 from volley.models.folders import check_files
 from volley.models.fused import FusedDecoder, is_gated_layer
 from volley.models.latent import LatentAttention, attach_latents
-from volley.models.loading import auto_tokenizer, choose_weights, load_config, load_for_codes
+from volley.models.loading import auto_tokenizer, choose_weights, load_config, load_for_codes, reading
 from volley.models.products import is_linear
 from volley.models.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
 from volley.models.rehearsal import made_up
@@ -60,6 +60,7 @@ class BlockDiffusion:
     defaults: DiffusionParams
 
 
+TARGET_FILES = "config.json, model.safetensors and tokenizer files"
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"}
 _STATELESS_LAYERS = {"moe", "mlp"}
@@ -97,15 +98,13 @@ def _volley_attention(
             "pages. Use another target"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+    layer: int = module.layer_idx  # type: ignore[assignment]
     latent: LatentAttention | None = getattr(module, "volley_latent", None)
     if latent is not None and latent.serves(query, key, value, scale):
         own, shared = latent.absorb(query, key)
         keys = shared[0].transpose(0, 1)
-        options = AttentionOptions(scale, sliding_window, softcap, s_aux)
-        found = volley_call(module.layer_idx, own[0].transpose(0, 1), keys, keys, options)  # type: ignore[arg-type]
-        return latent.expand(found[None]), None
-    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
-    layer: int = module.layer_idx  # type: ignore[assignment]
+        return latent.expand(volley_call(layer, own[0].transpose(0, 1), keys, keys, options)[None]), None
     width, widest = value.shape[-1], max(value.shape[-1], key.shape[-1])
     if width != key.shape[-1]:
         query, key, value = (pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
@@ -345,7 +344,7 @@ class Target:
         """
         path, device = find_target(path), usable_device(device)
         with giving_back():
-            with reading(path):
+            with reading_target(path):
                 kind = choose_weights(path, weights, device, dtype)
                 check_config(load_config(path))
                 check_files(path)
@@ -357,33 +356,22 @@ class Target:
 
 
 @contextmanager
-def reading(path: str | Path) -> Iterator[None]:
+def reading_target(path: str | Path) -> Iterator[None]:
     """Errors of reading a target from ``path``, with their remedies."""
-    try:
-        yield
-    except VolleyError:
-        raise
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"{path}: transformers cannot load this as a causal LM ({error}); give a hub name or a folder of one"
-        ) from error
-    except Exception as error:  # transformers and safetensors raise many kinds for a damaged folder
-        raise CheckpointError(
-            f"{path}: the target cannot be read ({type(error).__name__}: {error}); give a hub name or a folder with config.json, "
-            "model.safetensors and tokenizer files"
-        ) from error
+    with reading(path, "the target", f"give a hub name or a folder with {TARGET_FILES}"):
+        try:
+            yield
+        except VolleyError:
+            raise
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"{path}: transformers cannot load this as a causal LM ({error}); give a hub name or a folder of one"
+            ) from error
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    try:
+    with reading(path, "the tokenizer", "put the target's tokenizer files there again"):
         tokenizer = auto_tokenizer(path)
-    except VolleyError:
-        raise
-    except Exception as error:  # transformers and tokenizers raise many kinds for damaged files
-        raise CheckpointError(
-            f"{path}: the tokenizer cannot be read ({error or type(error).__name__}); put the target's tokenizer files "
-            "there again"
-        ) from error
     if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
         raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
     return tokenizer
