@@ -69,15 +69,18 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     return codes.flatten(-2)
 
 
-def _decode_gptq(stored: Stored, settings: Mapping[str, Any]) -> Tensor:
-    bits, scales = settings["bits"], stored["scales"].float()
-    codes = unpack(stored["qweight"].T.contiguous(), bits)  # [out, in]
+def gptq_parts(stored: Stored, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[out, in]`` and zeros ``[groups, out]`` of a matrix, and the group ``[in]`` of each input if they are in order."""
+    codes = unpack(stored["qweight"].T.contiguous(), settings["bits"])
     first = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1  # the older format stores zeros less one
-    zeros = unpack(stored["qzeros"], bits) + first
-    groups = stored.get("g_idx")
-    if groups is None:
-        groups = torch.arange(codes.shape[1]) // (codes.shape[1] // len(scales))
-    return (codes - zeros.T[:, groups.long()]) * scales.T[:, groups.long()]
+    zeros = unpack(stored["qzeros"], settings["bits"]) + first
+    return codes, zeros, torch.arange(codes.shape[1]) // (codes.shape[1] // len(stored["scales"]))
+
+
+def _decode_gptq(stored: Stored, settings: Mapping[str, Any]) -> Tensor:
+    codes, zeros, in_order = gptq_parts(stored, settings)
+    groups = stored.get("g_idx", in_order).long()
+    return (codes - zeros.T[:, groups]) * stored["scales"].float().T[:, groups]
 
 
 def _decode_awq(stored: Stored, _: Mapping[str, Any]) -> Tensor:

@@ -11,6 +11,7 @@ from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore, make_store
 
 CONTEXT = 128  # tokens of a short prompt
+_PAGE = 16  # tokens of a page: the usual number, because kernels are compiled anew for each
 _MOST_RUNS = 8
 _LONG = 0.1  # seconds of timing after which no further run is made
 _ALIKE = 1.05  # two runs whose times differ by less were not interrupted
@@ -24,17 +25,13 @@ def made_up(
     *,
     causal: bool,
     context: int,
-    page_size: int = 16,
 ) -> tuple[RaggedBatch, KVStore]:
-    """A batch of requests with ``lengths`` tokens, each behind ``context`` others, and a store for layers of ``shapes``.
-
-    Kernels are compiled anew for each ``page_size``, so it is a usual one.
-    """
-    pages = -(-(context + max(lengths)) // page_size)
-    tables = [BlockTable(page_size, range(i * pages, (i + 1) * pages)) for i in range(len(lengths))]
+    """A batch of requests with ``lengths`` tokens, each behind ``context`` others, and a store for layers of ``shapes``."""
+    pages = -(-(context + max(lengths)) // _PAGE)
+    tables = [BlockTable(_PAGE, range(i * pages, (i + 1) * pages)) for i in range(len(lengths))]
     segments = [Segment(table, context, length, causal) for table, length in zip(tables, lengths, strict=True)]
     batch = RaggedBatch(segments, torch.zeros(sum(lengths), dtype=torch.long, device=device))
-    return batch, make_store("auto", shapes, len(lengths) * pages * page_size, dtype, device)
+    return batch, make_store("auto", shapes, len(lengths) * pages * _PAGE, dtype, device)
 
 
 def context_of(lengths: Sequence[int], longest: int) -> int:

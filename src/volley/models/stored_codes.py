@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from volley.models.formats import weight_files
-from volley.models.packed import unpack
+from volley.models.packed import gptq_parts, unpack
 from volley.models.quantised import Quantisation
 from volley.native import GROUP, Codes, Weights
 
@@ -93,13 +93,10 @@ def _decode_compressed(_: Mapping[str, Any], bits: int, stored: Stored) -> Codes
 def _decode_gptq(settings: Mapping[str, Any], bits: int, stored: Stored) -> Codes | None:
     if not {"qzeros", "scales"} <= stored.keys():
         return None
-    first = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-    codes, scales = unpack(stored["qweight"].T.contiguous(), bits), stored["scales"].T.float()
-    in_order = torch.arange(codes.shape[1]) // (codes.shape[1] // scales.shape[1])
-    shifted = (unpack(stored["qzeros"], bits) + first != 2 ** (bits - 1)).any()
-    if shifted or not torch.equal(stored.get("g_idx", in_order).long(), in_order):
+    codes, zeros, in_order = gptq_parts(stored, settings)
+    if (zeros != 2 ** (bits - 1)).any() or not torch.equal(stored.get("g_idx", in_order).long(), in_order):
         return None
-    return _fitted((codes - 2 ** (bits - 1)).to(torch.int8), scales, bits)
+    return _fitted((codes - 2 ** (bits - 1)).to(torch.int8), stored["scales"].T.float(), bits)
 
 
 def _fitted(codes: Tensor, scales: Tensor, bits: int) -> Codes | None:
