@@ -1,8 +1,9 @@
 """What the ``generate`` and ``demo`` commands show: streamed answers, their statistics, plain decoding beside them."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -28,6 +29,7 @@ DEMO_PROMPTS = {
 }
 DEMO_TOKENS = 128
 DEMO_TURNS = 3
+_DEMO = SamplingParams(max_tokens=DEMO_TOKENS)
 WARM_UP = SamplingParams(max_tokens=16)
 """Lets the first call's one-time costs pass before anything is timed."""
 _CAUSAL_MODES: tuple[DiffusionMode, DiffusionMode] = ("self", "autoregressive")
@@ -185,16 +187,9 @@ def comparison_table(rows: dict[str, Comparison]) -> Table:
 
 def demo(engine: "Engine", out: Console) -> bool:
     """Stream three answers, measure both ways of decoding on each; False if tokens differed without a tie to explain it."""
-    plain = without_drafter(engine)
-    rows: dict[str, Comparison] = {}
-    params = SamplingParams(max_tokens=DEMO_TOKENS)
-    for name, text in DEMO_PROMPTS.items():
-        prompt: list[Message] = [{"role": "user", "content": text}]
-        if not rows:
-            compare(engine, plain, prompt, WARM_UP)
-        out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
-        stream(engine, prompt, params, out)
-        rows[name] = compare(engine, plain, prompt, params, DEMO_TURNS)
+    rows = _answer_each(
+        lambda prompt: stream(engine, prompt, _DEMO, out), partial(compare, engine, without_drafter(engine)), out
+    )
     out.print()
     if out.is_terminal:
         out.print(Text.assemble("Text in ", ("this colour", DRAFTED), " was drafted, the rest is the target's own.\n"))
@@ -204,21 +199,32 @@ def demo(engine: "Engine", out: Console) -> bool:
 def demo_diffusion(engine: "Engine", out: Console) -> bool:
     """Paint three answers while they are denoised, then let the model draft for itself; False if that changed a token without a
     tie to explain it."""
-    rows: dict[str, Comparison] = {}
-    params = SamplingParams(max_tokens=DEMO_TOKENS)
-    for name, text in DEMO_PROMPTS.items():
-        prompt: list[Message] = [{"role": "user", "content": text}]
-        if not rows:
-            compare_modes(engine, prompt, WARM_UP)
-        out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
-        painted = stream(engine, prompt, replace(params, diffusion=DiffusionParams(stream_drafts=True)), out).stats
+
+    def paint(prompt: list[Message]) -> None:
+        painted = stream(engine, prompt, replace(_DEMO, diffusion=DiffusionParams(stream_drafts=True)), out).stats
         passes = painted.denoising_steps + painted.commit_passes
         out.print(f"{painted.output_tokens} tokens in {passes} passes: {painted.tokens_per_pass:.2f} tokens a pass")
-        rows[name] = compare_modes(engine, prompt, params, DEMO_TURNS)
+
+    rows = _answer_each(paint, partial(compare_modes, engine), out)
     out.print(
         "\nThe same model drafting a canvas and verifying it causally, beside one token at a time:\n", soft_wrap=True
     )
     return _report(engine, rows, out)
+
+
+def _answer_each(
+    answer: Callable[[list[Message]], object], compare: Callable[..., Comparison], out: Console
+) -> dict[str, Comparison]:
+    """Answer each of the demo's prompts, and compare two ways of decoding on it."""
+    rows: dict[str, Comparison] = {}
+    for name, text in DEMO_PROMPTS.items():
+        prompt: list[Message] = [{"role": "user", "content": text}]
+        if not rows:
+            compare(prompt, WARM_UP)
+        out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
+        answer(prompt)
+        rows[name] = compare(prompt, _DEMO, DEMO_TURNS)
+    return rows
 
 
 def _report(engine: "Engine", rows: dict[str, Comparison], out: Console) -> bool:
