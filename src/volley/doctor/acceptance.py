@@ -13,7 +13,7 @@ from torch import Tensor
 
 from volley.models.drafter import Drafter
 from volley.models.taps import Taps
-from volley.train.anchors import build_blocks
+from volley.train.anchors import Blocks, build_blocks
 from volley.train.documents import Document, pad
 from volley.train.features import FrozenTarget
 from volley.train.step import BlockForward
@@ -94,11 +94,6 @@ def walk(
 ) -> Walk:
     """``taps`` and ``mask`` replace the drafter's own; ``logits`` its way from states ``[T, H]`` to logits ``[T, V]``."""
     config, forward = drafter.config, BlockForward(drafter, "grouped")
-    mask = config.mask_token_id if mask is None else mask
-
-    def head(states: Tensor) -> Tensor:
-        return with_bias(states, target.head) @ target.head.t()
-
     result = Walk()
     with Taps(target.model, config.target_layer_ids if taps is None else taps) as tapped:
         for document in documents:
@@ -107,18 +102,8 @@ def walk(
             ids = pad([document])
             hidden = target.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
             features = tapped.take()
-            blocks = build_blocks(ids, [end], [anchors], config.block_size, mask)
-            tokens = blocks.token_ids.flatten()
-            before = torch.cat([blocks.token_ids[..., :1], blocks.token_ids[..., :1], blocks.labels[..., :-1]], dim=-1)
-            states = forward(
-                features,
-                blocks.anchors,
-                drafter.embed(tokens, target.embed),
-                blocks.positions.flatten(),
-                target.embed(before.flatten()) if drafter.head is not None else None,
-            )
-            rows = states.view(len(anchors), config.block_size, -1)[:, 1:].flatten(0, 1)
-            found = (logits or (lambda states: drafter.logits(states, head)))(rows)
+            states, blocks = draft_states(forward, target, ids, features, anchors, mask)
+            found = draft_logits(drafter, target, states) if logits is None else logits(states)
             valid, labels = blocks.valid[0], blocks.labels[0].flatten()
             of_label = found.float().log_softmax(-1)[torch.arange(len(labels)), labels].clamp(min=UNLIKELY)
             sums = (of_label.view(valid.shape) * valid).sum(-1) / valid.sum(-1)
@@ -130,6 +115,37 @@ def walk(
                 chances = _overlap(slots, target_logits(target, hidden[start : end - 1]), temperature)
             result.chances.append(chances * blocks.valid[0])
     return result
+
+
+def draft_states(
+    forward: BlockForward,
+    target: FrozenTarget,
+    ids: Tensor,
+    features: Tensor,
+    anchors: list[int],
+    mask: int | None = None,
+) -> tuple[Tensor, Blocks]:
+    """The drafter's states ``[n · (B − 1), H]`` for blocks at ``anchors [n]`` of a text ``ids [1, T]``, and the blocks.
+
+    ``features [1, T, taps · H]`` are the target's; ``mask`` replaces the drafter's mask token.
+    """
+    drafter, size = forward.drafter, forward.drafter.config.block_size
+    mask = drafter.config.mask_token_id if mask is None else mask
+    blocks = build_blocks(ids, [ids.shape[1]], [anchors], size, mask)
+    before = torch.cat([blocks.token_ids[..., :1], blocks.token_ids[..., :1], blocks.labels[..., :-1]], dim=-1)
+    states = forward(
+        features,
+        blocks.anchors,
+        drafter.embed(blocks.token_ids.flatten(), target.embed),
+        blocks.positions.flatten(),
+        target.embed(before.flatten()) if drafter.head is not None else None,
+    )
+    return states.view(len(anchors), size, -1)[:, 1:].flatten(0, 1), blocks
+
+
+def draft_logits(drafter: Drafter, target: FrozenTarget, states: Tensor) -> Tensor:
+    """The drafter's logits ``[T, V]`` of its states ``[T, H]``."""
+    return drafter.logits(states, lambda own: with_bias(own, target.head) @ target.head.t())
 
 
 def with_bias(states: Tensor, head: Tensor) -> Tensor:

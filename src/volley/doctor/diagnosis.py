@@ -135,9 +135,13 @@ class Doctor:
         spread = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / max(1, len(gains) - 1) / len(gains))
         return mean > CLEAR * self.as_it_is.loss and mean > SURE * spread
 
-    def _gain(self, changed: Walk) -> str:
-        taus = f"τ {self.as_it_is.tau:.2f} as it is, {changed.tau:.2f} so"
-        return f"{taus}; cross-entropy {self.as_it_is.loss:.2f} and {changed.loss:.2f}"
+    def _suspect(self, changed: Walk, name: str, change: str, remedy: str) -> Iterator[Suspect]:
+        """A finding with the loss of a walk that was changed in one respect, if that is what the drafter was made for."""
+        if self._better(changed):
+            before = self.as_it_is
+            taus = f"τ {before.tau:.2f} as it is, {changed.tau:.2f} so"
+            evidence = f"{change}: {taus}; cross-entropy {before.loss:.2f} and {changed.loss:.2f}"
+            yield changed.loss, Finding(name, evidence, remedy)
 
     def _weights(self) -> Iterator[Finding]:
         trained = self.report.get("fingerprints", {}).get("target") or self.drafter.config.target_fingerprint
@@ -171,16 +175,12 @@ class Doctor:
         def of_target(states: Tensor) -> Tensor:
             return with_bias(states, head) @ head.t()
 
-        changed = self._walk(logits=of_target)
-        if self._better(changed):
-            yield (
-                changed.loss,
-                Finding(
-                    "replaced head",
-                    f"with the target's own head: {self._gain(changed)}",
-                    "leave the drafter's head out: volley export --to sglang --target TARGET",
-                ),
-            )
+        yield from self._suspect(
+            self._walk(logits=of_target),
+            "replaced head",
+            "with the target's own head",
+            "leave the drafter's head out: volley export --to sglang --target TARGET",
+        )
 
     def _taps(self) -> Iterator[Suspect]:
         own, depth = self.drafter.config.target_layer_ids, len(self.target.model.get_decoder().layers)
@@ -188,36 +188,25 @@ class Doctor:
             taps = [tap + shift for tap in own]
             if min(taps) < -1 or max(taps) >= depth:
                 continue
-            changed = self._walk(taps=taps)
-            if self._better(changed):
-                yield (
-                    changed.loss,
-                    Finding(
-                        "taps shifted by one",
-                        f"with taps {taps} instead of {list(own)}: {self._gain(changed)}",
-                        "correct target_layer_ids in config.json: 0-based layers whose output is tapped",
-                    ),
-                )
+            yield from self._suspect(
+                self._walk(taps=taps),
+                "taps shifted by one",
+                f"with taps {taps} instead of {list(own)}",
+                "correct target_layer_ids in config.json: 0-based layers whose output is tapped",
+            )
 
     def _rotary(self) -> Iterator[Suspect]:
         config = self.drafter.config
         rope = getattr(self.target.text_config, "rope_parameters", None) or {}
         candidates = {float(rope["rope_theta"])} if rope.get("rope_theta") else set[float]()
-        best: tuple[float, Walk] | None = None
         for theta in sorted(candidates | set(THETAS) - {config.rope_theta}):
             other = Drafter(replace(config, rope_theta=theta)).to(self.drafter.fc.weight.dtype)
             other.load_state_dict(self.drafter.state_dict())
-            changed = self._walk(other.eval())
-            if self._better(changed) and (best is None or changed.loss < best[1].loss):
-                best = theta, changed
-        if best is not None:
-            yield (
-                best[1].loss,
-                Finding(
-                    "rotary settings",
-                    f"with rope_theta {best[0]:g} instead of {config.rope_theta:g}: {self._gain(best[1])}",
-                    "correct rope_theta in config.json",
-                ),
+            yield from self._suspect(
+                self._walk(other.eval()),
+                "rotary settings",
+                f"with rope_theta {theta:g} instead of {config.rope_theta:g}",
+                "correct rope_theta in config.json",
             )
 
     def _mask(self) -> Iterator[Suspect]:
@@ -226,16 +215,12 @@ class Doctor:
             self.target.tokenizer, self.target.model.get_input_embeddings().weight, self.documents, None
         )
         if usual != own:
-            changed = self._walk(mask=usual)
-            if self._better(changed):
-                yield (
-                    changed.loss,
-                    Finding(
-                        "mask token",
-                        f"with token {usual} instead of {own}: {self._gain(changed)}",
-                        "correct mask_token_id in config.json",
-                    ),
-                )
+            yield from self._suspect(
+                self._walk(mask=usual),
+                "mask token",
+                f"with token {usual} instead of {own}",
+                "correct mask_token_id in config.json",
+            )
 
     def _mask_in_text(self) -> Iterator[Finding]:
         own = self.drafter.config.mask_token_id

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from volley.doctor.acceptance import kept_at_least, target_logits, with_bias
+from volley.doctor.acceptance import draft_logits, draft_states, kept_at_least, target_logits
 from volley.models.drafter import Drafter
 from volley.models.taps import Taps
 from volley.recalibrate.reservoir import ServedRow
-from volley.train.anchors import build_blocks
 from volley.train.features import FrozenTarget
 from volley.train.step import BlockForward
 
@@ -78,26 +77,17 @@ def _chances(
     ``wanted`` is the target's log-probability of each served token after the first.
     """
     drafter, end = forward.drafter, ids.shape[1]
-    config, parts = drafter.config, []
+    size, parts = drafter.config.block_size, []
     for first in range(start, end - 1, ANCHORS):
         anchors = list(range(first, min(first + ANCHORS, end - 1)))
-        blocks = build_blocks(ids, [end], [anchors], config.block_size, config.mask_token_id)
-        before = torch.cat([blocks.token_ids[..., :1], blocks.token_ids[..., :1], blocks.labels[..., :-1]], dim=-1)
-        states = forward(
-            features,
-            blocks.anchors,
-            drafter.embed(blocks.token_ids.flatten(), target.embed),
-            blocks.positions.flatten(),
-            target.embed(before.flatten()) if drafter.head is not None else None,
-        )
-        rows = states.view(len(anchors), config.block_size, -1)[:, 1:].flatten(0, 1)
-        logits = drafter.logits(rows, lambda states: with_bias(states, target.head) @ target.head.t())
+        states, blocks = draft_states(forward, target, ids, features, anchors)
+        logits = draft_logits(drafter, target, states)
         labels, valid = blocks.labels[0], blocks.valid[0]
         if wanted is None:
             kept = (logits.argmax(-1).view(labels.shape) == labels).float()
         else:
             after = torch.arange(first - start, first - start + len(anchors), device=ids.device)[:, None]
-            after = (after + torch.arange(config.block_size - 1, device=ids.device)).clamp(max=len(wanted) - 1)
+            after = (after + torch.arange(size - 1, device=ids.device)).clamp(max=len(wanted) - 1)
             drawn = (logits.float() / temperature).log_softmax(-1).gather(1, labels.flatten()[:, None])
             kept = (drawn.view(labels.shape) - wanted[after]).clamp(max=0).exp()
         parts.append((kept * valid).cpu())
