@@ -1,12 +1,11 @@
 """The HTTP application: routes in OpenAI's shape around one :class:`Service`."""
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,9 +25,14 @@ from volley.serve.fields import first_problem
 from volley.serve.gate import Gate, Refused
 from volley.serve.models import Models
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from volley.serve.replies import Dialect
 from volley.serve.responses import ResponsesRequest
+from volley.serve.service import Service
+from volley.serve.worker import Job
 
-log = logging.getLogger("volley.serve")
+T = TypeVar("T", ChatRequest, CompletionRequest, ResponsesRequest)
+OpenJob = Callable[[Service, T, str], Awaitable[tuple[Job, Dialect]]]
+"""``open_job(service, body, client)``: the job of a body, and what writes its answer."""
 
 _ERROR: dict[str, Any] = {
     "description": "An error in OpenAI's form",
@@ -104,29 +108,27 @@ def create_app(models: Models, config: ServeConfig) -> FastAPI:
 def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
     started = int(time.time())
 
+    async def answer(body: T, request: Request, open_job: OpenJob[T]) -> Response:
+        service, timeout = models.find(body.model), _timeout(config, request)
+        if config.log_prompts:
+            request.state.fields["body"] = body.model_dump(exclude_unset=True)
+        job, dialect = await open_job(service, body, request.state.client)
+        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, whole or as a stream of server-sent events."""
-        service, timeout = models.find(body.model), _timeout(config, request)
-        _log_prompt(config, request, body)
-        job, dialect = await service.chat(body, request.state.client)
-        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+        return await answer(body, request, Service.chat)
 
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts, whole or as a stream of server-sent events."""
-        service, timeout = models.find(body.model), _timeout(config, request)
-        _log_prompt(config, request, body)
-        job, dialect = await service.complete(body, request.state.client)
-        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+        return await answer(body, request, Service.complete)
 
     @app.post("/v1/responses", response_class=Response)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream. Nothing is kept."""
-        service, timeout = models.find(body.model), _timeout(config, request)
-        _log_prompt(config, request, body)
-        job, dialect = await service.respond(body, request.state.client)
-        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+        return await answer(body, request, Service.respond)
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -235,10 +237,3 @@ def _explained(error: HTTPException, request: Request) -> str:
             allowed = (error.headers or {}).get("Allow", "")
             return f"{path} does not take {request.method}; use {allowed}"
     return str(error.detail)
-
-
-def _log_prompt(
-    config: ServeConfig, request: Request, body: ChatRequest | CompletionRequest | ResponsesRequest
-) -> None:
-    if config.log_prompts:
-        request.state.fields["body"] = body.model_dump(exclude_unset=True)
