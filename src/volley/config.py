@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from volley.errors import ConfigError, check_keys, unknown_key
-from volley.fields import names_unknown_fields
+from volley.errors import ConfigError, check_keys, names_unknown_fields, unknown_key
 
 KVDtype = Literal["auto", "int8", "int4"]
 """How K/V are kept: in the model's dtype, in 8 bits, or in 4 bits after a random rotation."""

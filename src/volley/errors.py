@@ -13,6 +13,11 @@ VolleyError
 
 import difflib
 from collections.abc import Collection, Iterable
+from dataclasses import fields
+from functools import wraps
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class VolleyError(Exception):
@@ -60,6 +65,19 @@ def check_keys(what: str, given: Iterable[str], known: Collection[str]) -> None:
     for key in given:
         if key not in known:
             raise unknown_key(what, str(key), known)
+
+
+def names_unknown_fields(cls: type[T]) -> type[T]:
+    """A dataclass decorator: an unknown keyword is a ConfigError, where Python's own is a bare TypeError."""
+    construct: Any = cls.__init__
+
+    @wraps(construct)
+    def checked(self: T, *args: Any, **given: Any) -> None:
+        check_keys(f"field of {cls.__name__}", given, [field.name for field in fields(cls)])  # type: ignore[arg-type]
+        construct(self, *args, **given)
+
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def unknown_key(what: str, key: str, known: Iterable[str]) -> ConfigError:

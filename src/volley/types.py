@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.errors import ConfigError, check_keys, unknown_key
-from volley.fields import names_unknown_fields
+from volley.errors import ConfigError, check_keys, names_unknown_fields, unknown_key
 from volley.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from volley.errors import ConfigError, unknown_key
-from volley.fields import names_unknown_fields
+from volley.errors import ConfigError, names_unknown_fields, unknown_key
 
 UPDATES = ("full", "adapter")
 
