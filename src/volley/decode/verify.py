@@ -113,11 +113,3 @@ def _levels(logs: Tensor) -> Tensor:
 def _table(values: Tensor, grid: Tensor) -> Tensor:
     """``values [Σ k]`` as a table ``[n, k]`` of drafts; 0 where a draft has no token."""
     return torch.cat([values, values.new_zeros(1)])[grid]
-
-
-def kept_rows(num_known: int, verdict: Verdict, start: int = 0) -> slice | Tensor:
-    """Rows of a segment from ``start`` that stay: its known tokens and what was accepted."""
-    if verdict.path is None:
-        return slice(start, start + num_known + verdict.accepted)
-    assert num_known == 1, "a tree's root is the anchor"
-    return torch.tensor([start, *(start + node for node in verdict.path)])

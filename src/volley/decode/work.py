@@ -122,6 +122,12 @@ class Work(Generic[R]):
         """Tokens of the target's pass whose K/V are kept."""
         return self.num_known + self.verdict.accepted
 
+    @property
+    def kept_rows(self) -> Sequence[int]:
+        """The rows of its segment whose K/V are kept, by position."""
+        path = self.verdict.path
+        return range(self.num_kept) if path is None else (0, *path)
+
 
 def group_by(works: Sequence[Work[R]], key: Callable[[Work[R]], K]) -> dict[K, list[int]]:
     """Indices of the works that have the same ``key``, by key, in the order of ``works``."""

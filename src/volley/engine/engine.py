@@ -15,7 +15,6 @@ from volley.config import CapacityConfig, DecodingConfig, split_options
 from volley.decode.grammars import Grammars
 from volley.decode.work import Kind
 from volley.engine.capacity import fit_engine
-from volley.engine.drafting import make_draft_model, make_proposer
 from volley.engine.exactness import check_exact
 from volley.engine.overlap import Overlap
 from volley.engine.pacing import Pacing
@@ -54,6 +53,7 @@ from volley.procedures.make import Procedures
 from volley.procedures.request import Procedure, Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
+from volley.proposers.make import make_draft_model, make_proposer
 from volley.types import GenerationResult, Proposal, SamplingParams, TextChunk, Verdict
 
 OnVerified = Callable[[Request, Proposal, Verdict], None]
@@ -119,7 +119,7 @@ class Engine:
         costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds, self.arrivals)
         costs.drafts_late = proposer is not None and proposer.drafts_late
         self.procedures.use_costs(costs.target)
-        self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
+        self._can_grow_trees = proposer is not None and proposer.can_grow_trees
         self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=self._can_grow_trees)
 
     def _make_states(self) -> DraftModel | None:

@@ -83,7 +83,7 @@ class RecurrentStates(SequenceState):
         assert step.recurrent is not None
         wanted: list[Wanted] = []
         for index, work in enumerate(step.works):
-            rows, slot = _kept(work), work.request.table.state
+            rows, slot = work.kept_rows, work.request.table.state
             assert slot is not None, "a request that takes part holds a slot"
             if rows:
                 wanted += [Wanted(index, rows[-1], slot), *self._snapshots_of(index, work, rows)]
@@ -126,7 +126,7 @@ class RecurrentStates(SequenceState):
         ends = sorted({self._held[request.request_id].junction, last})
         return [end for end in ends if request.computed < end <= request.computed + work.num_known]
 
-    def _snapshots_of(self, index: int, work: Work[Request], rows: list[int]) -> list[Wanted]:
+    def _snapshots_of(self, index: int, work: Work[Request], rows: Sequence[int]) -> list[Wanted]:
         request, size = work.request, self.page_size
         if not self.prefix_caching:
             return []
@@ -168,13 +168,6 @@ class RecurrentStates(SequenceState):
                 del self.snapshots[digest]
                 return slot
         return None
-
-
-def _kept(work: Work[Request]) -> list[int]:
-    """The rows of a work's segment that stay, by position."""
-    if work.verdict.path is not None:
-        return [0, *work.verdict.path]
-    return list(range(work.num_kept))
 
 
 def make_recurrent(target: Target, capacity: Capacity) -> RecurrentStates | None:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.verify import kept_rows
 from volley.decode.work import Kind, Work
 from volley.engine.step import Step
 from volley.memory.attention import IntArray
@@ -42,10 +41,7 @@ class Snapshot:
 
 
 class SequenceState(ABC):
-    """One kind of state of all requests."""
-
-    can_fork = True
-    """Whether it can hold a tree of tokens until one path is kept."""
+    """One kind of state of all requests. Each can hold a tree of tokens until one path is kept."""
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Room for so many tokens of a request; False, and nothing changed, where there is none."""
@@ -213,9 +209,7 @@ class DraftContext(SequenceState):
         assert step.features is not None
         features = step.features
         if num_kept < len(features):  # else all of them stay, in their order
-            offsets = step.batch.offsets
-            kept = [kept_rows(w.num_known, w.verdict, start) for w, start in zip(step.works, offsets, strict=False)]
-            rows = _on_device(kept, features.device)
+            rows = _kept_rows(step, features.device)
             features = features[rows].clone() if isinstance(rows, slice) else features[rows]
         return self._with_next(step, features) if self.model.reads_next else features
 
@@ -232,12 +226,14 @@ class DraftContext(SequenceState):
         return self.model.with_next(features, torch.tensor(following, device=features.device))
 
 
-def _on_device(parts: list[slice | Tensor], device: torch.device) -> slice | Tensor:
-    """Several runs of rows as one: a slice if there is no other, else indices on ``device``."""
-    if len(parts) == 1 and isinstance(parts[0], slice):
-        return parts[0]
-    each = [np.arange(part.start, part.stop) if isinstance(part, slice) else part.numpy() for part in parts]
-    return upload(np.concatenate(each), device)
+def _kept_rows(step: Step, device: torch.device) -> slice | Tensor:
+    """The rows of a step's batch whose K/V are kept: a slice if they are one chain's, else indices on ``device``."""
+    assert step.batch is not None
+    each = [work.kept_rows for work in step.works]
+    if len(each) == 1 and isinstance(each[0], range):
+        return slice(0, len(each[0]))
+    pairs = zip(step.batch.offsets, each, strict=False)
+    return upload(np.concatenate([np.array(rows, dtype=np.int64) + start for start, rows in pairs]), device)
 
 
 class DraftRing(DraftContext):
@@ -341,7 +337,6 @@ class Sequences:
     def __init__(self, pages: TargetPages, others: Iterable[SequenceState]) -> None:
         self.pages = pages
         self.states: tuple[SequenceState, ...] = (pages, *others)
-        self.can_fork = all(state.can_fork for state in self.states)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Room for so many tokens in every state."""
@@ -371,7 +366,7 @@ class Sequences:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Complete whatever was put off: then every state's K/V are there for who looks at them."""
+        """Complete whatever was put off, so that all K/V may be looked at."""
         for state in self.states:
             state.settle()
 
