@@ -24,6 +24,17 @@ def test_a_work_counts_known_tokens_and_the_draft() -> None:
     assert Work(None, NO_DRAFT).num_tokens == 1  # type: ignore[type-var]
 
 
+def test_a_work_keeps_the_first_rows_of_a_chain_and_a_path_of_a_tree() -> None:
+    work = Work(None, NO_DRAFT, num_known=3)  # type: ignore[type-var]
+    work.verdict = Verdict(2, [7, 8, 9])
+    assert list(work.kept_rows) == [0, 1, 2, 3, 4]
+    work = Work(None, Ask(Shape.TREE, Rule.GREEDY, 12, 5))  # type: ignore[type-var]
+    work.verdict = Verdict(2, [7, 8, 9], (1, 4))
+    assert list(work.kept_rows) == [0, 1, 4]
+    work.verdict = Verdict(0, [7], ())
+    assert list(work.kept_rows) == [0], "the anchor stays where no node was right"
+
+
 def test_works_share_nothing() -> None:
     one, other = Work(None, NO_DRAFT), Work(None, NO_DRAFT)  # type: ignore[type-var]
     one.found.append(1)
