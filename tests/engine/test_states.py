@@ -299,7 +299,9 @@ def test_a_draft_pays_for_the_tokens_of_the_last_step(monkeypatch: pytest.Monkey
 
 
 class Forgetful(SequenceState):
-    """Knows of every prompt the first token only."""
+    """Knows of every prompt the first token only, and holds no tree."""
+
+    can_fork = False
 
     def __init__(self) -> None:
         self.released = 0
@@ -351,6 +353,11 @@ def test_a_request_that_one_state_has_no_room_for_holds_nothing() -> None:
     waiting = request([1, 2, 3])
     assert not own.admit(waiting, 3)
     assert (waiting.computed, waiting.table.pages, own.pages.pool.num_used, state.released) == (0, [], 0, 1)
+
+
+def test_trees_need_every_state_to_fork() -> None:
+    assert sequences().can_fork
+    assert not sequences(Forgetful()).can_fork
 
 
 @given(st.integers(1, 20), st.integers(1, 40), st.integers(1, 16))

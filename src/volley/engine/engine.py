@@ -119,7 +119,7 @@ class Engine:
         costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds, self.arrivals)
         costs.drafts_late = proposer is not None and proposer.drafts_late
         self.procedures.use_costs(costs.target)
-        self._can_grow_trees = proposer is not None and proposer.can_grow_trees
+        self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
         self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=self._can_grow_trees)
 
     def _make_states(self) -> DraftModel | None:

@@ -41,7 +41,10 @@ class Snapshot:
 
 
 class SequenceState(ABC):
-    """One kind of state of all requests. Each can hold a tree of tokens until one path is kept."""
+    """One kind of state of all requests."""
+
+    can_fork = True
+    """Whether it can hold a tree of tokens until one path is kept."""
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Room for so many tokens of a request; False, and nothing changed, where there is none."""
@@ -337,6 +340,7 @@ class Sequences:
     def __init__(self, pages: TargetPages, others: Iterable[SequenceState]) -> None:
         self.pages = pages
         self.states: tuple[SequenceState, ...] = (pages, *others)
+        self.can_fork = all(state.can_fork for state in self.states)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Room for so many tokens in every state."""
