@@ -93,7 +93,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("export", "d", "--to", "zlab", "--out", "o", "--draft-vocab-size", "9"), "give both or neither"),
         (
             ("export", "d", "--to", "zlab", "--out", "o", "--draft-vocab-size", "9", "--data", "f", "--target", "/no"),
-            "/no: the target's config cannot be read",
+            "/no is no folder here; give one with config.json",
         ),
         (("train", "--target", "t", "--data", "d", "--out", "o", "--block-size", "1"), "block_size is 1"),
         (

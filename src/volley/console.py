@@ -29,7 +29,6 @@ DEMO_PROMPTS = {
 }
 DEMO_TOKENS = 128
 DEMO_TURNS = 3
-_DEMO = SamplingParams(max_tokens=DEMO_TOKENS)
 WARM_UP = SamplingParams(max_tokens=16)
 """Lets the first call's one-time costs pass before anything is timed."""
 _CAUSAL_MODES: tuple[DiffusionMode, DiffusionMode] = ("self", "autoregressive")
@@ -188,7 +187,9 @@ def comparison_table(rows: dict[str, Comparison]) -> Table:
 def demo(engine: "Engine", out: Console) -> bool:
     """Stream three answers, measure both ways of decoding on each; False if tokens differed without a tie to explain it."""
     rows = _answer_each(
-        lambda prompt: stream(engine, prompt, _DEMO, out), partial(compare, engine, without_drafter(engine)), out
+        lambda prompt, params: stream(engine, prompt, params, out),
+        partial(compare, engine, without_drafter(engine)),
+        out,
     )
     out.print()
     if out.is_terminal:
@@ -200,8 +201,8 @@ def demo_diffusion(engine: "Engine", out: Console) -> bool:
     """Paint three answers while they are denoised, then let the model draft for itself; False if that changed a token without a
     tie to explain it."""
 
-    def paint(prompt: list[Message]) -> None:
-        painted = stream(engine, prompt, replace(_DEMO, diffusion=DiffusionParams(stream_drafts=True)), out).stats
+    def paint(prompt: list[Message], params: SamplingParams) -> None:
+        painted = stream(engine, prompt, replace(params, diffusion=DiffusionParams(stream_drafts=True)), out).stats
         passes = painted.denoising_steps + painted.commit_passes
         out.print(f"{painted.output_tokens} tokens in {passes} passes: {painted.tokens_per_pass:.2f} tokens a pass")
 
@@ -213,17 +214,17 @@ def demo_diffusion(engine: "Engine", out: Console) -> bool:
 
 
 def _answer_each(
-    answer: Callable[[list[Message]], object], compare: Callable[..., Comparison], out: Console
+    answer: Callable[[list[Message], SamplingParams], object], compare: Callable[..., Comparison], out: Console
 ) -> dict[str, Comparison]:
     """Answer each of the demo's prompts, and compare two ways of decoding on it."""
-    rows: dict[str, Comparison] = {}
+    rows, params = dict[str, Comparison](), SamplingParams(max_tokens=DEMO_TOKENS)
     for name, text in DEMO_PROMPTS.items():
         prompt: list[Message] = [{"role": "user", "content": text}]
         if not rows:
             compare(prompt, WARM_UP)
         out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
-        answer(prompt)
-        rows[name] = compare(prompt, _DEMO, DEMO_TURNS)
+        answer(prompt, params)
+        rows[name] = compare(prompt, params, DEMO_TURNS)
     return rows
 
 

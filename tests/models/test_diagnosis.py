@@ -128,4 +128,4 @@ def test_a_pair_is_checked(folder: Path) -> None:
         "the drafter was trained for a target whose number of target layers is 4, this target's is 2",
         "the drafter taps layer 2, this target has 2 layers",
     ]
-    assert "config cannot be read" in diagnose(folder, str(folder / "none")).problems[0]
+    assert "is no folder here" in diagnose(folder, str(folder / "none")).problems[0]

@@ -295,7 +295,7 @@ def test_minutes_bound_a_run(tiny_pair: TinyPair, tmp_path: Path) -> None:
         ({"mask_token_id": 1}, ConfigError, "occurs in the data"),
         ({"max_length": 8}, InputError, "raise --max-length"),
         ({"num_heads": 3, "num_kv_heads": 2}, ConfigError, "must be a multiple"),
-        ({"target": "/nowhere"}, CheckpointError, "cannot load the target"),
+        ({"target": "/nowhere"}, CheckpointError, "/nowhere is no folder here"),
         ({"data": ["/nowhere.jsonl"]}, InputError, "does not exist"),
         ({"fsdp": True}, ConfigError, "torchrun"),
     ],

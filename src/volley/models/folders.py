@@ -4,6 +4,7 @@ Looked at before anything is built, so that what is wrong is said of the file th
 to its client.
 """
 
+import re
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -12,19 +13,24 @@ from volley.errors import CheckpointError, VolleyError
 from volley.files import read_json
 from volley.models.formats import detect, weight_files
 
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _POINTER = b"version https://git-lfs"
 _PICKLES = "pytorch_model*.bin"
 _TOKENIZERS = ("tokenizer*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
 
 
 def check_config_file(path: str | Path) -> None:
-    """Refuse a file, and a folder without ``config.json``; CheckpointError says what to give instead."""
+    """Refuse a file, a folder that is not there or has no ``config.json``; CheckpointError says what to give instead."""
     folder = Path(path)
     if folder.is_file():
         raise CheckpointError(
             f"{path} is a file, and no GGUF file; give the folder that holds it, with config.json and the tokenizer files"
         )
     if not folder.is_dir():
+        if not _HUB_NAME.fullmatch(str(path)):
+            raise CheckpointError(
+                f"{path} is no folder here; give one with config.json, or a hub name like Qwen/Qwen3-0.6B"
+            )
         return
     if (folder / "config.json").exists():
         if _is_drafter(folder):
