@@ -77,6 +77,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("text", {"prompt": [["a"]]}, "prompt", "a list of token ids"),
         ("text", {"prompt": [1, "a"]}, "prompt", "a list of token ids"),
         ("text", {"prompt": [99999]}, "prompt", "token id 99999 is outside the target's vocabulary of 260"),
+        ("text", {**TEXT, "stop_token_ids": [3, 99999]}, "stop_token_ids", "give ids from 0 to 259"),
         ("text", {"prompt": ["a"] * 128, "n": 128}, "n", "this server holds"),
         ("text", {"prompt": "x" * 5000}, "prompt", "5000 in the prompt"),
         ("text", {"prompt": "x" * 900_000}, "prompt", "at least "),
