@@ -586,7 +586,7 @@ def test_calls_are_forced_in_notations_that_are_not_json(tiny: Tiny, tmp_path: P
             (choice,) = ask(client, **asked, extra_body=extra).choices
             assert choice.message.reasoning_content
             validate(json.loads(choice.message.tool_calls[0].function.arguments), schema)
-        several = {**asked, "tool_choice": "required", "seed": 4, "extra_body": {"ignore_eos": True}}
+        several = {**asked, "max_tokens": 350, "tool_choice": "required", "seed": 4, "extra_body": {"ignore_eos": True}}
         (choice,) = ask(client, **several).choices
         calls, _ = streamed(client, **several)
         assert calls == [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
