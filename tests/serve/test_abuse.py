@@ -52,7 +52,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("chat", {**CHAT, "audio": {"voice": "x"}}, "audio", "not supported"),
         ("chat", {**CHAT, "tools": [{}]}, "tools.0.type", "required"),
         ("chat", {**CHAT, "stop": ["a", ""]}, "stop", "a string or up to 16 strings"),
-        ("chat", {**CHAT, "logit_bias": {"x": 1}}, "logit_bias.x", "match pattern"),
+        ("chat", {**CHAT, "logit_bias": {"x": 1}}, "logit_bias.x", "keys are token ids"),
         ("chat", {**CHAT, "logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
         ("chat", {**CHAT, "logit_bias": {"99999": 1}}, "logit_bias", "logit_bias: token id 99999 is outside"),
         ("chat", {**CHAT, "messages": []}, "messages", "at least 1 item"),
