@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.kept import Kept
 from volley import Engine, Grammar, SamplingParams
 from volley.decode.grammars import Grammars
-from volley.decode.rules import Constraint, allowed_choices, allowed_probs
+from volley.decode.rules import Constraint, allowed_choice, allowed_probs
 from volley.decode.sampling import token_probs
 from volley.prompts import read_jsonl
 from volley.types import GenerationResult
@@ -287,7 +287,8 @@ def run_masks(options: argparse.Namespace) -> int:
             started = time.process_time()
             for place, token in enumerate(answer[:ROWS]):
                 best[place] = token  # a target that mostly wants what is allowed
-            allowed_choices([rule], logits, best, paths)
+            for row, token, path in zip(logits, best, paths, strict=True):
+                allowed_choice([rule], row, token, path)
             choosing.append(time.process_time() - started)
             started = time.process_time()
             token_probs(logits, params)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
-from volley.decode.rules import Bits, Constraint, TokenRule, allowed_choices, apply_rules, forced_tokens, make_rules
+from volley.decode.rules import Bits, Constraint, TokenRule, allowed_choice, apply_rules, forced_tokens, make_rules
 from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.types import Proposal, SamplingParams
@@ -66,7 +66,7 @@ def asked(params: SamplingParams, seed: int, rules: Sequence[TokenRule], ask: As
 
 
 def following(logits: Tensor) -> Following:
-    return Following(lambda at, _, among: columns(logits[at : at + 1], among), V)
+    return Following(lambda at, _, among: columns(logits[at : at + 1], among), V, False)
 
 
 def grown(logits: Tensor, params: SamplingParams, seed: int, count: int) -> Proposal:
@@ -120,6 +120,19 @@ def test_a_forced_token_is_drafted_even_if_the_drafter_cannot_say_it() -> None:
     assert proposal.draft_probs[3].tolist() == [float(token == 12) for token in range(V)]
 
 
+def test_a_drafter_with_a_state_reads_forced_tokens_and_others_are_not_asked() -> None:
+    for is_stateful in (True, False):
+        asked_at: list[tuple[int, int]] = []
+
+        def logits(at: int, token: int, among: Tensor | None, asked_at: list[tuple[int, int]] = asked_at) -> Tensor:
+            asked_at.append((at, token))
+            return columns(torch.zeros(1, V).index_fill(1, torch.tensor([3, 6, 9]), 1.0), among)
+
+        work = asked(SamplingParams(), 0, [Rising()], Ask(Shape.CHAIN, Rule.GREEDY, LEVELS, LEVELS))
+        assert walk_constrained(Following(logits, V, is_stateful), work).token_ids == [3, 6, 9, 12]
+        assert asked_at == [(0, 0), (1, 3), (2, 6), (3, 9)][: 3 + is_stateful]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_node_of_a_tree_is_allowed_and_the_best_paths_are_there(temperature: float) -> None:
     params = SamplingParams(temperature=temperature)
@@ -157,10 +170,9 @@ def test_choices_under_a_mask_are_the_largest_allowed_logits() -> None:
         logits = rows(seed).round()  # with ties
         paths: list[tuple[int, ...]] = [(), (1,), (2, 5), (3, 6, 9), (19,), (3, 6, 9, 12, 15, 18)]
         best = logits.argmax(dim=-1).tolist()
-        assert allowed_choices([Rising()], logits, best, paths) == [
-            int(masked(row, path).argmax()) if Rising().allowed(path) else top
-            for row, path, top in zip(logits, paths, best, strict=True)
-        ]
+        for row, path, top in zip(logits, paths, best, strict=True):
+            expected = int(masked(row, path).argmax()) if Rising().allowed(path) else top
+            assert allowed_choice([Rising()], row, top, path) == expected
 
 
 def test_rows_behind_a_forbidden_token_stay_as_they_are() -> None:
@@ -171,8 +183,9 @@ def test_rows_behind_a_forbidden_token_stay_as_they_are() -> None:
 
 def test_forced_tokens_end_where_there_is_a_choice() -> None:
     rule = Rising()
-    assert forced_tokens([rule], 5) == []
+    assert forced_tokens([rule], [], 5) == []
     rule.take(9)
-    assert forced_tokens([rule], 5) == [12]
-    assert forced_tokens([rule], 0) == []
-    assert forced_tokens([], 5) == []
+    assert forced_tokens([rule], [], 5) == [12]
+    assert forced_tokens([rule], [], 0) == []
+    assert forced_tokens([], [], 5) == []
+    assert forced_tokens([Rising()], [3, 6, 9], 5) == [12]

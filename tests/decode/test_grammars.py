@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import byte_tokenizer
 from volley.decode.grammars import GrammarRule, Grammars
-from volley.decode.rules import Bits, allowed_choices, is_in, only_token
+from volley.decode.rules import Bits, allowed_choice, is_in, only_token
 from volley.errors import ConfigError, InputError
 from volley.files import REFERENCE
 from volley.grammar import WHITESPACE, Grammar
@@ -142,17 +142,43 @@ def test_a_token_is_allowed_if_the_mask_of_its_path_has_it(name: str) -> None:
     assert min(seen.values()) > 10
 
 
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_forced_tokens_are_the_only_ones_of_their_masks(name: str) -> None:
+    chance, count = random.Random(name), 0
+    rule, plain = grammars().rule(GRAMMARS[name]), grammars().rule(GRAMMARS[name])
+    for _ in range(20):
+        path: list[int] = []
+        while len(path) < 20 and (mask := plain.mask(path)) is not None:
+            forced = rule.forced(path)
+            for token in forced:
+                mask = plain.mask(path)
+                assert mask is not None
+                assert tokens_in(mask) == [token]
+                path.append(token)
+            count += len(forced)
+            if (left := [token for token in tokens_in(mask) if token != END]) and not forced:
+                path.append(chance.choice(left))
+            elif not forced:
+                break
+        assert rule.forced([*path, END]) == []
+    assert count > 20 or name in ("regex", "lark", "ebnf"), "these force next to nothing"
+
+
 def test_a_row_whose_best_token_is_allowed_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = bundled().encode('{"name": "a", "kind": "plain", "sizes": [1, 20]}')
     rule = grammars().rule(GRAMMARS["schema"])
     paths = [tuple(answer[:count]) for count in range(len(answer))]
     logits = torch.zeros(len(paths), len(bundled()))
+
+    def choices(logits: torch.Tensor, best: list[int]) -> list[int]:
+        return [allowed_choice([rule], *each) for each in zip(logits, best, paths, strict=True)]
+
     with monkeypatch.context() as context:
         context.setattr(GrammarRule, "mask", lambda *_: pytest.fail("a mask was computed"))
-        assert allowed_choices([rule], logits, answer, paths) == answer
+        assert choices(logits, answer) == answer
     wrong = [*answer[:5], END, *answer[6:]]
     logits[5, answer[5]] = 1.0
-    assert allowed_choices([rule], logits, wrong, paths) == answer
+    assert choices(logits, wrong) == answer
 
 
 def test_a_forbidden_path_has_no_mask() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.tiny import Pair, greedy, make_pair, random_prompts, teach
 from volley import Engine, GenerationResult, SamplingParams, TextChunk
+from volley.errors import InputError
 from volley.models.target import Target
 
 PIECES = ["ab", "c", "a", "b", " ", "bc", "ca", "d", "\n", "xyz"]
@@ -71,10 +72,16 @@ def test_max_tokens(count: int) -> None:
 
 
 def test_a_stop_token_ends_the_answer_and_belongs_to_it() -> None:
+    other = next(token for token in range(50) if token not in answer(1))
     for token in sorted(set(answer(1))):
-        (result,) = taught().generate(PROMPTS[1], SamplingParams(max_tokens=COUNT, stop_token_ids=(token, 1000)))
+        (result,) = taught().generate(PROMPTS[1], SamplingParams(max_tokens=COUNT, stop_token_ids=(token, other)))
         assert result.token_ids == answer(1)[: answer(1).index(token) + 1]
         assert result.finish_reason == "stop"
+
+
+def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(InputError, match=r"stop_token_ids: token id 50 is outside .* of 50; leave .* from 0 to 49"):
+        taught().add_request(PROMPTS[0], SamplingParams(stop_token_ids=(1, 50)))
 
 
 def test_the_models_own_end_token_can_be_ignored(pair: Pair) -> None:

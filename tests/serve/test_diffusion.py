@@ -225,6 +225,7 @@ def test_what_needs_token_by_token_is_refused_on_canvases(server: Running, path:
     assert response.status_code == 400
     error = response.json()["error"]
     assert "mode='autoregressive'" in error["message"]
+    assert error["message"].startswith("min_tokens follows" if "min_tokens" in body else "prompt_logprobs")
     assert error["param"] == ("diffusion.mode" if "min_tokens" in body else "prompt_logprobs")
     response = server.post(path, {**asked, "diffusion": {**OWN, "mode": "autoregressive"}})
     assert response.status_code == 200, response.text

@@ -57,6 +57,15 @@ def qwen_xml(city: str, days: int) -> str:
     )
 
 
+def glm(city: str, days: int, new_line: str) -> str:
+    pairs = {"city": city, "days": days}.items()
+    inside = "".join(
+        f"<arg_key>{name}</arg_key>{new_line}<arg_value>{own}</arg_value>{new_line}" for name, own in pairs
+    )
+    return f"<tool_call>weather{new_line}{inside}</tool_call>"
+
+
+BERN = {"city": "Bern", "days": 3}
 CASES: list[tuple[str, str, str, Answer]] = [
     ("hermes", CHATML, "Hello.\n", ("", "Hello.\n", [])),
     ("hermes", CHATML, " <b> 1 < 2\n\n", ("", " <b> 1 < 2\n\n", [])),
@@ -86,6 +95,22 @@ CASES: list[tuple[str, str, str, Answer]] = [
         "Rain?\n</think>\n\n" + qwen_xml("Bern\n 2", 3) + "\n" + qwen_xml("4", 5),
         ("Rain?", "", [("weather", {"city": "Bern\n 2", "days": 3}), ("weather", {"city": "4", "days": 5})]),
     ),
+    (
+        "glm4_5",
+        "<|assistant|>",
+        "\n<think>Rain?</think>\nSee:\n" + glm("Bern\n 2\n", 3, "\n") + "\n" + glm(" 4", 5, "\n"),
+        ("Rain?", "See:", [("weather", {"city": "Bern\n 2\n", "days": 3}), ("weather", {"city": " 4", "days": 5})]),
+    ),
+    ("glm4_5", "<|assistant|>\n<think></think>", glm("Bern", 3, " ") + "So.", ("", "So.", [("weather", BERN)])),
+    ("glm4_5", "<|assistant|>", "<tool_call>time\n</tool_call>", ("", "", [("time", {})])),
+    ("glm4_5", "<|assistant|>", "<tool_call>no call</tool_call>", ("", "no call", [])),
+    (
+        "glm4_7",
+        "<|assistant|><think>",
+        "Rain?</think>" + glm("\nBern", 3, "") + "<tool_call>time</tool_call>",
+        ("Rain?", "", [("weather", {"city": "\nBern", "days": 3}), ("time", {})]),
+    ),
+    ("glm4_7", "<|assistant|></think>", glm("Bern", 3, "\n"), ("", "", [("weather", BERN)])),
     ("llama3", LLAMA, json.dumps({"name": "weather", "parameters": ODD}), ("", "", [("weather", ODD)])),
     ("llama3", LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}', ("", "", [("f", {})])),
     ("llama3", LLAMA, '{"type": "function", "name": "f", "parameters": {"a": 1}}', ("", "", [("f", {"a": 1})])),
@@ -219,6 +244,18 @@ def test_arguments_arrive_before_the_call_is_complete() -> None:
             [["weather", "{"], ['"city": "Zü'], ["rich"], ['\\n</parts"'], [', "days": '], ["12"], ["}"]],
         ),
         (
+            "glm4_7",
+            "<|assistant|>",
+            [
+                "<tool_call>wea",
+                "ther<arg_key>city</arg_key><arg_value>Zü",
+                "rich</arg",
+                "s</arg_value>",
+                "</tool_call>",
+            ],
+            [[], ["weather", '{"city": "Zü'], ["rich"], ['</args"'], ["}"]],
+        ),
+        (
             "gemma4",
             "<|turn>model\n",
             ["<|tool_call>call:wea", "ther{ci", 'ty:<|"|>Zü', "rich<|", '"|>,days:1', "2}"],
@@ -252,6 +289,12 @@ def test_any_argument_is_found_in_every_notation(city: str, days: int, where: di
     inside = "".join(f"<parameter={name}>\n{own}\n</parameter>\n" for name, own in tags)
     call = f"<tool_call>\n<function=weather>\n{inside}</function>\n</tool_call>"
     assert take_apart("qwen3_5", CHATML, list(call))[2] == [("weather", arguments)]
+    for form, new_line in (("glm4_5", "\n"), ("glm4_7", "")):
+        inside = "".join(
+            f"<arg_key>{name}</arg_key>{new_line}<arg_value>{own}</arg_value>{new_line}" for name, own in tags
+        )
+        call = f"<tool_call>weather{new_line}{inside}</tool_call>"
+        assert take_apart(form, "<|assistant|>", list(call))[2] == [("weather", arguments)]
 
 
 @pytest.mark.parametrize(
@@ -323,6 +366,8 @@ class Tokenizer:
         ('<|start_header_id|> "parameters"', "llama3"),
         ("[TOOL_CALLS][ARGS]", "mistral"),
         ("[TOOL_CALLS]", "mistral_list"),
+        ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>", "glm4_5"),
+        ("<think><tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value>", "glm4_7"),
         ("<tool_call><arg_key>", None),
         ("<think><tool_call><arg_key>", "thinking"),
         ("<|start|>assistant<|channel|>", "gpt_oss"),
@@ -346,5 +391,5 @@ def test_a_tokenizers_own_template_comes_first() -> None:
 
 
 def test_unknown_formats_are_refused() -> None:
-    with pytest.raises(ConfigError, match="known: gemma4, gpt_oss, hermes"):
+    with pytest.raises(ConfigError, match="known: gemma4, glm4_5, glm4_7, gpt_oss, hermes"):
         load_format("qwen")

@@ -83,10 +83,8 @@ def test_min_tokens_that_cannot_be(drafting: Running, path: str, body: dict[str,
 
 
 def test_min_tokens_without_anything_to_forbid(drafting: Running) -> None:
-    """Neither is an id beyond the vocabulary an error: no answer can end with it."""
-    for extra in ({}, {"stop_token_ids": [99999]}):
-        response = drafting.complete(HELLO, max_tokens=4, min_tokens=4, ignore_eos=True, **extra)
-        assert response.json()["usage"]["completion_tokens"] == 4
+    response = drafting.complete(HELLO, max_tokens=4, min_tokens=4, ignore_eos=True)
+    assert response.json()["usage"]["completion_tokens"] == 4
 
 
 # -- token ids and special tokens --------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ speculative sampling q is exactly the distribution that each token was drawn fro
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.rules import Constraint, TokenRule, apply_rules, constraints, few_tokens
-from volley.decode.sampling import Purpose, best_tokens, confidences, draft_temperature, draw, race, token_probs
+from volley.decode.rules import Constraint, TokenRule, apply_rules, constraints, few_tokens, forced_tokens
+from volley.decode.sampling import Purpose, confidences, draft_temperature, draw, race, token_probs
 from volley.decode.tree import CANDIDATES, coupled_logits, expand_freely
 from volley.decode.work import Rule, Work
 from volley.types import Proposal
@@ -23,26 +24,38 @@ class Following(NamedTuple):
     logits: Callable[[int, int, Tensor | None], Tensor]
     """``logits(position, token, among)`` after a token: ``[1, V]`` of all tokens, or ``[1, n]`` of the tokens ``among [n]``."""
     vocab_size: int
+    is_stateful: bool
+    """Whether the drafter has to be asked at every position, so that it reads all tokens."""
 
 
 def walk_constrained(following: Following, work: Work[Any], *, with_confidence: bool = False) -> Proposal:
     """A chain under all rules of the work's request. It ends early where no token may follow.
+
+    Forced tokens are drafted without the drafter, even if its head does not have them.
 
     Whether it ends at a position depends only on the tokens before it, as speculative sampling requires.
     """
     request, ask = work.request, work.ask
     rules, params, noise, first = request.rules, request.params, request.noise, request.length
     tokens: list[int] = []
-    distributions: list[Tensor] = []
+    distributions: list[Tensor | int] = []
     confidence: list[float] = []
     uniforms = noise.uniforms(Purpose.DRAFT, first, ask.positions)
-    for position in range(ask.positions):
+    while (position := len(tokens)) < ask.positions:
+        if forced := forced_tokens(rules, tokens, ask.positions - position):
+            confidence += [1.0] * len(forced)
+            distributions += forced
+            for token in forced:
+                if following.is_stateful:
+                    following.logits(len(tokens), tokens[-1] if tokens else request.anchor, torch.tensor([token]))
+                tokens.append(token)
+            continue
         found = _row(following, request.anchor, rules, tokens)
         if found is None:
             break
         row, among = found
         if ask.rule is Rule.GREEDY:
-            place = best_tokens(row)[0]
+            place, sure = _best(row)
         else:
             probs = token_probs(row, params, draft_temperature(params))
             if ask.rule is Rule.MATCH:
@@ -51,10 +64,29 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
             else:
                 place = int(draw(probs, [uniforms[position]]))
                 distributions.append(_widened(probs, among, following.vocab_size, 0.0))
+            if with_confidence:
+                sure = float(probs.amax() if ask.rule is Rule.SPECULATIVE else confidences(row))
         if with_confidence:
-            confidence += probs.amax(dim=-1).tolist() if ask.rule is Rule.SPECULATIVE else confidences(row).tolist()
+            confidence.append(sure)
         tokens.append(place if among is None else int(among[place]))
-    return Proposal(tokens, torch.cat(distributions) if distributions else None, confidence=confidence)
+    probs_of_draft = _stacked(distributions, following.vocab_size) if ask.rule is Rule.SPECULATIVE and tokens else None
+    return Proposal(tokens, probs_of_draft, confidence=confidence if with_confidence else [])
+
+
+def _best(row: Tensor) -> tuple[int, float]:
+    """The likeliest token of ``row [1, n]``, the first of equal ones, and its probability."""
+    logits = row[0].float().cpu().numpy()
+    place = int(logits.argmax())
+    return place, 1 / float(np.exp(logits - logits[place]).sum())
+
+
+def _stacked(distributions: Sequence[Tensor | int], size: int) -> Tensor:
+    """Distributions ``[1, size]``, or a token that was certain, as rows ``[k, size]``."""
+    like = next((own for own in distributions if isinstance(own, Tensor)), torch.empty(1, size))
+    sure = torch.eye(1, dtype=like.dtype, device=like.device)
+    return torch.cat(
+        [own if isinstance(own, Tensor) else _widened(sure, torch.tensor([own]), size, 0.0) for own in distributions]
+    )
 
 
 def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
@@ -86,19 +118,15 @@ def _row(
 ) -> tuple[Tensor, Tensor | None] | None:
     """The drafter's row after ``path`` under ``rules``, ``[1, V]`` and ``None``; if few tokens are allowed, ``[1, n]`` and these.
 
-    ``None`` alone if no token can be drafted. A forced token is drafted even if the drafter's head does not have it.
+    ``None`` alone if no token can be drafted.
     """
     masks = [constraint.mask(path) for constraint in constraints(rules)]
     if any(mask is None for mask in masks):
         return None
     few = [tokens for mask in masks if mask is not None and (tokens := few_tokens(mask)) is not None]
-    forced = next((torch.from_numpy(tokens) for tokens in few if len(tokens) == 1), None)
     among = torch.from_numpy(few[0]) if len(masks) == len(few) == 1 else None
     free = [rule for rule in rules if not isinstance(rule, Constraint)]
     before = path[-1] if path else anchor
-    if forced is not None:
-        read = following.logits(len(path), before, forced)  # a drafter with a state has to read every token
-        return torch.zeros_like(read, dtype=torch.float32), forced
     if among is not None and not free:
         row = following.logits(len(path), before, among).float()
     elif among is not None:

@@ -10,6 +10,7 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from itertools import takewhile
 from textwrap import shorten
 from typing import Any
 
@@ -190,6 +191,8 @@ class GrammarRule(Constraint):
     without one.
     """
 
+    title = "a grammar"
+
     def __init__(self, matcher: Any, kept: Bits, end_token_ids: Sequence[int]) -> None:
         """``kept`` are the tokens that a grammar may allow, as bits in whole words of 64."""
         self._matcher, self._keeps, self._kept = matcher, kept, kept.view(np.uint64)
@@ -233,6 +236,14 @@ class GrammarRule(Constraint):
             return False
         forced = self._matcher.compute_ff_tokens()  # a mask allows one spelling of forced text
         return not forced or forced[0] == token_id
+
+    def forced(self, path: Sequence[int]) -> list[int]:
+        """In one question for several tokens, and without a mask. It finds text that is forced, whatever its tokens are."""
+        if any(token in self._ends for token in path):
+            return []
+        self._go_to(path)
+        run: list[int] = self._matcher.compute_ff_tokens()
+        return list(takewhile(lambda token: is_in(token, self._keeps), run))
 
     def _find_mask(self, path: tuple[int, ...]) -> Bits | None:
         if path:

@@ -25,6 +25,8 @@ _FEW_PLACES = 16  # words of 64 tokens
 class TokenRule(ABC):
     """One rule of one request."""
 
+    title = ""
+    """What a caller knows it by; empty: its class."""
     is_complete = False
     """Whether the text is complete, so that the request ends."""
 
@@ -55,6 +57,12 @@ class Constraint(TokenRule):
         """Whether :meth:`mask` has a token. A rule may tell this sooner for one token than for all."""
         mask = self.mask(path)
         return mask is not None and is_in(token_id, mask)
+
+    def forced(self, path: Sequence[int]) -> list[int]:
+        """Tokens that must follow ``path``, which is allowed. Not all of them need be told, and none where there is a choice."""
+        mask = self.mask(path)
+        token = None if mask is None else only_token(mask)
+        return [] if token is None else [token]
 
     @abstractmethod
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -117,38 +125,30 @@ def only_token(bits: Bits) -> int | None:
     return int(tokens[0]) if tokens is not None and len(tokens) == 1 else None
 
 
-def forced_tokens(rules: Sequence[TokenRule], most: int) -> list[int]:
-    """Up to ``most`` tokens that must come next, because a constraint allows no other."""
-    path: list[int] = []
+def forced_tokens(rules: Sequence[TokenRule], path: Sequence[int], most: int) -> list[int]:
+    """Up to ``most`` tokens that must follow ``path``, because a constraint allows no other."""
+    found: list[int] = []
     for rule in constraints(rules):
-        while len(path) < most and (mask := rule.mask(path)) is not None:
-            token = only_token(mask)
-            if token is None:
-                break
-            path.append(token)
-    return path
+        while len(found) < most and (run := rule.forced([*path, *found])):
+            found += run
+    return found[:most]
 
 
-def allowed_choices(
-    bound: Sequence[Constraint], logits: Tensor, best: Sequence[int], paths: Sequence[Sequence[int]]
-) -> list[int]:
-    """The likeliest token of each row that ``bound`` allows, the first of equal ones; ``best`` are the likeliest without rules.
+def allowed_choice(bound: Sequence[Constraint], row: Tensor, best: int, path: Sequence[int]) -> int:
+    """The likeliest token of ``row [V]`` that ``bound`` allows behind ``path``, the first of equal ones.
 
-    The result is the largest logit after :func:`apply_rules`. But most rows allow their best token and need no mask, and where
-    few tokens are allowed, only these are compared.
+    ``best`` is the likeliest without rules. The result is the largest logit after :func:`apply_rules`. But most rows allow their
+    best token and need no mask, and where few tokens are allowed, only these are compared.
     """
-    choices = []
-    for row, (token, path) in enumerate(zip(best, paths, strict=True)):
-        refusing = [rule for rule in bound if not rule.allows(path, token)]
-        masks = [mask for rule in bound if (mask := rule.mask(path)) is not None] if refusing else []
-        if masks:
-            tokens = few_tokens(masks[0]) if len(masks) == 1 else None
-            if tokens is None:
-                token = int(apply_rules(bound, logits[row : row + 1], [path]).argmax())
-            else:
-                token = int(tokens[best_tokens(logits[row : row + 1, torch.from_numpy(tokens)])[0]])
-        choices.append(token)
-    return choices
+    if all(rule.allows(path, best) for rule in bound):
+        return best
+    masks = [mask for rule in bound if (mask := rule.mask(path)) is not None]
+    if not masks:
+        return best
+    tokens = few_tokens(masks[0]) if len(masks) == 1 else None
+    if tokens is None:
+        return int(apply_rules(bound, row[None], [path]).argmax())
+    return int(tokens[best_tokens(row[None, torch.from_numpy(tokens)])[0]])
 
 
 def allowed_probs(
@@ -243,6 +243,8 @@ class LogitBias(TokenRule):
 
 class AtLeast(TokenRule):
     """Forbids the tokens that end a text until it has ``least`` tokens."""
+
+    title = "min_tokens"
 
     def __init__(self, least: int, ends: Sequence[int], device: torch.device) -> None:
         self.left, self.ends = least, torch.tensor(ends, dtype=torch.long, device=device)

@@ -27,6 +27,8 @@ class _Place(NamedTuple):
 class ThinkingBudget(TokenRule):
     """The budget of one request. Markers of several tokens are written token by token."""
 
+    title = "thinking_token_budget"
+
     def __init__(self, opens: Sequence[int], closes: Sequence[int], budget: int, *, is_open: bool) -> None:
         """``opens`` and ``closes`` are the tokens of the markers; with ``is_open`` the prompt has opened reasoning already."""
         self.opens, self.closes, self.budget = list(opens), list(closes), budget

@@ -35,6 +35,7 @@ def make_request(
             f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
         )
     check_tokens(target, [token for token, _ in params.logit_bias], "logit_bias")
+    check_tokens(target, params.stop_token_ids, "stop_token_ids")
     most = procedure.most_tokens(len(token_ids), limit, params)
     max_length = min(len(token_ids) + params.max_tokens, most)
     pool.check_fits(procedure.reach(len(token_ids), max_length, params))
@@ -62,4 +63,11 @@ def check_tokens(target: Target, token_ids: Iterable[int], field: str | None = N
     """Refuse token ids of a ``field`` that are outside the target's vocabulary; without a field they are a prompt's."""
     size, what = target.vocab_size, f"{field}: " if field else ""
     if wrong := [token for token in token_ids if not 0 <= token < size]:
-        raise InputError(f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}", field=field)
+        remedy = (
+            f"leave it out, or give ids from 0 to {size - 1}"
+            if field
+            else "encode the prompt with the target's tokenizer"
+        )
+        raise InputError(
+            f"{what}token id {wrong[0]} is outside the target's vocabulary of {size}; {remedy}", field=field
+        )

@@ -184,7 +184,7 @@ class Request:
         if not self.rules:
             copied, agreed = self.lookup.find(self.token_ids, most)
             return copied, found_confidence(agreed, len(copied))
-        forced = forced_tokens(self.rules, most)
+        forced = forced_tokens(self.rules, [], most)
         copied, agreed = self.lookup.find(self.token_ids + forced, most - len(forced))
         for rule in constraints(self.rules):
             copied = copied[: max(0, rule.num_allowed(forced + copied) - len(forced))]

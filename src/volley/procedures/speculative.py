@@ -1,6 +1,7 @@
 """Autoregressive decoding, plain or speculative: every request is verified by the rule that is lossless for its draft."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from volley.config import DecodingConfig
 from volley.decode.late import Reading, draft_tokens
-from volley.decode.rules import Constraint, allowed_choices, allowed_probs, apply_rules, constraints, paths_of
+from volley.decode.rules import Constraint, allowed_choice, allowed_probs, apply_rules, constraints, paths_of
 from volley.decode.sampling import (
     PositionNoise,
     Purpose,
@@ -163,9 +164,19 @@ def _judge_greedy(works: Works, logits: Tensor, reading: Reading) -> None:
 
 
 def _keep_allowed(work: Work[Request], rows: Tensor, choices: list[int]) -> None:
-    if bound := constraints(work.request.rules):
-        choices = allowed_choices(bound, rows, choices, paths_of(work.proposal))
-    _keep_choices(work, choices)
+    """The same under constraints, which are asked about the rows of accepted tokens alone."""
+    bound, proposal = constraints(work.request.rules), work.proposal
+    if not bound:
+        _keep_choices(work, choices)
+        return
+    paths = paths_of(proposal)
+
+    def choose(node: int, _: int) -> int:
+        return allowed_choice(bound, rows[node], choices[node], paths[node])
+
+    parents = range(len(proposal.token_ids)) if proposal.parents is None else proposal.parents
+    verdict = verify_tree(choose, proposal.token_ids, parents)
+    work.verdict = replace(verdict, path=None) if proposal.parents is None else verdict
 
 
 def _match(works: Works, logits: Tensor, reading: Reading) -> None:

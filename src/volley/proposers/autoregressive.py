@@ -79,7 +79,9 @@ class ChainProposer(Proposer):
 
     def _following(self, work: Work[Any]) -> Following:
         """The same for the block of one work, without the rules of its request."""
-        return Following(lambda _, token, among: columns(self.read([work.request], [token]), among), self.vocab_size)
+        return Following(
+            lambda _, token, among: columns(self.read([work.request], [token]), among), self.vocab_size, True
+        )
 
 
 @dataclass

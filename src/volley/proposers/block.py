@@ -264,9 +264,9 @@ def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: 
     """The logits of one block's positions given the token before each, from ``hidden [k, H]`` and ``logits [k, V]``."""
     size = logits.shape[-1]
     if head is None:
-        return Following(lambda position, _, among: columns(logits[position : position + 1], among), size)
+        return Following(lambda position, _, among: columns(logits[position : position + 1], among), size, False)
     after = head.transitions(hidden, logits, [len(hidden)])
-    return Following(lambda position, token, among: after([position], [token], among), size)
+    return Following(lambda position, token, among: after([position], [token], among), size, not head.pairwise)
 
 
 def _sizes(works: Works) -> list[int]:

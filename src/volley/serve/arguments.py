@@ -92,8 +92,10 @@ class TaggedArguments(_Arguments):
     def __init__(self, tags: ParameterText, schema: Mapping[str, Any]) -> None:
         """``schema`` is that of the arguments: it tells which are texts."""
         super().__init__()
-        middle, self._close = tags.middle.strip(), tags.end.strip()
-        name = f"{re.escape(tags.begin)}(?P<name>[^\n]+?){re.escape(middle)}(?:\n|(?=[^\n]))"
+        self._close, self._before_close = tags.end.strip(), tags.end[: tags.end.startswith("\n")]
+        middle = r"\s*".join(map(re.escape, re.split(r"(?<=>)\s*(?=<)", tags.middle.strip())))
+        new_line = r"(?:\n|(?=[^\n]))" if tags.middle.endswith("\n") else ""
+        name = f"{re.escape(tags.begin)}(?P<name>[^\n]+?){middle}{new_line}"
         self._next = re.compile(f"{name}|{re.escape(tags.after)}")
         self._schema = schema
         properties = schema.get("properties")
@@ -122,7 +124,7 @@ class TaggedArguments(_Arguments):
         return told
 
     def _text(self) -> str | None:
-        text, is_whole = self._up_to(self._close, "\n")
+        text, is_whole = self._up_to(self._close, self._before_close)
         if text is None:
             return None
         self._phase = self._between if is_whole else self._text
@@ -132,7 +134,9 @@ class TaggedArguments(_Arguments):
         if self._close not in self._buffer:
             return None
         self._phase = self._between
-        return json.dumps(_read_as(self._up_to(self._close, "\n")[0] or "", self._types), ensure_ascii=False)
+        return json.dumps(
+            _read_as(self._up_to(self._close, self._before_close)[0] or "", self._types), ensure_ascii=False
+        )
 
 
 def _refuse(word: str) -> Any:

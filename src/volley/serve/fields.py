@@ -128,6 +128,8 @@ def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
             return f"unknown field {named!r}; {context['remedy']}", named
         case "json_invalid":
             return f"the body is not JSON: {context.get('error', error['msg'])} (character {error['loc'][-1]})", None
+        case "string_pattern_mismatch" if path[:1] == ["logit_bias"]:
+            return f"{named}: keys are token ids, in digits; /tokenize tells those of a text", named
     if named is None:
         return "the body must be a JSON object, sent as application/json", None
     return f"{named}: {error['msg']}", named

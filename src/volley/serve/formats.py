@@ -16,12 +16,18 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from volley.errors import ConfigError
 
 _FOLDER = Path(__file__).parent / "formats"
-_BY_PRECEDENCE = ("qwen3_5", "gemma4", "hermes", "gpt_oss", "mistral", "mistral_list", "llama3", "thinking")
+_BY_PRECEDENCE = (
+    *("qwen3_5", "glm4_5", "glm4_7", "gemma4", "hermes", "gpt_oss"),
+    *("mistral", "mistral_list", "llama3", "thinking"),
+)
 
 
 @dataclass(frozen=True)
 class ParameterText:
-    """An argument between tags: ``begin``, its name, ``middle``, the value, ``end``; ``after`` stands behind the last one."""
+    """An argument between tags: ``begin``, its name, ``middle``, the value, ``end``; ``after`` stands behind the last one.
+
+    A new line with which ``middle`` ends or ``end`` begins is no part of the value.
+    """
 
     begin: str
     middle: str

@@ -97,6 +97,10 @@ class AnswerParser:
 
     def _close_call(self, value: Any) -> Iterator[Part]:
         if self._reader is not None:
+            if (
+                self._call is not None and self._call.parameter is not None
+            ):  # what closes the region may end the arguments
+                yield from self._count(self._reader.feed(self._call.parameter.after))
             self._reader = None
         else:
             for one in value if isinstance(value, list) else [value]:

@@ -186,9 +186,9 @@ class Service:
             if form is None or not form.has_calls:
                 problem = "it is not known how this model writes tool calls", "--answer-format"
             elif "tools" not in self._template:
-                problem = "the model's chat template has no place for tools", "--chat-template that has one"
+                problem = "the model's chat template has no place for tools", "a --chat-template that has one"
             if problem:
-                message = f"tools: {problem[0]}; force a call with tool_choice, or start the server with a {problem[1]}"
+                message = f"tools: {problem[0]}; force a call with tool_choice, or start the server with {problem[1]}"
                 raise ApiError(400, message, param="tools")
         return form
 
