@@ -15,12 +15,14 @@ from benchmarks.pretended_gpu import move, pretended_cuda
 from tests import hybrid
 from tests.conftest import byte_tokenizer
 from tests.costs import settle
+from tests.diffusion_gemma import random_model
 from tests.engine.test_grammars import GRAMMAR
 from tests.procedures.test_denoising import MASK, masked_model
 from tests.tiny import eager_model, random_drafter, random_prompts, target_config
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.models.checkpoint import HeadConfig
 from volley.models.diffusion import FAST_DLLM, SDAR
+from volley.models.diffusion_gemma import DiffusionGemma
 from volley.models.drafter import Drafter
 from volley.models.target import Target
 
@@ -75,6 +77,12 @@ def canvas(params: SamplingParams, family: Any = SDAR, **changes: Any) -> Kind:
     return Kind(masked_model(family).hf, make, None, own, {"page_size": 8})
 
 
+def gemma(params: SamplingParams, **changes: Any) -> Kind:
+    """DiffusionGemma, whose experts are multiplied as a group."""
+    own = replace(params, diffusion=DiffusionParams(**{"max_steps": 3, **changes}))
+    return Kind(random_model(), DiffusionGemma, None, own, {"page_size": 8})  # type: ignore[arg-type]
+
+
 def recurrent(name: str, params: SamplingParams, **options: Any) -> Kind:
     hf = hybrid.model(name)
     drafter = random_drafter(num_target_layers=hf.config.get_text_config().num_hidden_layers)
@@ -95,6 +103,10 @@ KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
     "canvas, sampled": (lambda: canvas(replace(CANVAS, temperature=0.8, seed=1)), 2),
     "shifted canvas": (lambda: canvas(CANVAS, FAST_DLLM), 2),
     "canvas, self-speculation": (lambda: canvas(CANVAS, mode="self"), 3),
+    "DiffusionGemma": (lambda: gemma(replace(GREEDY, seed=3)), 2),
+    "DiffusionGemma, sampled": (lambda: gemma(SEEDED), 2),
+    "DiffusionGemma, filtered": (lambda: gemma(replace(SEEDED, top_k=20, top_p=0.9)), 2),
+    "DiffusionGemma, causal": (lambda: gemma(SEEDED, mode="autoregressive"), 1),
     "short convolutions": (lambda: recurrent("lfm2", GREEDY), 1),
     "gated delta nets": (lambda: recurrent("qwen3_5_text", GREEDY), 1),
     "gated delta nets, trees": (lambda: recurrent("qwen3_5_text", GREEDY, tree_nodes=6), 2),

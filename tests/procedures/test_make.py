@@ -45,6 +45,18 @@ def test_a_strategy_of_another_family_is_refused(procedures: Procedures) -> None
         procedures.choose(SamplingParams(diffusion=DiffusionParams(strategy="entropy_renoise")))
 
 
+@pytest.mark.parametrize(
+    ("mask_token_id", "name", "instead"),
+    [(1, "t_max", "threshold"), (None, "threshold", "t_max"), (None, "sub_block", "confidence_threshold")],
+)
+def test_a_setting_that_the_model_does_not_read_is_refused(mask_token_id: int | None, name: str, instead: str) -> None:
+    target = Target(tiny.eager_model(tiny.target_config()), diffusion=replace(SDAR, mask_token_id=mask_token_id))
+    procedures = Procedures(target, Speculative(DecodingConfig()))
+    own = DiffusionParams(**{name: 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{name} is not for this model.*{instead}"):
+        procedures.choose(SamplingParams(diffusion=own))
+
+
 def test_other_models_refuse_diffusion_settings() -> None:
     engine = Engine(Target(tiny.eager_model(tiny.target_config())))
     with pytest.raises(ConfigError, match="no diffusion language model; leave"):

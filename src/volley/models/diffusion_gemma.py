@@ -37,6 +37,14 @@ _DEFAULTS = DiffusionParams(
 )
 
 
+class _KeepsNothing:
+    """In place of transformers' cache, which the encoder always makes: it would copy K/V, and a GPU would wait twice a layer."""
+
+    @staticmethod
+    def update(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
 _TWINS = Twins("model.decoder.", "model.encoder.language_model.", own=".layer_scalar")
 
 
@@ -91,7 +99,11 @@ class DiffusionGemma(Target):
     def _encode(self, embeddings: Tensor, positions: Tensor, call: AttentionCall) -> Tensor:
         masks = {"full_attention": None, "sliding_attention": None}
         output = self._encoder(
-            inputs_embeds=embeddings, position_ids=positions, attention_mask=masks, use_cache=False, volley_call=call
+            inputs_embeds=embeddings,
+            position_ids=positions,
+            attention_mask=masks,
+            past_key_values=_KeepsNothing,
+            volley_call=call,
         )
         states: Tensor = output.last_hidden_state
         return states

@@ -15,6 +15,10 @@ from volley.types import DiffusionMode, DiffusionParams, SamplingParams
 _SELF = DiffusionParams(mode="self", strategy="low_confidence_static")
 """Self-speculation drafts whole canvases. The passes over a draft are measured unless a request sets their number."""
 
+_MASKED = ("threshold", "sub_block", "edit_threshold")
+_RENOISED = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
+"""Settings of models whose canvases begin with mask tokens, and of those whose begin with random tokens: the others read none."""
+
 
 class Procedures:
     """The procedures of one target: one, or one for each mode of a diffusion language model."""
@@ -47,6 +51,12 @@ class Procedures:
             why = "canvases of random tokens have one rule" if renoises else "its canvases begin with mask tokens"
             told = f"strategy {own.strategy!r} is not for this model: {why}; leave it out, or give another"
             raise ConfigError(told, field="diffusion.strategy")
+        unread, read = (_MASKED, _RENOISED) if renoises else (_RENOISED, _MASKED)
+        for name in unread:
+            if getattr(own, name) is not None:
+                begins = f"its canvases begin with {'random' if renoises else 'mask'} tokens"
+                told = f"{name} is not for this model: {begins}; leave it out, or set one of {', '.join(read)}"
+                raise ConfigError(told, field=f"diffusion.{name}")
         defaults = family.defaults
         if mode == "self":
             defaults = replace(_SELF, strategy=defaults.strategy if renoises else _SELF.strategy).over(defaults)
