@@ -11,7 +11,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TESTS := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+TESTS := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 INSTALLED := $(VENV)/.installed
 
 VLLM := .venv-vllm

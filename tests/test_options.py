@@ -110,7 +110,8 @@ def test_what_is_in_the_environment_is_taken(tmp_path: Path) -> None:
     assert "Qwen3 MoE" in runner.invoke(app, ["presets"]).output
     found = json.loads(runner.invoke(app, ["presets"], env={"VOLLEY_TARGET": str(tmp_path)}).output)
     assert found["family"] == "Qwen3"
-    given = {"VOLLEY_TARGET": "t", "VOLLEY_DRAFTER": "d", "VOLLEY_DATA": "nowhere.jsonl", "VOLLEY_DECODE": "0"}
+    folder = str(tmp_path)
+    given = {"VOLLEY_TARGET": folder, "VOLLEY_DRAFTER": "d", "VOLLEY_DATA": "nowhere.jsonl", "VOLLEY_DECODE": "0"}
     assert "Missing option" not in runner.invoke(app, ["doctor"], env=given).output
     assert "Missing option '--target'" in runner.invoke(app, ["doctor"]).output
     refused = runner.invoke(app, ["certify", "http://localhost:1"], env={"VOLLEY_TARGET": "t"})

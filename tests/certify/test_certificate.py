@@ -1,6 +1,7 @@
 """Certificates: a lossless pair passes, every planted fault is named, and a certificate that was changed is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from volley.certify.options import CertifyConfig
 from volley.errors import CheckpointError
 
 QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
-SURE = CertifyConfig(bias=0.04, max_tokens=16, prompts_used=6)
-"""Finds a bias of sampled output; the other faults need no statistics."""
+BIASES = {"temperature": 0.05, "bonus tokens": 0.06, "trees": 0.04}
+"""What finds these faults with a margin of four standard deviations; the others need no statistics."""
 PROMPTS = random_prompts(6, longest=12)
 
 
@@ -25,9 +26,7 @@ def said(_: str) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_named(pair: Pair, fault: str) -> None:
     make, word = FAULTS[fault]
-    certificate = certify_pair(
-        make(pair), PROMPTS, SURE if word in ("temperature", "bonus tokens", "trees") else QUICK, said
-    )
+    certificate = certify_pair(make(pair), PROMPTS, replace(QUICK, bias=BIASES.get(word, QUICK.bias)), said)
     assert certificate.verdict == "not lossless"
     assert certificate.finding is not None
     assert certificate.finding.startswith(word)

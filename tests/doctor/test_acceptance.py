@@ -34,10 +34,15 @@ def test_expected_cycles_are_those_of_a_simulation() -> None:
     assert kept_at_least(chances) == pytest.approx([total / runs for total in totals], rel=0.03)
 
 
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers of the bundled target at T = 1."""
+    return write_answers(tmp_path_factory.mktemp("rows") / "rows.jsonl", temperature=1.0, times=4)
+
+
 @pytest.mark.parametrize("name", ["drafter", "drafter-dflash"])
-def test_what_is_expected_at_a_temperature_is_what_is_measured_there(tmp_path: Path, name: str) -> None:
+def test_what_is_expected_at_a_temperature_is_what_is_measured_there(rows: Path, name: str) -> None:
     """Both at T = 1: a greedy walk over the same answers expects something else."""
-    rows = write_answers(tmp_path / "rows.jsonl", temperature=1.0, times=4)
     physician = Doctor(TARGET, REFERENCE / name, [rows], temperature=1.0)
     engine = Engine.from_pretrained(drafter=REFERENCE / name, dtype=torch.float32)
     found = physician.examine(engine)

@@ -2,18 +2,16 @@
 
 import os
 import resource
-import signal
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.forks import Forked
+from tests.serve.running import wait_until
 from volley.cli import app
 from volley.errors import ConfigError
 from volley.recalibrate.reservoir import Entry, Reservoir, entries, erase, read
@@ -165,29 +163,19 @@ def test_the_command_erases_under_a_running_server(tmp_path: Path) -> None:
         erase(tmp_path)
 
 
-WRITER = """
-    import sys
-    from pathlib import Path
-    from volley.recalibrate.reservoir import Reservoir
-    reservoir = Reservoir(Path(sys.argv[1]), most_tokens=3000)
-    reservoir.open("target")
+def write_on(folder: Path) -> None:
+    reservoir = opened(folder, most_tokens=3000)
     print("open", flush=True)
-    index = 0
-    while True:
+    for index in count():
         reservoir.add("a", [index], list(range(200)), 0.0)
-        index += 1
-"""
 
 
 def test_a_kill_at_any_moment_leaves_whole_rows(tmp_path: Path) -> None:
-    script = tmp_path / "writer.py"
-    script.write_text(textwrap.dedent(WRITER))
     folder = tmp_path / "kept"
-    with subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.3)
-        process.send_signal(signal.SIGKILL)
+    writer = Forked(write_on, folder)
+    assert writer.printed.readline() == "open\n"
+    wait_until(lambda: any(entry.number > 40 for entry in entries(folder)))
+    writer.kill()
     found = entries(folder)
     rows = list(read(folder, found))
     assert len(rows) == len(found) > 0

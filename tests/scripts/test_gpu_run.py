@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,27 @@ def script(out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, check=False, timeout=600)
 
 
-def test_every_part_runs_dry_and_has_its_table(tmp_path: Path) -> None:
-    done = script(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert all(f"{name}: done" in done.stdout for name in run.PARTS)
-    assert "passes: " in done.stdout.replace("passes: done", ""), "the verdict"
+@pytest.fixture
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """The same, its status, with all parts in this process: none imports everything anew."""
+
+    def here(command: list[str], **_: object) -> Any:
+        with monkeypatch.context() as part:
+            part.setattr(sys, "argv", command[1:])
+            return SimpleNamespace(returncode=run.main())
+
+    monkeypatch.setattr(sys, "argv", ["run", str(tmp_path), "--dry-run"])
+    monkeypatch.setattr(run.subprocess, "run", here)
+    return run.main
+
+
+def test_every_part_runs_dry_and_has_its_table(
+    tmp_path: Path, dry_run: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run() == 0
+    said = capsys.readouterr().out
+    assert all(f"{name}: done" in said for name in run.PARTS)
+    assert "passes: " in said.replace("passes: done", ""), "the verdict"
     found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in run.PARTS}
     assert found["rows"]["equal_rows"] == found["rows"]["equal_rows_filled_up"] == parts.BLOCK
     assert [row["equal"] for row in found["load"]["table"]] == [1, 1]
@@ -51,35 +68,33 @@ def done_but(tmp_path: Path, *others: str) -> None:
         (tmp_path / f"{name}.json").write_text('{"seconds": 1, "passed": true}')
 
 
-def test_what_did_not_pass_is_run_again_and_nothing_else(tmp_path: Path) -> None:
+def test_what_did_not_pass_is_run_again_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the script itself, in processes of its own."""
     done_but(tmp_path)
     (tmp_path / "copy.json").write_text('{"passed": false}')
     done = script(tmp_path)
     assert (done.returncode, done.stdout) == (0, "copy: done\n"), done.stderr
-    assert script(tmp_path).stdout == ""
+    monkeypatch.setattr(sys, "argv", ["run", str(tmp_path), "--dry-run"])
+    assert run.main() == 0
+    assert capsys.readouterr().out == "", "nothing is left to do"
 
 
 def test_a_part_that_does_not_pass_is_named_and_its_figures_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    dry_run: Callable[[], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     done_but(tmp_path, "kernels")
-    arguments = ["run", str(tmp_path), "--dry-run"]
-
-    def here(command: list[str], **_: object) -> Any:
-        monkeypatch.setattr(sys, "argv", command[1:])
-        status = run.main()
-        monkeypatch.setattr(sys, "argv", arguments)
-        return SimpleNamespace(returncode=status)
-
-    monkeypatch.setattr(sys, "argv", arguments)
-    monkeypatch.setattr(run.subprocess, "run", here)
     for _ in range(2):
         monkeypatch.setitem(run.PARTS, "kernels", lambda _: {"passed": False, "table": "they differ"})
-        assert run.main() == 1
+        assert dry_run() == 1
         assert capsys.readouterr().out == "kernels: did not pass\n"
         assert "they differ" in (tmp_path / "tables.md").read_text()
     monkeypatch.setitem(run.PARTS, "kernels", lambda _: {"passed": True, "table": "alike"})
-    assert run.main() == 0
+    assert dry_run() == 0
     assert capsys.readouterr().out == "kernels: done\n"
 
 

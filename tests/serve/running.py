@@ -108,7 +108,8 @@ class Running:
         assert not self.thread.is_alive()
 
 
-def wait_until(condition: Any, seconds: float = 20) -> None:
+def wait_until(condition: Any, seconds: float = 60) -> None:
+    """So long at most: a busy machine takes its time."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +11,10 @@ from typing import Any
 
 import torch
 
+from tests.forks import Forked
 from volley.files import load_tensors
+from volley.train.loop import train
+from volley.train.options import TrainConfig
 
 WORDS = [
     "the",
@@ -93,48 +95,33 @@ train(TrainConfig(**json.loads(sys.argv[1])))
 """
 
 
-def start(options: dict[str, Any], *launcher: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
-    """The training of ``options`` in a process of its own; ``launcher`` stands before the script."""
+def launch(options: dict[str, Any], cwd: Path) -> None:
+    """The training of ``options`` in two processes of ``torchrun``, to its end."""
     script = cwd / "train_script.py"
     script.write_text(SCRIPT)
+    source = Path(__file__).parents[2] / "src"
     environment = {
         **os.environ,
-        **variables,
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONFAULTHANDLER": "1",
+        "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")]),
     }
-    source = Path(__file__).parents[2] / "src"
-    environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launcher, str(script), json.dumps(options)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def start_nodes(*options: dict[str, Any], cwd: Path) -> list[subprocess.Popen[str]]:
+def start(options: dict[str, Any], **variables: str) -> Forked:
+    """The training of ``options`` in a process of its own."""
+    return Forked(lambda: train(TrainConfig(**options)), **variables)
+
+
+def start_nodes(*options: dict[str, Any]) -> list[Forked]:
     """One training, each of its processes started by itself as torchrun starts them on several nodes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(len(options)), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [start(own, cwd=cwd, RANK=str(rank), **shared) for rank, own in enumerate(options)]
-
-
-def finish(process: subprocess.Popen[str], seconds: float = 120) -> str:
-    """Wait for a training to end well; what it printed."""
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # the fault handler prints where it stands
-        output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return output
-
-
-def kill_after(process: subprocess.Popen[str], line_start: str) -> None:
-    """SIGKILL a training as soon as it prints a line that begins so."""
-    assert process.stdout is not None
-    with process:
-        for line in process.stdout:
-            if line.startswith(line_start):
-                process.kill()
-    assert process.returncode == -signal.SIGKILL
+    return [start(own, RANK=str(rank), **shared) for rank, own in enumerate(options)]

@@ -1,8 +1,4 @@
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -14,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.forks import Forked
+from tests.serve.running import wait_until
 from volley.errors import ConfigError, EndpointError, InputError
 from volley.train.collect import CollectConfig, EngineSource, Progress, collect, make_jobs
 from volley.train.endpoint import EndpointSource
@@ -360,28 +358,13 @@ def test_a_first_endpoint_that_is_down_is_passed_over(tmp_path: Path, serve: Any
     assert collect(config, source).finished == 1
 
 
-CHILD = """
-import sys, time
-from pathlib import Path
-from volley.train.collect import CollectConfig, collect
-from volley.train.endpoint import EndpointSource
-config = CollectConfig(prompts=(sys.argv[1],), out=Path(sys.argv[2]))
-collect(config, EndpointSource((sys.argv[3],), model="stub-model", concurrency=2))
-"""
-
-
 def test_kill_9_loses_nothing_but_the_line_being_written(tmp_path: Path, serve: Any) -> None:
     server = serve(lambda n, body: time.sleep(0.01))
     file = prompts_file(tmp_path, *({"prompt": f"{i}"} for i in range(200)))
     config = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl")
-    child = subprocess.Popen([sys.executable, "-c", CHILD, file, str(config.out), server.url])
-    deadline = time.monotonic() + 300  # a busy machine takes its time to import torch
-    while not (config.out.exists() and config.out.read_bytes().count(b"\n") >= 5):
-        assert time.monotonic() < deadline
-        assert child.poll() is None
-        time.sleep(0.005)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    child = Forked(collect, config, source_of(server, model="stub-model", concurrency=2))
+    wait_until(lambda: config.out.exists() and config.out.read_bytes().count(b"\n") >= 5, 60)
+    child.kill()
     before = config.out.read_bytes().count(b"\n")
     server.script = lambda n, body: None
     summary = collect(config, source_of(server, model="stub-model"))

@@ -21,7 +21,7 @@ from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
 
 from ..conftest import TinyPair
-from .runs import drafter_weights, finish, kill_after, start, start_nodes, tiny_run, weights, write_rows
+from .runs import drafter_weights, launch, start, start_nodes, tiny_run, weights, write_rows
 
 
 def run(options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -91,14 +91,12 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
     tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, max_steps=60, epochs=99, save_steps=7, log_steps=1, **changes)
-    whole = {**options, "out": str(tmp_path / "whole")}
-    finish(start(whole, cwd=tmp_path))
-    kill_after(start(options, cwd=tmp_path), "step 24 ")
+    whole = run({**options, "out": str(tmp_path / "whole")})
+    start(options).kill_after("step 24 ")
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["position"]["step"]
     assert 21 <= saved < 60
-    output = finish(start(options, cwd=tmp_path))
-    assert f"going on from step {saved}" in output
-    assert_same(weights(options["out"]), weights(whole["out"]))
+    assert f"going on from step {saved}" in start(options).finish()
+    assert_same(weights(options["out"]), whole)
     steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if row["kind"] == "train"] == list(range(1, 61))
 
@@ -251,23 +249,23 @@ def test_a_block_depends_on_its_own_tokens_and_on_features_before_its_anchor_onl
 def test_two_processes_train_what_one_does_and_go_on_when_killed(tiny_pair: TinyPair, tmp_path: Path) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, max_steps=9, tokens_per_batch=150, log_steps=1, save_steps=2)
     single = run({**options, "out": str(tmp_path / "single")})
-    for flavour in ({}, {"fsdp": True}):
-        out = tmp_path / f"two{len(flavour)}"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        finish(start({**options, **flavour, "out": str(out)}, *launcher, cwd=tmp_path))
+    two, sharded = ({**options, "out": str(tmp_path / name), "fsdp": name == "sharded"} for name in ("two", "sharded"))
+    for process in start_nodes(two, two):
+        process.finish()
+    launch(sharded, tmp_path)
+    for out in (two["out"], sharded["out"]):
         for name, tensor in single.items():
             torch.testing.assert_close(weights(out)[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
-        assert drafter_weights(out).keys() == drafter_weights(tmp_path / "single").keys()
-    killed = {**options, "fsdp": True, "out": str(tmp_path / "killed")}
-    first, second = start_nodes(killed, killed, cwd=tmp_path)
-    kill_after(first, "step 4 ")
+        assert drafter_weights(Path(out)).keys() == drafter_weights(tmp_path / "single").keys()
+    killed = {**sharded, "out": str(tmp_path / "killed")}
+    first, second = start_nodes(killed, killed)
+    first.kill_after("step 4 ")
     second.kill()
-    second.communicate()
     saved = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)["position"]["step"]
     assert 2 <= saved < 9
-    outputs = [finish(process) for process in start_nodes(killed, killed, cwd=tmp_path)]
+    outputs = [process.finish() for process in start_nodes(killed, killed)]
     assert f"going on from step {saved}" in outputs[0]
-    assert_same(weights(tmp_path / "killed"), weights(tmp_path / "two1"))
+    assert_same(weights(tmp_path / "killed"), weights(sharded["out"]))
 
 
 def test_nodes_that_share_no_files_are_refused(

@@ -211,13 +211,15 @@ def test_a_run_that_is_killed_in_each_step_goes_on(tmp_path: Path) -> None:
 
 def test_an_endpoint_of_the_same_target_answers_the_prompts(tmp_path: Path) -> None:
     target = make_target(tmp_path, CONFIGS["llama"])
-    own = tune(options(tmp_path, target), lambda _: None)
+    own = options(tmp_path, target)
+    make_folder(own.out)
+    Tuning(own, lambda _: None).collect()
     with running(Engine.from_pretrained(target, drafter=None, dtype=torch.float32)) as server:
         config = options(tmp_path, target, endpoint=f"{server.url}/v1", out=tmp_path / "asked")
         asked = tune(config, lambda _: None)
     answers = [
         {row["messages"][0]["content"]: row["messages"][1]["content"] for row in read_rows([out / "responses.jsonl"])}
-        for out in (own, asked)
+        for out in (own.out, asked)
     ]
     assert answers[0] == answers[1]
     assert len(answers[0]) == 8
