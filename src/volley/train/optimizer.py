@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from volley import native
 from volley.train.options import TrainConfig
 
 
@@ -23,7 +24,7 @@ class Muon(torch.optim.Optimizer):
     """Nesterov's momentum, made nearly orthogonal by Newton-Schulz steps; updates have AdamW's size (RMS 0.2).
 
     torch.optim.Muon iterates in bf16, which a CPU without bf16 products does 40 times as slowly as in fp32. This one iterates
-    in bf16 on a GPU alone, over all matrices of one shape at once.
+    in bf16 where the machine multiplies it, over all matrices of one shape at once.
     """
 
     COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -65,7 +66,7 @@ class Muon(torch.optim.Optimizer):
         """Matrices like ``x`` (matrices, rows, columns) whose singular values are near 1."""
         a, b, c = self.COEFFICIENTS
         is_tall = x.shape[1] > x.shape[2]
-        x = (x.mT if is_tall else x).to(torch.bfloat16 if x.is_cuda else torch.float32)
+        x = (x.mT if is_tall else x).to(torch.bfloat16 if x.is_cuda or native.has_dot_products else torch.float32)
         x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
         for _ in range(self.steps):
             gram = x @ x.mT

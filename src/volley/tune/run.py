@@ -49,7 +49,7 @@ from volley.tune.trials import (
 )
 from volley.tune.vocabulary import choose_vocabulary, sizes_for
 
-TRIAL_SHARE, LATER_SHARE, LONG = 0.3, 0.15, 20.0
+TRIAL_SHARE, LATER_SHARE, LONG = 0.3, 0.05, 20.0
 """Of the first ``LONG`` minutes, and of those beyond; the rest is the training's."""
 READ_SHARE = 0.12
 """Of the minutes, at most, in which the target reads the responses; they are the training's, which need not read them again."""
@@ -58,10 +58,12 @@ SHORTEST_TRIAL = 1 / 4
 """Minutes."""
 BATCH, SMALLEST_BATCH, LARGEST_BATCH = 1024, 512, 8192
 TIMED_STEPS = 5
+ANCHORS = 64
+"""Blocks of a response in a step, at most."""
 STEPS = 4000
 """Of the training, at least, where batches are not too small for that: short trainings need steps."""
 FEW_STEPS = 2000
-EVALUATIONS = 8
+EVALUATIONS = 5
 MINUTES_BETWEEN = 0.7
 """From one evaluation to the next, at least, where two fit."""
 PATIENCE = 3
@@ -153,6 +155,7 @@ class Tuning:
             learning_rate=preset.learning_rate,
             optimizer=preset.optimizer,
             tokens_per_batch=self.progress.done.get("batch", BATCH),
+            anchors_per_sequence=self.progress.done.get("anchors", ANCHORS),
             max_length=LONGEST,
             loss_decay="pace",
             device=config.device,
@@ -176,9 +179,11 @@ class Tuning:
 
     def choose(self) -> dict[str, Any]:
         """Trials; each is kept as it ends."""
-        read = self._remember()
+        data = TrainingData(self.base, self.frozen)
+        read = self._remember(data)
         if "batch" not in self.progress:
-            self.progress["read"] = read
+            self.progress["read"], self.progress["anchors"] = read, self._anchors(data)
+            self.base = replace(self.base, anchors_per_sequence=self.progress["anchors"])
             self.progress["batch"], self.progress["steps"] = self._batch()
         total = trial_minutes(self.config.max_minutes)
         minutes = min(total, max(SHORTEST_TRIAL, total / TYPICAL_TRIALS))
@@ -211,11 +216,21 @@ class Tuning:
         said = {"chosen": chosen, "why": why, "blocks": blocks, "drafted": drafted}
         return {"options": options, **said, "trials": len(trials)}
 
-    def _remember(self) -> float:
+    def _anchors(self, data: TrainingData) -> int:
+        """Blocks of a response: where its features are there already, as many as predict each of its tokens about once an epoch.
+
+        More of them are alike, and cost as much as blocks of other responses, which teach more.
+        """
+        if self.ranks.device.type != "cpu":  # there one reading shall serve many blocks
+            return ANCHORS
+        tokens = [len(document) - document.response_start for document in data.documents]
+        return min(ANCHORS, max(1, round(sum(tokens) / len(tokens) / self.base.block_size)))
+
+    def _remember(self, data: TrainingData) -> float:
         """Have the target read the responses before any trial, so that none pays for the others; returns the minutes."""
         if self.ranks.device.type != "cpu":  # there it reads in every step
             return 0.0
-        data, own = TrainingData(self.base, self.frozen), preset_for(self.frozen.text_config).taps
+        own = preset_for(self.frozen.text_config).taps
         layers, tokens = sorted({*own, *more_taps(self.frozen)}), sum(map(len, [*data.held_out, *data.documents]))
         size = (len(layers) + 1) * tokens * self.frozen.text_config.hidden_size * self.dtype.itemsize
         fits = size <= self.frozen.remembered.budget
