@@ -1,5 +1,6 @@
 """What the engine shows its policy, and what it keeps from it."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,6 +106,7 @@ def test_costs_are_learnt_for_a_policy_that_weighs_them(monkeypatch: pytest.Monk
     step = with_batch(Step(works))
     own.trim(step)
     own.observe(step)
+    own.time(step)
     assert seen == ([(6, 2, 0), (6, 2, 0)] if uses_costs else [])
     assert [cycle.right for cycle in policy.cycles] == [[True, False]] * 2
 
@@ -117,7 +119,25 @@ def test_a_step_that_only_reads_tells_the_policy_nothing() -> None:
     paced = pacing(policy)
     paced.trim(step)
     paced.observe(step)
+    paced.time(step)
     assert policy.cycles == []
+
+
+@pytest.mark.parametrize(("drafts", "costs"), [(True, [1.5, 7.5]), (False, [7.5])])
+def test_all_of_a_step_is_in_its_costs(monkeypatch: pytest.MonkeyPatch, drafts: bool, costs: list[float]) -> None:
+    """What the host does before the passes and after them, too; but not what earlier steps had put off."""
+    seen: list[float] = []
+    monkeypatch.setattr(PassCost, "observe", lambda self, tokens, requests, seconds, read=0: seen.append(seconds))
+    own = pacing(Spy(uses_costs=True))
+    works = own.decide([decoding([1, 2, 3])], 1) if drafts else [Work(decoding([1, 2, 3]), NO_DRAFT)]
+    works[0].proposal.token_ids = [7, 8] if drafts else []
+    works[0].verdict = Verdict(0, [9])
+    step = with_batch(Step(works, started=100.0, settling=2.0, drafting=1.5 if drafts else 0.0))
+    own.trim(step)
+    own.observe(step)
+    monkeypatch.setattr(time, "perf_counter", lambda: 111.0 if drafts else 109.5)
+    own.time(step)
+    assert sorted(seen) == costs
 
 
 @pytest.mark.parametrize("uses_prefill", [False, True])

@@ -20,10 +20,10 @@ def test_costs_are_measured_when_needed_and_interpolated() -> None:
     cost = PassCost(measure)
     assert cost(20, 1) == pytest.approx(truth(20, 1), rel=0.05)
     assert max(calls.count(call) for call in calls) == 2, "at two times, or a slow moment would count"
-    assert max(tokens for tokens, _ in calls) == 24, "no more than was asked for"
+    assert max(tokens for tokens, _ in calls) == 32, "no more than was asked for"
     before = len(calls)
-    assert np.diff(cost.expected(np.arange(1, 24), 1)).min() >= 0
-    assert cost.expected(np.array(400.0), 1) == pytest.approx(truth(400, 50), rel=0.2), "without timing it"
+    assert np.diff(cost.expected(np.arange(1, 32), 1)).min() >= 0
+    assert 0.7 * truth(400, 50) < cost.expected(np.array(400.0), 1) < truth(400, 50), "without timing it"
     assert len(calls) == before
     assert cost(30, 8) == pytest.approx(truth(30, 8), rel=0.1)
     assert cost(2000, 1) == pytest.approx(truth(2000, 250), rel=0.1), "beyond the table"
@@ -35,20 +35,66 @@ def test_only_new_sizes_are_timed() -> None:
     assert cost.time(30)
     assert not cost.time(32)
     assert cost.time(33)
-    assert sorted(calls) == sorted([1, 2, 4, 8, 12, 16, 24, 32, 48] * 2)
+    assert sorted(calls) == sorted([1, 2, 4, 8, 16, 32, 64] * 2)
     assert cost.time(1000)
     assert not cost.time(2000), "larger ones than 512 are taken to go on as before"
 
 
-def test_a_size_that_was_interrupted_does_not_count() -> None:
-    cost, quiet = PassCost(lambda *size: truth(*size) * (3 if size[0] in {2, 16, 24} else 1)), PassCost(truth)
-    cost(64, 1)
-    quiet(64, 1)
+def test_a_size_that_was_interrupted_counts_little() -> None:
+    """Whenever it was timed. It may be as dear as a larger one, and a little above the line between two others."""
+    cost, quiet = PassCost(lambda *size: truth(*size) * (3 if size[0] in {2, 16, 32} else 1)), PassCost(truth)
+    cost(128, 1)
+    quiet(128, 1)
     for tokens in (1, 2, 4, 16, 20, 24, 40, 64):
-        assert cost(tokens, 1) == pytest.approx(quiet(tokens, 1), rel=0.05)
+        assert quiet(tokens, 1) * 0.999 <= cost(tokens, 1) <= 1.2 * quiet(tokens, 1)
 
 
-@pytest.mark.parametrize("bad", range(30))
+def bent(tokens: int, requests: int) -> float:
+    """Small passes have another layout: the first tokens add more than later ones. Milliseconds of a real machine."""
+    seconds = np.interp(tokens, [1, 2, 4, 8, 16, 32, 64, 512], [1.83, 1.97, 2.28, 3.05, 5.37, 9.04, 15.75, 110])
+    return 1e-3 * float(seconds)
+
+
+def test_small_passes_may_be_dearer_than_the_line_between_others() -> None:
+    cost = PassCost(bent)
+    cost(64, 1)
+    for tokens in (1, 8, 16, 32, 64):
+        assert cost(tokens, 1) == pytest.approx(bent(tokens, 1), rel=0.01)
+
+
+@pytest.mark.parametrize("timed", [8, 16, 32])
+def test_passes_that_were_not_timed_are_not_made_out_to_be_dear(timed: int) -> None:
+    """Or none would ever be timed."""
+    cost = PassCost(bent)
+    cost(timed, 1)
+    for tokens in (64, 128):
+        assert cost.expected(np.array(tokens), 1) < 1.1 * bent(tokens, 1)
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_what_plain_steps_take_beside_their_passes_does_not_make_large_ones_dear(requests: int) -> None:
+    """Plain steps alone do not tell whether all passes are slower, or each step takes longer whatever it verifies."""
+    beside = 0.9e-3 + 0.4e-3 * (requests - 1)
+    cost = PassCost(bent)
+    cost(64, requests)
+    for _ in range(200):
+        cost.observe(requests, requests, bent(requests, 1) + beside)
+    assert cost(requests, requests) == pytest.approx(bent(requests, 1) + beside, rel=0.03)
+    for tokens in (2 * requests, 4 * requests, 8 * requests):
+        assert cost(tokens, requests) == pytest.approx(bent(tokens, 1) + beside, rel=0.12)
+
+
+def test_steps_that_are_faster_than_the_table_are_believed() -> None:
+    """The machine had other work when the table was made: nothing is left for a step beside its pass."""
+    cost = PassCost(bent)
+    cost(64, 8)
+    for tokens in [8, 64, 32] * 30:
+        cost.observe(tokens, 8, 0.5 * bent(tokens, 1))
+    for tokens in (8, 16, 32, 64):
+        assert cost(tokens, 8) == pytest.approx(0.5 * bent(tokens, 1), rel=0.15)
+
+
+@pytest.mark.parametrize("bad", range(18))
 def test_one_bad_moment_does_not_make_large_passes_free(bad: int) -> None:
     """Whichever of the measurements it falls on."""
     asked = 0
@@ -61,7 +107,7 @@ def test_one_bad_moment_does_not_make_large_passes_free(bad: int) -> None:
     cost, quiet = PassCost(measure), PassCost(truth)
     for tokens, requests in [(48, 8), (64, 16), (256, 16), (8, 8)]:
         assert cost(tokens, requests) == pytest.approx(quiet(tokens, requests), rel=0.05)
-    assert asked > bad - 2, "the bad moment was among them, or as good as"
+    assert asked == 18, "the bad moment was among them"
 
 
 def test_more_tokens_never_take_less() -> None:

@@ -118,6 +118,7 @@ class Server(World):
         self.forward(step)
         super().run(step)
         self.pacing.observe(with_batch(step))
+        self.pacing.time(step)
         return True
 
     def propose(self, step: Step) -> None:

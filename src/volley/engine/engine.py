@@ -193,8 +193,10 @@ class Engine:
         self.overlap.run()  # texts of the step before, while a GPU works
         accept(step)  # verdicts: tokens that come out, K/V that stay
         self.sequences.keep(step)  # every state moved, rolled back, published
-        self.pacing.observe(step)  # what the policy and the cost tables learn
-        return self.commit(step)  # tokens, texts and statistics of the requests; who ended
+        self.pacing.observe(step)  # what the policy learns
+        ended = self.commit(step)  # tokens, texts and statistics of the requests
+        self.pacing.time(step)  # what the cost tables learn
+        return ended
 
     def commit(self, step: Step) -> list[Request]:
         """Make the verdicts final in the requests; returns those that ended."""

@@ -51,53 +51,48 @@ class Pacing:
     def trim(self, step: Step) -> None:
         """Cut each draft to the tokens that the policy wants verified."""
         step.cycles = trim(self.policy, step.decoding)
-        step.drafted_at = time.perf_counter()
 
     def observe(self, step: Step) -> None:
-        """Tell the policy what was accepted, and the cost tables how long it took."""
-        self._show_prompts(step)
-        self._time_prompts(step)
-        works = step.decoding
-        if not works:
-            self._time_own(step)
-            return
-        for work, cycle in zip(works, step.cycles, strict=True):
+        """Tell the policy what was accepted, and show it each prompt that was read to its end."""
+        self._read_prompts(step)
+        for work, cycle in zip(step.decoding, step.cycles, strict=True):
             conclude(work, cycle)
-        if self.policy.uses_costs:
-            assert step.batch is not None
-            drafts = [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]
-            drafted = len(drafts) + sum(drafts), len(drafts)
-            verified = sum(1 + cycle.verified for cycle in step.cycles), len(works)
-            drafting, passing = step.drafting, time.perf_counter() - step.drafted_at
-            if step.is_late:
-                drafting, passing = self.costs.shares(drafted, verified, drafting + passing)
-            self.costs.target.observe(*verified, passing, len(step.batch) - verified[0])
-            if drafts:
-                self.costs.draft.observe(*drafted, drafting)
-        self.policy.observe(step.cycles)
+        if step.cycles:
+            self.policy.observe(step.cycles)
 
-    def _time_own(self, step: Step) -> None:
-        """Report the time of a pass in which procedures drafted and verified by themselves and no prompt was read."""
-        if all(work.kind in (Kind.DENOISE, Kind.VERIFY) for work in step.works):
-            assert step.batch is not None
-            self.costs.target.observe(len(step.batch), len(step.works), time.perf_counter() - step.drafted_at)
-
-    def _time_prompts(self, step: Step) -> None:
-        now, arrivals = time.perf_counter(), self.costs.arrivals
-        for work in step.works:
-            if work.kind is Kind.PREFILL and work.verdict.token_ids and not work.request.num_output:
-                arrivals.read(now - work.request.arrived)
-        if step.decoding:
-            arrivals.decoded(now - step.started)
-
-    def _show_prompts(self, step: Step) -> None:
-        """Show the policy the end of each prompt that was read in this step."""
-        if not self.policy.uses_prefill or step.features is None:
-            return
-        assert step.logits is not None
+    def time(self, step: Step) -> None:
+        """Tell the cost tables how long a finished step took. What the host does beside the passes counts as the target's."""
+        seconds, costs = time.perf_counter() - step.started, self.costs
+        passing = seconds - step.settling - step.drafting
         assert step.batch is not None
+        if not step.cycles:
+            # Procedures may have drafted and verified by themselves, with no prompt beside them.
+            if all(work.kind in (Kind.DENOISE, Kind.VERIFY) for work in step.works):
+                costs.target.observe(len(step.batch), len(step.works), passing)
+            return
+        costs.arrivals.decoded(seconds)
+        if not self.policy.uses_costs:
+            return
+        drafts = [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]
+        drafted = len(drafts) + sum(drafts), len(drafts)
+        verified = sum(1 + cycle.verified for cycle in step.cycles), len(step.cycles)
+        drafting = step.drafting
+        if step.is_late:
+            drafting, passing = costs.shares(drafted, verified, drafting + passing)
+        costs.target.observe(*verified, passing, len(step.batch) - verified[0])
+        if drafts:
+            costs.draft.observe(*drafted, drafting)
+
+    def _read_prompts(self, step: Step) -> None:
+        """Note the time of each first token, and show the policy the end of its prompt if it needs that."""
+        now = time.perf_counter()
         for index, work in enumerate(step.works):
             request = work.request
-            if work.kind is Kind.PREFILL and work.verdict.token_ids and not request.num_output:
+            if work.kind is not Kind.PREFILL or not work.verdict.token_ids or request.num_output:
+                continue
+            self.costs.arrivals.read(now - request.arrived)
+            if self.policy.uses_prefill and step.features is not None:
+                assert step.logits is not None
+                assert step.batch is not None
                 logits, hidden = step.logits[work.rows.start], step.features[step.batch.offsets[index + 1] - 1]
                 self.policy.prefilled(request.request_id, request.params.temperature, logits, hidden)

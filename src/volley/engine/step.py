@@ -49,8 +49,6 @@ class Step:
     """Seconds before drafting that were spent on K/V of earlier steps' tokens."""
     drafting: float = 0.0
     """Seconds that drafting took, without ``settling``."""
-    drafted_at: float = 0.0
-    """The time when drafting had ended, by ``time.perf_counter``."""
     is_late: bool = False
     """Whether drafts went to the target unread. Then the host does not know when drafting ended: the device was still at work."""
     cycles: list[Cycle] = field(default_factory=list)
@@ -85,7 +83,7 @@ def propose(step: Step, drafter: Proposer | None) -> None:
         for work in drafting:
             if work.ask.rule is Rule.MATCH:
                 work.request.foreseen = max(work.request.foreseen, work.request.length + work.ask.positions)
-    step.drafting = time.perf_counter() - step.started - step.settling
+    step.drafting = step.timings.draft - step.settling
 
 
 def accept(step: Step) -> None:

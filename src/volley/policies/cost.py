@@ -17,28 +17,32 @@ Measure = Callable[[int, int], float]
 Pass = tuple[int, int]
 """Tokens and requests."""
 
-_SIZES = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # tokens of the passes that are timed
+_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]  # tokens of the passes that are timed
 _SHARE = 8  # tokens of each request in such a pass; one request with all of them would see far more keys
-MOST_TIMED = max(-(-size // max(1, size // _SHARE)) for size in _SIZES)
+MOST_TIMED = _SHARE
 """Most tokens of one request in a pass that is timed."""
-_FAR = 1e6  # tokens; up to here the table is extended with the slope between its last two sizes
-_STEPS = 128  # the last steps, to which the correction is fitted
+_BENT = 1.15  # a pass that took so many times what the line between two others says was interrupted
+_FAR = 1e6  # tokens; up to here the table is extended
+_STEPS = 128  # the last steps, to which the weights are fitted
 _NOISE = 0.15  # of a step's time, relative: other work, padding, sampling, the length of texts
 _INTERRUPTED = 3.0  # times the expected time; a step that took longer was interrupted, and counts as this long
+_LEAST = np.array((0.1, 0.0, 0.0, 0.0))  # of speed, fixed, each, reading
 
 
 class PassCost:
-    """Seconds of one model's pass: ``speed · table[tokens] + each · (requests - 1) + reading · prompt tokens``.
+    """Seconds of one model's part of a cycle: ``speed · table[tokens] + fixed + each · (requests - 1) + reading · prompt tokens``.
 
-    The table is measured with one request for every 8 tokens. ``speed``, ``each`` and ``reading`` are fitted to the last steps:
-    the machine may have other work, texts grow longer, and prompts are read in the same passes.
+    The table is measured with one request for every 8 tokens, in passes that follow each other. ``fixed`` and ``each`` are what
+    a cycle takes beside that, for the first request and for each other one: the host's own work, and weights that the caches have
+    lost. All four weights are fitted to the last steps: the machine may have other work, texts grow longer, and prompts are read
+    in the same passes.
     """
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
         self._timed: dict[int, float] = {}
         self._table = np.zeros((2, 1))  # tokens and seconds
-        self._weights, self._prior, self._doubt = np.zeros((3, 3))  # of speed, each, reading
+        self._weights, self._prior, self._doubt = np.zeros((3, 4))  # of speed, fixed, each, reading
         self._steps: deque[tuple[int, int, int, float]] = deque(maxlen=_STEPS)
         self._is_fitted = True
 
@@ -48,11 +52,11 @@ class PassCost:
         return float(self.expected(np.array(tokens), requests))
 
     def expected(self, tokens: FloatArray, requests: FloatArray | int) -> FloatArray:
-        """The same for many passes, but none is timed. It is a lower bound beyond the sizes that were timed."""
+        """The same for many passes, but none is timed. It is a cautious guess beyond the sizes that were timed, if any."""
         if not self._is_fitted:
             self._fit()
-        speed, each, _ = self._weights
-        return np.asarray(speed * np.interp(tokens, *self._table) + each * (requests - 1))
+        speed, fixed, each, _ = self._weights
+        return np.asarray(speed * np.interp(tokens, *self._table) + fixed + each * (requests - 1))
 
     def observe(self, tokens: int, requests: int, seconds: float, read: int = 0) -> None:
         """Learn from a step of ``seconds``, which decoded ``tokens`` of ``requests`` and read ``read`` tokens of prompts."""
@@ -62,43 +66,52 @@ class PassCost:
 
     def time(self, tokens: float) -> bool:
         """Extend the table to ``tokens``; returns whether that was needed. Each size is timed twice: the faster run counts."""
-        fresh = [s for s in _SIZES[: max(4, int(np.searchsorted(_SIZES, tokens)) + 1)] if s not in self._timed]
+        fresh = [s for s in _SIZES[: max(3, int(np.searchsorted(_SIZES, tokens)) + 1)] if s not in self._timed]
         for size in fresh + fresh[::-1]:
             self._timed[size] = min(self._timed.get(size, inf), self._measure(size, max(1, size // _SHARE)))
         if fresh:
-            sizes, seconds = _from_below(self._timed)
-            slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+            sizes, seconds = _uninterrupted(self._timed)
+            slope = ((seconds[-1] - seconds[:-1]) / (sizes[-1] - sizes[:-1])).min()
             self._table = np.array([[*sizes, _FAR], [*seconds, seconds[-1] + slope * (_FAR - sizes[-1])]])
-            # Assumed at first: a request adds 2 % of a plain pass, and a token that is read half of what a decoded one adds.
-            self._prior = self._weights = np.array((1.0, 0.02 * seconds[0], slope / 2))
-            self._doubt = np.array((0.5, 0.02 * seconds[0] + 1e-9, slope / 2 + 1e-9))
+            # Assumed at first: a request adds 2 % of a plain pass, and a token that is read half of what a decoded one adds. What
+            # steps take beyond that is more likely their own than that of all passes, which would make large ones look dear.
+            self._prior = self._weights = np.array((1.0, 0.0, 0.02 * seconds[0], slope / 2))
+            self._doubt = np.array((0.25, seconds[0], 0.05 * seconds[0], slope / 2)) + 1e-9
             self._is_fitted = not self._steps
         return bool(fresh)
 
     def _fit(self) -> None:
         """Ridge regression of the steps' relative errors, towards the weights that were assumed at first."""
         tokens, requests, read, seconds = np.array(self._steps).T
-        parts = np.array((np.interp(tokens, *self._table), requests - 1, read))
+        parts = np.array((np.interp(tokens, *self._table), np.ones(len(tokens)), requests - 1, read))
         expected = np.maximum(self._weights @ parts, 1e-9)  # a proposer may report no time at all
         parts /= _NOISE * np.minimum(seconds, _INTERRUPTED * expected)
         certainty = self._doubt**-2
+        squares = parts @ parts.T + np.diag(certainty)
         products = parts.sum(axis=1) / _NOISE + certainty * self._prior
-        weights = np.linalg.solve(parts @ parts.T + np.diag(certainty), products)
-        self._weights, self._is_fitted = np.maximum(weights, (0.1, 0.0, 0.0)), True
+        weights, free = _LEAST.copy(), np.ones(len(_LEAST), dtype=bool)
+        while free.any():  # a weight that would be below its least is held there, and the others are fitted again
+            found = np.linalg.solve(squares[free][:, free], (products - squares[:, ~free] @ weights[~free])[free])
+            if (found >= _LEAST[free]).all():
+                weights[free] = found
+                break
+            free[free] = found >= _LEAST[free]
+        self._weights, self._is_fitted = weights, True
 
 
-def _from_below(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
-    """Sizes, and the greatest convex, non-decreasing curve below their times.
+def _uninterrupted(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
+    """Sizes, and their times without what interrupted them: none is above that of a larger one, or far above a line between two.
 
-    Seconds by tokens are convex, so a pass that lies above the line between two others was interrupted.
+    Times are nearly linear in tokens. They are not convex: small passes have another layout in the kernels than large ones.
     """
     sizes, seconds = np.array(sorted(timed), dtype=float), np.array([timed[size] for size in sorted(timed)])
     seconds = np.minimum.accumulate(seconds[::-1])[::-1]
     for first in range(len(sizes)):
         for last in range(first + 2, len(sizes)):
             ends, inside = [first, last], slice(first + 1, last)
-            seconds[inside] = np.minimum(seconds[inside], np.interp(sizes[inside], sizes[ends], seconds[ends]))
-    return sizes, seconds
+            line = np.interp(sizes[inside], sizes[ends], seconds[ends])
+            seconds[inside] = np.minimum(seconds[inside], _BENT * line)
+    return sizes, np.maximum.accumulate(seconds)
 
 
 class Costs:

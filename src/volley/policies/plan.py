@@ -1,5 +1,6 @@
 """Plans of the goodput policy: what would have paid most with the last blocks, for the requests that there are now."""
 
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,14 +83,26 @@ class Planner:
                 return plan
 
     def _search(self) -> Any:
-        """First the best option for all kinds at once, as drafting may pay for all and for none alone; then for each kind."""
-        chosen, present = np.full(KINDS, PLAIN), self._counts.nonzero()[0].tolist()
-        for changing in [present, *([kind] for kind in present if len(present) > 1)]:
+        """The best option for one kind of requests after the other.
+
+        Drafting may pay for all kinds and for none alone, so one way begins with the best option for all kinds at once. Which kind
+        comes first matters, so two ways begin with plain decoding.
+        """
+        present = self._counts.nonzero()[0].tolist()
+        each = [[kind] for kind in present]
+        ways = [[present, *each], each, each[::-1]] if len(present) > 1 else [each]
+        return max(map(self._follow, ways), key=itemgetter(0))[1]
+
+    def _follow(self, way: list[list[int]]) -> tuple[float, Any]:
+        """The rate of the best plan that drafts, 0 if there is none, and its options: for the kinds of each stage in turn."""
+        chosen, rate = np.full(KINDS, PLAIN), 0.0
+        for changing in way:
             trial = np.tile(chosen[:, None], self._options.shape[2])
             trial[changing] = np.arange(self._options.shape[2])
-            drafts, (rates, _, waiting) = trial[present].any(axis=0), self._expect(trial)
-            chosen = trial[:, (rates * drafts * (waiting <= self.most_seconds)).argmax()]
-        return chosen
+            rates, _, waiting = self._expect(trial)
+            rates = rates * trial.any(axis=0) * (waiting <= self.most_seconds)
+            chosen, rate = trial[:, rates.argmax()], rates.max()
+        return rate, chosen
 
     def _expect(self, options: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Rate, seconds and waiting of plans ``[plans]`` that follow ``options [kinds, plans]``."""
