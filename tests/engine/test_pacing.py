@@ -140,6 +140,21 @@ def test_all_of_a_step_is_in_its_costs(monkeypatch: pytest.MonkeyPatch, drafts: 
     assert sorted(seen) == costs
 
 
+def test_steps_in_which_passes_were_timed_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(PassCost, "observe", lambda self, tokens, requests, seconds, read=0: seen.append(seconds))
+    own = pacing(Spy(uses_costs=True))
+    for timed, lessons in ((1, 0), (1, 1), (16, 1), (1, 2)):
+        work = Work(decoding([1, 2, 3]), NO_DRAFT)
+        work.verdict = Verdict(0, [9])
+        step = with_batch(Step([work], started=time.perf_counter()))
+        own.costs.target.time(timed)
+        own.trim(step)
+        own.observe(step)
+        own.time(step)
+        assert len(seen) == lessons
+
+
 @pytest.mark.parametrize("uses_prefill", [False, True])
 def test_prompts_are_shown_once_when_they_are_read_to_their_end(pair: Pair, uses_prefill: bool) -> None:
     policy = Spy(uses_prefill=uses_prefill)

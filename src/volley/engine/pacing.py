@@ -16,6 +16,7 @@ class Pacing:
     def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool) -> None:
         self.policy, self.costs, self.can_grow_trees = policy, costs, can_grow_trees
         self._gave_way = False
+        self._num_timed = 0
 
     def decide(self, requests: Sequence[Request], under_way: int) -> list[Work[Request]]:
         """The work of each of ``requests``, all of which decode."""
@@ -71,7 +72,8 @@ class Pacing:
                 costs.target.observe(len(step.batch), len(step.works), passing)
             return
         costs.arrivals.decoded(seconds)
-        if not self.policy.uses_costs:
+        num_timed, self._num_timed = self._num_timed, costs.draft.num_timed + costs.target.num_timed
+        if not self.policy.uses_costs or num_timed != self._num_timed:  # passes were timed within this step
             return
         drafts = [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]
         drafted = len(drafts) + sum(drafts), len(drafts)

@@ -30,7 +30,7 @@ _LEAST = np.array((0.1, 0.0, 0.0, 0.0))  # of speed, fixed, each, reading
 
 
 class PassCost:
-    """Seconds of one model's part of a cycle: ``speed · table[tokens] + fixed + each · (requests - 1) + reading · prompt tokens``.
+    """Seconds of one model's part of a cycle: ``speed · table[tokens] + fixed + each · (requests - 1) + reading · read``.
 
     The table is measured with one request for every 8 tokens, in passes that follow each other. ``fixed`` and ``each`` are what
     a cycle takes beside that, for the first request and for each other one: the host's own work, and weights that the caches have
@@ -50,6 +50,11 @@ class PassCost:
         """Seconds of a pass over ``tokens`` of ``requests`` requests. A pass larger than all that were timed is timed first."""
         self.time(tokens)
         return float(self.expected(np.array(tokens), requests))
+
+    @property
+    def num_timed(self) -> int:
+        """How many sizes were timed so far."""
+        return len(self._timed)
 
     def expected(self, tokens: FloatArray, requests: FloatArray | int) -> FloatArray:
         """The same for many passes, but none is timed. It is a cautious guess beyond the sizes that were timed, if any."""

@@ -85,8 +85,8 @@ class Planner:
     def _search(self) -> Any:
         """The best option for one kind of requests after the other.
 
-        Drafting may pay for all kinds and for none alone, so one way begins with the best option for all kinds at once. Which kind
-        comes first matters, so two ways begin with plain decoding.
+        Drafting may pay for all kinds and for none alone, so one way begins with the best option for all kinds at once. Two begin
+        with plain decoding, as it matters which kind comes first.
         """
         present = self._counts.nonzero()[0].tolist()
         each = [[kind] for kind in present]
