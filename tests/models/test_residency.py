@@ -1,6 +1,7 @@
 """Loading holds each weight once: the most memory that a process of its own ever has, on made-up weights of 200 MiB."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -110,7 +111,12 @@ def most(folders: Folders) -> dict[tuple[str, ...], int]:
     target, drafter = str(folders.target), str(folders.drafter)
     cases = [(target, None, weights, "auto") for weights in SHARES] + [(target, drafter, *pair) for pair in PAIRS]
     found = subprocess.run(
-        [sys.executable, "-c", MEASURE, json.dumps(cases)], capture_output=True, text=True, check=True, timeout=600
+        [sys.executable, "-c", MEASURE, json.dumps(cases)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # a fork has none of the threads that its parent waits for
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
     )
     return dict(zip([*((weights,) for weights in SHARES), *PAIRS], map(int, found.stdout.split()), strict=True))
 
