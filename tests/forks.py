@@ -7,6 +7,8 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
+import torch
+
 FORK = get_context("fork")
 SECONDS = 300
 """After which a process says where it stands, and ends."""
@@ -49,4 +51,5 @@ def _call(writer: int, run: Callable[..., object], arguments: tuple[Any, ...], v
     sys.stdout = sys.stderr = os.fdopen(writer, "w", buffering=1)
     faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.stderr)
     os.environ.update(variables)
+    torch.set_num_threads(1)  # a copy has none of the threads that its original works with
     run(*arguments)
