@@ -47,5 +47,5 @@ def test_a_preset_is_derived_for_whatever_may_be_a_target(tmp_path: Path) -> Non
     write_model(tmp_path / "model.gguf", random_model("llama"), "llama")
     assert read_preset(str(tmp_path / "model.gguf")).family == "Llama"
     assert read_preset("reference-diffusion").family == "Qwen3"
-    with pytest.raises(CheckpointError, match=r"give a hub name, a folder with config\.json or a GGUF file"):
+    with pytest.raises(CheckpointError, match=r"is no folder here; give one with config\.json, or a hub name"):
         read_preset(str(tmp_path / "nothing"))
