@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.conftest import byte_tokenizer
 from tests.procedures.test_denoising import MASK, Masked, masked_model
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
+from volley.decode.rules import TokenRule
 from volley.engine.recovery import recover
 from volley.errors import CapacityError, ConfigError, InputError, UnsupportedModelError
 from volley.models.diffusion import FAST_DLLM, SDAR
@@ -227,12 +229,20 @@ def test_log_probabilities_are_those_of_the_pass_that_chose(model: Masked) -> No
         assert logprob <= top[0][1] + 1e-6
 
 
+class OwnRule(TokenRule):
+    def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        return logits
+
+    def take(self, token_id: int) -> None:
+        pass
+
+
 def test_a_bias_forbids_a_token_and_an_own_rule_is_refused(model: Masked) -> None:
     whole = alone(model.target, PROMPTS[0], params(temperature=0.0))
     bias = {whole[4]: -100.0}
     assert whole[4] not in alone(model.target, PROMPTS[0], params(temperature=0.0, logit_bias=tuple(bias.items())))
     with pytest.raises(ConfigError, match="mode='autoregressive'"):
-        Engine(model.target).add_request(PROMPTS[0], params(rules=(lambda *_: object(),)))
+        Engine(model.target).add_request(PROMPTS[0], params(rules=(lambda *_: OwnRule(),)))
 
 
 def test_opening_the_next_canvas_with_the_commit_saves_a_pass_a_block() -> None:

@@ -1,6 +1,7 @@
 """Answers of every model family, taken apart whole and in pieces of any size."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -57,8 +58,11 @@ def qwen_xml(city: str, days: int) -> str:
     )
 
 
-def glm(city: str, days: int, new_line: str) -> str:
-    pairs = {"city": city, "days": days}.items()
+def glm(city: str, days: object, new_line: str) -> str:
+    return glm_call([("city", city), ("days", str(days))], new_line)
+
+
+def glm_call(pairs: Iterable[tuple[str, str]], new_line: str) -> str:
     inside = "".join(
         f"<arg_key>{name}</arg_key>{new_line}<arg_value>{own}</arg_value>{new_line}" for name, own in pairs
     )
@@ -290,11 +294,7 @@ def test_any_argument_is_found_in_every_notation(city: str, days: int, where: di
     call = f"<tool_call>\n<function=weather>\n{inside}</function>\n</tool_call>"
     assert take_apart("qwen3_5", CHATML, list(call))[2] == [("weather", arguments)]
     for form, new_line in (("glm4_5", "\n"), ("glm4_7", "")):
-        inside = "".join(
-            f"<arg_key>{name}</arg_key>{new_line}<arg_value>{own}</arg_value>{new_line}" for name, own in tags
-        )
-        call = f"<tool_call>weather{new_line}{inside}</tool_call>"
-        assert take_apart(form, "<|assistant|>", list(call))[2] == [("weather", arguments)]
+        assert take_apart(form, "<|assistant|>", list(glm_call(tags, new_line)))[2] == [("weather", arguments)]
 
 
 @pytest.mark.parametrize(

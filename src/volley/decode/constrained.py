@@ -55,7 +55,7 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
             break
         row, among = found
         if ask.rule is Rule.GREEDY:
-            place, sure = _best(row)
+            place, sure = _best(row, with_confidence=with_confidence)
         else:
             probs = token_probs(row, params, draft_temperature(params))
             if ask.rule is Rule.MATCH:
@@ -73,11 +73,11 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
     return Proposal(tokens, probs_of_draft, confidence=confidence if with_confidence else [])
 
 
-def _best(row: Tensor) -> tuple[int, float]:
-    """The likeliest token of ``row [1, n]``, the first of equal ones, and its probability."""
+def _best(row: Tensor, *, with_confidence: bool) -> tuple[int, float]:
+    """The likeliest token of ``row [1, n]``, the first of equal ones, and its probability; 0 if nobody asks for that."""
     logits = row[0].float().cpu().numpy()
     place = int(logits.argmax())
-    return place, 1 / float(np.exp(logits - logits[place]).sum())
+    return place, 1 / float(np.exp(logits - logits[place]).sum()) if with_confidence else 0.0
 
 
 def _stacked(distributions: Sequence[Tensor | int], size: int) -> Tensor:

@@ -72,8 +72,8 @@ class Pacing:
                 costs.target.observe(len(step.batch), len(step.works), passing)
             return
         costs.arrivals.decoded(seconds)
-        num_timed, self._num_timed = self._num_timed, costs.draft.num_timed + costs.target.num_timed
-        if not self.policy.uses_costs or num_timed != self._num_timed:  # passes were timed within this step
+        before, self._num_timed = self._num_timed, costs.draft.num_timed + costs.target.num_timed
+        if not self.policy.uses_costs or before != self._num_timed:  # passes were timed within this step
             return
         drafts = [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]
         drafted = len(drafts) + sum(drafts), len(drafts)

@@ -51,7 +51,7 @@ class Denoising(Procedure):
             )
         others = [rule for rule in request.rules if not isinstance(rule, Penalties | LogitBias)]
         if others:
-            what = getattr(others[0], "title", "") or type(others[0]).__name__
+            what = others[0].title or type(others[0]).__name__
             raise ConfigError(
                 f"{what} follows a text token by token, and a canvas is denoised all at once; leave it "
                 "out, or use DiffusionParams(mode='autoregressive') or 'self'",

@@ -47,14 +47,14 @@ class Procedures:
         own = params.diffusion or DiffusionParams()
         mode = own.mode or "diffusion"
         renoises = family.mask_token_id is None
+        begins = f"its canvases begin with {'random' if renoises else 'mask'} tokens"
         if own.strategy is not None and (own.strategy == "entropy_renoise") != renoises:
-            why = "canvases of random tokens have one rule" if renoises else "its canvases begin with mask tokens"
+            why = "canvases of random tokens have one rule" if renoises else begins
             told = f"strategy {own.strategy!r} is not for this model: {why}; leave it out, or give another"
             raise ConfigError(told, field="diffusion.strategy")
         unread, read = (_MASKED, _RENOISED) if renoises else (_RENOISED, _MASKED)
         for name in unread:
             if getattr(own, name) is not None:
-                begins = f"its canvases begin with {'random' if renoises else 'mask'} tokens"
                 told = f"{name} is not for this model: {begins}; leave it out, or set one of {', '.join(read)}"
                 raise ConfigError(told, field=f"diffusion.{name}")
         defaults = family.defaults

@@ -97,9 +97,8 @@ class AnswerParser:
 
     def _close_call(self, value: Any) -> Iterator[Part]:
         if self._reader is not None:
-            if (
-                self._call is not None and self._call.parameter is not None
-            ):  # what closes the region may end the arguments
+            # What closes the region may end the arguments too.
+            if self._call is not None and self._call.parameter is not None:
                 yield from self._count(self._reader.feed(self._call.parameter.after))
             self._reader = None
         else:

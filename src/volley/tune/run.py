@@ -179,11 +179,15 @@ class Tuning:
 
     def choose(self) -> dict[str, Any]:
         """Trials; each is kept as it ends."""
-        data = TrainingData(self.base, self.frozen)
-        read = self._remember(data)
+        read, anchors = 0.0, ANCHORS
+        if (
+            self.ranks.device.type == "cpu"
+        ):  # elsewhere the target reads in every step: one reading shall serve many blocks
+            data = TrainingData(self.base, self.frozen)
+            read, anchors = self._remember(data), self._anchors(data)
         if "batch" not in self.progress:
-            self.progress["read"], self.progress["anchors"] = read, self._anchors(data)
-            self.base = replace(self.base, anchors_per_sequence=self.progress["anchors"])
+            self.progress["read"], self.progress["anchors"] = read, anchors
+            self.base = replace(self.base, anchors_per_sequence=anchors)
             self.progress["batch"], self.progress["steps"] = self._batch()
         total = trial_minutes(self.config.max_minutes)
         minutes = min(total, max(SHORTEST_TRIAL, total / TYPICAL_TRIALS))
@@ -217,19 +221,15 @@ class Tuning:
         return {"options": options, **said, "trials": len(trials)}
 
     def _anchors(self, data: TrainingData) -> int:
-        """Blocks of a response: where its features are there already, as many as predict each of its tokens about once an epoch.
+        """Blocks of a response whose features are there already: as many as predict each of its tokens about once an epoch.
 
         More of them are alike, and cost as much as blocks of other responses, which teach more.
         """
-        if self.ranks.device.type != "cpu":  # there one reading shall serve many blocks
-            return ANCHORS
         tokens = [len(document) - document.response_start for document in data.documents]
         return min(ANCHORS, max(1, round(sum(tokens) / len(tokens) / self.base.block_size)))
 
     def _remember(self, data: TrainingData) -> float:
         """Have the target read the responses before any trial, so that none pays for the others; returns the minutes."""
-        if self.ranks.device.type != "cpu":  # there it reads in every step
-            return 0.0
         own = preset_for(self.frozen.text_config).taps
         layers, tokens = sorted({*own, *more_taps(self.frozen)}), sum(map(len, [*data.held_out, *data.documents]))
         size = (len(layers) + 1) * tokens * self.frozen.text_config.hidden_size * self.dtype.itemsize
