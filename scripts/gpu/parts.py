@@ -325,14 +325,15 @@ def waits(bench: Bench) -> dict[str, Any]:
 
 def waits_of(warn: Callable[[bool], None], run: Callable[[], object]) -> Counter[str]:
     """Places in volley where ``run`` waits for the device, by PyTorch's warnings, which ``warn`` switches."""
-    found: Counter[str] = Counter()
+    import volley
+
+    package, found = Path(volley.__file__).parent, Counter[str]()
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if SYNCHRONISED in str(message):
-            frames = [frame for frame in traceback.extract_stack() if "/volley/" in frame.filename]
-            found[
-                f"{frames[-1].filename.rpartition('/volley/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
-            ] += 1
+            frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).is_relative_to(package)]
+            place = f"{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}" if frames else "elsewhere"
+            found[place] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
