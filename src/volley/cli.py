@@ -102,13 +102,11 @@ def load_engine(
 ) -> "Engine":
     """The engine that the options describe."""
     import torch
-    from transformers.utils import logging
 
     from volley.engine.engine import Engine
     from volley.files import REFERENCE
     from volley.models.target import Target
 
-    logging.disable_progress_bar()
     if models.threads is not None:
         if models.threads < 1:
             raise ConfigError(f"threads is {models.threads}; it must be at least 1")

@@ -35,12 +35,9 @@ def tune(config: TuneConfig) -> None:
     Run again to go on after a stop of any kind. Every option may come from the environment too: VOLLEY_MAX_MINUTES=20.
     Exit code 1 where the pair's output is not lossless.
     """
-    from transformers.utils import logging
-
     from volley.certify.certificate import read_certificate
     from volley.tune.run import tune as run
 
-    logging.disable_progress_bar()
     out = run(config, _say)
     if read_certificate(out / "certificate.json")["verdict"] != "lossless":
         raise typer.Exit(1)

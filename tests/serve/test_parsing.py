@@ -1,13 +1,13 @@
 """Answers of every model family, taken apart whole and in pieces of any size."""
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.serve.notations import call_text, glm_text
 from volley.errors import ConfigError
 from volley.serve.arguments import TaggedArguments
 from volley.serve.call_reader import CallReader
@@ -51,22 +51,8 @@ def hermes(*calls: tuple[str, Any]) -> str:
     )
 
 
-def qwen_xml(city: str, days: int) -> str:
-    return (
-        f"<tool_call>\n<function=weather>\n<parameter=city>\n{city}\n</parameter>\n<parameter=days>\n{days}\n</parameter>\n"
-        "</function>\n</tool_call>"
-    )
-
-
-def glm(city: str, days: object, new_line: str) -> str:
-    return glm_call([("city", city), ("days", str(days))], new_line)
-
-
-def glm_call(pairs: Iterable[tuple[str, str]], new_line: str) -> str:
-    inside = "".join(
-        f"<arg_key>{name}</arg_key>{new_line}<arg_value>{own}</arg_value>{new_line}" for name, own in pairs
-    )
-    return f"<tool_call>weather{new_line}{inside}</tool_call>"
+def in_notation(form: str, city: str, days: int) -> str:
+    return call_text(form, "weather", {"city": city, "days": days})
 
 
 BERN = {"city": "Bern", "days": 3}
@@ -96,25 +82,33 @@ CASES: list[tuple[str, str, str, Answer]] = [
     (
         "qwen3_5",
         CHATML + "<think>\n",
-        "Rain?\n</think>\n\n" + qwen_xml("Bern\n 2", 3) + "\n" + qwen_xml("4", 5),
+        "Rain?\n</think>\n\n" + in_notation("qwen3_5", "Bern\n 2", 3) + "\n" + in_notation("qwen3_5", "4", 5),
         ("Rain?", "", [("weather", {"city": "Bern\n 2", "days": 3}), ("weather", {"city": "4", "days": 5})]),
     ),
     (
         "glm4_5",
         "<|assistant|>",
-        "\n<think>Rain?</think>\nSee:\n" + glm("Bern\n 2\n", 3, "\n") + "\n" + glm(" 4", 5, "\n"),
+        "\n<think>Rain?</think>\nSee:\n"
+        + in_notation("glm4_5", "Bern\n 2\n", 3)
+        + "\n"
+        + in_notation("glm4_5", " 4", 5),
         ("Rain?", "See:", [("weather", {"city": "Bern\n 2\n", "days": 3}), ("weather", {"city": " 4", "days": 5})]),
     ),
-    ("glm4_5", "<|assistant|>\n<think></think>", glm("Bern", 3, " ") + "So.", ("", "So.", [("weather", BERN)])),
+    (
+        "glm4_5",
+        "<|assistant|>\n<think></think>",
+        glm_text("weather", {"city": "Bern", "days": "3"}, " ") + "So.",
+        ("", "So.", [("weather", BERN)]),
+    ),
     ("glm4_5", "<|assistant|>", "<tool_call>time\n</tool_call>", ("", "", [("time", {})])),
     ("glm4_5", "<|assistant|>", "<tool_call>no call</tool_call>", ("", "no call", [])),
     (
         "glm4_7",
         "<|assistant|><think>",
-        "Rain?</think>" + glm("\nBern", 3, "") + "<tool_call>time</tool_call>",
+        "Rain?</think>" + in_notation("glm4_7", "\nBern", 3) + "<tool_call>time</tool_call>",
         ("Rain?", "", [("weather", {"city": "\nBern", "days": 3}), ("time", {})]),
     ),
-    ("glm4_7", "<|assistant|></think>", glm("Bern", 3, "\n"), ("", "", [("weather", BERN)])),
+    ("glm4_7", "<|assistant|></think>", in_notation("glm4_5", "Bern", 3), ("", "", [("weather", BERN)])),
     ("llama3", LLAMA, json.dumps({"name": "weather", "parameters": ODD}), ("", "", [("weather", ODD)])),
     ("llama3", LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}', ("", "", [("f", {})])),
     ("llama3", LLAMA, '{"type": "function", "name": "f", "parameters": {"a": 1}}', ("", "", [("f", {"a": 1})])),
@@ -279,22 +273,11 @@ WORDS = st.text(alphabet='ab<|">}{,:\\\n é/', max_size=12).filter(lambda text: 
 
 @given(city=WORDS, days=st.integers(), where=st.dictionaries(st.sampled_from("abc"), WORDS | st.lists(st.booleans())))
 def test_any_argument_is_found_in_every_notation(city: str, days: int, where: dict[str, Any]) -> None:
-    def quoted(value: Any) -> str:
-        if isinstance(value, str):
-            return f'<|"|>{value}<|"|>'
-        if isinstance(value, dict):
-            return "{" + ",".join(f"{key}:{quoted(own)}" for key, own in value.items()) + "}"
-        return "[" + ",".join(map(quoted, value)) + "]" if isinstance(value, list) else json.dumps(value)
-
     arguments = {"city": city, "days": days, "where": where}
-    call = f"<|tool_call>call:weather{quoted(arguments)}<tool_call|>"
-    assert take_apart("gemma4", "<|turn>model\n", list(call))[2] == [("weather", arguments)]
-    tags = [(name, own if isinstance(own, str) else json.dumps(own)) for name, own in arguments.items()]
-    inside = "".join(f"<parameter={name}>\n{own}\n</parameter>\n" for name, own in tags)
-    call = f"<tool_call>\n<function=weather>\n{inside}</function>\n</tool_call>"
-    assert take_apart("qwen3_5", CHATML, list(call))[2] == [("weather", arguments)]
-    for form, new_line in (("glm4_5", "\n"), ("glm4_7", "")):
-        assert take_apart(form, "<|assistant|>", list(glm_call(tags, new_line)))[2] == [("weather", arguments)]
+    prompts = {"gemma4": "<|turn>model\n", "qwen3_5": CHATML, "glm4_5": "<|assistant|>", "glm4_7": "<|assistant|>"}
+    for form, prompt in prompts.items():
+        text = call_text(form, "weather", arguments)
+        assert take_apart(form, prompt, list(text))[2] == [("weather", arguments)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jsonschema import ValidationError, validate
 from openai import OpenAI
 from pydantic import BaseModel, ConfigDict
 
+from tests.serve.notations import call_text
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import openai_client
 from volley import Engine, Grammar, SamplingParams
@@ -248,14 +249,9 @@ IN_FORM = {
     "mistral": '[TOOL_CALLS]weather[ARGS]{"city":"Bern","days":3}',
     "llama3": '{"name": "weather", "parameters": {"city":"Bern","days":3}}',
     "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Bern","days":3}}]',
-    "qwen3_5": "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-    "</function>\n</tool_call>",
-    "glm4_5": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n<arg_key>days</arg_key>\n"
-    "<arg_value>3</arg_value>\n</tool_call>",
-    "glm4_7": "<tool_call>weather<arg_key>city</arg_key><arg_value>Bern</arg_value><arg_key>days</arg_key>"
-    "<arg_value>3</arg_value></tool_call>",
-    "gemma4": '<|tool_call>call:weather{city:<|"|>Bern<|"|>,days:3}<tool_call|>',
     "gpt_oss": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Bern","days":3}',
+} | {
+    form: call_text(form, "weather", {"city": "Bern", "days": 3}) for form in ("qwen3_5", "glm4_5", "glm4_7", "gemma4")
 }
 """A call in each format."""
 
@@ -368,36 +364,13 @@ VALUES: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-def in_notation(name: str, arguments: dict[str, Any]) -> str:
-    def quoted(value: Any) -> str:
-        if isinstance(value, str):
-            return f'<|"|>{value}<|"|>'
-        if isinstance(value, dict):
-            return "{" + ",".join(f"{key}:{quoted(own)}" for key, own in value.items()) + "}"
-        return "[" + ",".join(map(quoted, value)) + "]" if isinstance(value, list) else json.dumps(value)
-
-    if name == "gemma4":
-        return f"<|tool_call>call:f{quoted(arguments)}<tool_call|>"
-    texts = {
-        key: own if isinstance(own, str) else json.dumps(own, separators=(",", ":")) for key, own in arguments.items()
-    }
-    if name == "qwen3_5":
-        inside = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
-        return f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>"
-    new_line = "\n" if name == "glm4_5" else ""
-    pairs = (
-        f"<arg_key>{key}</arg_key>{new_line}<arg_value>{text}</arg_value>{new_line}" for key, text in texts.items()
-    )
-    return f"<tool_call>f{new_line}{''.join(pairs)}</tool_call>"
-
-
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_5", "glm4_7", "gemma4"])
 def test_notations_follow_schemas(tiny: Tiny, name: str) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": TYPES, "strict": True}}
     make, tokenizer = strict_rule(tiny, name, [tool])
     for arguments, is_allowed in VALUES:
         assert is_valid(arguments) is is_allowed, "the case is what it says"
-        text = in_notation(name, arguments)
+        text = call_text(name, "f", arguments)
         rule, token_ids = make(), tokenizer.encode(text, add_special_tokens=False)
         assert (rule.num_allowed(token_ids) == len(token_ids)) is is_allowed, text
 
@@ -427,8 +400,7 @@ def test_what_a_notation_cannot_express_is_refused(tiny: Tiny, name: str, schema
     with pytest.raises(ConfigError, match=message):
         strict_rule(tiny, name, [in_strict(odd)])
     make, tokenizer = strict_rule(tiny, name, [in_strict(WEATHER), odd])
-    text = in_notation(name, {"x": "y", "z": {"a": [1, "b"]}})
-    text = text.replace("function=f", "function=odd").replace("call>f", "call>odd").replace("call:f", "call:odd")
+    text = call_text(name, "odd", {"x": "y", "z": {"a": [1, "b"]}})
     token_ids = tokenizer.encode(text + "So.", add_special_tokens=False)
     assert make().num_allowed(token_ids) == len(token_ids)
     call = load_format(name).call

@@ -13,7 +13,8 @@ from volley.errors import CheckpointError, VolleyError
 from volley.files import read_json
 from volley.models.formats import detect, weight_files
 
-_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+"""What a model on the hub may be called: a name, mostly behind its owner's."""
 _POINTER = b"version https://git-lfs"
 _PICKLES = "pytorch_model*.bin"
 _TOKENIZERS = ("tokenizer*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
@@ -27,7 +28,7 @@ def check_config_file(path: str | Path) -> None:
             f"{path} is a file, and no GGUF file; give the folder that holds it, with config.json and the tokenizer files"
         )
     if not folder.is_dir():
-        if not _HUB_NAME.fullmatch(str(path)):
+        if not HUB_NAME.fullmatch(str(path)):
             raise CheckpointError(
                 f"{path} is no folder here; give one with config.json, or a hub name like Qwen/Qwen3-0.6B"
             )

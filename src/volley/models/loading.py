@@ -1,7 +1,6 @@
 """Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, a GGUF file, or bundled."""
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -20,12 +19,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as logs
 
 from volley import native
 from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
 from volley.files import find_target
 from volley.models.accelerate import Fill, filled
-from volley.models.folders import check_config_file
+from volley.models.folders import HUB_NAME, check_config_file
 from volley.models.gguf.codes import codes_for, open_model
 from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import load_model as load_gguf
@@ -39,7 +39,6 @@ from volley.native import TargetWeights, Weights
 
 _CPU = torch.device("cpu")
 log = logging.getLogger("volley")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @contextmanager
@@ -95,12 +94,29 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """A causal LM in ``dtype`` on ``device``, quantised weights decoded, with ``attention`` or what transformers takes."""
     path = find_target(path)
-    if is_gguf(path):
-        kind = torch.float32 if isinstance(dtype, str) else dtype
-        return load_gguf(path, kind, attention or "sdpa").to(device)
-    config = load_config(path)
-    model = load_model(auto_class(config), path, config, dtype, attn_implementation=attention, **straight_to(device))
-    return model.to(device)
+    with _bar_of_a_long_load():
+        if is_gguf(path):
+            kind = torch.float32 if isinstance(dtype, str) else dtype
+            return load_gguf(path, kind, attention or "sdpa").to(device)
+        config = load_config(path)
+        model = load_model(
+            auto_class(config), path, config, dtype, attn_implementation=attention, **straight_to(device)
+        )
+        return model.to(device)
+
+
+@contextmanager
+def _bar_of_a_long_load() -> Iterator[None]:
+    """transformers' bar of weights, on a terminal and from two seconds on only; it goes when they are loaded."""
+
+    def bar(make: Any, arguments: Any, options: Any) -> Any:
+        return make(*arguments, **{**options, "delay": 2.0, "leave": False, "disable": None})
+
+    before = logs.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        logs.set_tqdm_hook(before)
 
 
 def choose_weights(path: str | Path, weights: TargetWeights, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -138,7 +154,7 @@ def straight_to(device: torch.device) -> dict[str, Any]:
 def drafter_path(name: str | Path) -> Path:
     """The folder or file of a drafter: a path as it is, and a hub name's snapshot, fetched unless it is here already."""
     path = Path(name)
-    if path.exists() or is_gguf(path) or not _HUB_NAME.fullmatch(str(name)):
+    if path.exists() or is_gguf(path) or "/" not in str(name) or not HUB_NAME.fullmatch(str(name)):
         return path
     try:
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
