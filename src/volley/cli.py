@@ -426,7 +426,7 @@ def collect(
         engine = load_engine(models)
         source = EngineSource(engine, models.target or "bundled", config.thinking, batch, engine.target.context_length)
     errors = console.stderr()
-    shown = {"at": 0.0}
+    shown = {"at": float("-inf")}
 
     def report(now: Progress) -> None:
         if now.seconds - shown["at"] >= (0.2 if errors.is_terminal else 10):

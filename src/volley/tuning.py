@@ -133,7 +133,7 @@ def doctor(
     from volley.engine.engine import Engine
 
     counters = None if metrics is None else read_counters(metrics)
-    physician = Doctor(target, drafter, data, temperature=temperature, block_size=block_size)
+    physician = Doctor(target, drafter, data, temperature=temperature, block_size=block_size, say=_say)
     engine = Engine.from_pretrained(target, drafter=drafter, dtype=physician.target.dtype) if decode else None
     found = physician.examine(engine, counters)
     measured = "" if found.measured is None else f", {found.measured:.2f} measured"

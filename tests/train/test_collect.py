@@ -1,4 +1,5 @@
 import json
+import resource
 import threading
 import time
 from collections import Counter
@@ -74,7 +75,7 @@ def test_rows_are_openai_messages_with_their_circumstances(tmp_path: Path) -> No
     assert bytes(three["prompt_token_ids"]) == b"s:S;u:a;a:12@0.0;u:b;<no>"
     assert [(row["turn"], row["turns"], row["key"]) for row in (two, three)] == [(1, 2, two["key"]), (2, 2, two["key"])]
     assert (summary.finished, summary.total, summary.output_tokens) == (2, 2, 18)
-    assert [p.finished for p in seen] == [1, 2]
+    assert [p.finished for p in seen] == [0, 1, 2]
 
 
 def test_temperatures_cycle_over_prompts_and_samples(tmp_path: Path) -> None:
@@ -114,6 +115,21 @@ def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="line 1 was not written by volley collect"):
         collect(config, EngineSource(FakeEngine(), "tiny"))
     assert config.out.read_text() == '{"prompt": "precious"}\n'
+
+
+def test_a_full_disk_ends_it_and_what_was_written_counts(tmp_path: Path) -> None:
+    file = prompts_file(tmp_path, *({"prompt": f"{i}"} for i in range(9)))
+    config = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        with pytest.raises(ConfigError, match=r"cannot be written .*; make room and run the same command again"):
+            collect(config, EngineSource(FakeEngine(), "tiny"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    summary = collect(config, EngineSource(FakeEngine(), "tiny"))
+    assert summary.finished + summary.skipped == len(rows_of(config.out)) == 9
+    assert summary.skipped > 0
 
 
 def test_prompts_longer_than_the_context_are_counted_not_fatal(tmp_path: Path) -> None:

@@ -96,11 +96,13 @@ def test_labelling_goes_on_from_its_file(pair: Pair, tmp_path: Path, monkeypatch
         again = label_all(engine, kept, (2, 6), lambda done, total: reports.append(done))
         assert again.cycles.tolist() == whole.cycles.tolist()
         assert torch.equal(again.logits, whole.logits)
-    assert reports == [6, 7]
+    assert reports == [3, 6, 7, 7]
     with pytest.raises(ConfigError, match="labelled for another drafter, or with other prompts or options"):
         label_all(engine, kept, (2, 5), stop)
     with pytest.raises(InputError, match="more than one token"):
         label_all(engine, PilotOptions(**{**options, "max_tokens": 1}), (2, 6), lambda *_: None)
+    with pytest.raises(InputError, match="no prompt leaves room for 512 tokens in the target's context of 512"):
+        label_all(engine, PilotOptions(**{**options, "max_tokens": 512}), (2, 6), lambda *_: None)
 
 
 @pytest.mark.parametrize("thinking", [True, False, None])

@@ -6,6 +6,7 @@ taps. Healthy pairs get silence.
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ CLEAR = 0.01
 SURE = 2.5
 """Standard errors of the mean difference over blocks, whose tokens overlap."""
 DOCUMENTS = 24
+CHANGES = 10
+"""Walks with one setting changed, at most: the head, taps either way, rotary settings, the mask."""
 LONGEST = 1024
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
 FREQUENT = 0.01
@@ -78,8 +81,10 @@ class Doctor:
         *,
         temperature: float | None = None,
         block_size: int | None = None,
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """``temperature`` and ``block_size`` are those that are served with, where they are known."""
+        """``temperature`` and ``block_size`` are those served with, where they are known; ``say`` is told what it does."""
+        self._say = say
         self.path, self.temperature, self.served_block = target, temperature, block_size
         self.folder, self.report = drafter, _beside(drafter, "training_report.json")
         trained: dict[str, Any] = self.report.get("options", {})
@@ -94,7 +99,11 @@ class Doctor:
         vocab = self.target.vocab_size
         if any(int(document.token_ids.max()) >= vocab for document in self.documents):
             raise InputError(f"a row has a token id outside the target's vocabulary of {vocab}; collect it again")
+        say(f"drafting from every position of {len(self.documents)} answers")
+        started = time.perf_counter()
         self.as_it_is = self._walk()
+        seconds = time.perf_counter() - started
+        say(f"that took {seconds:.0f} s; up to {CHANGES} changed settings take about as long each")
 
     def _walk(self, drafter: Drafter | None = None, **changes: Any) -> Walk:
         """At the temperature served, with what is to be changed."""
@@ -121,6 +130,7 @@ class Doctor:
         findings = [finding for check in checks for finding in check()]
         measured = None
         if engine is not None:
+            self._say("decoding the prompts")
             measured = self._decode(engine)
             findings += self._prefix_cache(engine)
         if counters is not None:

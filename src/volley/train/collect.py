@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress, islice
 from pathlib import Path
@@ -182,14 +183,19 @@ class Journal:
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Append all rows of one job."""
-        self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
-        self._file.flush()
+        try:
+            self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written ({error.strerror}); make room and run the same command again"
+            ) from None
         self.keys.add(rows[-1]["key"])
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with suppress(OSError):  # of what could not be written ``append`` has told
+            os.fsync(self._file.fileno())
+            self._file.close()
 
 
 def make_jobs(config: CollectConfig) -> list[CollectJob]:
@@ -257,14 +263,18 @@ def collect(config: CollectConfig, source: Source, report: Callable[[Progress], 
     missing = [job for job in jobs if job.key not in journal.keys]
     skipped, finished, output_tokens, started = len(jobs) - len(missing), 0, 0, time.perf_counter()
 
+    def tell() -> None:
+        if report is not None:
+            report(Progress(finished, skipped, len(jobs), output_tokens, time.perf_counter() - started))
+
     def done(job: CollectJob) -> None:
         nonlocal finished, output_tokens
         journal.append(to_rows(job, source, config.thinking))
         finished += 1
         output_tokens += sum(answer.output_tokens for answer in job.answers)
-        if report is not None:
-            report(Progress(finished, skipped, len(jobs), output_tokens, time.perf_counter() - started))
+        tell()
 
+    tell()
     try:
         failed = source.run(missing, done)
     finally:

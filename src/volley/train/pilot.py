@@ -109,7 +109,13 @@ def label_all(
     prompts = [prompt for prompt in prompts if len(prompt) <= room]
     facts = [drafter_fingerprint(_drafter(engine)), list(block_sizes), options.temperatures, options.max_tokens]
     key = hashlib.sha256(json.dumps([*facts, options.seed, options.batch, prompts]).encode()).digest()
+    if not prompts:
+        raise InputError(
+            f"no prompt leaves room for {options.max_tokens} tokens in the target's context of {engine.target.context_length}; "
+            "give shorter prompts, or fewer tokens as --max-tokens"
+        )
     parts, done = _read_labels(options.labels, key)
+    report(done, len(prompts))
     while done < len(prompts):
         batch = prompts[done : done + options.batch]
         for temperature in options.temperatures:
