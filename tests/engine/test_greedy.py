@@ -144,8 +144,8 @@ def test_settings_may_change_between_steps(pair: Pair) -> None:
     for step in range(400):
         if not engine.scheduler.has_work:
             break
-        engine.block_size = 1 + step % 6
-        engine.denoising_steps = 1 + step % 3
+        steps = 1 + step % 3
+        engine.reconfigure(replace(engine.config, policy=None, block_size=1 + step % 6, denoising_steps=steps))
         engine.step()
     assert [request.result().token_ids for request in requests] == expected()
 

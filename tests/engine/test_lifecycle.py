@@ -140,7 +140,7 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
         elif action == "policy":
             engine.policy = made(value)
         elif action == "tree_nodes" and steps == 1:
-            engine.tree_nodes = value if value > 1 else None
+            engine.reconfigure(replace(engine.config, tree_nodes=value if value > 1 else None))
         elif action == "forget":
             engine.reset_prefix_cache()
         engine.check_integrity()

@@ -114,8 +114,8 @@ def test_settings_may_change_between_steps() -> None:
     requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
     step = 0
     while engine.scheduler.has_work:
-        engine.block_size = 1 + step % 6
-        engine.tree_nodes = 8 if step % 3 else None
+        nodes = 8 if step % 3 else None
+        engine.reconfigure(replace(engine.config, policy=None, block_size=1 + step % 6, tree_nodes=nodes))
         engine.step()
         step += 1
     assert [request.result().token_ids for request in requests] == expected("nemotron_h")

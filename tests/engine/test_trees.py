@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,8 +204,8 @@ def test_settings_may_change_between_steps(pair: Pair) -> None:
     for step in range(400):
         if not engine.scheduler.has_work:
             break
-        engine.block_size = 1 + step % 6
-        engine.tree_nodes = (None, 2, 9, 30)[step % 4]
+        nodes = (None, 2, 9, 30)[step % 4]
+        engine.reconfigure(replace(engine.config, policy=None, block_size=1 + step % 6, tree_nodes=nodes))
         engine.step()
     assert [request.result().token_ids for request in requests] == expected()
 
@@ -302,7 +303,6 @@ def test_what_a_tree_cannot_be_combined_with_is_refused(pair: Pair) -> None:
         Engine(pair.target, tree_nodes=8)
     engine = Engine(pair.target, pair.drafter, tree_nodes=8)
     with pytest.raises(ConfigError, match="use denoising_steps=1"):
-        engine.denoising_steps = 2
-    assert (engine.tree_nodes, engine.denoising_steps) == (8, 1)
-    engine.tree_nodes = None
-    engine.denoising_steps = 2
+        engine.reconfigure(replace(engine.config, denoising_steps=2))
+    assert (engine.config.tree_nodes, engine.config.denoising_steps) == (8, 1)
+    engine.reconfigure(replace(engine.config, tree_nodes=None, denoising_steps=2))

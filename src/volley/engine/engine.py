@@ -61,15 +61,6 @@ OnVerified = Callable[[Request, Proposal, Verdict], None]
 _BUNDLED = object()
 
 
-def _setting(name: str, doc: str) -> Any:
-    """A field of :class:`DecodingConfig` as a property of the engine."""
-    return property(
-        lambda engine: getattr(engine.config, name),
-        lambda engine, value: engine.reconfigure(replace(engine.config, **{name: value})),
-        doc=doc,
-    )
-
-
 class Engine:
     """A target, optionally its drafter, and the requests they are answering.
 
@@ -414,9 +405,6 @@ class Engine:
     @block_size.setter
     def block_size(self, value: int) -> None:
         self.reconfigure(replace(self.config, policy=None, block_size=value))
-
-    denoising_steps = _setting("denoising_steps", "Draft passes per cycle. May be set between steps.")
-    tree_nodes = _setting("tree_nodes", "Tokens of the draft tree verified per cycle; ``None``: as the policy decides.")
 
     def snapshot(self) -> Snapshot:
         """What the engine holds now."""
