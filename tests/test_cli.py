@@ -16,7 +16,7 @@ from volley.models.drafter import Drafter
 from volley.train.options import TrainConfig
 
 from .conftest import TinyPair
-from .models.test_adapter import make_adapter
+from tests.models.test_adapter import make_adapter
 
 FAST = ("--dtype", "float32", "--threads", "1")
 
