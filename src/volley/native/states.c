@@ -6,8 +6,12 @@
 #include "common.h"
 
 #define SMALLEST -50.6568f /* logarithm of the least factor that is not taken as 0 */
-#define AT_ONCE 64         /* tokens, and values of a row, whose sums are held at once */
+#define AT_ONCE 64         /* tokens that are added at once */
+#define BLOCK 64           /* values of a row whose sums are held at once */
+#define EACH_EIGHT for (int i = 0; i < BLOCK / 8; i++)
 #define FEW 65536          /* numbers of states below which a second thread costs more than it takes over */
+
+typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
 
 typedef struct { /* one layer's rule for the runs of a group; strides are those of runs, heads and tokens */
     float *states; /* [slots, heads, keys, values] */
@@ -22,23 +26,26 @@ typedef struct { /* slot ``target`` becomes what ``source`` (< 0: zeros) is afte
 
 static inline float factor(float logarithm) { return logarithm > SMALLEST ? exponential(logarithm) : 0.0f; }
 
-/* out = by * before (null: zeros) + the sum of weights[j] * rows[j]; ``out`` may be ``before``. */
-FOR_EACH_CPU static void move_row(float *out, const float *before, float by, const float *weights, const float *const *rows,
-                                  int64_t count, int64_t size) {
-    for (int64_t start = 0; start < size; start += AT_ONCE) {
-        float sums[AT_ONCE] = {0};
-        int64_t width = size - start < AT_ONCE ? size - start : AT_ONCE;
-        if (before)
-            for (int64_t i = 0; i < width; i++) sums[i] = by * before[start + i];
-        for (int64_t j = 0; j < count; j++)
-            for (int64_t i = 0; i < width; i++) sums[i] += weights[j] * rows[j][start + i];
-        memcpy(out + start, sums, width * sizeof(float));
+/* out = by * before (null: zeros) + the sum of weights[j] * rows[j]; ``out`` may be ``before``. Sums of a whole block stay in registers. */
+static inline void move_row(float *out, const float *before, float by, const float *weights, const float *const *rows,
+                            int64_t count, int64_t size) {
+    int64_t start = 0;
+    for (; start + BLOCK <= size; start += BLOCK) {
+        Eight sums[BLOCK / 8] = {0};
+        if (before) EACH_EIGHT sums[i] = by * ((const Eight *)(before + start))[i];
+        for (int64_t j = 0; j < count; j++) EACH_EIGHT sums[i] += weights[j] * ((const Eight *)(rows[j] + start))[i];
+        EACH_EIGHT ((Eight *)(out + start))[i] = sums[i];
+    }
+    for (; start < size; start++) {
+        float sum = before ? by * before[start] : 0;
+        for (int64_t j = 0; j < count; j++) sum += weights[j] * rows[j][start];
+        out[start] = sum;
     }
 }
 
 /* One head: up to AT_ONCE tokens are added; ``is_first``: none was before, so the state decays as well. */
-static void move_head(const Rule *rule, const Move *move, int64_t head, const int64_t *tokens, int64_t count,
-                      const float *before, float *out, int is_first) {
+FOR_EACH_CPU static void move_head(const Rule *rule, const Move *move, int64_t head, const int64_t *tokens, int64_t count,
+                                   const float *before, float *out, int is_first) {
     const float *keys[AT_ONCE], *rows[AT_ONCE], *totals[AT_ONCE];
     float decays[AT_ONCE], weights[AT_ONCE];
     const int64_t *of_keys = rule->key_strides, *of_rows = rule->update_strides, *of_totals = rule->total_strides;
@@ -49,10 +56,11 @@ static void move_head(const Rule *rule, const Move *move, int64_t head, const in
         totals[j] = rule->totals + move->run * of_totals[0] + head * of_totals[1] + tokens[j] * of_totals[2];
         decays[j] = factor(last[0] - totals[j][0]);
     }
+    float by = is_first ? factor(last[0]) : 1.0f;
     for (int64_t key = 0; key < rule->num_keys; key++) {
         for (int64_t j = 0; j < count; j++)
             weights[j] = keys[j][key] * (rule->by_channel ? factor(last[key] - totals[j][key]) : decays[j]);
-        float by = is_first ? factor(last[rule->by_channel ? key : 0]) : 1.0f;
+        if (rule->by_channel && is_first) by = factor(last[key]);
         int64_t start = key * rule->num_values;
         move_row(out + start, before ? before + start : 0, by, weights, rows, count, rule->num_values);
     }
