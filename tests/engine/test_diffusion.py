@@ -48,10 +48,10 @@ def alone(target: Target, prompt: list[int], own: SamplingParams) -> list[int]:
     return result.token_ids
 
 
-def mixed(index: int) -> SamplingParams:
+def mixed(index: int, canvas: DiffusionParams = CANVAS) -> SamplingParams:
     """Requests of three modes, one after the other."""
     mode = ("diffusion", "autoregressive", "self")[index % 3]
-    own = replace(CANVAS, mode=mode, canvas_length=4 if mode == "self" else 8)  # type: ignore[arg-type]
+    own = replace(canvas, mode=mode, canvas_length=4 if mode == "self" else 8)  # type: ignore[arg-type]
     return params(index, diffusion=own)
 
 
@@ -300,15 +300,15 @@ def test_nothing_leaks_in_a_long_run_of_arrivals_aborts_and_preemptions(model: M
     arrive_and_leave(model.target, 150)
 
 
-def arrive_and_leave(target: Target, turns: int) -> int:
+def arrive_and_leave(target: Target, turns: int, canvas: DiffusionParams = CANVAS, seed: int = 0) -> int:
     """Requests of all three modes come, are aborted and preempted, and the books are recounted in each turn; how many came."""
-    chance, came = random.Random(0), 0
+    chance, came = random.Random(seed), 0
     engine = Engine(target, num_pages=24, max_running=6, max_batch_tokens=40, **BLOCKS)
     alive: list[Request] = []
     for turn in range(turns):
         if len(alive) < 8 and chance.random() < 0.5:
             prompt = [chance.randrange(MASK) for _ in range(chance.choice([2, 8, 30]))]
-            alive.append(engine.add_request(prompt, replace(mixed(turn), max_tokens=chance.choice([3, 16, 21]))))
+            alive.append(engine.add_request(prompt, replace(mixed(turn, canvas), max_tokens=chance.choice([3, 16, 21]))))
             came += 1
         if alive and chance.random() < 0.1:
             engine.abort(chance.choice(alive))

@@ -19,6 +19,7 @@ from volley.memory.batch import RaggedBatch
 from volley.memory.device import usable_device
 from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
+from volley.memory.upload import upload
 from volley.models.decoded import Twins
 from volley.models.loading import straight_to
 from volley.models.quantised import load_model
@@ -82,14 +83,17 @@ class DiffusionGemma(Target):
             return self.attention(batch, store, layer, q, k, v, options)
 
         hidden = self.embed(batch.token_ids)
-        denoised = torch.zeros(len(batch), dtype=torch.bool, device=hidden.device)
+        denoised = torch.zeros(len(batch), dtype=torch.bool)
+        told = list[Tensor]()
         for segment, end in zip(batch.segments, batch.offsets[1:], strict=True):
             if segment.feedback is not None:
-                canvas = slice(end - len(segment.feedback), end)
-                denoised[canvas] = True
-                told = segment.feedback.to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
-                hidden[canvas] = self._decoder.self_conditioning(hidden[None, canvas], told)[0]
-        self._set_scalars(denoised)
+                denoised[end - len(segment.feedback) : end] = True
+                told.append(segment.feedback)
+        if told:
+            canvases = upload(denoised.nonzero()[:, 0].numpy(), hidden.device)
+            signal = torch.cat(told).to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
+            hidden[canvases] = self._decoder.self_conditioning(hidden[None, canvases], signal)[0]
+        self._set_scalars(upload(denoised.numpy(), hidden.device))
         try:
             found = self._encode(hidden[None], batch.positions[None], attend)
         finally:
@@ -121,7 +125,8 @@ class DiffusionGemma(Target):
 
     def feedback(self, logits: Tensor) -> Tensor:
         """The mean embedding ``[L, H]`` under the distribution of ``logits [L, V]``."""
-        weight, dtype = self._decoder.embed_tokens.weight, self.dtype
+        weight = self._decoder.embed_tokens.weight
+        dtype = weight.dtype
         probs = logits.to(dtype).softmax(dim=-1, dtype=torch.float32).to(dtype)
         mean: Tensor = torch.matmul(probs, weight) * self._decoder.embed_tokens.embed_scale.to(dtype)
         return mean
