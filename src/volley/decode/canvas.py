@@ -22,6 +22,9 @@ class CanvasNoise(Protocol):
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         """A token of each row of ``probs [L, V]``; ``[L]``."""
 
+    def canvas_uniforms(self, start: int, step: int, length: int) -> list[float] | None:
+        """What :meth:`choose` gives to :func:`draw`, so that several canvases can draw at once; ``None`` if it does otherwise."""
+
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
         """Uniform random tokens ``[length]``."""
 
@@ -31,6 +34,9 @@ class CoupledNoise(PositionNoise):
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         return race(probs, self.exponentials(range(start, start + len(probs)), probs.shape[-1], probs.device))
+
+    def canvas_uniforms(self, start: int, step: int, length: int) -> None:
+        return None
 
 
 @dataclass(slots=True)

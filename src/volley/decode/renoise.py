@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Look, read_together
-from volley.decode.sampling import token_probs
+from volley.decode.sampling import draw, token_probs
 from volley.memory.upload import upload
 from volley.types import DiffusionParams, SamplingParams
 
@@ -66,7 +66,9 @@ class Renoise(Denoiser):
         for row, (canvas, _, _, params, _) in enumerate(looks):
             given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
             canvas.step += 1
-            canvas.done = canvas.step == params.max_steps or (sure[row] and is_stable(canvas.history, best[row], wanted))
+            canvas.done = canvas.step == params.max_steps or (
+                sure[row] and is_stable(canvas.history, best[row], wanted)
+            )
             canvas.history = [*canvas.history, best[row]][-max(1, wanted) :]
             canvas.tokens = best[row].clone() if canvas.done else renoised[row]
             canvas.tokens[: canvas.num_given] = given
@@ -111,11 +113,22 @@ def is_stable(history: Sequence[Tensor], best: Tensor, wanted: int) -> bool:
 
 def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
     """The candidates ``[N, L]``: draws, or the best tokens at temperature 0."""
-    found = []
-    for row, probs in enumerate(logits.softmax(dim=-1)):
-        canvas, _, sampling, _, noise = looks[row]
-        is_greedy = sampling.temperature == 0
-        found.append(best[row] if is_greedy else noise.choose(_filtered(probs, sampling), canvas.start, canvas.step))
+    probs, found = logits.softmax(dim=-1), list(best)
+    rows, uniforms = list[int](), list[float]()
+    for row, (canvas, _, sampling, _, noise) in enumerate(looks):
+        if sampling.temperature == 0:
+            continue
+        _filter(probs[row], sampling)
+        own = noise.canvas_uniforms(canvas.start, canvas.step, len(canvas))
+        if own is None:
+            found[row] = noise.choose(probs[row], canvas.start, canvas.step)
+        else:
+            rows.append(row)
+            uniforms += own
+    if rows:
+        weights = probs if len(rows) == len(looks) else probs[rows]
+        for row, drawn in zip(rows, draw(weights.flatten(0, 1), uniforms).view(len(rows), -1), strict=True):
+            found[row] = drawn
     return torch.stack(found)
 
 
@@ -129,9 +142,8 @@ def _entropy(logits: Tensor) -> Tensor:
     return found
 
 
-def _filtered(probs: Tensor, sampling: SamplingParams) -> Tensor:
+def _filter(probs: Tensor, sampling: SamplingParams) -> None:
     """Top-k, top-p and min-p, in place, of probabilities that have their temperature already."""
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         for rows in _parts(probs):
             rows.copy_(token_probs(rows.log(), sampling, temperature=1.0))
-    return probs
