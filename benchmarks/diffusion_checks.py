@@ -1,18 +1,22 @@
 """What the tests of canvases check, on longer runs: that nothing leaks, and that self-speculation draws what the model draws.
 
-    python -m benchmarks.diffusion_checks leaks --turns 2000
+    python -m benchmarks.diffusion_checks leaks --turns 2000 --only DiffusionGemma
     python -m benchmarks.diffusion_checks draws --draws 20000
 
-``leaks``: requests of all modes come, are aborted and preempted at random; in each turn every page is recounted. ``draws``: tiny
+``leaks``: requests of all modes come, are aborted and preempted at random; in each turn every page is recounted, and the
+memory of the process is reported now and then. ``draws``: tiny
 random models. The chi-square test of three tokens, for drafts of 1, 2, 4 passes and of a number chosen at random, and of fewer
 draws with a planted bias, which must be seen; then the acceptance lengths of canvases drawn with the verifier's noise and with
 noise of their own.
 """
 
 import argparse
+import gc
+import time
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -21,22 +25,35 @@ from tests.diffusion_gemma import random_model
 from tests.engine.test_diffusion import arrive_and_leave
 from tests.procedures.test_denoising import masked_model
 from tests.procedures.test_self_speculative import Independent, Unmatched, V, Whim, draws, exact, target
-from volley import DiffusionParams, Engine, SamplingParams
+from volley import DiffusionParams, Engine, SamplingParams, Target
 from volley.models.targets.diffusion import FAST_DLLM, SDAR
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.procedures.self_speculative import SelfSpeculative
 
 AT_ONCE = 500
+REPORTED = 200
+"""Turns between two reports of memory. In the first, caches of the allocator and of PyTorch fill up."""
 
 
-def check_leaks(turns: int) -> None:
-    targets = {
-        "SDAR": masked_model(SDAR).target,
-        "Fast-dLLM v2": masked_model(FAST_DLLM).target,
-        "DiffusionGemma": DiffusionGemma(random_model()),
+def check_leaks(turns: int, only: str | None) -> None:
+    canvases = DiffusionParams(max_steps=6, entropy_bound=2.0)
+    targets: dict[str, tuple[Target, list[DiffusionParams]]] = {
+        "SDAR": (masked_model(SDAR).target, []),
+        "Fast-dLLM v2": (masked_model(FAST_DLLM).target, []),
+        "DiffusionGemma": (DiffusionGemma(random_model()), [canvases]),
     }
-    for name, own in targets.items():
-        came = arrive_and_leave(own, turns)
+    process = psutil.Process()
+    for name, (own, settings) in targets.items():
+        if only not in (None, name):
+            continue
+        first, started = 0, time.process_time()
+        for turn, came in enumerate(arrive_and_leave(own, turns, *settings), start=1):
+            if turn % REPORTED == 0 or turn == turns:
+                gc.collect()
+                held = process.memory_info().rss
+                first = first or held
+                said = f"{came} requests, {(held - first) / 2**20:+.1f} MiB since turn {REPORTED}"
+                print(f"{name}: {turn} turns, {said}, {time.process_time() - started:.0f} s", flush=True)
         print(f"{name}: {turns} turns, {came} requests, nothing leaked", flush=True)
 
 
@@ -82,11 +99,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["leaks", "draws"])
     parser.add_argument("--turns", type=int, default=2000)
+    parser.add_argument("--only", metavar="NAME", help="one of the models of leaks: SDAR, Fast-dLLM v2, DiffusionGemma")
     parser.add_argument("--draws", type=int, default=20_000)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "leaks":
-        check_leaks(options.turns)
+        check_leaks(options.turns, options.only)
     else:
         check_draws(options.draws)
 

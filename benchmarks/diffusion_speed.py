@@ -175,9 +175,9 @@ def mean_entropy(engine: Engine, prompt: list[int]) -> float:
     whole = engine.procedures.by_mode["diffusion"]
     denoise = whole.denoise  # type: ignore[attr-defined]
 
-    def note(request: Any, rows: Tensor) -> None:
-        found.append(float(torch.special.entr((rows / 0.6).softmax(-1)).sum(-1).mean()))
-        denoise(request, rows)
+    def note(canvases: Sequence[tuple[Any, Tensor]]) -> None:
+        found.extend(float(torch.special.entr((rows / 0.6).softmax(-1)).sum(-1).mean()) for _, rows in canvases)
+        denoise(canvases)
 
     whole.denoise = note  # type: ignore[attr-defined]
     by_volley(engine, [prompt], 0.0)

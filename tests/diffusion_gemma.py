@@ -74,6 +74,9 @@ class TorchNoise:
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         return torch.multinomial(probs, 1)[:, 0]
 
+    def canvas_uniforms(self, start: int, step: int, length: int) -> None:
+        return None
+
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
         return torch.randint(0, vocab_size, (1, length))[0]
 

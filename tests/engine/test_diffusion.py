@@ -3,7 +3,7 @@
 import copy
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -48,10 +48,12 @@ def alone(target: Target, prompt: list[int], own: SamplingParams) -> list[int]:
     return result.token_ids
 
 
-def mixed(index: int) -> SamplingParams:
+def mixed(index: int, canvas: DiffusionParams = CANVAS) -> SamplingParams:
     """Requests of three modes, one after the other."""
     mode = ("diffusion", "autoregressive", "self")[index % 3]
-    own = replace(CANVAS, mode=mode, canvas_length=4 if mode == "self" else 8)  # type: ignore[arg-type]
+    own = replace(canvas, mode=mode, canvas_length=8)  # type: ignore[arg-type]
+    if mode == "self":
+        own = replace(own, canvas_length=4, max_steps=None)  # the number of passes is measured
     return params(index, diffusion=own)
 
 
@@ -297,10 +299,11 @@ def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) 
 
 
 def test_nothing_leaks_in_a_long_run_of_arrivals_aborts_and_preemptions(model: Masked) -> None:
-    arrive_and_leave(model.target, 150)
+    *_, came = arrive_and_leave(model.target, 150)
+    assert came > 50
 
 
-def arrive_and_leave(target: Target, turns: int) -> int:
+def arrive_and_leave(target: Target, turns: int, canvas: DiffusionParams = CANVAS) -> Iterator[int]:
     """Requests of all three modes come, are aborted and preempted, and the books are recounted in each turn; how many came."""
     chance, came = random.Random(0), 0
     engine = Engine(target, num_pages=24, max_running=6, max_batch_tokens=40, **BLOCKS)
@@ -308,7 +311,8 @@ def arrive_and_leave(target: Target, turns: int) -> int:
     for turn in range(turns):
         if len(alive) < 8 and chance.random() < 0.5:
             prompt = [chance.randrange(MASK) for _ in range(chance.choice([2, 8, 30]))]
-            alive.append(engine.add_request(prompt, replace(mixed(turn), max_tokens=chance.choice([3, 16, 21]))))
+            own = replace(mixed(turn, canvas), max_tokens=chance.choice([3, 16, 21]))
+            alive.append(engine.add_request(prompt, own))
             came += 1
         if alive and chance.random() < 0.1:
             engine.abort(chance.choice(alive))
@@ -317,9 +321,10 @@ def arrive_and_leave(target: Target, turns: int) -> int:
         engine.step()
         engine.check_integrity()
         alive = [request for request in alive if request.finish_reason is None]
+        yield came
     finish(engine, alive)
     assert not any(request.canvas for request in alive)
-    return came
+    assert engine.pool.num_used == 0
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Masked diffusion models against dense loops without a cache, written after their authors' rules."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -228,8 +228,8 @@ class Causal(Denoising):
 class Unshifted(Denoising):
     """Planted: row i is taken for slot i."""
 
-    def denoise(self, request: Request, rows: Tensor) -> None:
-        super().denoise(request, rows.roll(-1, dims=0))
+    def denoise(self, canvases: Sequence[tuple[Request, Tensor]]) -> None:
+        super().denoise([(request, rows.roll(-1, dims=0)) for request, rows in canvases])
 
 
 @pytest.mark.parametrize("fault", [Causal, Unshifted])

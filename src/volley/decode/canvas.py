@@ -7,7 +7,7 @@ and reveal some in every pass; DiffusionGemma begins with random tokens (``decod
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ class CanvasNoise(Protocol):
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         """A token of each row of ``probs [L, V]``; ``[L]``."""
 
+    def canvas_uniforms(self, start: int, step: int, length: int) -> list[float] | None:
+        """What :meth:`choose` gives to :func:`draw`, so that several canvases can draw at once; ``None`` if it does otherwise."""
+
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
         """Uniform random tokens ``[length]``."""
 
@@ -31,6 +34,9 @@ class CoupledNoise(PositionNoise):
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         return race(probs, self.exponentials(range(start, start + len(probs)), probs.shape[-1], probs.device))
+
+    def canvas_uniforms(self, start: int, step: int, length: int) -> None:
+        return None
 
 
 @dataclass(slots=True)
@@ -74,8 +80,18 @@ class Canvas:
         return [token if known else None for token, known in pairs]
 
 
+class Look(NamedTuple):
+    """A pass over one canvas: row i of ``logits [L, V]`` (fp32) predicts slot i."""
+
+    canvas: Canvas
+    logits: Tensor
+    sampling: SamplingParams
+    params: DiffusionParams
+    noise: CanvasNoise
+
+
 def read_together(*values: Tensor) -> list[Tensor]:
-    """Tensors ``[L]`` of one device on the CPU: one copy brings all of them."""
+    """Tensors of one shape and device on the CPU: one copy brings all of them."""
     if values[0].device.type == "cpu":
         return list(values)
     read = torch.stack([own.double() for own in values]).cpu()
@@ -83,7 +99,10 @@ def read_together(*values: Tensor) -> list[Tensor]:
 
 
 class Denoiser(ABC):
-    """A rule of denoising. It has no state: whatever belongs to a canvas is kept in the canvas."""
+    """A rule of denoising. It has no state: whatever belongs to a canvas is kept in the canvas.
+
+    Equal rules decide about several canvases together.
+    """
 
     @abstractmethod
     def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
@@ -98,12 +117,16 @@ class Denoiser(ABC):
         Returns which slots got their token in this pass, boolean ``[L]``.
         """
 
+    def step_together(self, looks: Sequence[Look]) -> list[Tensor]:
+        """:meth:`step` of several canvases in one pass. A rule may compute what their rows have in common in one go."""
+        return [self.step(*look) for look in looks]
 
+
+@dataclass(frozen=True)
 class Reveal(Denoiser):
     """Mask tokens are revealed, the surest first, and stay (SDAR, arXiv 2510.06303; Fast-dLLM v2, arXiv 2509.26328)."""
 
-    def __init__(self, mask_token_id: int) -> None:
-        self.mask_token_id = mask_token_id
+    mask_token_id: int
 
     def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
         assert params.canvas_length is not None

@@ -27,6 +27,8 @@ class Detokenizer:
 
     def push(self, token_id: int, *, last: bool = False) -> str:
         """The new text that ``token_id`` completes; empty while a multi-byte character is unfinished."""
+        if self._tokenizer is None:
+            return ""
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids[self._start :])
         if text.endswith("\ufffd") and not last:

@@ -5,22 +5,27 @@ last pass. After transformers' ``generation_diffusion_gemma.py``, number for num
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributions import Categorical
 
-from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, read_together
-from volley.decode.sampling import token_probs
+from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Look, read_together
+from volley.decode.sampling import draw, token_probs
+from volley.memory.upload import upload
 from volley.types import DiffusionParams, SamplingParams
 
 _PART = 2**20
 """Logits that are processed together: 4 MiB."""
 
 
+@dataclass(frozen=True)
 class Renoise(Denoiser):
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    vocab_size: int
 
     def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
         assert params.canvas_length is not None
@@ -32,56 +37,104 @@ class Renoise(Denoiser):
     def step(
         self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
     ) -> Tensor:
-        assert params.max_steps is not None
-        given, left = canvas.tokens[: canvas.num_given], params.max_steps - canvas.step
-        logits = logits / temperature(params, left, sampling.temperature)
+        return self.step_together([Look(canvas, logits, sampling, params, noise)])[0]
+
+    def step_together(self, looks: Sequence[Look]) -> list[Tensor]:
+        """What is done to rows is done to those of neighbours of one length at once; only draws are each canvas' own."""
+        decided = list[Tensor]()
+        for length, alike in groupby(looks, key=lambda look: len(look.canvas)):
+            canvases = list(alike)
+            self._step_alike(canvases)
+            slots = torch.arange(length)
+            decided += [slots >= look.canvas.num_given for look in canvases]
+        return decided
+
+    def _step_alike(self, looks: list[Look]) -> None:
+        """Canvases of one length L, whose rows are ``[N, L, V]``."""
+        raw = looks[0].logits[None] if len(looks) == 1 else torch.stack([look.logits for look in looks])
+        logits = raw / upload(temperatures(looks), raw.device)[:, None, None]
         best = candidates = logits.argmax(dim=-1)
-        if sampling.temperature > 0:
-            candidates = noise.choose(_filtered(logits.softmax(dim=-1), sampling), canvas.start, canvas.step)
-        entropy = torch.cat([_entropy(logits[rows]) for rows in _parts(logits)])
+        if any(look.sampling.temperature > 0 for look in looks):
+            candidates = _drawn(looks, logits, best)
+        entropy = torch.cat([_entropy(rows) for rows in _parts(logits.flatten(0, 1))]).view_as(best)
         best, candidates, entropy = read_together(best, candidates, entropy)
-        accepted = accept(entropy, params)
-        random = noise.tokens(canvas.start, canvas.step + 1, len(canvas), self.vocab_size)
-        canvas.done = is_settled(canvas.history, best, entropy, params) or left == 1
-        canvas.history = [*canvas.history, best][-max(1, params.stability_threshold or 0) :]
-        canvas.tokens = best.clone() if canvas.done else torch.where(accepted, candidates, random)
-        canvas.tokens[: canvas.num_given] = given
-        canvas.predicted = None if canvas.done else logits
-        canvas.step += 1
-        return torch.arange(len(canvas)) >= canvas.num_given
+        random = torch.stack(
+            [own.noise.tokens(own.canvas.start, own.canvas.step + 1, len(own.canvas), self.vocab_size) for own in looks]
+        )
+        renoised = torch.where(accept(entropy, [look.params for look in looks]), candidates, random)
+        sure = _are_sure(entropy, looks)
+        for row, (canvas, _, _, params, _) in enumerate(looks):
+            given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
+            canvas.step += 1
+            canvas.done = canvas.step == params.max_steps or (
+                sure[row] and is_stable(canvas.history, best[row], wanted)
+            )
+            canvas.history = [*canvas.history, best[row]][-max(1, wanted) :]
+            canvas.tokens = best[row].clone() if canvas.done else renoised[row]
+            canvas.tokens[: canvas.num_given] = given
+            canvas.predicted = None if canvas.done else logits[row]
 
 
-def temperature(params: DiffusionParams, left: int, factor: float) -> Tensor:
-    """The temperature of a pass with ``left`` passes to go, itself included; it falls. In fp32, as transformers computes it.
+def temperatures(looks: Sequence[Look]) -> NDArray[np.float32]:
+    """The temperature of each pass, which falls from one to the next. In fp32, as transformers computes it.
 
-    ``factor`` is the request's own temperature. At 0, where no candidate is drawn, the schedule stays as it is.
+    A request's own temperature is a factor. At 0, where no candidate is drawn, the schedule stays as it is.
     """
-    assert params.t_min is not None
-    assert params.t_max is not None
-    steps = torch.tensor(left, dtype=torch.int32) / params.max_steps  # type: ignore[operator]
-    return (params.t_min + (params.t_max - params.t_min) * steps) * (factor or 1.0)
+    found = np.empty(len(looks), dtype=np.float32)
+    for row, (canvas, _, sampling, params, _) in enumerate(looks):
+        assert params.t_min is not None
+        assert params.t_max is not None
+        assert params.max_steps is not None
+        left = np.float32(params.max_steps - canvas.step) / np.float32(params.max_steps)
+        heat = np.float32(params.t_min) + np.float32(params.t_max - params.t_min) * left
+        found[row] = heat * np.float32(sampling.temperature or 1.0)
+    return found
 
 
-def accept(entropy: Tensor, params: DiffusionParams) -> Tensor:
-    """The accepted rows, boolean ``[L]``: those where the sum of all smaller entropies is at most the bound."""
-    assert params.entropy_bound is not None
+def accept(entropy: Tensor, params: Sequence[DiffusionParams]) -> Tensor:
+    """The accepted rows, boolean ``[N, L]``: those where the sum of all smaller entropies of a canvas is at most its bound."""
+    bounds = torch.tensor([own.entropy_bound for own in params], dtype=entropy.dtype)[:, None]
     ordered, order = entropy.sort()
     before = ordered.cumsum(dim=-1) - ordered
-    return torch.zeros(len(entropy), dtype=torch.bool).scatter(-1, order, before <= params.entropy_bound)
+    return torch.zeros_like(entropy, dtype=torch.bool).scatter(-1, order, before <= bounds)
 
 
-def is_settled(history: Sequence[Tensor], best: Tensor, entropy: Tensor, params: DiffusionParams) -> bool:
-    """Whether the best tokens were the same in the last passes, and the mean entropy is low enough."""
-    assert params.confidence_threshold is not None
-    wanted = params.stability_threshold or 0
-    is_stable = wanted == 0 or (len(history) >= wanted and all(torch.equal(best, past) for past in history[-wanted:]))
-    return is_stable and bool(entropy.mean() < params.confidence_threshold)
+def _are_sure(entropy: Tensor, looks: Sequence[Look]) -> list[bool]:
+    """Whether the mean entropy of each canvas is low enough for it to end."""
+    bounds = torch.tensor([look.params.confidence_threshold for look in looks], dtype=entropy.dtype)
+    sure: list[bool] = (entropy.mean(dim=-1) < bounds).tolist()
+    return sure
 
 
-def _parts(logits: Tensor) -> list[slice]:
-    """Rows of ``logits [L, V]``, a few at a time: intermediate results take more memory than they do."""
-    size = max(1, _PART // logits.shape[-1])
-    return [slice(start, start + size) for start in range(0, len(logits), size)]
+def is_stable(history: Sequence[Tensor], best: Tensor, wanted: int) -> bool:
+    """Whether the best tokens were the same in the last ``wanted`` passes."""
+    return len(history) >= wanted and all(torch.equal(best, past) for past in history[len(history) - wanted :])
+
+
+def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
+    """The candidates ``[N, L]``: draws, or the best tokens at temperature 0."""
+    probs, found = logits.softmax(dim=-1), list(best)
+    rows, uniforms = list[int](), list[float]()
+    for row, (canvas, _, sampling, _, noise) in enumerate(looks):
+        if sampling.temperature == 0:
+            continue
+        _filter(probs[row], sampling)
+        own = noise.canvas_uniforms(canvas.start, canvas.step, len(canvas))
+        if own is None:
+            found[row] = noise.choose(probs[row], canvas.start, canvas.step)
+        else:
+            rows.append(row)
+            uniforms += own
+    if rows:
+        weights = probs if len(rows) == len(looks) else probs[rows]
+        for row, drawn in zip(rows, draw(weights.flatten(0, 1), uniforms).view(len(rows), -1), strict=True):
+            found[row] = drawn
+    return torch.stack(found)
+
+
+def _parts(logits: Tensor) -> tuple[Tensor, ...]:
+    """Rows of ``logits [R, V]``, a few at a time: intermediate results take more memory than they do."""
+    return logits.split(max(1, _PART // logits.shape[-1]))
 
 
 def _entropy(logits: Tensor) -> Tensor:
@@ -89,9 +142,8 @@ def _entropy(logits: Tensor) -> Tensor:
     return found
 
 
-def _filtered(probs: Tensor, sampling: SamplingParams) -> Tensor:
+def _filter(probs: Tensor, sampling: SamplingParams) -> None:
     """Top-k, top-p and min-p, in place, of probabilities that have their temperature already."""
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         for rows in _parts(probs):
-            probs[rows] = token_probs(probs[rows].log(), sampling, temperature=1.0)
-    return probs
+            rows.copy_(token_probs(rows.log(), sampling, temperature=1.0))

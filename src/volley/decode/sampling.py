@@ -56,8 +56,13 @@ class PositionNoise:
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         """A token of each row of ``probs [L, V]``, for a pass over the canvas that begins at position ``start``; ``[L]``."""
-        name = b"%d %d %d %d" % (self.seed, Purpose.CANVAS, start, step)
-        return draw(probs, self._uniforms(name, len(probs)))
+        uniforms = self.canvas_uniforms(start, step, len(probs))
+        assert uniforms is not None
+        return draw(probs, uniforms)
+
+    def canvas_uniforms(self, start: int, step: int, length: int) -> list[float] | None:
+        """What :meth:`choose` gives to :func:`draw`; ``None`` if it chooses in another way."""
+        return self._uniforms(b"%d %d %d %d" % (self.seed, Purpose.CANVAS, start, step), length)
 
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
         """Uniform random tokens ``[length]`` for a canvas before pass ``step``."""

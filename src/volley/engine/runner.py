@@ -33,6 +33,7 @@ class Runner:
         in fixed memory where the model allows it. Each request then has as many rows as a block, in plain decoding too.
         """
         self.target, self.store, self.recurrent = target, store, recurrent
+        self._denoised: RaggedBatch | None = None  # the last pass over canvases
         self._taps = taps = None if model is None else Taps(target.model, model.taps)
         if taps is not None:
             weakref.finalize(self, taps.close)  # a target outlives the engines made on it
@@ -70,6 +71,10 @@ class Runner:
             if self._replay(step, segments, tokens, rows, late):
                 return
             step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
+            if any(work.kind is Kind.DENOISE for work in step.works):
+                if self._denoised is not None:
+                    step.batch.follow(self._denoised)
+                self._denoised = step.batch
             if self.recurrent is not None:
                 step.recurrent = self.recurrent.start(step.batch, step.works)
             logits = self.target.forward(step.batch, self.store, choosing, self._taps, step.recurrent)

@@ -321,20 +321,37 @@ def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: A
 
     A padding token sees what the segment's last token sees: the softmax over no key would be NaN.
     """
-    starts, lengths = np.array([(segment.start, segment.length) for segment in segments]).T
+    lengths = np.array([segment.length for segment in segments])
+    longest_segment = int(lengths.max())
     keys, window = firsts[:, None, None] + np.arange(longest), options.window
-    queries = (np.minimum(np.arange(lengths.max()), lengths[:, None] - 1) + starts[:, None])[:, :, None]
     if not segments[0].causal:
+        starts = np.array([segment.start for segment in segments])
+        queries = (np.minimum(np.arange(longest_segment), lengths[:, None] - 1) + starts[:, None])[:, :, None]
         inside: BoolArray = keys < (starts + lengths)[:, None, None]
         near: BoolArray = np.abs(keys - queries) <= window if options.symmetric and window is not None else queries >= 0
         return inside & near
-    visible: BoolArray = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+    begins, ends = np.array([_ends_of_groups(segment, longest_segment) for segment in segments]).transpose(1, 0, 2)
+    visible: BoolArray = keys < ends[:, :, None]
+    if window is not None:
+        visible &= keys > begins[:, :, None] - window
     for row, segment in enumerate(segments):
-        if segment.parents is not None or segment.groups is not None:
+        if segment.parents is not None:
             own = visible_mask(segment, window, int(firsts[row]), options.symmetric).numpy()
             visible[row] = False
-            visible[row, :, : own.shape[1]] = own[np.minimum(np.arange(lengths.max()), segment.length - 1)]
+            visible[row, :, : own.shape[1]] = own[np.minimum(np.arange(longest_segment), segment.length - 1)]
     return visible
+
+
+def _ends_of_groups(segment: Segment, longest: int) -> IntArray:
+    """First position of each token's group, and the one behind it: ``[2, longest]``, padded with those of the last token."""
+    if segment.groups is None:
+        begins = np.minimum(np.arange(longest), segment.length - 1) + segment.start
+        return np.stack([begins, begins + 1])
+    assert sum(segment.groups) == segment.length, "groups divide the whole segment"
+    sizes = np.array(segment.groups)
+    ends = segment.start + sizes.cumsum()
+    sizes[-1] += longest - segment.length
+    return np.repeat([ends - segment.groups, ends], sizes, axis=1)
 
 
 def _padded(batch: RaggedBatch, members: list[int]) -> tuple[IntArray, BoolArray]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -107,6 +108,29 @@ class RaggedBatch:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def follow(self, before: Self) -> None:
+        """Take over the plans of an earlier pass whose segments lay as these do: a canvas stays where it is until it ends."""
+        if self.layout == before.layout:
+            self.plans = before.plans
+
+    @cached_property
+    def layout(self) -> list[tuple[object, ...]]:
+        """Where the segments lie, and what their tokens see."""
+        return [
+            (
+                table.page_size,
+                table.first,
+                tuple(table.pages),
+                own.start,
+                own.length,
+                own.causal,
+                own.groups,
+                own.parents,
+            )
+            for own in self.segments
+            for table in [own.table]
+        ]
 
 
 def late_order(num_tokens: int, late: Mapping[int, Tensor]) -> NDArray[np.int64]:

@@ -195,16 +195,17 @@ class Request:
 
         Their text is made by :meth:`write`, and here only where a stop string may end the request.
         """
+        room, rules, has_stop = self.remaining, self.rules, bool(self.params.stop)
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
-            for rule in self.rules:
+            for rule in rules:
                 rule.take(token)
-            if token in self.stop_token_ids or any(rule.is_complete for rule in self.rules):
+            if token in self.stop_token_ids or (rules and any(rule.is_complete for rule in rules)):
                 self.finish_reason = "stop"
-            elif self.remaining == 0:
+            elif taken == room:
                 self.finish_reason = "length"
             self.unwritten.append((token, taken <= num_from_draft))
-            if self.params.stop:
+            if has_stop:
                 self.write()
             if self.finish_reason is not None:
                 break
@@ -213,12 +214,14 @@ class Request:
 
     def write(self) -> None:
         """Make the text of the tokens that have none yet, with a chunk for each. A token whose text fails stays."""
+        has_stop = bool(self.params.stop)
         while self.unwritten:
             token, from_draft = self.unwritten[0]
-            is_last = self.finish_reason in ("stop", "length") and len(self.unwritten) == 1
+            is_last = len(self.unwritten) == 1 and self.finish_reason in ("stop", "length")
             if token not in self.stop_token_ids or self.params.skip_special_tokens:
                 self.text += self.detokenizer.push(token, last=is_last)
-            self._cut_at_stop_string()
+            if has_stop:
+                self._cut_at_stop_string()
             self._emit(token, from_draft=from_draft)
             del self.unwritten[0]
 

@@ -141,18 +141,18 @@ class SelfSpeculative(Denoising):
     def absorb(self, works: Works, logits: Tensor) -> None:
         verified = [work for work in works if work.kind is not Kind.DENOISE]
         self._at_once = sum(work.kind is not Kind.PREFILL for work in works) or 1
-        canvases = {}
+        canvases = list[tuple[Request, Tensor]]()
         for work in works:
             if _rides(work):
                 middle = work.rows.stop - (work.ask.size - len(work.proposal.token_ids))
-                canvases[work.request] = logits[middle : work.rows.stop].float()
+                canvases.append((work.request, logits[middle : work.rows.stop]))
                 work.rows = slice(work.rows.start, middle)
             elif work.kind is Kind.VERIFY:
                 work.request.canvas = None
                 work.request.stats.commit_passes += 1
         self.verifier.absorb(verified, logits)
-        for request, rows in canvases.items():
-            self.denoise(request, rows)
+        self.denoise(canvases)
+        for request, _ in canvases:
             request.stats.denoising_steps += 1
             assert request.canvas is not None
             request.canvas.done |= request.canvas.step == request.canvas.max_steps

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
 
@@ -19,6 +21,7 @@ from volley.memory.batch import RaggedBatch
 from volley.memory.device import usable_device
 from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
+from volley.memory.upload import upload
 from volley.models.quantised.decoded import Twins
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.loading import straight_to
@@ -82,13 +85,16 @@ class DiffusionGemma(Target):
             return self.attention(batch, store, layer, q, k, v, options)
 
         hidden = self.embed(batch.token_ids)
-        denoised = torch.zeros(len(batch), dtype=torch.bool, device=hidden.device)
+        denoised = np.zeros(len(batch), dtype=np.bool_)
+        told = list[Tensor]()
         for segment, end in zip(batch.segments, batch.offsets[1:], strict=True):
             if segment.feedback is not None:
-                canvas = slice(end - len(segment.feedback), end)
-                denoised[canvas] = True
-                told = segment.feedback.to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
-                hidden[canvas] = self._decoder.self_conditioning(hidden[None, canvas], told)[0]
+                denoised[end - len(segment.feedback) : end] = True
+                told.append(segment.feedback)
+        if told:
+            canvases = upload(denoised.nonzero()[0], hidden.device)
+            signal = torch.cat(told).to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
+            hidden[canvases] = self._decoder.self_conditioning(hidden[None, canvases], signal)[0]
         self._set_scalars(denoised)
         try:
             found = self._encode(hidden[None], batch.positions[None], attend)
@@ -108,10 +114,15 @@ class DiffusionGemma(Target):
         states: Tensor = output.last_hidden_state
         return states
 
-    def _set_scalars(self, denoised: Tensor | None) -> None:
+    def _set_scalars(self, denoised: NDArray[np.bool_] | None) -> None:
         """Give each row of the next pass the scalar of its mode; ``None``: all rows are the encoder's."""
+        is_mixed = denoised is not None and denoised.any() and not denoised.all()
+        rows = upload(denoised, self.device)[None, :, None] if denoised is not None and is_mixed else None
         for layer, (reads, denoises) in zip(self._encoder.layers, self._scalars, strict=True):
-            layer.layer_scalar = reads if denoised is None else torch.where(denoised[None, :, None], denoises, reads)
+            if rows is not None:
+                layer.layer_scalar = torch.where(rows, denoises, reads)
+            else:
+                layer.layer_scalar = denoises if denoised is not None and denoised.any() else reads
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` (fp32, capped) of normed hidden states ``[T, H]``."""
@@ -121,7 +132,8 @@ class DiffusionGemma(Target):
 
     def feedback(self, logits: Tensor) -> Tensor:
         """The mean embedding ``[L, H]`` under the distribution of ``logits [L, V]``."""
-        weight, dtype = self._decoder.embed_tokens.weight, self.dtype
+        weight = self._decoder.embed_tokens.weight
+        dtype = weight.dtype
         probs = logits.to(dtype).softmax(dim=-1, dtype=torch.float32).to(dtype)
         mean: Tensor = torch.matmul(probs, weight) * self._decoder.embed_tokens.embed_scale.to(dtype)
         return mean
