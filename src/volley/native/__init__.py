@@ -16,7 +16,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from volley.native.codes import FINE, WeightSource, lay_out, picked, taken_back
+from volley.native.codes import FINE, CodeSource, WeightSource, lay_out, picked, taken_back
 from volley.native.codes import GROUP as GROUP
 from volley.native.codes import Codes as Codes
 from volley.native.codes import Weights as Weights
@@ -181,7 +181,9 @@ class Product:
     for every 64 inputs of a row. Stored codes may have one for 32 inputs, of weights and inputs alike.
     """
 
-    def __init__(self, weight: WeightSource, bias: Tensor | None, kind: Weights, stored: Codes | None = None) -> None:
+    def __init__(
+        self, weight: WeightSource, bias: Tensor | None, kind: Weights, stored: CodeSource | None = None
+    ) -> None:
         """``stored`` are the codes that the weight is already in, whose kind is taken; otherwise it is rounded to some."""
         self.kind: Weights = kind if stored is None else stored.kind
         self.group = GROUP if stored is None else stored.group

@@ -37,6 +37,37 @@ class Codes(NamedTuple):
         return (self.codes.float().view(len(self.codes), scales.shape[1], -1) * scales).flatten(1)
 
 
+class CodeSource(Protocol):
+    """Codes of a weight that are read some rows after others: :class:`Codes` are one."""
+
+    @property
+    def kind(self) -> Weights: ...
+
+    @property
+    def group(self) -> int: ...
+
+    def rows(self, rows: slice, /) -> Codes: ...
+
+
+class StackedCodes:
+    """Codes of one kind, one below the other."""
+
+    def __init__(self, parts: Sequence[CodeSource], sizes: Sequence[int]) -> None:
+        """``sizes``: the outputs of each."""
+        self.kind, self.group = parts[0].kind, parts[0].group
+        assert all((part.kind, part.group) == (self.kind, self.group) for part in parts), "codes of several kinds"
+        self._parts = tuple(zip(parts, sizes, strict=True))
+
+    def rows(self, rows: slice) -> Codes:
+        begin, found = 0, []
+        for part, size in self._parts:
+            own = slice(max(rows.start - begin, 0), min(rows.stop - begin, size))
+            if own.start < own.stop:
+                found.append(part.rows(own))
+            begin += size
+        return Codes(self.kind, torch.cat([one.codes for one in found]), torch.cat([one.scales for one in found]))
+
+
 class WeightSource(Protocol):
     """A weight ``[out, in]`` in bf16 whose rows are read some after others: a tensor is one, and so is a product."""
 
@@ -50,12 +81,12 @@ class LaidOut(NamedTuple):
     """A weight as the instructions read it."""
 
     codes: Tensor
-    """``[out / 16, in / together, 16, together]``: 2 bf16 numbers together, 4 of int8; of int4 a byte has two of 8, ``[…, 64]``."""
+    """``[out / 16, in / 2, 16, 2]`` in bf16, ``[out / 16, in / 4, 16, 4]`` in int8, ``[out / 16, in / 8, 64]`` bytes in int4."""
     scales: Tensor | None
     """``[out]``, or ``[out / 16, groups, 16]``."""
 
 
-def lay_out(weight: WeightSource, kind: Weights, stored: Codes | None = None) -> LaidOut:
+def lay_out(weight: WeightSource, kind: Weights, stored: CodeSource | None = None) -> LaidOut:
     """``weight [out, in]``, some rows after others, as quantising takes many times their memory; ``stored``: its codes."""
     whole: tuple[Tensor | None, ...] = ()
     outputs, inputs = weight.shape
@@ -75,7 +106,7 @@ def lay_out(weight: WeightSource, kind: Weights, stored: Codes | None = None) ->
     return LaidOut(codes, scales)
 
 
-def _codes(weight: WeightSource, kind: Weights, stored: Codes | None, rows: slice) -> Codes:
+def _codes(weight: WeightSource, kind: Weights, stored: CodeSource | None, rows: slice) -> Codes:
     if stored is not None:
         return stored.rows(rows)
     return Codes(kind, *(quantise_int8 if kind == "int8" else quantise_int4)(weight[rows]))
@@ -103,7 +134,8 @@ def _code_blocks(own: Codes) -> tuple[Tensor, Tensor]:
     if own.kind == "int8":
         return _blocks((codes.to(torch.int16) + 128).to(torch.uint8), 4), scales
     pairs = _blocks((codes + 8).to(torch.uint8), 4).view(len(codes) // BLOCK, -1, 2, BLOCK * 4)
-    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).contiguous(), scales  # the codes of one quad of inputs and of the next
+    of_two_quads = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    return of_two_quads.contiguous(), scales
 
 
 def taken_back(blocks: LaidOut, kind: Weights, outputs: int, rows: slice) -> Codes | Tensor:
@@ -118,11 +150,8 @@ def taken_back(blocks: LaidOut, kind: Weights, outputs: int, rows: slice) -> Cod
     together = codes.transpose(1, 2).flatten(2).flatten(0, 1)[:count]
     if scales is None:
         return together
-    if scales.dim() == 1:
-        own_scales = scales[first:last]
-    else:
-        own_scales = scales[own].transpose(1, 2).flatten(0, 1)[:count]
-    return Codes(kind, _signed(together, kind), own_scales)
+    scales = scales[first:last] if scales.dim() == 1 else scales[own].transpose(1, 2).flatten(0, 1)[:count]
+    return Codes(kind, _signed(together, kind), scales)
 
 
 def picked(blocks: LaidOut, kind: Weights, indices: Tensor) -> Codes | Tensor:
@@ -154,6 +183,15 @@ def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     values = weight.float()
     scales = (values.abs().amax(dim=1) / 127).clamp_min(1e-30)
     return (values / scales[:, None]).round().to(torch.int8), scales
+
+
+def quantise_finely(weight: Tensor) -> Codes:
+    """int8 with fp16 scales for 32 inputs, as GGUF's Q8_0 rounds ``[out, in]``."""
+    values = weight.float().view(len(weight), -1, FINE)
+    scales = (values.abs().amax(dim=-1) / 127).half()
+    inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
+    codes = (values * inverse[..., None]).round().clamp(-127, 127).to(torch.int8)
+    return Codes("int8", codes.view(weight.shape), scales)
 
 
 def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@
 
 int64_t num_blocks(const Product *product) { return (product->outputs + BLOCK - 1) / BLOCK; }
 
-INLINE void quantise_group(const bf16 *x, int size, int8_t *codes, float *scale, int32_t *sum) {
+INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes, float *scale, int32_t *sum) {
     float most = 0;
     for (int i = 0; i < size; i++) {
         float value = fabsf(widen(x[i]));
@@ -26,21 +26,21 @@ INLINE void quantise_group(const bf16 *x, int size, int8_t *codes, float *scale,
         total += code;
     }
     *scale = most / 127.0f;
-    *sum = total;
+    *sum = -zero * total;
 }
 
-FOR_EACH_CPU static void quantise_row(const bf16 *x, int64_t inputs, int64_t group, int8_t *codes, float *scales, int32_t *sums) {
-    if (group == FINE)
-        for (int64_t at = 0; at < inputs; at += FINE) quantise_group(x + at, FINE, codes + at, scales++, sums++);
+FOR_EACH_CPU static void quantise_row(const Product *product, const bf16 *x, int8_t *codes, float *scales, int32_t *sums) {
+    int32_t zero = product->kind == INT4 ? 8 : 128;
+    if (product->group == FINE)
+        for (int64_t at = 0; at < product->inputs; at += FINE) quantise_group(x + at, FINE, zero, codes + at, scales++, sums++);
     else
-        for (int64_t at = 0; at < inputs; at += GROUP) quantise_group(x + at, GROUP, codes + at, scales++, sums++);
+        for (int64_t at = 0; at < product->inputs; at += GROUP) quantise_group(x + at, GROUP, zero, codes + at, scales++, sums++);
 }
 
 void quantise(const Product *product, const bf16 *x, int64_t stride, Quantised to, int64_t begin, int64_t end) {
     int64_t inputs = product->inputs, groups = inputs / product->group;
     for (int64_t row = begin; row < end; row++)
-        quantise_row(x + row * stride, inputs, product->group, to.codes + row * inputs, to.scales + row * groups,
-                     to.sums + row * groups);
+        quantise_row(product, x + row * stride, to.codes + row * inputs, to.scales + row * groups, to.sums + row * groups);
 }
 
 FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 *out, int64_t add, int64_t block) {
@@ -137,10 +137,10 @@ DOT static void block_dot(const uint8_t *codes, const bf16 *x, int64_t stride, i
     }
 }
 
-/* One group of inputs: what codes c of weights mean is (c - zero) times a scale, so zero times the sum of inputs goes. */
-DOT static inline __attribute__((always_inline)) void add_group(__m512i found, __m512 *sum, int32_t of_inputs, int32_t zero,
-                                                                float of_row, __m512 of_outputs) {
-    __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(found, _mm512_set1_epi32(zero * of_inputs)));
+/* One group of inputs. What codes c of weights mean is (c - zero) times a scale, so zero times the sum of inputs goes. */
+DOT static inline __attribute__((always_inline)) void add_group(__m512i found, __m512 *sum, int32_t zero, float of_row,
+                                                                __m512 of_outputs) {
+    __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(found, _mm512_set1_epi32(zero)));
     *sum = _mm512_fmadd_ps(exact, _mm512_mul_ps(_mm512_set1_ps(of_row), of_outputs), *sum);
 }
 
@@ -189,7 +189,7 @@ DOT static inline __attribute__((always_inline)) void rows_codes(const Product *
         __m512 of_outputs = group_scales(scales, g, four, group);
         for (int r = 0; r < count; r++) {
             int64_t place = (row + r) * groups + g;
-            add_group(found[r], &own[r], x.sums[place], four ? 8 : 128, x.scales[place], of_outputs);
+            add_group(found[r], &own[r], x.sums[place], x.scales[place], of_outputs);
         }
     }
     for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[r], own[r]);
@@ -237,7 +237,7 @@ AMX static void block_codes_amx(const Product *product, const uint8_t *codes, co
         for (int64_t r = 0; r < rows; r++) {
             int64_t place = (row + r) * groups + g;
             __m512 sum = _mm512_loadu_ps(sums[r]);
-            add_group(_mm512_load_si512(found[r]), &sum, x.sums[place], four ? 8 : 128, x.scales[place], of_outputs);
+            add_group(_mm512_load_si512(found[r]), &sum, x.sums[place], x.scales[place], of_outputs);
             _mm512_storeu_ps(sums[r], sum);
         }
     }

@@ -19,7 +19,7 @@ typedef struct {
 typedef struct { /* inputs of an int8 or int4 product */
     int8_t *codes; /* [rows, inputs] */
     float *scales; /* [rows, inputs / group] */
-    int32_t *sums; /* [rows, inputs / group] of codes */
+    int32_t *sums; /* [rows, inputs / group] of codes, times -8 for int4 and -128 for int8: the codes of weights begin there */
 } Quantised;
 
 #define MOST 64 /* rows that share one look at a block */

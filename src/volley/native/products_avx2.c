@@ -118,7 +118,7 @@ AVX2 INLINE void few_codes(const Product *product, const uint8_t *codes, const v
         __m256i found[4][2];
         for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)of_group + AHEAD + line, _MM_HINT_T0);
         for (int r = 0; r < count; r++)
-            found[r][0] = found[r][1] = _mm256_set1_epi32(four ? -8 * x.sums[(row + r) * groups + g] : 0);
+            found[r][0] = found[r][1] = _mm256_set1_epi32(four ? x.sums[(row + r) * groups + g] : 0);
         if (four)
             group_int4(of_group, of_rows, inputs, group, count, found);
         else
