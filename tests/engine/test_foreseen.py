@@ -59,6 +59,6 @@ def test_a_quantised_file_and_what_it_becomes(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", model, "qwen3", "Q4_0", tokenizer=bpe_tokenizer())
     found = diagnose(path)
     assert (found.title, found.problems) == ("a target of type qwen3", [])
-    assert found.facts["weights"].startswith("Q4_0 requantised to int4, groups of 64 where volley's kernels run")
+    assert found.facts["weights"].startswith("Q4_0 exact in int4, groups of 32 where volley's kernels run")
     assert foresee_exactness(path) == "yes, with int4 weights"
     assert Engine.from_pretrained(path).inexact is None

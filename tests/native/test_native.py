@@ -13,7 +13,8 @@ from torch.nn.functional import silu
 
 from tests.tiles import needs_kernels, tiles
 from volley import native
-from volley.native import BLOCK, GROUP, Product, Weights, quantise_int4, quantise_int8
+from volley.native import Product, Weights
+from volley.native.codes import BLOCK, FINE, GROUP, Codes, quantise_int4, quantise_int8
 
 pytestmark = needs_kernels
 ULP = 2**-7
@@ -127,19 +128,29 @@ def exact_weight(weight: Tensor, kind: Weights) -> Tensor:
     return weight.float()
 
 
-def exact_inputs(x: Tensor, kind: Weights) -> Tensor:
-    """The inputs that it meets: for codes in int8, with a scale for every 64."""
-    if kind == "bf16":
+def exact_inputs(x: Tensor, group: int | None) -> Tensor:
+    """The inputs that it meets: for codes in int8, with a scale for every group."""
+    if group is None:
         return x.float()
-    grouped = x.float().view(len(x), -1, GROUP)
+    grouped = x.float().view(len(x), -1, group)
     most = grouped.abs().amax(dim=-1, keepdim=True)
     inverse = torch.full_like(most, 127) / most  # 127 / most would be the reciprocal times 127
     codes = (grouped * inverse.nan_to_num(posinf=0)).round()
     return (codes * (most / 127)).view(x.shape)
 
 
+def stored_codes(kind: Weights, outputs: int, inputs: int) -> Codes:
+    """As blocks of a GGUF file have them: any codes, and scales for 32 that may be negative or too small for a normal fp16."""
+    most = 128 if kind == "int8" else 8
+    scales = torch.randn(outputs, inputs // FINE) * torch.tensor([1e-6, 1e-2])[torch.randint(2, (outputs, 1))]
+    return Codes(kind, torch.randint(-most, most, (outputs, inputs), dtype=torch.int8), scales.half())
+
+
 def check_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Weights) -> None:
-    inputs, exact = exact_inputs(x, kind), exact_weight(weight, kind)
+    check_outputs(found, exact_inputs(x, None if kind == "bf16" else GROUP), exact_weight(weight, kind), bias)
+
+
+def check_outputs(found: Tensor, inputs: Tensor, exact: Tensor, bias: Tensor | None) -> None:
     expected = inputs @ exact.T + (0 if bias is None else bias.float())
     near = 2**-8 * expected.abs() + 1e-5 * (inputs.abs() @ exact.abs().T)  # one rounding to bf16, and a sum in fp32
     assert found.dtype == torch.bfloat16
@@ -172,6 +183,19 @@ def test_products(  # type: ignore[no-untyped-def]
     check_product(found, x, weight, bias, kind)
 
 
+@given(**{**PRODUCTS, "kind": st.sampled_from(["int8", "int4"])})
+@settings(max_examples=120)
+def test_products_of_stored_codes(  # type: ignore[no-untyped-def]
+    kind: Weights, rows, outputs, inputs, biased, gap, with_tiles, seed
+) -> None:
+    torch.manual_seed(seed)
+    codes, bias = stored_codes(kind, outputs, inputs * FINE), randn(outputs) if biased else None
+    x = strided(rows, inputs * FINE, gap)
+    with tiles(wanted=with_tiles):
+        found = Product(codes.dense().bfloat16(), bias, "bf16", codes)(x)
+    check_outputs(found, exact_inputs(x, FINE), codes.dense(), bias)
+
+
 def assert_rows_stand_alone(product: Callable[[Tensor], Tensor], x: Tensor) -> None:
     """Each row is the same to the bit alone and in every run of rows that begins with the first or ends with the last."""
     together = product(x)
@@ -181,19 +205,30 @@ def assert_rows_stand_alone(product: Callable[[Tensor], Tensor], x: Tensor) -> N
         assert torch.equal(product(x[row:]), together[row:]), f"rows from {row} are others"
 
 
+def product_of(kind: Weights, outputs: int, inputs: int, stored: bool = False) -> Product:
+    weight = randn(outputs, inputs)
+    return Product(weight, randn(outputs), kind, stored_codes(kind, outputs, inputs) if stored else None)
+
+
+LAYOUTS = pytest.mark.parametrize(
+    ("kind", "stored"), [("bf16", False), ("int8", False), ("int4", False), ("int8", True), ("int4", True)]
+)
+
+
 @pytest.mark.parametrize("with_tiles", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_among_others(kind: Weights, with_tiles: bool) -> None:
+@LAYOUTS
+def test_a_row_is_the_same_among_others(kind: Weights, stored: bool, with_tiles: bool) -> None:
     torch.manual_seed(0)
     x = randn(81, 448) * torch.logspace(-2, 2, 81)[:, None].bfloat16()
     with tiles(wanted=with_tiles):
-        assert_rows_stand_alone(Product(randn(37, 448), randn(37), kind), x)
+        assert_rows_stand_alone(product_of(kind, 37, 448, stored), x)
 
 
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_codes_give_the_same_with_tiles_and_without(kind: Weights) -> None:
+def test_codes_give_the_same_with_tiles_and_without(kind: Weights, stored: bool) -> None:
     torch.manual_seed(0)
-    product, x = Product(randn(50, 640), randn(50), kind), randn(70, 640)
+    product, x = product_of(kind, 50, 640, stored), randn(70, 640)
     with tiles(wanted=False):
         expected = product(x)
     assert torch.equal(product(x), expected)
@@ -261,6 +296,25 @@ def test_weights_come_back_as_the_product_has_them(kind: Weights, outputs: int) 
     padded = -(-outputs // BLOCK) * BLOCK
     scales = {"bf16": 0, "int8": padded * 4, "int4": padded * 3 * 4}
     assert product.nbytes == padded * 192 * 2 // 2 ** KINDS.index(kind) + scales[kind]
+
+
+@pytest.mark.parametrize("outputs", [1, 16, 37])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_stored_codes_come_back(kind: Weights, outputs: int) -> None:
+    torch.manual_seed(0)
+    stored = stored_codes(kind, outputs, 160)
+    product = Product(stored.dense().bfloat16(), None, "bf16", stored)
+    found = product.codes()
+    assert product.kind == kind
+    assert found is not None
+    assert torch.equal(found.codes, stored.codes)
+    assert torch.equal(found.scales, stored.scales)
+    expected, indices = stored.dense().bfloat16(), torch.randint(outputs, (2, 5))
+    assert torch.equal(product.weight(), expected)
+    assert torch.equal(product.rows(indices), expected[indices])
+    padded = -(-outputs // BLOCK) * BLOCK
+    assert product.nbytes == padded * 160 // (1 if kind == "int8" else 2) + padded * 5 * 2
+    assert Product(randn(3, 64), None, "bf16").codes() is None
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

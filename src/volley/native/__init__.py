@@ -11,27 +11,28 @@ from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-Weights = Literal["bf16", "int8", "int4"]
+from volley.native.codes import FINE, CodeSource, WeightSource, lay_out, picked, taken_back
+from volley.native.codes import GROUP as GROUP
+from volley.native.codes import Codes as Codes
+from volley.native.codes import Weights as Weights
+
 TargetWeights = Literal["auto", Weights]
 """``auto``: codes for a GGUF file of codes where the kernels run, and bf16 otherwise."""
 DraftWeights = Literal[Weights, "fp8"]
 """``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
 WantedDraftWeights = Literal["auto", DraftWeights]
 """``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
-BLOCK, GROUP = 16, 64
-"""Outputs whose weights lie together, and inputs that share a scale."""
-_LAID_OUT_AT_ONCE = 2**19  # numbers of a weight
 _AT_ONCE = 512  # rows of a weight that are looked up together: each brings its block of 16
 
 
 class _Product(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("kind", "inputs", "outputs")),
+        *((name, c_int64) for name in ("kind", "inputs", "outputs", "group")),
         *((name, c_void_p) for name in ("codes", "scales", "bias")),
     )
 
@@ -173,46 +174,30 @@ def fits(weight: Tensor, kind: Weights) -> bool:
     return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else GROUP) == 0
 
 
-class Codes(NamedTuple):
-    """A weight in whole numbers: ``codes [out, in]`` (int8), in int4 from −8 to 7, and fp32 ``scales``.
-
-    int8 has ``[out]`` of these, int4 ``[out, in / 64]``.
-    """
-
-    codes: Tensor
-    scales: Tensor
-
-
-class WeightSource(Protocol):
-    """A weight ``[out, in]`` in bf16 whose rows are read some after others: a tensor is one, and so is a product."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-    def __getitem__(self, rows: slice, /) -> Tensor: ...
-
-
 class Product:
     """``x @ weight.T + bias`` for ``weight [out, in]`` and ``bias [out]`` in bf16, of which it holds a copy laid out anew.
 
     int8 has a scale for every output, int4 one for every 64 inputs of an output. Both meet inputs in int8 that have a scale
-    for every 64 inputs of a row.
+    for every 64 inputs of a row. Stored codes may have one for 32 inputs, of weights and inputs alike.
     """
 
-    def __init__(self, weight: WeightSource, bias: Tensor | None, kind: Weights, stored: Codes | None = None) -> None:
-        """``stored`` are codes of that kind that the weight is already in; otherwise it is rounded to some."""
-        self.kind = kind
+    def __init__(
+        self, weight: WeightSource, bias: Tensor | None, kind: Weights, stored: CodeSource | None = None
+    ) -> None:
+        """``stored`` are the codes that the weight is already in, whose kind is taken; otherwise it is rounded to some."""
+        self.kind: Weights = kind if stored is None else stored.kind
+        self.group = GROUP if stored is None else stored.group
         self.shape = self.outputs, self.inputs = int(weight.shape[0]), int(weight.shape[1])
-        self._codes, self._scales = _lay_out(weight, kind, stored)
+        self._blocks = lay_out(weight, self.kind, stored)
         self._bias = None if bias is None else bias.bfloat16().contiguous()
-        number = ("bf16", "int8", "int4").index(kind)
+        number = ("bf16", "int8", "int4").index(self.kind)
         self.struct = _Product(
-            number, self.inputs, self.outputs, *map(_pointer, (self._codes, self._scales, self._bias))
+            number, self.inputs, self.outputs, self.group, *map(_pointer, (*self._blocks, self._bias))
         )
 
     @property
     def nbytes(self) -> int:
-        return self._codes.nbytes + (0 if self._scales is None else self._scales.nbytes)
+        return sum(part.nbytes for part in self._blocks if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, out]`` of ``x [T, in]`` in bf16; leading dimensions stay."""
@@ -222,7 +207,7 @@ class Product:
             rows = rows.contiguous()
         out = torch.empty((len(rows), self.outputs), dtype=torch.bfloat16)
         if len(rows):
-            scratch = _code_scratch(len(rows), self.inputs) if self.kind != "bf16" else (None, None, None)
+            scratch = _code_scratch(len(rows), self.inputs, self.group) if self.kind != "bf16" else (None, None, None)
             functions().linear(
                 *(
                     byref(self.struct),
@@ -240,138 +225,34 @@ class Product:
         if indices.numel() > _AT_ONCE:
             parts = [self.rows(part) for part in torch.split(indices.reshape(-1), _AT_ONCE)]
             return torch.cat(parts).view(*indices.shape, self.inputs)
-        block, place = indices // BLOCK, indices % BLOCK
-        together = 2 if self.kind == "bf16" else 4
-        if self.kind == "int4":
-            pairs = self._codes[block].reshape(*indices.shape, -1, BLOCK, together).movedim(-2, -3)
-            pairs = _picked(pairs, place)
-            codes = torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(-3).float() - 8
-        else:
-            codes = _picked(self._codes[block].movedim(-2, -3), place).flatten(-2)
-        if self.kind == "bf16":
-            return codes
-        assert self._scales is not None
-        if self.kind == "int8":
-            return ((codes.float() - 128) * self._scales[indices, None]).bfloat16()
-        scales = _picked(self._scales[block].movedim(-1, -2), place)
-        grouped = codes.reshape(*indices.shape, -1, GROUP) * scales[..., None]
-        return grouped.flatten(-2).to(torch.bfloat16)
+        return _in_bf16(picked(self._blocks, self.kind, indices.reshape(-1))).view(*indices.shape, self.inputs)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Rows ``[n, in]`` of the weight, as the product has it; the first of them is the first of a block of 16."""
-        first, last, _ = rows.indices(self.outputs)
-        assert first % BLOCK == 0, f"row {first} is within a block"
-        blocks = slice(first // BLOCK, -(-last // BLOCK))
-        codes = self._codes[blocks]
-        if self.kind == "int4":
-            pairs = torch.stack((codes & 15, codes >> 4), dim=2)
-            codes = pairs.reshape(len(codes), -1, BLOCK, 4)
-        together = codes.transpose(1, 2).reshape(-1, self.inputs)[: last - first]
-        if self.kind == "bf16":
-            return together
-        assert self._scales is not None
-        if self.kind == "int8":
-            return ((together.float() - 128) * self._scales[first:last, None]).bfloat16()
-        scales = self._scales[blocks].transpose(1, 2).reshape(-1, self.inputs // GROUP)[: last - first]
-        return ((together.float() - 8).view(len(scales), -1, GROUP) * scales[..., None]).flatten(1).bfloat16()
+        return _in_bf16(taken_back(self._blocks, self.kind, self.outputs, rows))
 
     def weight(self) -> Tensor:
-        """The whole weight ``[out, in]``, as the product has it."""
+        """The whole weight ``[out, in]``, as the product has it, rounded to bf16."""
         return self[: self.outputs]
 
-
-def _picked(rows: Tensor, place: Tensor) -> Tensor:
-    """Entry ``place [...]`` of dimension ``place.dim()`` of ``rows``, whose dimensions before it are those of ``place``."""
-    index = place.reshape(*place.shape, *[1] * (rows.dim() - place.dim())).expand(
-        *place.shape, 1, *rows.shape[place.dim() + 1 :]
-    )
-    return rows.gather(place.dim(), index).squeeze(place.dim())
+    def codes(self) -> Codes | None:
+        """The whole weight in codes, if it is."""
+        found = taken_back(self._blocks, self.kind, self.outputs, slice(self.outputs))
+        return found if isinstance(found, Codes) else None
 
 
-def _code_scratch(rows: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+def _in_bf16(rows: Codes | Tensor) -> Tensor:
+    return rows.dense().bfloat16() if isinstance(rows, Codes) else rows
+
+
+def _code_scratch(rows: int, inputs: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the codes of inputs, their scales and their sums."""
-    groups = inputs // GROUP
+    groups = inputs // group
     return (
         torch.empty(rows * inputs, dtype=torch.int8),
         torch.empty(rows * groups),
         torch.empty(rows * groups, dtype=torch.int32),
     )
-
-
-def _blocks(codes: Tensor, together: int) -> Tensor:
-    """``[out, in]`` as ``[out / 16, in / together, 16, together]``."""
-    outputs, inputs = codes.shape
-    return codes.view(outputs // BLOCK, BLOCK, inputs // together, together).transpose(1, 2).contiguous()
-
-
-def _lay_out_int8(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    return _blocks((codes.to(torch.int16) + 128).to(torch.uint8), 4), scales
-
-
-def _lay_out_int4(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    blocks = _blocks((codes + 8).to(torch.uint8), 4)
-    pairs = blocks.view(len(blocks), -1, 2, BLOCK * 4)  # a byte has the codes of one quad of inputs and of the next
-    grouped = scales.view(len(blocks), BLOCK, -1).transpose(1, 2).contiguous()
-    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).contiguous(), grouped
-
-
-def _padded(rows: Tensor) -> Tensor:
-    """``rows`` and zeros, as many as blocks need."""
-    return torch.cat((rows, rows.new_zeros(-len(rows) % BLOCK, *rows.shape[1:])))
-
-
-def _laid_out(weight: Tensor, kind: Weights, stored: Codes | None) -> tuple[Tensor, Tensor | None]:
-    """Some rows of a weight."""
-    if kind == "bf16":
-        return _blocks(_padded(weight), 2), None
-    quantise, lay_out = (quantise_int8, _lay_out_int8) if kind == "int8" else (quantise_int4, _lay_out_int4)
-    codes, scales = quantise(_padded(weight)) if stored is None else map(_padded, stored)
-    return lay_out(codes, scales)
-
-
-def _lay_out(weight: WeightSource, kind: Weights, stored: Codes | None = None) -> tuple[Tensor, Tensor | None]:
-    """Codes and scales of ``weight [out, in]``, made of some rows after others: quantising takes many times their memory."""
-    whole: tuple[Tensor | None, ...] = ()
-    outputs, inputs = weight.shape
-    blocks, step = -(-outputs // BLOCK), max(_LAID_OUT_AT_ONCE // inputs // BLOCK, 1) * BLOCK
-    for first in range(0, outputs, step):
-        rows = slice(first, min(first + step, outputs))
-        own = -(-(rows.stop - first) // BLOCK)
-        parts = _laid_out(weight[rows], kind, stored and Codes(*(part[rows] for part in stored)))
-        if not whole:
-            whole = tuple(x if x is None else x.new_empty(blocks * len(x) // own, *x.shape[1:]) for x in parts)
-        for x, part in zip(whole, parts, strict=True):
-            if x is not None and part is not None:
-                begin = first // BLOCK * len(part) // own
-                x[begin : begin + len(part)] = part
-    codes, scales = whole
-    assert codes is not None
-    return codes, scales
-
-
-def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``[out, in]`` and scales ``[out]``; a weight is about its code times its output's scale."""
-    values = weight.float()
-    scales = (values.abs().amax(dim=1) / 127).clamp_min(1e-30)
-    return (values / scales[:, None]).round().to(torch.int8), scales
-
-
-def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``[out, in]`` from −8 to 7 and scales ``[out, in / 64]``, of nine scales that with the least squared error."""
-    values = weight.float().view(len(weight), -1, GROUP)
-    place = values.abs().argmax(dim=-1, keepdim=True)
-    extreme = values.gather(-1, place)
-    best_codes, best_scales = torch.zeros_like(values), torch.ones_like(extreme)
-    least = torch.full_like(extreme, torch.inf)
-    for steps in torch.linspace(-9.5, -6.5, 9).tolist():  # the largest weight becomes about −8, which has no opposite
-        scales = extreme / steps
-        scales = torch.where(scales.abs() < 1e-30, 1e-30, scales)
-        codes = (values / scales).round().clamp(-8, 7)
-        error = (codes * scales - values).square().sum(-1, keepdim=True)
-        better = error < least
-        least = torch.where(better, error, least)
-        best_codes, best_scales = torch.where(better, codes, best_codes), torch.where(better, scales, best_scales)
-    return best_codes.to(torch.int8).view(weight.shape), best_scales[..., 0].contiguous()
 
 
 # -- attention ----------------------------------------------------------------------------------------------------------
@@ -495,6 +376,6 @@ class Decoder:
             widest = max(hidden, inner, heads)
             widths = (hidden, heads + 2 * self._shape.shared * self._shape.dim, heads, 2 * inner, inner)
             room = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
-            room += _code_scratch(tokens, -(-widest // GROUP) * GROUP)
+            room += _code_scratch(tokens, -(-widest // GROUP) * GROUP, FINE)
             self._room = (tokens, _Scratch(*map(_pointer, room)), room)
         return self._room[1]

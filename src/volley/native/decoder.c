@@ -29,7 +29,7 @@ typedef struct { /* room for one layer */
 static void product(const Product *product, const bf16 *x, Quantised codes, int64_t tokens, bf16 *out, int64_t add) {
     if (product->kind != BF16) {
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < tokens; row++) quantise(x, product->inputs, product->inputs, codes, row, row + 1);
+        for (int64_t row = 0; row < tokens; row++) quantise(product, x, product->inputs, codes, row, row + 1);
     }
     int64_t blocks = num_blocks(product), thread = omp_get_thread_num(), threads = omp_get_num_threads();
     multiply(product, x, product->inputs, codes, tokens, out, add, blocks * thread / threads, blocks * (thread + 1) / threads);

@@ -1,7 +1,7 @@
 /* Products of a few rows with weights that lie as the instructions read them: a pass over the weights at memory's speed.
  *
  * bf16 weights are summed in fp32, in one order for every number of rows. int8 and int4 weights meet inputs in int8, with a
- * scale for every 64 inputs of a row; sums within 64 are integers, so they are exact in any order.
+ * scale for every 64 or 32 inputs of a row; sums within these are integers, so they are exact in any order.
  */
 #include "products.h"
 
@@ -12,29 +12,35 @@
 
 int64_t num_blocks(const Product *product) { return (product->outputs + BLOCK - 1) / BLOCK; }
 
-FOR_EACH_CPU static void quantise_group(const bf16 *x, int8_t *codes, float *scale, int32_t *sum) {
+INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes, float *scale, int32_t *sum) {
     float most = 0;
-    for (int i = 0; i < GROUP; i++) {
+    for (int i = 0; i < size; i++) {
         float value = fabsf(widen(x[i]));
         most = value > most ? value : most;
     }
     float inverse = most > 0 ? 127.0f / most : 0.0f;
     int32_t total = 0;
-    for (int i = 0; i < GROUP; i++) {
+    for (int i = 0; i < size; i++) {
         int32_t code = (int32_t)rintf(widen(x[i]) * inverse);
         codes[i] = (int8_t)code;
         total += code;
     }
     *scale = most / 127.0f;
-    *sum = total;
+    *sum = -zero * total;
 }
 
-void quantise(const bf16 *x, int64_t stride, int64_t inputs, Quantised to, int64_t begin, int64_t end) {
-    int64_t groups = inputs / GROUP;
+FOR_EACH_CPU static void quantise_row(const Product *product, const bf16 *x, int8_t *codes, float *scales, int32_t *sums) {
+    int32_t zero = product->kind == INT4 ? 8 : 128;
+    if (product->group == FINE)
+        for (int64_t at = 0; at < product->inputs; at += FINE) quantise_group(x + at, FINE, zero, codes + at, scales++, sums++);
+    else
+        for (int64_t at = 0; at < product->inputs; at += GROUP) quantise_group(x + at, GROUP, zero, codes + at, scales++, sums++);
+}
+
+void quantise(const Product *product, const bf16 *x, int64_t stride, Quantised to, int64_t begin, int64_t end) {
+    int64_t inputs = product->inputs, groups = inputs / product->group;
     for (int64_t row = begin; row < end; row++)
-        for (int64_t g = 0; g < groups; g++)
-            quantise_group(x + row * stride + g * GROUP, to.codes + row * inputs + g * GROUP, to.scales + row * groups + g,
-                           to.sums + row * groups + g);
+        quantise_row(product, x + row * stride, to.codes + row * inputs, to.scales + row * groups, to.sums + row * groups);
 }
 
 FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 *out, int64_t add, int64_t block) {
@@ -50,10 +56,12 @@ FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 
 int has_tiles;
 static int has_dot; /* AVX512-BF16 and VNNI are there */
 
-/* Accumulators 0 to 3 for up to 64 rows, 4 and 5 for inputs (5 has the rows of the last accumulator), 6 for weights. */
-AMX static void configure(int64_t rows) {
+/* Accumulators 0 to 3 for up to 64 rows, 4 and 5 for ``bytes`` of inputs (5 has the rows of the last accumulator), 6 for weights. */
+AMX static void configure(int64_t rows, int64_t bytes) {
     int64_t tiles = (rows + 15) / 16;
     Tiles config = whole_tiles();
+    config.bytes[4] = config.bytes[5] = (uint16_t)bytes;
+    config.rows[6] = (uint8_t)(bytes / 4);
     config.rows[tiles - 1] = config.rows[5] = (uint8_t)(rows - (tiles - 1) * 16);
     load_tiles(config);
 }
@@ -129,10 +137,10 @@ DOT static void block_dot(const uint8_t *codes, const bf16 *x, int64_t stride, i
     }
 }
 
-/* One group of 64 inputs: what codes c of weights mean is (c - zero) times a scale, so zero times the sum of inputs goes. */
-DOT static inline __attribute__((always_inline)) void add_group(__m512i found, __m512 *sum, int32_t of_inputs, int32_t zero,
-                                                                float of_row, __m512 of_outputs) {
-    __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(found, _mm512_set1_epi32(zero * of_inputs)));
+/* One group of inputs. What codes c of weights mean is (c - zero) times a scale, so zero times the sum of inputs goes. */
+DOT static inline __attribute__((always_inline)) void add_group(__m512i found, __m512 *sum, int32_t zero, float of_row,
+                                                                __m512 of_outputs) {
+    __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(found, _mm512_set1_epi32(zero)));
     *sum = _mm512_fmadd_ps(exact, _mm512_mul_ps(_mm512_set1_ps(of_row), of_outputs), *sum);
 }
 
@@ -142,11 +150,11 @@ DOT static inline __attribute__((always_inline)) void unpack(const uint8_t *code
     *high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
 }
 
-/* The sums of one group of 64 inputs for up to 4 rows. */
+/* The sums of one group of inputs for up to 4 rows. */
 DOT static inline __attribute__((always_inline)) void group_dot(const uint8_t *codes, const int8_t *x, int64_t inputs, int four,
-                                                                int count, __m512i *found) {
+                                                                int group, int count, __m512i *found) {
     for (int r = 0; r < count; r++) found[r] = _mm512_setzero_si512();
-    for (int quad = 0; quad < 16; quad += 2) {
+    for (int quad = 0; quad < group / 4; quad += 2) {
         __m512i one, two;
         if (four)
             unpack(codes, quad, &one, &two);
@@ -162,58 +170,51 @@ DOT static inline __attribute__((always_inline)) void group_dot(const uint8_t *c
     }
 }
 
+/* The scales of a group's weights; int8 in groups of 64 has some for whole outputs instead (scale_outputs). */
+DOT static inline __attribute__((always_inline)) __m512 group_scales(const void *scales, int64_t g, int four, int group) {
+    if (group == FINE) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)scales + g * BLOCK)));
+    return four ? _mm512_loadu_ps((const float *)scales + g * BLOCK) : _mm512_set1_ps(1.0f);
+}
+
 DOT static inline __attribute__((always_inline)) void rows_codes(const Product *product, const uint8_t *codes,
-                                                                 const float *scales, Quantised x, int64_t row, int four,
-                                                                 int count, float (*sums)[BLOCK]) {
-    int64_t inputs = product->inputs, groups = inputs / GROUP, bytes = four ? 512 : 1024;
-    __m512 own[4], ones = _mm512_set1_ps(1.0f);
+                                                                 const void *scales, Quantised x, int64_t row, int four,
+                                                                 int group, int count, float (*sums)[BLOCK]) {
+    int64_t inputs = product->inputs, groups = inputs / group, bytes = four ? 8 * group : 16 * group;
+    __m512 own[4];
     for (int r = 0; r < count; r++) own[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         __m512i found[4];
         for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)codes + g * bytes + AHEAD + line, _MM_HINT_T0);
-        group_dot(codes + g * bytes, x.codes + row * inputs + g * GROUP, inputs, four, count, found);
-        __m512 of_outputs = four ? _mm512_loadu_ps(scales + g * BLOCK) : ones;
+        group_dot(codes + g * bytes, x.codes + row * inputs + g * group, inputs, four, group, count, found);
+        __m512 of_outputs = group_scales(scales, g, four, group);
         for (int r = 0; r < count; r++) {
             int64_t place = (row + r) * groups + g;
-            add_group(found[r], &own[r], x.sums[place], four ? 8 : 128, x.scales[place], of_outputs);
+            add_group(found[r], &own[r], x.sums[place], x.scales[place], of_outputs);
         }
     }
     for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[r], own[r]);
 }
 
-DOT static void block_codes(const Product *product, const uint8_t *codes, const float *scales, Quantised x, int64_t row,
+DOT static void block_codes(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row,
                             int64_t rows, float (*sums)[BLOCK]) {
-    for (int64_t from = 0; from < rows; from += 4) {
-        int64_t left = rows - from;
-        if (product->kind == INT4) switch (left) {
-                case 1: rows_codes(product, codes, scales, x, row + from, 1, 1, sums + from); break;
-                case 2: rows_codes(product, codes, scales, x, row + from, 1, 2, sums + from); break;
-                case 3: rows_codes(product, codes, scales, x, row + from, 1, 3, sums + from); break;
-                default: rows_codes(product, codes, scales, x, row + from, 1, 4, sums + from);
-            }
-        else switch (left) {
-                case 1: rows_codes(product, codes, scales, x, row + from, 0, 1, sums + from); break;
-                case 2: rows_codes(product, codes, scales, x, row + from, 0, 2, sums + from); break;
-                case 3: rows_codes(product, codes, scales, x, row + from, 0, 3, sums + from); break;
-                default: rows_codes(product, codes, scales, x, row + from, 0, 4, sums + from);
-            }
-    }
+#define ROWS(four, group, r, count) rows_codes(product, codes, scales, x, row + (r), four, group, count, sums + (r))
+    BY_KIND(product, rows)
+#undef ROWS
 }
 
-AMX static void block_codes_amx(const Product *product, const uint8_t *codes, const float *scales, Quantised x, int64_t row,
+AMX static void block_codes_amx(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row,
                                 int64_t rows, float (*sums)[BLOCK]) {
-    int64_t inputs = product->inputs, groups = inputs / GROUP, tiles = (rows + 15) / 16;
-    int four = product->kind == INT4, bytes = four ? 512 : 1024;
+    int64_t inputs = product->inputs, groups = inputs / product->group, tiles = (rows + 15) / 16;
+    int four = product->kind == INT4, group = (int)product->group, bytes = four ? 8 * group : 16 * group;
     static _Thread_local int32_t found[MOST][BLOCK] __attribute__((aligned(64)));
     static _Thread_local uint8_t opened[1024] __attribute__((aligned(64)));
-    __m512 ones = _mm512_set1_ps(1.0f);
     memset(sums, 0, rows * BLOCK * sizeof(float));
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *own = codes + g * bytes;
-        const int8_t *inputs_of = x.codes + row * inputs + g * GROUP;
+        const int8_t *inputs_of = x.codes + row * inputs + g * group;
         for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)own + AHEAD + line, _MM_HINT_T0);
         if (four) {
-            for (int quad = 0; quad < 16; quad += 2) {
+            for (int quad = 0; quad < group / 4; quad += 2) {
                 __m512i low, high;
                 unpack(own, quad, &low, &high);
                 _mm512_store_si512(opened + quad * 64, low), _mm512_store_si512(opened + quad * 64 + 64, high);
@@ -232,11 +233,11 @@ AMX static void block_codes_amx(const Product *product, const uint8_t *codes, co
         if (tiles > 1) _tile_stored(1, found + 16, 64);
         if (tiles > 2) _tile_stored(2, found + 32, 64);
         if (tiles > 3) _tile_stored(3, found + 48, 64);
-        __m512 of_outputs = four ? _mm512_loadu_ps(scales + g * BLOCK) : ones;
+        __m512 of_outputs = group_scales(scales, g, four, group);
         for (int64_t r = 0; r < rows; r++) {
             int64_t place = (row + r) * groups + g;
             __m512 sum = _mm512_loadu_ps(sums[r]);
-            add_group(_mm512_load_si512(found[r]), &sum, x.sums[place], four ? 8 : 128, x.scales[place], of_outputs);
+            add_group(_mm512_load_si512(found[r]), &sum, x.sums[place], x.scales[place], of_outputs);
             _mm512_storeu_ps(sums[r], sum);
         }
     }
@@ -253,19 +254,20 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
               int64_t begin, int64_t end) {
     static _Thread_local float sums[MOST][BLOCK] __attribute__((aligned(64)));
     int amx = has_tiles && (product->kind == BF16 || rows > DIRECT);
-    int64_t inputs = product->inputs, configured = 0;
+    int64_t inputs = product->inputs, configured = 0, together = product->kind == BF16 ? 64 : product->group;
     int64_t bytes = inputs * BLOCK * 2 >> product->kind; /* of a block: 2, 1, 1/2 for each weight */
+    int64_t of_scales = product->group == FINE ? inputs / FINE * BLOCK * 2 : product->kind == INT4 ? inputs / GROUP * BLOCK * 4 : BLOCK * 4;
     for (int64_t block = begin; block < end; block++) {
         const uint8_t *own = product->codes + block * bytes;
-        const float *scales = product->kind == INT4 ? product->scales + block * BLOCK * (inputs / GROUP) : 0;
+        const void *scales = product->kind == BF16 ? 0 : (const uint8_t *)product->scales + block * of_scales;
         for (int64_t from = 0; from < rows; from += MOST) {
             int64_t count = rows - from < MOST ? rows - from : MOST;
-            if (amx && count != configured) configure(configured = count);
+            if (amx && count != configured) configure(configured = count, together);
             if (product->kind == BF16)
                 (amx ? block_amx : has_dot ? block_dot : block_avx2)(own, x + from * stride, stride, inputs, count, sums);
             else
                 (amx ? block_codes_amx : has_dot ? block_codes : block_codes_avx2)(product, own, scales, codes, from, count, sums);
-            if (product->kind == INT8) scale_outputs(sums, count, product->scales + block * BLOCK);
+            if (product->kind == INT8 && product->group == GROUP) scale_outputs(sums, count, scales);
             for (int64_t r = 0; r < count; r++) finish(product, sums[r], out + (from + r) * product->outputs, add, block);
         }
     }
@@ -294,7 +296,7 @@ int64_t usable(int64_t tiles) { return tiles & 0; }
 void linear(const Product *product, const bf16 *x, int64_t stride, int8_t *codes, float *scales, int32_t *sums, bf16 *out,
             int64_t rows) {
     Quantised own = {codes, scales, sums};
-    if (product->kind != BF16) quantise(x, stride, product->inputs, own, 0, rows);
+    if (product->kind != BF16) quantise(product, x, stride, own, 0, rows);
     int64_t blocks = num_blocks(product), part = blocks > 64 ? 16 : 4, parts = (blocks + part - 1) / part;
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < parts; i++) {

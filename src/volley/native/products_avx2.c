@@ -56,33 +56,33 @@ AVX2 void block_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_
     }
 }
 
-/* Integer sums of one group of 64 inputs. Bytes are widened: products of two bytes in 16 bits, added up, could overflow. */
-AVX2 INLINE void group_int8(const uint8_t *codes, const int8_t *x, int64_t inputs, int count, __m256i (*found)[2]) {
-    __m256i low_bytes = _mm256_set1_epi16(0xff);
-    for (int quad = 0; quad < 16; quad++) {
-        __m256i even[2], odd[2];
+/* Integer sums of one group of inputs, added to what is ``found``. Products of two signed bytes must not overflow 16 bits when two of
+   them are added, so a weight's sign goes to its input. */
+AVX2 INLINE void group_int8(const uint8_t *codes, const int8_t *x, int64_t inputs, int group, int count, __m256i (*found)[2]) {
+    __m256i zero = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+    for (int quad = 0; quad < group / 4; quad++) {
+        __m256i weights[2], sizes[2];
         for (int h = 0; h < 2; h++) {
-            __m256i both = _mm256_loadu_si256((const __m256i *)(codes + quad * 64) + h);
-            even[h] = _mm256_and_si256(both, low_bytes), odd[h] = _mm256_srli_epi16(both, 8);
+            weights[h] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(codes + quad * 64) + h), zero);
+            sizes[h] = _mm256_abs_epi8(weights[h]);
         }
         for (int r = 0; r < count; r++) {
             __m256i four = broadcast(x + r * inputs + quad * 4);
-            __m256i of_even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), of_odd = _mm256_srai_epi16(four, 8);
             for (int h = 0; h < 2; h++) {
-                found[r][h] = _mm256_add_epi32(found[r][h], _mm256_madd_epi16(even[h], of_even));
-                found[r][h] = _mm256_add_epi32(found[r][h], _mm256_madd_epi16(odd[h], of_odd));
+                __m256i pairs = _mm256_maddubs_epi16(sizes[h], _mm256_sign_epi8(four, weights[h]));
+                found[r][h] = _mm256_add_epi32(found[r][h], _mm256_madd_epi16(pairs, ones));
             }
         }
     }
 }
 
-/* The same for codes of four bits: eight sums of two products of at most 15 * 127 fit in 16 bits. */
-AVX2 INLINE void group_int4(const uint8_t *codes, const int8_t *x, int64_t inputs, int count, __m256i (*found)[2]) {
+/* The same for codes of four bits, 8 being zero: eight sums of two products of at most 15 * 127 fit in 16 bits. */
+AVX2 INLINE void group_int4(const uint8_t *codes, const int8_t *x, int64_t inputs, int group, int count, __m256i (*found)[2]) {
     __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    for (int half = 0; half < 2; half++) {
+    for (int from = 0; from < group / 4; from += 8) {
         __m256i sums[4][2];
         for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-        for (int quad = 8 * half; quad < 8 * half + 8; quad += 2) {
+        for (int quad = from; quad < from + 8; quad += 2) {
             __m256i low[2], high[2];
             for (int h = 0; h < 2; h++) {
                 __m256i both = _mm256_loadu_si256((const __m256i *)(codes + quad / 2 * 64) + h);
@@ -101,44 +101,44 @@ AVX2 INLINE void group_int4(const uint8_t *codes, const int8_t *x, int64_t input
     }
 }
 
-AVX2 INLINE void few_codes(const Product *product, const uint8_t *codes, const float *scales, Quantised x, int64_t row, int four,
-                           int count, float (*sums)[BLOCK]) {
-    int64_t inputs = product->inputs, groups = inputs / GROUP, bytes = four ? 512 : 1024;
-    __m256 own[4][2], of_outputs[2] = {_mm256_set1_ps(1.0f), _mm256_set1_ps(1.0f)};
+/* The scales of eight outputs in a group; int8 in groups of 64 has some for whole outputs instead. */
+AVX2 INLINE __m256 group_scales(const void *scales, int64_t at, int four, int group) {
+    if (group == FINE) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)scales + at)));
+    return four ? _mm256_loadu_ps((const float *)scales + at) : _mm256_set1_ps(1.0f);
+}
+
+AVX2 INLINE void few_codes(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row, int four,
+                           int group, int count, float (*sums)[BLOCK]) {
+    int64_t inputs = product->inputs, groups = inputs / group, bytes = four ? 8 * group : 16 * group;
+    __m256 own[4][2];
     for (int r = 0; r < count; r++) own[r][0] = own[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *group = codes + g * bytes;
-        const int8_t *of_rows = x.codes + row * inputs + g * GROUP;
+        const uint8_t *of_group = codes + g * bytes;
+        const int8_t *of_rows = x.codes + row * inputs + g * group;
         __m256i found[4][2];
-        for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)group + AHEAD + line, _MM_HINT_T0);
-        for (int r = 0; r < count; r++) found[r][0] = found[r][1] = _mm256_setzero_si256();
+        for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)of_group + AHEAD + line, _MM_HINT_T0);
+        for (int r = 0; r < count; r++)
+            found[r][0] = found[r][1] = _mm256_set1_epi32(four ? x.sums[(row + r) * groups + g] : 0);
         if (four)
-            group_int4(group, of_rows, inputs, count, found);
+            group_int4(of_group, of_rows, inputs, group, count, found);
         else
-            group_int8(group, of_rows, inputs, count, found);
-        if (four)
-            for (int h = 0; h < 2; h++) of_outputs[h] = _mm256_loadu_ps(scales + g * BLOCK + 8 * h);
+            group_int8(of_group, of_rows, inputs, group, count, found);
+        __m256 of_outputs[2];
+        for (int h = 0; h < 2; h++) of_outputs[h] = group_scales(scales, g * BLOCK + 8 * h, four, group);
         for (int r = 0; r < count; r++) {
-            int64_t place = (row + r) * groups + g;
-            __m256i zero = _mm256_set1_epi32((four ? 8 : 128) * x.sums[place]);
-            __m256 of_row = _mm256_set1_ps(x.scales[place]);
-            for (int h = 0; h < 2; h++) {
-                __m256 exact = _mm256_cvtepi32_ps(_mm256_sub_epi32(found[r][h], zero));
-                own[r][h] = _mm256_fmadd_ps(exact, _mm256_mul_ps(of_row, of_outputs[h]), own[r][h]);
-            }
+            __m256 of_row = _mm256_set1_ps(x.scales[(row + r) * groups + g]);
+            for (int h = 0; h < 2; h++)
+                own[r][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(found[r][h]), _mm256_mul_ps(of_row, of_outputs[h]), own[r][h]);
         }
     }
     for (int r = 0; r < count; r++)
         for (int h = 0; h < 2; h++) _mm256_storeu_ps(sums[r] + 8 * h, own[r][h]);
 }
 
-AVX2 void block_codes_avx2(const Product *product, const uint8_t *codes, const float *scales, Quantised x, int64_t row, int64_t rows,
+AVX2 void block_codes_avx2(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row, int64_t rows,
                            float (*sums)[BLOCK]) {
-#define INT4_ROWS(r, count) few_codes(product, codes, scales, x, row + (r), 1, count, sums + (r))
-#define INT8_ROWS(r, count) few_codes(product, codes, scales, x, row + (r), 0, count, sums + (r))
-    if (product->kind == INT4)
-        BY_FOUR(rows, INT4_ROWS)
-    else
-        BY_FOUR(rows, INT8_ROWS)
+#define ROWS(four, group, r, count) few_codes(product, codes, scales, x, row + (r), four, group, count, sums + (r))
+    BY_KIND(product, rows)
+#undef ROWS
 }
 #endif

@@ -1,4 +1,4 @@
-"""Quantised GGUF files on the kernels' codes: which codes, that they are those of the decoded model, and what is said."""
+"""Quantised GGUF files on the kernels' codes: which codes, whose numbers they are, and what is said."""
 
 import logging
 from pathlib import Path
@@ -6,22 +6,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
+from tests.models.gguf.files import VOCAB, bpe_tokenizer, random_model, write_model
 from tests.tiles import needs_kernels
+from tests.tiny import random_drafter
 from volley import Engine, SamplingParams
 from volley.errors import CheckpointError
-from volley.models.gguf.codes import codes_for, open_model
+from volley.models.gguf.codes import codes_for, describe, open_model
 from volley.models.gguf.file import GGUFFile
-from volley.models.gguf.target import load_model
+from volley.models.gguf.target import load_model, row_order
 from volley.models.layers.accelerate import accelerate
+from volley.models.layers.fused import FusedLayer
 from volley.models.targets.target import Target
-from volley.native import Weights
+from volley.native import Product, Weights
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 MIXED = "Q4_K and Q6_K"
 PROMPT = list(range(40, 75))
+JOINED: dict[str, tuple[str, ...]] = {
+    "attn_q": ("attn_q", "attn_k", "attn_v"),
+    "attn_output": ("attn_output",),
+    "ffn_gate": ("ffn_gate", "ffn_up"),
+    "ffn_down": ("ffn_down",),
+}
 
 
 def kinds(name: str) -> Any:
@@ -35,7 +43,7 @@ def write(folder: Path, kind: str, family: str = "llama", **changes: Any) -> Pat
 
 @pytest.mark.parametrize(
     ("kind", "codes"),
-    [("Q8_0", "int8"), ("Q4_0", "int4"), (MIXED, "int4"), ("Q5_0", "bf16"), ("BF16", "bf16"), ("F32", "bf16")],
+    [("Q8_0", "int8"), ("Q5_0", "int8"), ("Q4_0", "int4"), (MIXED, "int4"), ("Q5_1", "bf16"), ("BF16", "bf16")],
 )
 def test_codes_are_chosen_by_the_type_of_most_weights(tmp_path: Path, kind: str, codes: str) -> None:
     assert codes_for(GGUFFile(write(tmp_path, kind))) == codes
@@ -45,31 +53,128 @@ def test_experts_stay_bf16(tmp_path: Path) -> None:
     assert codes_for(GGUFFile(write(tmp_path, "Q8_0", "qwen3moe"))) == "bf16"
 
 
+def products(target: Target) -> dict[str, Product]:
+    """The products that a target consists of, by GGUF's name of the first of their weights."""
+    found: dict[str, Product] = {}
+    for index, layer in enumerate(target.model.get_submodule("model.layers").children()):
+        fused = vars(layer)["forward"]
+        assert isinstance(fused, FusedLayer)
+        for name, product in zip(JOINED, fused.weights.products, strict=True):
+            found[f"blk.{index}.{name}.weight"] = product
+    head = target.kept_head
+    assert isinstance(head, Product)
+    return {**found, "output.weight": head}
+
+
+def numbers(path: Path, name: str, target: Target) -> Tensor:
+    """What the file says the weights of a product are, in fp32."""
+    file, stem = GGUFFile(path), name.removesuffix(".weight")
+    if name not in file.names:
+        return file.dense("token_embd.weight")
+    prefix, _, first = stem.rpartition(".")
+    names = [f"{prefix}.{part}.weight" if prefix else name for part in JOINED.get(first, (first,))]
+    return torch.cat([file.dense(one, row_order(file.architecture, one, target.model.config)) for one in names])
+
+
 @needs_kernels
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("kind", "codes"), [("Q8_0", "int8"), ("Q4_0", "int4"), (MIXED, "int4")])
-def test_the_codes_are_those_of_the_decoded_model(
+@pytest.mark.parametrize(("kind", "codes"), [("Q8_0", "int8"), ("Q5_0", "int8"), ("Q4_0", "int4")])
+def test_products_have_the_numbers_of_the_file(
     tmp_path: Path, family: str, tied: bool, kind: str, codes: Weights, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, kind, family, tie_word_embeddings=tied)
     with caplog.at_level(logging.WARNING, "volley"):
         target = Target.from_pretrained(path)
-    scales = "a scale for each output" if codes == "int8" else "groups of 64"
-    assert f"{kind} requantised to {codes}, {scales}" in caplog.text
+    assert f"{kind} exact in {codes}, groups of 32" in caplog.text
+    assert "rounded" not in caplog.text
+    for name, product in products(target).items():
+        found = product.codes()
+        assert found is not None
+        assert (product.kind, found.scales.dtype) == (codes, torch.float16)
+        assert torch.equal(found.dense(), numbers(path, name, target)), name
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [False, True])
+def test_other_types_in_such_a_file_are_rounded_to_eight_bits(
+    tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The head of llama.cpp's Q4_0 files is Q6_K; and where layers are one product, all of it has codes of eight bits."""
+
+    def of_tensor(name: str) -> str:
+        is_head = name.startswith("token_embd" if tied else "output.")
+        return "Q6_K" if is_head else "Q5_1" if "blk.1.attn_v" in name else "Q4_0"
+
+    model = random_model("qwen3", **{**WIDE, "tie_word_embeddings": tied})
+    path = write_model(tmp_path / "model.gguf", model, "qwen3", of_tensor, tokenizer=bpe_tokenizer())
+    with caplog.at_level(logging.WARNING, "volley"):
+        target = Target.from_pretrained(path)
+    said = "Q4_0 exact in int4 and int8, Q5_1 rounded again to int8, Q6_K rounded again to int8, groups of 32"
+    assert said in caplog.text
+    queries_and_keys = (4 + 2) * 64
+    for name, product in products(target).items():
+        found, expected = product.codes(), numbers(path, name, target)
+        assert found is not None
+        rounded_from = {"blk.1.attn_q.weight": queries_and_keys, "output.weight": 0}.get(name)
+        assert product.kind == ("int4" if rounded_from is None else "int8")
+        assert torch.equal(found.dense()[:rounded_from], expected[:rounded_from])
+        if rounded_from is not None:
+            error, most = found.dense() - expected, expected.view(len(expected), -1, 32).abs().amax(-1)
+            assert 0 < error[rounded_from:].abs().max() <= 0.51 * most.max() / 127
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("kind", "weights", "said"),
+    [
+        ("Q4_0", "int8", "Q4_0 exact in int8, groups of 32"),
+        ("Q8_0", "int4", "Q8_0 rounded again to int4, groups of 64"),
+        (MIXED, "int8", "Q4_K and Q6_K rounded again to int8, a scale for each output"),
+    ],
+)
+def test_codes_of_another_kind_may_be_asked_for(tmp_path: Path, kind: str, weights: Weights, said: str) -> None:
+    path = write(tmp_path, kind)
+    assert describe(GGUFFile(path), weights) == said
+    target = Target.from_pretrained(path, weights=weights)
+    assert {product.kind for product in products(target).values()} == {weights}
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_rounded_is_the_decoded_model(
+    tmp_path: Path, family: str, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, MIXED, family, tie_word_embeddings=tied)
+    with caplog.at_level(logging.WARNING, "volley"):
+        target = Target.from_pretrained(path)
+    assert f"{MIXED} rounded again to int4, groups of 64" in caplog.text
     dense = load_model(path, torch.bfloat16)
-    accelerate(dense, codes, release=True)  # a shared embedding is then read from codes, too
+    accelerate(dense, "int4", release=True)  # a shared embedding is then read from codes, too
     assert torch.equal(Engine(target).next_logits(PROMPT), Engine(Target(dense)).next_logits(PROMPT))
     exact = Target.from_pretrained(path, weights="bf16")
     assert not torch.equal(Engine(exact).next_logits(PROMPT), Engine(target).next_logits(PROMPT))
 
 
 @needs_kernels
-def test_greedy_answers_are_those_of_plain_decoding(tmp_path: Path) -> None:
-    path, params = write(tmp_path, "Q4_0", "qwen3"), SamplingParams(max_tokens=40)
-    plain, fast = (Engine.from_pretrained(path, policy=policy) for policy in ("fixed:1", "goodput"))
-    (expected,), (found,) = (list(engine.generate([PROMPT * 3], params)) for engine in (plain, fast))
-    assert found.token_ids == expected.token_ids
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_greedy_answers_are_those_of_plain_decoding(tmp_path: Path, kind: str) -> None:
+    target, params = Target.from_pretrained(write(tmp_path, kind, "qwen3")), SamplingParams(max_tokens=40)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    drafter = random_drafter(
+        **sizes, num_key_value_heads=2, vocab_size=VOCAB, num_target_layers=2, target_layer_ids=(0, 1)
+    )
+    prompts = [PROMPT * 3, PROMPT[:20], PROMPT]
+    (expected, *rest) = (
+        [result.token_ids for result in engine.generate(prompts, params)]
+        for engine in (
+            Engine(target, policy="fixed:1", max_running=1),
+            Engine(target, policy="goodput"),
+            Engine(target, drafter.to(torch.bfloat16), policy="fixed", exact=True),
+        )
+    )
+    assert rest == [expected, expected]
 
 
 def test_in_fp32_the_file_is_decoded(tmp_path: Path) -> None:

@@ -131,6 +131,14 @@ class GGUFFile:
             whole[first : first + step] = self._decode(name, data[first : first + step])
         return whole
 
+    def blocks(self, name: str, rows: Rows | None = None) -> NDArray[np.uint8]:
+        """Bytes ``[out, n]`` of a matrix in blocks."""
+        return self._data(name, rows)
+
+    def decoded(self, name: str, blocks: NDArray[Any]) -> Tensor:
+        """Some of these rows in numbers."""
+        return self._decode(name, blocks)
+
     def place(self, name: str) -> tuple[int, int]:
         """Address and bytes of a tensor in the mapped file."""
         data = np.asarray(self._tensors[name].data)

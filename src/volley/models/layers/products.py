@@ -15,6 +15,7 @@ from volley.errors import ConfigError, unknown_key
 from volley.memory import float8, kernels
 from volley.models.layers.residency import MappedFiles, StackedRows
 from volley.native import DraftWeights, WantedDraftWeights, Weights
+from volley.native.codes import CodeSource, StackedCodes
 
 Product = Callable[[Tensor], Tensor]
 """``x [..., in] -> [..., out]``, both bf16."""
@@ -72,29 +73,28 @@ def check_draft_weights(weights: DraftWeights, device: torch.device, dtype: torc
         )
 
 
-def codes_of(layers: Sequence[nn.Module]) -> native.Codes | None:
+def codes_of(layers: Sequence[nn.Linear]) -> CodeSource | None:
     """The codes that the weights of several layers are stored in, one below the other; ``None`` unless all of them are.
 
-    ``models/quantised/stored_codes.py`` lets layers know theirs.
+    ``models/quantised/stored_codes.py`` and ``models/gguf/codes.py`` let layers know theirs.
     """
     asked = [getattr(layer, "stored_codes", None) for layer in layers]
     found = [ask() for ask in asked if ask is not None]
     if len(found) < len(layers) or any(codes is None for codes in found):
         return None
-    codes, scales = zip(*found, strict=True)
-    return native.Codes(torch.cat(codes), torch.cat(scales))
+    return found[0] if len(found) == 1 else StackedCodes(found, [layer.out_features for layer in layers])
 
 
 def make_product(
     weight: Tensor,
     bias: Tensor | None = None,
     weights: Weights = "bf16",
-    stored: native.Codes | None = None,
+    stored: CodeSource | None = None,
     files: MappedFiles | None = None,
 ) -> Product:
     """``x @ weight.T + bias`` of ``weight [out, in]`` and ``bias [out]`` in bf16; the result holds a copy of the weight.
 
-    ``stored`` are codes of that kind that the weight is in already. A weight whose inputs are too few for codes, or of an odd
+    ``stored`` are codes that the weight is in already. A weight whose inputs are too few for codes, or of an odd
     number, stays bf16. On a CPU for which oneDNN has no bf16 products the copy is in fp32: PyTorch's own take three times as long
     for a block of rows. A weight in one of ``files`` leaves memory while it is copied.
     """

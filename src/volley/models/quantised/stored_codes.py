@@ -103,7 +103,7 @@ def _fitted(codes: Tensor, scales: Tensor, bits: int) -> Codes | None:
     """Codes ``[out, in]`` with scales ``[out, groups]`` as the kernels have them, where a group is a whole number of theirs."""
     inputs, groups = codes.shape[1], scales.shape[1]
     if bits == 8:
-        return Codes(codes, scales[:, 0].contiguous()) if groups == 1 else None
+        return Codes("int8", codes, scales[:, 0].contiguous()) if groups == 1 else None
     if inputs % GROUP or (inputs // groups) % GROUP:
         return None
-    return Codes(codes, scales.repeat_interleave(inputs // groups // GROUP, dim=1))
+    return Codes("int4", codes, scales.repeat_interleave(inputs // groups // GROUP, dim=1))

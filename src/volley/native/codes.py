@@ -1,0 +1,212 @@
+"""How weights lie in the products of ``products.c``: bf16 numbers or codes, in blocks of 16 outputs; and rounding to codes."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Weights = Literal["bf16", "int8", "int4"]
+BLOCK, GROUP, FINE = 16, 64, 32
+"""Outputs whose weights lie together; inputs that share a scale; and the same of codes that come from blocks of a GGUF file."""
+_LAID_OUT_AT_ONCE = 2**19  # numbers of a weight
+
+
+class Codes(NamedTuple):
+    """A weight in whole numbers: ``codes [out, in]`` (int8), for int4 from −8 to 7, and ``scales``.
+
+    fp32 scales are ``[out]`` for int8 and ``[out, in / 64]`` for int4; fp16 scales are ``[out, in / 32]``, for both.
+    """
+
+    kind: Weights
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def group(self) -> int:
+        """Inputs that meet the weight with one scale."""
+        return FINE if self.scales.dtype == torch.float16 else GROUP
+
+    def rows(self, rows: slice) -> "Codes":
+        """Those of some outputs."""
+        return Codes(self.kind, self.codes[rows], self.scales[rows])
+
+    def dense(self) -> Tensor:
+        """The weight ``[out, in]`` in fp32."""
+        scales = self.scales.float().view(len(self.codes), -1, 1)
+        return (self.codes.float().view(len(self.codes), scales.shape[1], -1) * scales).flatten(1)
+
+
+class CodeSource(Protocol):
+    """Codes of a weight that are read some rows after others: :class:`Codes` are one."""
+
+    @property
+    def kind(self) -> Weights: ...
+
+    @property
+    def group(self) -> int: ...
+
+    def rows(self, rows: slice, /) -> Codes: ...
+
+
+class StackedCodes:
+    """Codes of one kind, one below the other."""
+
+    def __init__(self, parts: Sequence[CodeSource], sizes: Sequence[int]) -> None:
+        """``sizes``: the outputs of each."""
+        self.kind, self.group = parts[0].kind, parts[0].group
+        assert all((part.kind, part.group) == (self.kind, self.group) for part in parts), "codes of several kinds"
+        self._parts = tuple(zip(parts, sizes, strict=True))
+
+    def rows(self, rows: slice) -> Codes:
+        begin, found = 0, []
+        for part, size in self._parts:
+            own = slice(max(rows.start - begin, 0), min(rows.stop - begin, size))
+            if own.start < own.stop:
+                found.append(part.rows(own))
+            begin += size
+        return Codes(self.kind, torch.cat([one.codes for one in found]), torch.cat([one.scales for one in found]))
+
+
+class WeightSource(Protocol):
+    """A weight ``[out, in]`` in bf16 whose rows are read some after others: a tensor is one, and so is a product."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
+
+
+class LaidOut(NamedTuple):
+    """A weight as the instructions read it."""
+
+    codes: Tensor
+    """``[out / 16, in / 2, 16, 2]`` in bf16, ``[out / 16, in / 4, 16, 4]`` in int8, ``[out / 16, in / 8, 64]`` bytes in int4."""
+    scales: Tensor | None
+    """``[out]``, or ``[out / 16, groups, 16]``."""
+
+
+def lay_out(weight: WeightSource, kind: Weights, stored: CodeSource | None = None) -> LaidOut:
+    """``weight [out, in]``, some rows after others, as quantising takes many times their memory; ``stored``: its codes."""
+    whole: tuple[Tensor | None, ...] = ()
+    outputs, inputs = weight.shape
+    blocks, step = -(-outputs // BLOCK), max(_LAID_OUT_AT_ONCE // inputs // BLOCK, 1) * BLOCK
+    for first in range(0, outputs, step):
+        rows = slice(first, min(first + step, outputs))
+        own = -(-(rows.stop - first) // BLOCK)
+        parts = _bf16_blocks(weight[rows]) if kind == "bf16" else _code_blocks(_codes(weight, kind, stored, rows))
+        if not whole:
+            whole = tuple(x if x is None else x.new_empty(blocks * len(x) // own, *x.shape[1:]) for x in parts)
+        for x, part in zip(whole, parts, strict=True):
+            if x is not None and part is not None:
+                begin = first // BLOCK * len(part) // own
+                x[begin : begin + len(part)] = part
+    codes, scales = whole
+    assert codes is not None
+    return LaidOut(codes, scales)
+
+
+def _codes(weight: WeightSource, kind: Weights, stored: CodeSource | None, rows: slice) -> Codes:
+    if stored is not None:
+        return stored.rows(rows)
+    return Codes(kind, *(quantise_int8 if kind == "int8" else quantise_int4)(weight[rows]))
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """``rows`` and zeros, as many as blocks need."""
+    return torch.cat((rows, rows.new_zeros(-len(rows) % BLOCK, *rows.shape[1:])))
+
+
+def _blocks(codes: Tensor, together: int) -> Tensor:
+    """``[out, in]`` as ``[out / 16, in / together, 16, together]``."""
+    outputs, inputs = codes.shape
+    return codes.view(outputs // BLOCK, BLOCK, inputs // together, together).transpose(1, 2).contiguous()
+
+
+def _bf16_blocks(weight: Tensor) -> tuple[Tensor, None]:
+    return _blocks(_padded(weight), 2), None
+
+
+def _code_blocks(own: Codes) -> tuple[Tensor, Tensor]:
+    codes, scales = _padded(own.codes), _padded(own.scales)
+    if scales.dim() > 1:
+        scales = scales.view(len(codes) // BLOCK, BLOCK, -1).transpose(1, 2).contiguous()
+    if own.kind == "int8":
+        return _blocks((codes.to(torch.int16) + 128).to(torch.uint8), 4), scales
+    pairs = _blocks((codes + 8).to(torch.uint8), 4).view(len(codes) // BLOCK, -1, 2, BLOCK * 4)
+    of_two_quads = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    return of_two_quads.contiguous(), scales
+
+
+def taken_back(blocks: LaidOut, kind: Weights, outputs: int, rows: slice) -> Codes | Tensor:
+    """Rows of a weight of so many outputs, in bf16 or codes; the first of them is the first of a block of 16."""
+    first, last, _ = rows.indices(outputs)
+    assert first % BLOCK == 0, f"row {first} is within a block"
+    own, count = slice(first // BLOCK, -(-last // BLOCK)), last - first
+    codes, scales = blocks.codes[own], blocks.scales
+    if kind == "int4":
+        pairs = torch.stack((codes & 15, codes >> 4), dim=2)
+        codes = pairs.reshape(len(codes), -1, BLOCK, 4)
+    together = codes.transpose(1, 2).flatten(2).flatten(0, 1)[:count]
+    if scales is None:
+        return together
+    scales = scales[first:last] if scales.dim() == 1 else scales[own].transpose(1, 2).flatten(0, 1)[:count]
+    return Codes(kind, _signed(together, kind), scales)
+
+
+def picked(blocks: LaidOut, kind: Weights, indices: Tensor) -> Codes | Tensor:
+    """Rows ``indices [n]`` of a weight, in bf16 or codes."""
+    block, place = indices // BLOCK, indices % BLOCK
+    if kind == "int4":
+        pairs = blocks.codes[block].view(len(indices), -1, BLOCK, 4)
+        pairs = _entries(pairs, place)
+        codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
+    else:
+        codes = _entries(blocks.codes[block], place).flatten(1)
+    if blocks.scales is None:
+        return codes
+    scales = blocks.scales[indices] if blocks.scales.dim() == 1 else _entries(blocks.scales[block], place)
+    return Codes(kind, _signed(codes, kind), scales)
+
+
+def _entries(of_blocks: Tensor, place: Tensor) -> Tensor:
+    """``[n, m, …]`` of ``[n, m, 16, …]``: entry ``place [n]`` of each."""
+    return of_blocks[torch.arange(len(place)), :, place]
+
+
+def _signed(codes: Tensor, kind: Weights) -> Tensor:
+    return (codes.to(torch.int16) - (128 if kind == "int8" else 8)).to(torch.int8)
+
+
+def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes ``[out, in]`` and scales ``[out]``; a weight is about its code times its output's scale."""
+    values = weight.float()
+    scales = (values.abs().amax(dim=1) / 127).clamp_min(1e-30)
+    return (values / scales[:, None]).round().to(torch.int8), scales
+
+
+def quantise_finely(weight: Tensor) -> Codes:
+    """int8 with fp16 scales for 32 inputs, as GGUF's Q8_0 rounds ``[out, in]``."""
+    values = weight.float().view(len(weight), -1, FINE)
+    scales = (values.abs().amax(dim=-1) / 127).half()
+    inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
+    codes = (values * inverse[..., None]).round().clamp(-127, 127).to(torch.int8)
+    return Codes("int8", codes.view(weight.shape), scales)
+
+
+def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes ``[out, in]`` from −8 to 7 and scales ``[out, in / 64]``, of nine scales that with the least squared error."""
+    values = weight.float().view(len(weight), -1, GROUP)
+    place = values.abs().argmax(dim=-1, keepdim=True)
+    extreme = values.gather(-1, place)
+    best_codes, best_scales = torch.zeros_like(values), torch.ones_like(extreme)
+    least = torch.full_like(extreme, torch.inf)
+    for steps in torch.linspace(-9.5, -6.5, 9).tolist():  # the largest weight becomes about −8, which has no opposite
+        scales = extreme / steps
+        scales = torch.where(scales.abs() < 1e-30, 1e-30, scales)
+        codes = (values / scales).round().clamp(-8, 7)
+        error = (codes * scales - values).square().sum(-1, keepdim=True)
+        better = error < least
+        least = torch.where(better, error, least)
+        best_codes, best_scales = torch.where(better, codes, best_codes), torch.where(better, scales, best_scales)
+    return best_codes.to(torch.int8).view(weight.shape), best_scales[..., 0].contiguous()
