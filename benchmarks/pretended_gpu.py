@@ -151,7 +151,9 @@ class PretendedCuda(TorchDispatchMode):
         self._runs_kernels = runs_kernels
         self._pinned: dict[int, Tensor] = {}
         self._graph: list[tuple[str, Callable[[], Any]]] | None = None  # while one is captured
-        self._coming: list[tuple[int, Callable[[], Any]]] = []  # copies to pinned memory, by the launches before their end
+        self._coming: list[
+            tuple[int, Callable[[], Any]]
+        ] = []  # copies to pinned memory, by the launches before their end
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(operation, args, kwargs or {})
@@ -291,7 +293,7 @@ class PretendedCuda(TorchDispatchMode):
 
     def _copy_back(self, pinned: Tensor, values: Tensor) -> Tensor:
         """The device begins a copy to the host, whose memory holds something else until that is done."""
-        pinned.fill_(-1)
+        pinned.zero_()
         taken = self.do("copy_", values.clone)
         self._coming.append((self.counts.launched, lambda: pinned.copy_(taken)))
         return pinned

@@ -53,7 +53,8 @@ class Reading:
         """Wait for all values and hand them out. ``meanwhile`` is called with them, still on the device, before the wait."""
         if not self._parts:
             return
-        together = torch.cat([part for part, _ in self._parts])
+        parts = [part for part, _ in self._parts]
+        together = parts[0] if len(parts) == 1 else torch.cat(parts)
         coming = Download(together)
         if meanwhile is not None:
             meanwhile(together)

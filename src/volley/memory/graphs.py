@@ -149,7 +149,8 @@ class StaticPasses:
             return None
         refill(self._buffer, host)
         if late:
-            runs = torch.cat(list(late.values()))
+            each = list(late.values())
+            runs = each[0] if len(each) == 1 else torch.cat(each)
             static.sources[bucket.rows : bucket.rows + len(runs)].copy_(runs)
         self._replay(bucket._replace(parts=parts), static)
         batch = RaggedBatch(list(segments), static.sources[: len(token_ids)], static.positions[: len(token_ids)])

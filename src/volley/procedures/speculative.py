@@ -199,10 +199,16 @@ def _compare(works: Works, logits: Tensor, reading: Reading) -> None:
 
 def _await_choices(works: Works, chosen: Tensor, reading: Reading) -> None:
     """Compare each draft with the tokens ``chosen`` in its rows, once these are read."""
+    start = reading.add(chosen, partial(_keep_all, works))
+    for work in works:
+        work.choices = start
+        start += len(work.proposal.token_ids) + 1
+
+
+def _keep_all(works: Works, choices: list[int]) -> None:
     start = 0
     for work in works:
-        part = slice(start, start := start + len(work.proposal.token_ids) + 1)
-        work.choices = reading.add(chosen[part], partial(_keep_choices, work))
+        _keep_choices(work, choices[start : (start := start + len(work.proposal.token_ids) + 1)])
 
 
 def _keep_choices(work: Work[Request], choices: list[int]) -> None:
