@@ -233,7 +233,7 @@ def graphs(bench: Bench) -> dict[str, Any]:
 
 
 def ahead(bench: Bench) -> dict[str, Any]:
-    """Milliseconds of a plain step and of its pass alone, with the next pass launched behind the read of the last and ahead of it."""
+    """Milliseconds of a plain pass, and of a step with the next pass launched behind the read of the last one or ahead of it."""
     from volley import Engine, SamplingParams
 
     target, _ = bench.pair()

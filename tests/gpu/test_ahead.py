@@ -1,4 +1,4 @@
-"""On a pretended GPU the next plain pass is launched before the host waits for the last one's tokens, and its tokens are the CPU's."""
+"""A pretended GPU has its next plain pass before the host waits for the tokens of the last one; they are the CPU's."""
 
 from dataclasses import replace
 from types import SimpleNamespace
