@@ -5,8 +5,8 @@ a value that is read, a copy that is not asynchronous and from pinned memory, an
 tensors of both devices are errors, as on a real one. Triton kernels are counted, and run in the interpreter if that is asked for.
 
 A copy to pinned memory is there once an event recorded behind it has been waited for. Of launches that came after the event the
-host knows nothing then, and the device may be at work on these. A CUDA graph is a list of operations with the memory that each had
-at its capture: a replay runs these and no Python between them, and counts as one launch. Waits and copies from the host within a
+host knows nothing then, and the device may be at work on these. A CUDA graph is a list of operations with the memory that each
+had at its capture: a replay runs these and no Python between them, and counts as one launch. Waits and copies from the host in a
 capture are errors.
 """
 
