@@ -130,6 +130,8 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(
     def step() -> None:
         for request in own.step():
             assert not request.table.pages
+        for request in own.scheduler.running:
+            assert len(request.table.pages) == own.pool.pages_for(request.computed), "none is held for a pass ahead"
         own.check_integrity()
 
     for action, value in actions:
@@ -327,23 +329,6 @@ def test_the_pass_ahead_reads_the_tokens_of_the_one_before(monkeypatch: pytest.M
     monkeypatch.setattr(own.runner, "replay", lambda *given: replay(*given[:3], {}))
     (result,) = own.generate(PROMPTS[0], LONG)
     assert result.token_ids != alone(0, 0)[0]
-
-
-def test_the_page_of_the_next_token_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or another request writes there: planted, and seen by the count of pages or in an answer."""
-    own = engine()
-    launch = own.ahead.launch
-
-    def forget(works: Any, tokens: Any) -> None:
-        launch(works, tokens)
-        for work in works:
-            work.is_followed = False
-
-    monkeypatch.setattr(own.ahead, "launch", forget)
-    found = served(own, monkeypatch)
-    with pytest.raises(IndexError):
-        list(own.generate(PROMPTS[0], LONG))
-    assert any(found)
 
 
 def test_tokens_of_a_pair_without_a_tokenizer_too() -> None:

@@ -111,8 +111,6 @@ class Work(Generic[R]):
     verdict: Verdict = field(default_factory=lambda: Verdict(0, []))
     choices: int | None = None
     """Where the target's own tokens of its rows begin among what the host reads of this pass, if the device chooses them."""
-    is_followed: bool = False
-    """Whether the next pass of this request was launched before the verdict is read (``engine/ahead.py``)."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 

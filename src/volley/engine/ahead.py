@@ -1,13 +1,14 @@
 """The next pass of plain decoding, launched on a GPU before the host has read the tokens of the pass before.
 
 All that such a pass needs and the host does not know yet are those tokens, which the device has: each request goes on by one
-token, at the next position, in a slot that is reserved ahead. So the device finds its next pass when one ends, and the host
-commits, makes texts, schedules and describes passes while it works. The launch is a guess. The next step is scheduled as ever,
-once the tokens are known, and takes what was launched if that is just what it asks; else it launches its own pass, which writes
-the same K/V again. So nothing that decides knows of it, and tokens are those of launching later.
+token, at the next position, in the next slot. So the device has its next pass when one ends, and the host commits, makes texts,
+schedules and describes passes while it works. The launch is a guess. The next step is scheduled as ever, once the tokens are
+known, and takes what was launched if that is just what it asks, on the same pages; else it launches a pass of its own, which
+writes the same K/V again. So nothing that decides knows of it, and tokens are those of launching later.
 
-A request that ends unforeseen leaves a row that nobody reads, and gives its pages back while the device may still write to one.
-Whoever gets that page writes to it in a later launch, and so after it.
+A page for the next token is given back with the step and taken again by the next. A request that ends unforeseen leaves a row
+that nobody reads. In both cases the device may still write to a page that is free: whoever gets it writes in a later launch, and
+so after that.
 """
 
 from collections.abc import Sequence
@@ -79,10 +80,8 @@ class Ahead:
         outputs = self._runner.replay(segments, [0] * len(segments), range(len(segments)), {0: tokens})
         if outputs is None:
             return
-        places = dict[Request, _Place]()
-        for row, (work, segment) in enumerate(zip(going_on, segments, strict=True)):
-            work.is_followed = True
-            places[work.request] = _Place.of(work.request, row, segment.start)
+        pairs = enumerate(zip(going_on, segments, strict=True))
+        places = {work.request: _Place.of(work.request, row, segment.start) for row, (work, segment) in pairs}
         self._launched = _Launched(places, outputs, passes.num_runs)
 
     def _is_likely(self, works: Sequence[Work[Request]]) -> bool:

@@ -104,7 +104,7 @@ class TargetPages(SequenceState):
         self._compact(step)
         for work in step.works:
             request = work.request
-            self.pool.rollback(request.table, request.computed + work.num_kept + work.is_followed)
+            self.pool.rollback(request.table, request.computed + work.num_kept)
             if self.prefix_caching:
                 self._publish(work)
 
