@@ -2,9 +2,12 @@
 
 Inside :func:`pretended_cuda` every operation on such tensors is counted, and so is every time the host would wait for the device:
 a value that is read, a copy that is not asynchronous and from pinned memory, an index whose size depends on data. Operations on
-tensors of both devices are errors, as on a real one. Triton kernels are counted, and run in the interpreter if that is asked
-for. A CUDA graph is a list of operations with the memory that each had at its capture: a replay runs these and no Python between
-them, and counts as one launch. Waits and copies from the host within a capture are errors.
+tensors of both devices are errors, as on a real one. Triton kernels are counted, and run in the interpreter if that is asked for.
+
+A copy to pinned memory is there once an event recorded behind it has been waited for. Of launches that came after the event the
+host knows nothing then, and the device may be at work on these. A CUDA graph is a list of operations with the memory that each
+had at its capture: a replay runs these and no Python between them, and counts as one launch. Waits and copies from the host in a
+capture are errors.
 """
 
 import importlib
@@ -34,6 +37,7 @@ _SIZED_BY_DATA = {"nonzero", "masked_select", "unique", "_unique2", "unique_cons
 _FREE = {"detach", "detach_", "lift_fresh", "_unsafe_view", "view", "_reshape_alias"}
 SYNCHRONISED = "all work is waited for"
 """The kind of wait of ``torch.cuda.synchronize``."""
+EVENT = "an event is waited for"
 _UNSET = {"empty", "empty_like", "empty_strided", "new_empty"}
 """Here these make zeros: a kernel that is only counted leaves them as they are."""
 
@@ -48,12 +52,21 @@ class Counts:
     """Asynchronous copies to the device."""
     replayed: Counter[str] = field(default_factory=Counter)
     """Operations and kernels within graphs that were replayed; :attr:`operations` has ``a graph`` for each replay."""
-    unfinished: int = 0
-    """Launches since the host last waited. A GPU may still be at work on them."""
+    launched: int = 0
+    finished: int = 0
+    """Of the launches, those that the host knows to be done: what it waited for came after them."""
+    left: list[int] = field(default_factory=list)
+    """Launches that were unfinished right after each wait: work that the device has meanwhile."""
+
+    @property
+    def unfinished(self) -> int:
+        """A GPU may still be at work on so many launches."""
+        return self.launched - self.finished
 
     def clear(self) -> None:
         for counter in (self.operations, self.waits, self.copies, self.replayed):
             counter.clear()
+        self.left.clear()
 
 
 class OnDevice(Tensor):
@@ -140,21 +153,34 @@ class PretendedCuda(TorchDispatchMode):
         self._runs_kernels = runs_kernels
         self._pinned: dict[int, Tensor] = {}
         self._graph: list[tuple[str, Callable[[], Any]]] | None = None  # while one is captured
+        self._coming: list[
+            tuple[int, Callable[[], Any]]
+        ] = []  # copies to pinned memory, by the launches before their end
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(operation, args, kwargs or {})
 
-    def wait(self, kind: str) -> None:
+    def wait(self, kind: str, finished: int | None = None) -> None:
+        """The host waits until so many launches are done; all of them if nothing is said."""
+        counts = self.counts
         if self._graph is not None:
             raise RuntimeError(f"{kind} while a graph is captured, at {place()}")
-        self.counts.waits[kind, place()] += 1
-        self.counts.unfinished = 0
+        counts.waits[kind, place()] += 1
+        counts.finished = max(counts.finished, counts.launched if finished is None else finished)
+        counts.left.append(counts.unfinished)
+        while self._coming and self._coming[0][0] <= counts.finished:
+            self._coming.pop(0)[1]()
+
+    def record_event(self) -> Any:
+        """In place of ``torch.cuda.Stream.record_event``."""
+        recorded = self.counts.launched
+        return SimpleNamespace(synchronize=lambda: self.wait(EVENT, recorded))
 
     def do(self, name: str, operation: Callable[[], Any]) -> Any:
         """Run one operation of the device. A graph that is captured will run it again, and write to the memory of this result."""
         result = operation()
         self.counts.operations[name] += name not in _UNSET
-        self.counts.unfinished += name not in _UNSET
+        self.counts.launched += name not in _UNSET
         if self._graph is not None and name not in _UNSET:
             outputs = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
 
@@ -180,7 +206,7 @@ class PretendedCuda(TorchDispatchMode):
 
         def replay() -> None:
             self.counts.operations["a graph"] += 1
-            self.counts.unfinished += 1
+            self.counts.launched += 1
             for name, operation in graph:
                 self.counts.replayed[name] += 1
                 operation()
@@ -211,6 +237,10 @@ class PretendedCuda(TorchDispatchMode):
             pinned = args[0].clone()
             self._pinned[id(pinned)] = pinned
             return pinned
+        if kwargs.get("pin_memory") and not to_device:
+            pinned = operation(*args, **{**kwargs, "pin_memory": False})
+            self._pinned[id(pinned)] = pinned
+            return pinned
         if not ours and not to_device:
             return operation(*args, **kwargs)
         self._check(name, args, kwargs, ours, others, wanted)
@@ -219,6 +249,8 @@ class PretendedCuda(TorchDispatchMode):
         plain_kwargs.pop("pin_memory", None)
         if name == "histc" and not plain_args[0].is_floating_point():  # a CPU counts no integers
             plain_args = (plain_args[0].float(), *plain_args[1:])
+        if name == "copy_" and ours and id(args[0]) in self._pinned:
+            return self._copy_back(args[0], plain_args[1])
         result = operation(*plain_args, **plain_kwargs) if operation.is_view or name in _FREE else None
         if result is None or not _is_view(result, plain):
             result = self.do(name, lambda: operation(*plain_args, **plain_kwargs))
@@ -260,6 +292,13 @@ class PretendedCuda(TorchDispatchMode):
             self.counts.copies["a copy to the device", place()] += 1
         else:
             self.wait("a copy to the device")
+
+    def _copy_back(self, pinned: Tensor, values: Tensor) -> Tensor:
+        """The device begins a copy to the host, whose memory holds something else until that is done."""
+        pinned.zero_()
+        taken = self.do("copy_", values.clone)
+        self._coming.append((self.counts.launched, lambda: pinned.copy_(taken)))
+        return pinned
 
     def launch(self, kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any, **constants: Any) -> None:
         """In place of ``volley.memory.kernels.launching.launch``."""
@@ -352,6 +391,7 @@ def pretended_cuda(free_bytes: int = 2**28, *, runs_kernels: bool = False) -> It
         "memory_reserved": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
         "synchronize": lambda *_: device.wait(SYNCHRONISED),
+        "current_stream": lambda *_: SimpleNamespace(record_event=device.record_event),
     }
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)

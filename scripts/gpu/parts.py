@@ -232,6 +232,38 @@ def graphs(bench: Bench) -> dict[str, Any]:
     return {"equal_answers": same, "graphs_MiB": held / 2**20, "table": table}
 
 
+def ahead(bench: Bench) -> dict[str, Any]:
+    """Milliseconds of a plain pass, and of a step with the next pass launched behind the read of the last one or ahead of it."""
+    from volley import Engine, SamplingParams
+
+    target, _ = bench.pair()
+    engine, table = Engine(target, num_pages=64 * max(bench.levels)), []
+    steps = 4 if bench.dry else 100
+    params = SamplingParams(max_tokens=steps + 20, ignore_eos=True)
+    same = True
+    for level in bench.levels:
+        alone = 1e3 * engine.runner.seconds(level, level)
+        row, answers = {"requests": level, "pass": alone}, []
+        for name, is_ahead in (("behind", False), ("ahead", True)):
+            engine.ahead.is_used = is_ahead
+            engine.reset_prefix_cache()
+            requests = [engine.add_request([10 + i % 50] * 32, params) for i in range(level)]
+            while any(request.num_output < 8 for request in requests):
+                engine.step()
+            bench.wait()
+            started = time.perf_counter()
+            for _ in range(steps):
+                engine.step()
+            step = 1e3 * (time.perf_counter() - started) / steps
+            row |= {f"step {name}": step, f"gap {name}": step - alone}
+            answers.append([request.token_ids[: 32 + steps] for request in requests])
+            for request in requests:
+                engine.abort(request)
+        same &= answers[0] == answers[1]
+        table.append(row)
+    return {"passed": same, "table": table}
+
+
 def engine(bench: Bench) -> dict[str, Any]:
     """Tokens of the bundled pair in fp32, on the CPU and on the device: the share of answers that are equal."""
     from volley import Engine, SamplingParams
@@ -346,4 +378,6 @@ def waits_of(warn: Callable[[bool], None], run: Callable[[], object]) -> Counter
     return found
 
 
-PARTS = {part.__name__: part for part in (tests, copy, kernels, rows, engine, passes, graphs, load, load_large, waits)}
+PARTS = {
+    part.__name__: part for part in (tests, copy, kernels, rows, engine, passes, graphs, ahead, load, load_large, waits)
+}

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from benchmarks import gpu_ready
 from benchmarks.pretended_gpu import OnDevice, pretended_cuda
+from volley.engine.ahead import Ahead
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 
@@ -17,10 +18,11 @@ from volley.engine.step import Step
 def good() -> dict[str, Any]:
     step = {"policy": "fixed:16", "draft_weights": "fp8", "requests": 1, "waits": 1.0, "layer_operations": 12}
     kernel = {"kernel": "attention", "arch": 90, "spilled": 0, "shared": 1, "fits": True}
-    waits = {"sent": "T = 1", "policy": "goodput", "requests": 8, "before_last": 0.0, "is_gated": True}
+    waits = {"sent": "T = 1", "policy": "goodput", "requests": 8, "before_last": 0.0, "left": 0, "is_gated": True}
+    plain = {**waits, "policy": "fixed:1", "left": 1}
     return {
         "steps": [step],
-        "waits": [{**waits, "sent": "trees", "before_last": 5.0, "is_gated": False}, waits],
+        "waits": [{**waits, "sent": "trees", "before_last": 5.0, "is_gated": False}, plain, waits],
         "kernels": [kernel],
         "pool_tokens": {"139": 500_000},
         "roofline": [{"ratio": 1.2}, {"ratio": 1.09}],
@@ -36,6 +38,7 @@ def test_bars_that_are_reached_are_not_named() -> None:
     [
         ("steps", {"waits": 1.25}, "fixed:16, fp8, 1 requests: 1.25 waits a step, at most 1"),
         ("waits", {"before_last": 0.25}, "goodput, T = 1, 8 requests: 0.25 waits before the last read, at most 0"),
+        ("waits", {"policy": "fixed:1"}, "T = 1, 8 requests: a plain pass is not launched before the last is read"),
         ("steps", {"layer_operations": 13}, "13 launches a layer"),
         ("kernels", {"fits": False, "spilled": 8}, "attention on sm_90: 8 bytes spilled"),
         ("roofline", {"ratio": 1.1}, "floor of the ratio 1.100"),
@@ -77,6 +80,7 @@ def test_operations_of_a_layer_and_waits_are_counted() -> None:
 def test_a_step_reads_once_and_the_gate_says_so(name: str, policy: str, requests: int) -> None:
     found = gpu_ready.count_waits(*gpu_ready.models(2, 1), name, policy, requests)
     assert (found.waits, found.before_last, found.drafted > 0) == (1, 0, policy != "fixed:1")
+    assert (found.left > 0) == (policy == "fixed:1"), "the next pass"
     assert gpu_ready.missed(good() | {"waits": [asdict(found)]}) == []
 
 
@@ -92,6 +96,14 @@ def test_a_wait_before_the_targets_pass_is_found(monkeypatch: pytest.MonkeyPatch
     assert (found.waits, found.before_last) == (2, 1)
     assert any(where.startswith("a value is read, ") for where in found.places)
     assert "1 waits before the last read" in gpu_ready.missed(good() | {"waits": [asdict(found)]})[0]
+
+
+def test_a_plain_pass_that_is_launched_behind_the_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old order, planted."""
+    monkeypatch.setattr(Ahead, "launch", lambda *_: None)
+    found = gpu_ready.count_waits(*gpu_ready.models(2, 1), "greedy", "fixed:1", 2)
+    assert (found.waits, found.left) == (1, 0)
+    assert "is not launched before" in gpu_ready.missed(good() | {"waits": [asdict(found)]})[0]
 
 
 @pytest.mark.parametrize("name", [name for name in gpu_ready.SENT if name != "greedy"])

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import CPU, CUDA, OnDevice, move, pretended_cuda
+from benchmarks.pretended_gpu import CPU, CUDA, EVENT, OnDevice, move, pretended_cuda
 from tests.costs import settle
 from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import Pair, answers_and_drafts, make_pair, random_prompts
@@ -324,7 +324,7 @@ def test_a_step_waits_for_its_results_alone(
     """Verdicts are read once a step, and drafts with them; copies to the device are asynchronous."""
     settle(monkeypatch)
     found = waits_of_a_step(both.target, both.drafter if drafts else None, count, params, **options)
-    assert found == {"a list is read": 1}
+    assert found == {EVENT: 1}
 
 
 @pytest.mark.parametrize("count", [1, 3])

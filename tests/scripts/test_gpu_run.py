@@ -53,6 +53,8 @@ def test_every_part_runs_dry_and_has_its_table(
     assert [row["fixed:16"] > 0 for row in found["load_large"]["table"]] == [True, True]
     assert found["copy"]["GB_s"] > 0
     assert found["graphs"]["equal_answers"] == 1
+    assert found["ahead"]["passed"]
+    assert all(row["step behind"] > 0 and row["step ahead"] > 0 for row in found["ahead"]["table"])
     assert {(row["kind"], row["requests"]) for row in found["engine"]["table"]} >= {("goodput", 2), ("greedy trees", 1)}
     assert all(row["equal"] == 1 for row in found["engine"]["table"])
     assert [row["most_waits"] for row in found["waits"]["table"]] == [0] * 6

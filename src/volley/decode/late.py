@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from volley.decode.work import Work
-from volley.memory.upload import upload_indices
+from volley.memory.upload import Download, upload_indices
 from volley.types import Late, Proposal
 
 
@@ -22,10 +22,16 @@ class Reading:
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Callable[[list[int]], None]]] = []
+        self._size = 0
 
-    def add(self, values: Tensor, take: Callable[[list[int]], None]) -> None:
-        """``take`` is called with ``values [n]`` (int64) when they are read, in the order in which they were added."""
+    def add(self, values: Tensor, take: Callable[[list[int]], None]) -> int:
+        """``take`` is called with ``values [n]`` (int64) when they are read, in the order in which they were added.
+
+        Returns where they begin among all that are read.
+        """
         self._parts.append((values, take))
+        self._size += len(values)
+        return self._size - len(values)
 
     def add_drafts(self, works: Iterable[Work[Any]]) -> None:
         """Add the late drafts of ``works``; reading makes ordinary drafts of them."""
@@ -43,15 +49,20 @@ class Reading:
         """The same as :meth:`add` of ``values [n]`` in double precision."""
         self.add(values.view(torch.int64), lambda bits: take(np.array(bits, dtype=np.int64).view(np.float64).tolist()))
 
-    def read(self) -> None:
+    def read(self, meanwhile: Callable[[Tensor], None] | None = None) -> None:
+        """Wait for all values and hand them out. ``meanwhile`` is called with them, still on the device, before the wait."""
         if not self._parts:
             return
-        values = torch.cat([part for part, _ in self._parts]).tolist()
-        start = 0
+        parts = [part for part, _ in self._parts]
+        together = parts[0] if len(parts) == 1 else torch.cat(parts)
+        coming = Download(together)
+        if meanwhile is not None:
+            meanwhile(together)
+        values, start = coming.tolist(), 0
         for part, take in self._parts:
             take(values[start : start + len(part)])
             start += len(part)
-        self._parts = []
+        self._parts, self._size = [], 0
 
 
 def _take_tokens(proposal: Proposal, values: list[int]) -> None:

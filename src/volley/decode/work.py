@@ -109,6 +109,8 @@ class Work(Generic[R]):
     rows: slice = field(default_factory=lambda: slice(0, 0))
     """The rows of the step's logits that choose this request's tokens."""
     verdict: Verdict = field(default_factory=lambda: Verdict(0, []))
+    choices: int | None = None
+    """Where the target's own tokens of its rows begin among what the host reads of this pass, if the device chooses them."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 

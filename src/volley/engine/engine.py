@@ -14,6 +14,7 @@ from volley.chat import Prompt, encode_prompt, is_one_prompt
 from volley.config import CapacityConfig, DecodingConfig, split_options
 from volley.decode.grammars import Grammars
 from volley.decode.work import Kind
+from volley.engine.ahead import Ahead
 from volley.engine.capacity import fit_engine
 from volley.engine.exactness import check_exact
 from volley.engine.overlap import Overlap
@@ -91,7 +92,7 @@ class Engine:
         self.on_verified: list[OnVerified] = []
         self.arrivals, self.overlap = Arrivals(), Overlap(target.device)
         self._timings, self._next_id = Timings(), 0
-        self.procedure = Speculative(self.config)
+        self.procedure = Speculative(self.config, lambda works, tokens: self.ahead.launch(works, tokens))
         self.procedures = Procedures(target, self.procedure)
         self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
         """Where the drafter was loaded from, and how its weights are kept."""
@@ -112,6 +113,7 @@ class Engine:
         self.procedures.use_costs(costs.target)
         self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
         self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=self._can_grow_trees)
+        self.ahead = Ahead(self.scheduler, self.runner, self.pacing, self.target.device)
 
     def _make_states(self) -> DraftModel | None:
         """Make pages and K/V for the target and the drafter, the scheduler and the runner; returns the drafter at work."""
@@ -172,7 +174,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One cycle of every scheduled request; returns the requests that ended."""
-        step = self.scheduler.schedule(self.pacing)  # who takes part, and what each is asked to do
+        step = self.scheduler.schedule(self.pacing, self.ahead.serves)  # who takes part, and what each is asked to do
         if not step.works:
             return []
         self.sequences.prepare(step)  # the drafter's K/V that were put off, if anything drafts
@@ -180,9 +182,10 @@ class Engine:
         if self.pacing.gives_way(step):  # a prompt came meanwhile, and is read first
             return []
         self.pacing.trim(step)  # how much of each is worth verifying
-        self.runner.forward(step)  # one target pass: logits
+        if not self.ahead.serve(step):  # it was launched within the last step
+            self.runner.forward(step)  # one target pass: logits
         self.overlap.run()  # texts of the step before, while a GPU works
-        accept(step)  # verdicts: tokens that come out, K/V that stay
+        accept(step)  # verdicts: tokens that come out, K/V that stay; the next pass is launched ahead of reading them
         self.sequences.keep(step)  # every state moved, rolled back, published
         self.pacing.observe(step)  # what the policy learns
         ended = self.commit(step)  # tokens, texts and statistics of the requests

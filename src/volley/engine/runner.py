@@ -1,6 +1,8 @@
 """The runner makes the pass of a step: one ragged pass of the target over known and drafted tokens. It times passes, too."""
 
 import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +14,31 @@ from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import StaticPasses, static_passes
 from volley.memory.kv_store import KVStore
+from volley.memory.upload import upload_indices
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.models.targets.taps import Taps
 from volley.models.targets.target import Target
+
+
+class Pass(NamedTuple):
+    """What comes out of a pass of the target over T tokens."""
+
+    batch: RaggedBatch
+    logits: Tensor
+    """``[R, V]`` of the rows that were asked for."""
+    features: Tensor | None
+    """The tapped states ``[T, taps · H]``, if there is a drafter."""
+
+    def only(self, rows: Sequence[int]) -> "Pass":
+        """The outputs of some of its segments, all of which have one token and its logits."""
+        batch, indices = self.batch, upload_indices(rows, self.logits.device)
+        segments, features = [batch.segments[row] for row in rows], self.features
+        return Pass(
+            RaggedBatch(segments, *(own.index_select(0, indices) for own in (batch.token_ids, batch.positions))),
+            self.logits.index_select(0, indices),
+            None if features is None else features.index_select(0, indices),
+        )
 
 
 class Runner:
@@ -68,7 +91,9 @@ class Runner:
                 rows += range(len(tokens) - wanted, len(tokens))
                 work.rows = slice(first, len(rows))
             step.is_late = bool(late)
-            if self._replay(step, segments, tokens, rows, late):
+            decodes = all(work.kind is Kind.DECODE for work in step.works)
+            if decodes and (outputs := self.replay(segments, tokens, rows, late)) is not None:
+                step.batch, step.logits, step.features = outputs
                 return
             step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
             if any(work.kind is Kind.DENOISE for work in step.works):
@@ -82,20 +107,19 @@ class Runner:
             if self._taps is not None:
                 step.features = self._taps.take()[0]
 
-    def _replay(
-        self, step: Step, segments: list[Segment], tokens: list[int], rows: list[int], late: dict[int, Tensor]
-    ) -> bool:
-        """Run the pass in fixed memory if it decodes only and is small; otherwise do nothing and return False."""
-        if self.passes is None or any(work.kind is not Kind.DECODE for work in step.works):
-            return False
-        found = self.passes(segments, tokens, rows, late)
+    def replay(
+        self, segments: list[Segment], tokens: list[int], rows: Sequence[int], late: Mapping[int, Tensor]
+    ) -> Pass | None:
+        """A small pass in fixed memory, with the arguments of :meth:`RaggedBatch.on_device`; ``None`` if that cannot be.
+
+        Its logits are valid until the next pass.
+        """
+        found = None if self.passes is None else self.passes(segments, tokens, rows, late)
         if found is None:
-            return False
-        step.batch, outputs = found
-        step.logits = outputs[0][: len(rows)]
-        if self._taps is not None:
-            step.features = outputs[1][: len(tokens)].clone()  # they may be read after the next pass
-        return True
+            return None
+        batch, (logits, *features) = found
+        # Features may be read after the next pass.
+        return Pass(batch, logits[: len(rows)], features[0][: len(tokens)].clone() if features else None)
 
     def seconds(self, tokens: int, requests: int) -> float:
         """Seconds of a pass that verifies ``tokens`` of made-up text, spread over ``requests``."""

@@ -10,7 +10,7 @@ its tokens. Randomness belongs to positions, so it goes on with the tokens that 
 import time
 from bisect import insort_left, insort_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from volley.decode.work import Kind, Shape, Work
@@ -49,8 +49,13 @@ class Scheduler:
         """Whether any request decodes: a prompt that arrives now may have to wait for its pass."""
         return any(request.is_decoding for request in self.running)
 
-    def schedule(self, pacing: Pacing) -> Step:
-        """The next step; it has no works only if there is nothing to do."""
+    def schedule(
+        self, pacing: Pacing, is_launched: Callable[[Sequence[Work[Request]]], bool] = lambda _: False
+    ) -> Step:
+        """The next step; it has no works only if there is nothing to do.
+
+        ``is_launched`` tells whether the device is at just these works already. Prompts are read after them, then.
+        """
         started = time.perf_counter()
         works: list[Work[Request]] = []
         under_way = len(self.running) + len(self.waiting)
@@ -67,7 +72,8 @@ class Scheduler:
         self._share_out(works)
         committing = {work.request for work in commits}
         unread = [request for request in unread if request not in committing]
-        self._drafts_sat_out = self._read_prompts(pacing, works, unread, under_way) and bool(drafting)
+        reads = not is_launched(works) and self._read_prompts(pacing, works, unread, under_way)
+        self._drafts_sat_out = reads and bool(drafting)
         if drafting and not self._drafts_sat_out:
             for work in drafting:
                 self._schedule(work, works)

@@ -116,6 +116,8 @@ class StaticPasses:
         self._buffer = torch.zeros(_SIZE, dtype=torch.int32, device=device)
         self._outputs = [torch.zeros(MOST_ROWS, *x.shape[1:], dtype=x.dtype, device=device) for x in outputs]
         self._batch = batch
+        self.num_runs = 0
+        """Passes so far: the outputs of one are valid until the next."""
         self._replays: dict[Bucket, Callable[[], object]] = {}
         self._captured_bytes = 0
 
@@ -147,7 +149,8 @@ class StaticPasses:
             return None
         refill(self._buffer, host)
         if late:
-            runs = torch.cat(list(late.values()))
+            each = list(late.values())
+            runs = each[0] if len(each) == 1 else torch.cat(each)
             static.sources[bucket.rows : bucket.rows + len(runs)].copy_(runs)
         self._replay(bucket._replace(parts=parts), static)
         batch = RaggedBatch(list(segments), static.sources[: len(token_ids)], static.positions[: len(token_ids)])
@@ -232,6 +235,7 @@ class StaticPasses:
             self._replays[bucket] = launching.capture(lambda: self._run(static), self.device)
             self._captured_bytes += max(0, reserved_bytes(self.device) - before)
         self._replays[bucket]()
+        self.num_runs += 1
 
     def _run(self, static: _Input) -> None:
         self._batch.token_ids = static.sources.index_select(0, static.order)

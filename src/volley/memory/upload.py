@@ -1,4 +1,4 @@
-"""Copies of the host's arrays to a device. On a GPU the host does not wait for them."""
+"""Copies of the host's arrays to a device, and back. On a GPU the host does not wait for them, but to read what came back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,3 +33,21 @@ def refill(memory: Tensor, values: Tensor) -> None:
     """Copy ``values`` of the host to the beginning of ``memory``. The host does not wait, and may change them at once."""
     host = values if memory.device.type == "cpu" else values.pin_memory()
     memory[: len(values)].copy_(host, non_blocking=True)
+
+
+class Download:
+    """A copy of a tensor to the host. On a GPU it is under way, into pinned memory, until it is read."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._done = values, None
+        if values.device.type != "cpu":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._done = torch.cuda.current_stream(values.device).record_event()
+
+    def tolist(self) -> list[Any]:
+        """The values. The host waits until they are there, and not for what was launched after them."""
+        if self._done is not None:
+            self._done.synchronize()
+        values: list[Any] = self._values.tolist()
+        return values

@@ -1,6 +1,6 @@
 """Autoregressive decoding, plain or speculative: every request is verified by the rule that is lossless for its draft."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,8 +42,9 @@ Works = Sequence[Work[Request]]
 class Speculative(Procedure):
     reads_late = True
 
-    def __init__(self, config: DecodingConfig) -> None:
-        self.config = config
+    def __init__(self, config: DecodingConfig, meanwhile: Callable[[Works, Tensor], None] | None = None) -> None:
+        """``meanwhile`` is called with the works that choose tokens, and with these on the device, before the host reads them."""
+        self.config, self.meanwhile = config, meanwhile
 
     def view(self, request: Request, largest: int) -> View:
         """A sampled request leaves matching only behind the last position whose noise a draft has known.
@@ -95,7 +96,7 @@ class Speculative(Procedure):
             alike.setdefault((judge, *key), []).append(work)
         for (judge, *_), members in alike.items():
             judge(members, logits, reading)
-        reading.read()
+        reading.read(None if self.meanwhile is None else partial(self.meanwhile, choosing))
         _note_logprobs([work for work in choosing if work.request.params.logprobs], logits)
 
 
@@ -198,10 +199,16 @@ def _compare(works: Works, logits: Tensor, reading: Reading) -> None:
 
 def _await_choices(works: Works, chosen: Tensor, reading: Reading) -> None:
     """Compare each draft with the tokens ``chosen`` in its rows, once these are read."""
+    start = reading.add(chosen, partial(_keep_all, works))
+    for work in works:
+        work.choices = start
+        start += len(work.proposal.token_ids) + 1
+
+
+def _keep_all(works: Works, choices: list[int]) -> None:
     start = 0
     for work in works:
-        part = slice(start, start := start + len(work.proposal.token_ids) + 1)
-        reading.add(chosen[part], partial(_keep_choices, work))
+        _keep_choices(work, choices[start : (start := start + len(work.proposal.token_ids) + 1)])
 
 
 def _keep_choices(work: Work[Request], choices: list[int]) -> None:

@@ -1,0 +1,341 @@
+"""Passes launched before the tokens of the last one are read: the same answers whatever happens, and who is served by them."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import byte_tokenizer
+from tests.costs import settle
+from tests.tiny import Pair, eager_model, make_pair, random_drafter, random_prompts, target_config
+from volley import Engine, SamplingParams
+from volley.engine import capacity
+from volley.engine.engine import Engine as AnyEngine
+from volley.memory.device import Device
+from volley.models.targets.target import Target
+from volley.procedures.request import Request
+
+PROMPTS = random_prompts(5, longest=22, seed=4)
+PROMPTS += [PROMPTS[0] + [7], PROMPTS[1] + PROMPTS[2][:3]]
+LONG = SamplingParams(max_tokens=14)
+SEEDED = SamplingParams(max_tokens=14, temperature=1.0, seed=5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fixed_memory() -> Iterator[None]:
+    """Small passes run in fixed memory, as on a GPU; costs are made up."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        settle(monkeypatch, token=0.3)
+        monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda"))
+        yield
+
+
+@functools.cache
+def pair() -> Pair:
+    """Bytes are its tokens, so that stop strings are found."""
+    small = {"num_target_layers": 2, "target_layer_ids": (0, 1), "num_hidden_layers": 1, "vocab_size": 260}
+    hf = eager_model(target_config(vocab_size=260, num_hidden_layers=2))
+    return Pair(Target(hf, byte_tokenizer()), random_drafter(**small), hf)
+
+
+def engine(*, drafts: bool = False, is_ahead: bool = True, **options: Any) -> Engine:
+    given = {"num_pages": 64, "page_size": 4, "max_batch_tokens": 100, "max_running": 8, **options}
+    own = Engine(pair().target, pair().drafter if drafts else None, **given)
+    own.ahead.is_used = is_ahead
+    return own
+
+
+def served(own: AnyEngine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step whether its pass had been launched before."""
+    found = list[bool]()
+    serve = own.ahead.serve
+    monkeypatch.setattr(own.ahead, "serve", lambda step: found.append(serve(step)) or found[-1])
+    return found
+
+
+@functools.cache
+def stop_string() -> str:
+    """What stands within the first prompt's answer."""
+    (result,) = engine(is_ahead=False).generate(PROMPTS[0], replace(LONG, max_tokens=40, ignore_eos=True))
+    return result.text[3:5]
+
+
+@functools.cache
+def params() -> list[SamplingParams]:
+    return [
+        LONG,
+        replace(LONG, max_tokens=3, priority=1),
+        replace(SEEDED, top_k=30, priority=-1),
+        replace(SEEDED, temperature=0.7, seed=6, stop_token_ids=tuple(range(0, 260, 9))),
+        replace(LONG, stop_token_ids=tuple(range(0, 260, 7))),
+        replace(LONG, max_tokens=40, stop=(stop_string(), "never")),
+        replace(LONG, repetition_penalty=1.2),
+        replace(LONG, logprobs=True),
+        replace(SEEDED, max_tokens=1),
+    ]
+
+
+@functools.cache
+def alone(prompt: int, number: int) -> tuple[list[int], str, str]:
+    """Plain decoding of one request with a pool to itself, one pass after the other."""
+    (result,) = engine(is_ahead=False).generate(PROMPTS[prompt], params()[number])
+    return result.token_ids, result.finish_reason, result.text
+
+
+CHOICES = st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, 8))
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), CHOICES),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.integers(0, 9)),
+        st.tuples(st.just("preempt"), st.integers(0, 9)),
+        st.tuples(st.just("policy"), st.sampled_from(["fixed:1", "fixed:1", "fixed:3", "goodput"])),
+        st.tuples(st.just("forget"), st.none()),
+        st.tuples(st.just("time"), st.none()),
+    ),
+    min_size=4,
+    max_size=22,
+)
+
+
+@given(
+    actions=ACTIONS,
+    num_pages=st.integers(16, 40),
+    chunk=st.sampled_from([3, 16, 100]),
+    drafts=st.booleans(),
+    window=st.sampled_from([None, 5]),
+    prefix_caching=st.booleans(),
+)
+@settings(max_examples=150)
+def test_whatever_happens_every_answer_is_the_one_given_alone(
+    actions: list[tuple[str, Any]], num_pages: int, chunk: int, drafts: bool, window: int | None, prefix_caching: bool
+) -> None:
+    own = engine(
+        drafts=drafts,
+        num_pages=num_pages,
+        max_batch_tokens=chunk,
+        max_running=4,
+        draft_window=window if drafts else None,
+        prefix_caching=prefix_caching,
+        verification="match",
+        policy="fixed:1",
+    )
+    requests: list[tuple[Request, int, int]] = []
+
+    def step() -> None:
+        for request in own.step():
+            assert not request.table.pages
+        for request in own.scheduler.running:
+            assert len(request.table.pages) == own.pool.pages_for(request.computed), "none is held for a pass ahead"
+        own.check_integrity()
+
+    for action, value in actions:
+        if action == "arrive":
+            requests.append((own.add_request(PROMPTS[value[0]], params()[value[1]]), *value))
+        elif action == "step":
+            for _ in range(value):
+                step()
+        elif action == "abort" and requests:
+            own.abort(requests[value % len(requests)][0])
+        elif action == "preempt" and own.scheduler.running:
+            own.scheduler.preempt(own.scheduler.running[value % len(own.scheduler.running)])
+        elif action == "policy" and drafts:
+            own.policy = value
+        elif action == "forget":
+            own.reset_prefix_cache()
+        elif action == "time" and own.runner.passes is not None:  # another pass in the same memory
+            made_up = own.runner.passes.made_up([1, 1], 6, causal=True)
+            assert made_up is not None
+            made_up()
+        own.check_integrity()
+    for _ in range(3000):
+        if not own.has_work:
+            break
+        step()
+    assert not own.has_work
+    assert own.pool.num_used == 0
+    for request, prompt, number in requests:
+        expected, reason, text = alone(prompt, number)
+        result = request.result()
+        if result.finish_reason == "abort":
+            assert result.token_ids == expected[: len(result.token_ids)]
+        else:
+            assert (result.token_ids, result.finish_reason, result.text) == (expected, reason, text)
+            assert not params()[number].logprobs or len(result.logprobs or []) == len(expected)
+
+
+@pytest.mark.parametrize("each", [LONG, SEEDED, replace(SEEDED, top_p=0.9)], ids=["greedy", "seeded", "top-p"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_step_behind_the_first_token_is_served(
+    count: int, each: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = engine()
+    found = served(own, monkeypatch)
+    list(own.generate(PROMPTS[:count], replace(each, max_tokens=9, ignore_eos=True)))
+    assert found == [False] * 2 + [True] * 7, "a prompt, a pass behind it, and those that were launched within others"
+
+
+def test_the_same_verdicts_of_sampled_requests_by_either_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matched with the noise of positions, or compared with what one uniform draws."""
+    answers = []
+    for verification in ("match", "speculative"):
+        for is_ahead in (True, False):
+            own = engine(drafts=True, is_ahead=is_ahead, policy="fixed:1", verification=verification)
+            found = served(own, monkeypatch)
+            answers.append([result.token_ids for result in own.generate(PROMPTS[:3], SEEDED)])
+            assert any(found) == is_ahead
+    assert answers[0] == answers[1]
+    assert answers[2] == answers[3]
+    assert answers[0] != answers[2]
+
+
+def test_one_that_ends_unforeseen_leaves_the_others_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = engine(drafts=True, policy="fixed:1")
+    expected = [engine(is_ahead=False).generate(prompt, LONG).__next__().token_ids for prompt in PROMPTS[:3]]
+    stopping = replace(LONG, stop_token_ids=(expected[1][5],))
+    found = served(own, monkeypatch)
+    results = list(own.generate(PROMPTS[:3], [LONG, stopping, LONG]))
+    assert [len(result.token_ids) for result in results] == [14, 1 + expected[1].index(expected[1][5]), 14]
+    assert [results[0].token_ids, results[2].token_ids] == [expected[0], expected[2]]
+    assert found == [False] * 2 + [True] * 12
+
+
+def test_a_prompt_comes_after_the_pass_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = engine()
+    found = served(own, monkeypatch)
+    first = own.add_request(PROMPTS[0], replace(LONG, ignore_eos=True))
+    for _ in range(4):
+        own.step()
+    second = own.add_request(PROMPTS[1], replace(LONG, ignore_eos=True))
+    for _ in range(4):
+        own.step()
+    assert (first.num_output, second.num_output) == (8, 3)
+    assert found == [False, False, True, True, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"repetition_penalty": 1.2},
+        {"logit_bias": ((3, 1.0),)},
+        {"logprobs": True},
+    ],
+    ids=str,
+)
+def test_who_needs_tokens_that_the_host_knows_waits_for_them(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so does everyone beside it."""
+    own = engine()
+    found = served(own, monkeypatch)
+    list(own.generate(PROMPTS[:2], [replace(LONG, max_tokens=4, **change), replace(LONG, ignore_eos=True)]))
+    assert found == [False] * 5 + [True] * 9
+
+
+def test_nothing_is_launched_where_a_prompt_waits_to_be_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = engine()
+    found = served(own, monkeypatch)
+    own.arrivals.newcomers = lambda: True
+    list(own.generate(PROMPTS[0], LONG))
+    assert not any(found)
+
+
+def test_many_wait_and_the_running_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits gets in when one of them ends."""
+    own = engine(max_running=2)
+    found = served(own, monkeypatch)
+    list(own.generate(PROMPTS[:4], replace(LONG, max_tokens=6, ignore_eos=True)))
+    assert found == ([False] * 2 + [True] * 4) * 2
+
+
+@pytest.mark.parametrize("policy", ["fixed:3", "goodput"])
+def test_a_policy_that_drafts_is_not_expected_to_decode_plainly(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = engine(drafts=True, policy=policy)
+    found = served(own, monkeypatch)
+    results = list(own.generate(PROMPTS[:1], replace(LONG, max_tokens=12, ignore_eos=True)))
+    assert max(results[0].stats.block_sizes) > 1
+    assert not any(found)
+
+
+def test_a_policy_that_has_ceased_to_draft_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goodput with drafts that are never right, and are too dear."""
+    settle(monkeypatch, draft=9.0)
+    own = engine(drafts=True, policy="goodput")
+    found = served(own, monkeypatch)
+    (result,) = own.generate(PROMPTS[0], replace(LONG, max_tokens=120, ignore_eos=True))
+    assert 40 < sum(found) < len(found) - 10
+    assert result.token_ids == alone_long()
+
+
+@functools.cache
+def alone_long() -> list[int]:
+    own = engine(is_ahead=False)
+    return next(own.generate(PROMPTS[0], replace(LONG, max_tokens=120, ignore_eos=True))).token_ids
+
+
+def test_no_page_is_taken_from_anyone_for_a_pass_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pages run out, passes follow each other as without it, and the same requests give theirs back."""
+    preempted = []
+    for is_ahead in (True, False):
+        own = engine(is_ahead=is_ahead, num_pages=16)
+        found = served(own, monkeypatch)
+        results = list(own.generate(PROMPTS[:5], replace(LONG, ignore_eos=True)))
+        assert any(found) == is_ahead
+        preempted.append([result.stats.preemptions for result in results])
+    assert preempted[0] == preempted[1]
+    assert sum(preempted[0]) > 0
+
+
+def test_a_request_that_moved_to_other_pages_is_computed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was launched wrote to the pages it had before."""
+    own = engine(page_size=1)
+    found = served(own, monkeypatch)
+    request = own.add_request(PROMPTS[0], LONG)
+    for _ in range(4):
+        own.step()
+    own.scheduler.preempt(request)
+    taken = own.pool.take(1)  # the one that is free again first
+    own.step()
+    assert request.computed == request.length - 1
+    assert request.stats.preemptions == 1
+    for page in taken:
+        own.pool.writable(page)
+    assert found == [False, False, True, True, False]
+    while own.has_work:
+        own.step()
+    assert request.result().token_ids == alone(0, 0)[0]
+
+
+def test_on_a_cpu_nothing_is_launched_ahead() -> None:
+    assert not Engine(pair().target).ahead.is_used
+
+
+def test_without_fixed_memory_passes_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = engine(cuda_graphs=False)
+    found = served(own, monkeypatch)
+    list(own.generate(PROMPTS[:2], LONG))
+    assert not any(found)
+
+
+def test_the_pass_ahead_reads_the_tokens_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the zeros that stand for them: planted, and seen in the answer."""
+    own = engine()
+    replay = own.runner.replay
+    monkeypatch.setattr(own.runner, "replay", lambda *given: replay(*given[:3], {}))
+    (result,) = own.generate(PROMPTS[0], LONG)
+    assert result.token_ids != alone(0, 0)[0]
+
+
+def test_tokens_of_a_pair_without_a_tokenizer_too() -> None:
+    small = make_pair(3)
+    results = []
+    for is_ahead in (True, False):
+        own = Engine(small.target, num_pages=64)
+        own.ahead.is_used = is_ahead
+        results.append([result.token_ids for result in own.generate(random_prompts(4, seed=2), SEEDED)])
+    assert results[0] == results[1]
