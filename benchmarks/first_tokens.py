@@ -7,6 +7,9 @@ Answers have 32 to 96 tokens, math, code and chats in turn. The first requests o
 left out: they arrive together, which no later ones do. A round takes all levels once; none is begun that --minutes would not see
 the end of, and percentiles are over the requests of all rounds. Levels are kept in --out/samples.json as they are done: the same
 command goes on from there, so that more minutes give more rounds. Writes table.md too, with a table of each kind of load.
+
+A 99th percentile of a hundred requests is one or two of them. So the mean of the slowest twentieth is given as well, and the
+ratios have 90 % intervals: of a bootstrap over requests, which takes a prompt's times with and without drafts together.
 """
 
 import argparse
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -37,6 +41,8 @@ from volley.prompts import load_prompts
 
 CASES = {"plain": ["--drafter", "none"], "volley": []}
 LENGTHS = (32, 48, 64, 80, 96)
+SLOW = 0.05  # of the requests, whose mean is given
+DRAWN = 2000  # samples of the bootstrap
 
 
 @contextmanager
@@ -145,30 +151,68 @@ def summary(found: list[list[Sample]]) -> dict[str, Any]:
     return {
         "first": percentiles([sample.first for sample in samples]),
         "gap": percentiles([gap for sample in samples for gap in sample.gaps]),
-        "latency": percentiles([sample.total for sample in samples]),
         "rate": sum(sample.tokens for sample in samples) / sum(spans),
         "requests": len(samples),
     }
 
 
+def latest(seconds: Any) -> Any:
+    """The 99th percentile and the mean of the slowest twentieth of ``seconds [..., requests]``: ``[2, ...]``."""
+    slow = max(1, round(SLOW * seconds.shape[-1]))
+    return np.stack([np.percentile(seconds, 99, axis=-1), np.sort(seconds, axis=-1)[..., -slow:].mean(axis=-1)])
+
+
+def compared(found: list[list[Sample]], plain: list[list[Sample]], seed: int = 0) -> list[tuple[float, float, float]]:
+    """What :func:`latest` says of ``found``, over what it says of ``plain``, each with the ends of its 90 % interval.
+
+    The n-th request of a round has the same prompt in both.
+    """
+    both = np.array([[sample.first for own in case for sample in own] for case in (found, plain)])
+    drawn = both[:, np.random.default_rng(seed).integers(both.shape[1], size=(DRAWN, both.shape[1]))]
+    ratios, (own, other) = np.divide(*map(latest, drawn)), map(latest, both)
+    low, high = np.percentile(ratios, (5, 95), axis=-1)
+    return list(zip((own / other).tolist(), low.tolist(), high.tolist(), strict=True))
+
+
 def table(runs: Runs, wanted: str) -> str:
     """A table of one kind of load."""
-    lines = [
-        "| load | case | requests | TTFT ms p50 / p90 / p99 | p99 to plain's | gap ms p50 / p99 | tokens/s | to plain's |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    columns = (
+        "load",
+        "case",
+        "requests",
+        "TTFT ms p50 / p90 / p99, slowest 5 %",
+        "p99 to plain's",
+        "slowest 5 % to plain's",
+        "gap ms p50 / p99",
+        "tokens/s",
+        "to plain's",
+    )
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for (kind, load, case), found in sorted(runs.items(), key=lambda item: item[0][:2]):
         if kind != wanted:
             continue
-        own, plain = summary(found), summary(runs[kind, load, "plain"])
-        first = " / ".join(f"{1000 * own['first'][name]:.0f}" for name in ("p50", "p90", "p99"))
-        gap = " / ".join(f"{1000 * own['gap'][name]:.0f}" for name in ("p50", "p99"))
-        ratio = own["first"]["p99"] / plain["first"]["p99"]
-        label = f"{load:g} at once" if kind == "closed" else f"{load:g} a second"
-        lines.append(
-            f"| {label} | {case} | {own['requests']} | {first} | {ratio:.2f} | {gap} | {own['rate']:.0f} "
-            f"| {own['rate'] / plain['rate']:.2f} |"
+        beside = runs[kind, load, "plain"]
+        own, plain = summary(found), summary(beside)
+        slow = latest(np.array([sample.first for part in found for sample in part]))[1]
+        first = (
+            " / ".join(f"{1000 * own['first'][name]:.0f}" for name in ("p50", "p90", "p99")) + f", {1000 * slow:.0f}"
         )
+        gap = " / ".join(f"{1000 * own['gap'][name]:.0f}" for name in ("p50", "p99"))
+        ratios = ["1", "1"]
+        if case != "plain":
+            ratios = [f"{ratio:.2f} ({low:.2f} to {high:.2f})" for ratio, low, high in compared(found, beside)]
+        label = f"{load:g} at once" if kind == "closed" else f"{load:g} a second"
+        cells = (
+            label,
+            case,
+            str(own["requests"]),
+            first,
+            *ratios,
+            gap,
+            f"{own['rate']:.0f}",
+            f"{own['rate'] / plain['rate']:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -345,7 +345,7 @@ def run_speed(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     engine, schemas = load(options, max_running=1), [make_schema(seed) for seed in range(options.schemas)]
     drafting = engine.config
-    answers: dict[tuple[str, str], list[list[Answer]]] = defaultdict(list)
+    answers: Answers = defaultdict(list)
     started, longest = time.monotonic(), 0.0
     for round_ in range(options.rounds + 1):
         begun = time.monotonic()
@@ -372,7 +372,19 @@ def run_speed(options: argparse.Namespace) -> int:
     return 0
 
 
-def speed_table(answers: dict[tuple[str, str], list[list[Answer]]]) -> str:
+Answers = dict[tuple[str, str], list[list[Answer]]]
+
+
+def gains_of(answers: Answers, form: str) -> list[float]:
+    """How many times as fast each prompt was answered as by plain decoding, from medians over rounds."""
+    plain, fast = (
+        [statistics.median(own.token_ms for own in rounds) for rounds in zip(*answers[form, kind], strict=True)]
+        for kind in ("plain", "drafting")
+    )
+    return [one / other for one, other in zip(plain, fast, strict=True)]
+
+
+def speed_table(answers: Answers) -> str:
     """Each prompt's medians over rounds, then the median over prompts; τ is that of all cycles."""
     lines = [
         "| answers | tokens | plain, ms a token | default policy | speedup, median over prompts | τ | cycle, of plain |"
@@ -380,8 +392,6 @@ def speed_table(answers: dict[tuple[str, str], list[list[Answer]]]) -> str:
     lines.append("|---|---|---|---|---|---|---|")
     for form in FORMS:
         plain, fast = ([*zip(*answers[form, kind], strict=True)] for kind in ("plain", "drafting"))
-        each = [[statistics.median(own.token_ms for own in rounds) for rounds in kind] for kind in (plain, fast)]
-        gain = statistics.median(one / other for one, other in zip(*each, strict=True))
         cycle = statistics.median(
             statistics.median(own.cycle_ms for own in other) / statistics.median(own.cycle_ms for own in one)
             for one, other in zip(plain, fast, strict=True)
@@ -389,9 +399,30 @@ def speed_table(answers: dict[tuple[str, str], list[list[Answer]]]) -> str:
         flat = [own for rounds in fast for own in rounds]
         tau = sum(own.tokens for own in flat) / sum(own.tokens / own.tau for own in flat)
         tokens = statistics.median(own.tokens for own in flat)
-        times = " | ".join(f"{statistics.median(kind):.2f}" for kind in each)
+        times = " | ".join(
+            f"{statistics.median(statistics.median(own.token_ms for own in rounds) for rounds in kind):.2f}"
+            for kind in (plain, fast)
+        )
+        gain = statistics.median(gains_of(answers, form))
         lines.append(f"| {form} | {tokens:.0f} | {times} | {gain:.2f}× | {tau:.2f} | {cycle:.2f}× |")
-    return "\n".join(lines)
+    (grammar, free), (low, high) = ratio_of_gains(answers)
+    return "\n".join(lines) + (
+        f"\n\nSpeedup under a grammar over that of free answers as long: {grammar / free:.2f}, "
+        f"90 % interval {low:.2f} to {high:.2f} (bootstrap over {len(answers[FORMS[0], 'plain'][0])} prompts)"
+    )
+
+
+def ratio_of_gains(answers: Answers, drawn: int = 2000) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Median speedups under a grammar and of free answers as long, and the 90 % interval of their ratio over prompts."""
+    pairs = [*zip(gains_of(answers, FORMS[0]), gains_of(answers, FORMS[-1]), strict=True)]
+    chance = random.Random(0)
+
+    def medians(some: list[tuple[float, float]]) -> tuple[float, float]:
+        grammar, free = zip(*some, strict=True)
+        return statistics.median(grammar), statistics.median(free)
+
+    ratios = sorted(one / other for one, other in (medians(chance.choices(pairs, k=len(pairs))) for _ in range(drawn)))
+    return medians(pairs), (ratios[drawn // 20], ratios[-1 - drawn // 20])
 
 
 def answer_of(engine: Engine, schema: dict[str, Any], form: str, most: int, options: argparse.Namespace) -> Answer:

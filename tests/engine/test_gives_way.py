@@ -8,6 +8,7 @@ import pytest
 
 from tests.tiny import Pair, random_prompts
 from volley import Engine, SamplingParams
+from volley.proposers.block import BlockProposer
 
 PROMPTS = random_prompts(4, longest=12, seed=3)
 
@@ -80,6 +81,28 @@ def test_a_prompt_that_comes_during_a_draft_is_read_before_it_is_verified(pair: 
         engine.step()
     assert first.num_output == 30, "no two steps running give way"
     engine.abort(second)
+
+
+def test_a_prompt_that_comes_while_the_drafters_k_v_are_made_waits_for_no_draft(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(pair, policy="fixed:4")
+    first = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=30))
+    engine.step()
+    drafts, propose = list[int](), BlockProposer.propose
+
+    def noted(proposer: BlockProposer, works: Any, **options: Any) -> float:
+        drafts.append(len(works))
+        return propose(proposer, works, **options)
+
+    monkeypatch.setattr(BlockProposer, "propose", noted)
+    engine.arrivals.newcomers = lambda: True
+    engine.step()
+    assert not drafts
+    engine.step()
+    assert drafts == [1], "the next step goes on, whoever waits"
+    assert first.num_output > 1
+    engine.abort(first)
 
 
 def test_only_a_prompt_that_comes_while_others_decode_bounds_cycles(pair: Pair) -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 
-from tests.tiny import make_pair
-from volley import Engine
+from tests.tiny import make_pair, random_prompts
+from volley import Engine, SamplingParams
+from volley.engine.reload import replace_drafter
+from volley.engine.runner import Runner
 from volley.engine.start import describe_memory, memory_of, report_memory, warm_up
 
 
@@ -33,3 +35,24 @@ def test_a_cpu_has_nothing_to_report_and_no_graphs(caplog: pytest.LogCaptureFixt
         report_memory(engine)
     assert not caplog.text
     assert warm_up(engine)[0] == 0
+
+
+def test_no_step_waits_for_the_timing_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = list[int]()
+
+    def seconds(runner: Runner, tokens: int, requests: int) -> float:
+        timed.append(tokens)
+        return 1e-4 * tokens
+
+    monkeypatch.setattr(Runner, "seconds", seconds)
+    pair = make_pair()
+    engine = Engine(pair.target, pair.drafter, num_pages=80, max_batch_tokens=128, max_running=8)
+    warm_up(engine)
+    assert max(timed) == 128
+    timed.clear()
+    params = SamplingParams(max_tokens=12)
+    assert len(list(engine.generate(random_prompts(8), params))) == 8
+    assert not timed
+    replace_drafter(engine, make_pair().drafter)
+    assert len(list(engine.generate(random_prompts(8), params))) == 8
+    assert max(timed) < 64, "those of one request, before the new drafter drafts"

@@ -40,6 +40,32 @@ def test_only_new_sizes_are_timed() -> None:
     assert not cost.time(2000), "larger ones than 512 are taken to go on as before"
 
 
+@pytest.mark.parametrize(
+    ("each", "most", "longest"), [(1e-4, 512, 512), (1e-4, 64, 64), (4e-3, 512, 32), (1.0, 512, 4)]
+)
+def test_passes_are_timed_ahead_unless_they_take_long(each: float, most: int, longest: int) -> None:
+    calls: list[int] = []
+
+    def measure(tokens: int, requests: int) -> float:
+        calls.append(tokens)
+        return each * tokens
+
+    cost = PassCost(measure)
+    cost.rehearse(most)
+    assert max(calls) == longest, "the largest of a quarter of a second, or three sizes"
+    assert not cost.time(longest)
+
+
+def test_what_was_learnt_holds_where_another_measures() -> None:
+    cost, calls = PassCost(truth), list[int]()
+    cost(8, 1)
+    cost.measured_by(lambda tokens, requests: calls.append(tokens) or truth(tokens, requests))  # type: ignore[func-returns-value]
+    assert cost(8, 1) == pytest.approx(truth(8, 1), rel=0.1)
+    assert not calls
+    cost(16, 1)
+    assert set(calls) == {16}
+
+
 def test_a_size_that_was_interrupted_counts_little() -> None:
     """Whenever it was timed. It may be as dear as a larger one, and a little above the line between two others."""
     cost, quiet = PassCost(lambda *size: truth(*size) * (3 if size[0] in {2, 16, 32} else 1)), PassCost(truth)

@@ -178,8 +178,10 @@ class Engine:
         if not step.works:
             return []
         self.sequences.prepare(step)  # the drafter's K/V that were put off, if anything drafts
-        propose(step, self.proposer)  # drafts: from the drafter, or from the text
         if self.pacing.gives_way(step):  # a prompt came meanwhile, and is read first
+            return []
+        propose(step, self.proposer)  # drafts: from the drafter, or from the text
+        if self.pacing.gives_way(step):
             return []
         self.pacing.trim(step)  # how much of each is worth verifying
         if not self.ahead.serve(step):  # it was launched within the last step

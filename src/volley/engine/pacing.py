@@ -15,7 +15,7 @@ from volley.procedures.request import Request
 class Pacing:
     def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool) -> None:
         self.policy, self.costs, self.can_grow_trees = policy, costs, can_grow_trees
-        self._gave_way = False
+        self._may_give_way = True
         self._num_timed = 0
 
     def decide(self, requests: Sequence[Request], under_way: int) -> list[Work[Request]]:
@@ -39,15 +39,17 @@ class Pacing:
         return works
 
     def gives_way(self, step: Step) -> bool:
-        """Whether the step is dropped because a prompt came while it drafted. Drafts are made anew after the prompt was read.
+        """Whether the step is dropped because a prompt came before its target pass. Drafts are made anew once it was read.
 
-        No answer changes: nobody has looked at the dropped tokens, and the new ones are drawn with the same noise. Two steps in a
-        row never give way.
+        No answer changes: nobody has looked at the dropped tokens, and the new ones are drawn with the same noise. After a step
+        that gave way, the next one goes on to its end.
         """
         newcomers, works = self.costs.arrivals.newcomers, step.works
         only_drafts = len(step.decoding) == len(works) and any(work.ask.positions for work in works)
-        self._gave_way = not self._gave_way and only_drafts and newcomers is not None and newcomers()
-        return self._gave_way
+        if not (self._may_give_way and only_drafts and newcomers is not None and newcomers()):
+            return False
+        self._may_give_way = False
+        return True
 
     def trim(self, step: Step) -> None:
         """Cut each draft to the tokens that the policy wants verified."""
@@ -64,6 +66,7 @@ class Pacing:
     def time(self, step: Step) -> None:
         """Tell the cost tables how long a finished step took. What the host does beside the passes counts as the target's."""
         seconds, costs = time.perf_counter() - step.started, self.costs
+        self._may_give_way = True
         passing = seconds - step.settling - step.drafting
         assert step.batch is not None
         if not step.cycles:

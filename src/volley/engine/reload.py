@@ -26,6 +26,10 @@ def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str
         vars(engine).update(before)
         raise
     runner.close()
+    costs, known = engine.pacing.costs, before["pacing"].costs.target
+    known.measured_by(engine.runner.seconds)  # passes of the target take as long as before
+    costs.target = known
+    engine.procedures.use_costs(known)
     for request in requests:
         request.stats.preemptions += request in scheduler.running
         scheduler.finish(request)

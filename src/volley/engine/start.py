@@ -1,4 +1,4 @@
-"""What is done before an engine serves: capture CUDA graphs, and log how much memory is in use."""
+"""What is done before an engine serves: time passes, capture CUDA graphs, and log how much memory is in use."""
 
 import logging
 import time
@@ -20,7 +20,8 @@ REACH = 4096
 def warm_up(engine: "Engine") -> tuple[int, float]:
     """Capture the CUDA graphs that ``engine`` will need, so that no step waits for it; returns their number and the seconds.
 
-    They serve as many requests as may run at once, texts of up to :data:`REACH` tokens, and drafts as the policy makes them.
+    Graphs serve as many requests as may run at once, texts of up to :data:`REACH` tokens, and drafts as the policy makes them.
+    Then the passes that the policy weighs are timed, for which a step would have to wait as well.
     """
     started, policy = time.perf_counter(), engine.policy
     requests, drafted = engine.capacity.max_running, policy.block_size
@@ -32,7 +33,10 @@ def warm_up(engine: "Engine") -> tuple[int, float]:
         engine.runner.passes.warm_up(requests, rows, reach, causal=True)
     if engine.proposer is not None and engine.proposer.passes is not None and policy.block_size > 1:
         engine.proposer.passes.warm_up(requests, drafted, reach, causal=False)
-    return sum(passes.num_graphs for passes in _static(engine)), time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    if policy.uses_costs:
+        engine.pacing.costs.rehearse(engine.capacity.max_batch_tokens)
+    return sum(passes.num_graphs for passes in _static(engine)), seconds
 
 
 def memory_of(engine: "Engine") -> dict[str, int]:

@@ -25,6 +25,7 @@ _BENT = 1.15  # a pass that took so many times what the line between two others 
 _FAR = 1e6  # tokens; up to here the table is extended
 _STEPS = 128  # the last steps, to which the weights are fitted
 _NOISE = 0.15  # of a step's time, relative: other work, padding, sampling, the length of texts
+_SHORT = 0.25  # seconds; passes that are likely to take longer are not timed ahead
 _INTERRUPTED = 3.0  # times the expected time; a step that took longer was interrupted, and counts as this long
 _LEAST = np.array((0.1, 0.0, 0.0, 0.0))  # of speed, fixed, each, reading
 
@@ -85,6 +86,17 @@ class PassCost:
             self._is_fitted = not self._steps
         return bool(fresh)
 
+    def rehearse(self, most: int) -> None:
+        """Time passes of up to ``most`` tokens ahead, so that no step waits for it; none that is likely to take long."""
+        for size in _SIZES:
+            if size > most or 2 * max(self._timed.values(), default=0.0) > _SHORT:
+                return
+            self.time(size)
+
+    def measured_by(self, measure: Measure) -> None:
+        """From now on ``measure`` times the same passes. What was learnt of them holds."""
+        self._measure = measure
+
     def _fit(self) -> None:
         """Ridge regression of the steps' relative errors, towards the weights that were assumed at first."""
         tokens, requests, read, seconds = np.array(self._steps).T
@@ -128,6 +140,11 @@ class Costs:
     def __init__(self, measure_draft: Measure, measure_target: Measure, arrivals: Arrivals | None = None) -> None:
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
         self.arrivals = arrivals or Arrivals()
+
+    def rehearse(self, most: int) -> None:
+        """Time what passes of up to ``most`` tokens take, as :meth:`PassCost.rehearse` does."""
+        for cost in (self.draft, self.target):
+            cost.rehearse(most)
 
     def waiting(self, drafting: FloatArray, passing: FloatArray) -> FloatArray:
         """The longest wait of a prompt that arrives in a cycle with so many seconds of drafting and of the target's pass.
