@@ -32,7 +32,7 @@ def make_request(
     limit = target.context_length
     if len(token_ids) + min(params.max_tokens, 1) > limit:
         raise InputError(
-            f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; shorten the prompt"
+            f"the prompt has {len(token_ids)} tokens and the target's context is {limit}; {target.remedy_for_long_prompts}"
         )
     check_tokens(target, [token for token, _ in params.logit_bias], "logit_bias")
     check_tokens(target, params.stop_token_ids, "stop_token_ids")

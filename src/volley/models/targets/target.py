@@ -7,6 +7,7 @@ arguments, so nothing is global and one process can hold many targets.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -109,7 +110,7 @@ def _volley_attention(
     if width != key.shape[-1]:
         query, key, value = (pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return volley_call(layer, *rows, options)[None, ..., :width], None
+    return volley_call(layer, *rows, options)[None, ..., :width].contiguous(), None  # AfMoE calls view on it
 
 
 AttentionInterface.register("volley", _volley_attention)  # and no mask function: transformers then build no masks
@@ -168,6 +169,11 @@ class Target:
 
     def _attach(self) -> None:
         name = type(self.model).__name__
+        if "position_ids" not in signature(type(self.model).forward).parameters:
+            raise UnsupportedModelError(
+                f"{name} takes no position_ids: it counts the tokens of a cache of its own, which volley does not use. "
+                "Use another target"
+            )
         wrap_functions(self.model)
         attach_latents(self.model)
         try:
@@ -232,6 +238,14 @@ class Target:
         rotary.original_inv_freq = frequencies  # what transformers goes back to for short texts
         rotary.register_buffer("inv_freq", frequencies, persistent=False)
         self.context_length = _context_length(text, with_long_factors=True)
+
+    @property
+    def remedy_for_long_prompts(self) -> str:
+        """What can be done about a prompt that the context has no room for."""
+        longest = _context_length(self.model.config.get_text_config(), with_long_factors=True)
+        if longest <= self.context_length:
+            return "shorten the prompt"
+        return f"shorten the prompt, or have {longest} with long factors (--long-context, Target.use_long_factors)"
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         """Refuse a prompt that the model needs more for than its tokens."""
