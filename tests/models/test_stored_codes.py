@@ -50,7 +50,6 @@ SAVED: dict[str, tuple[Any, Save]] = {
     "gptq 64": ("int4", gptq(4, 64)),
     "gptq 32": ("int4", gptq(4, 32)),
     "gptq 8 bits, 32": ("int8", gptq(8, 32)),
-    "W8A16": ("int8", compressed("W8A16")),
     "gptq 4 bits, a channel": ("int4", gptq(4, -1)),
     "gptq 8 bits, a channel": ("int8", gptq(8, -1)),
 }
@@ -118,6 +117,19 @@ def test_it_takes_less_memory_and_speculation_is_lossless(tmp_path: Path) -> Non
     engines = Engine(small, drafter.to(torch.bfloat16), policy="fixed"), Engine(small)
     drafted, plain = ([result.token_ids for result in engine.generate(prompts, params)] for engine in engines)
     assert drafted == plain
+
+
+def test_scales_for_a_part_of_the_inputs_must_be_fp16(tmp_path: Path) -> None:
+    """W8A16 has one for 128 inputs, here in fp32; a layer with no more inputs has one for each output."""
+    folder = saved(tmp_path, compressed("W8A16"))
+    dense, found = load_causal_lm(folder, torch.float32), quantisation_of(load_config(folder))
+    assert found is not None
+    assert attach(dense, folder, found, "int8") == 28
+    layer = dense.get_submodule("model.layers.1.mlp")
+    whole, parts = (codes_of([layer.get_submodule(name)]) for name in ("up_proj", "down_proj"))
+    assert whole is not None
+    assert torch.equal(whole.rows(slice(5, 9)).dense(), layer.get_parameter("up_proj.weight")[5:9])
+    assert parts is None
 
 
 @pytest.mark.parametrize("scheme", ["W4A16_ASYM", "W8A8"])
