@@ -317,6 +317,20 @@ def test_stored_codes_come_back(kind: Weights, outputs: int) -> None:
     assert Product(randn(3, 64), None, "bf16").codes() is None
 
 
+@LAYOUTS
+def test_the_first_outputs_of_a_product(kind: Weights, stored: bool) -> None:
+    torch.manual_seed(0)
+    whole, x = product_of(kind, 50, 192, stored), randn(6, 192)
+    part = whole.first(32)
+    assert part.shape == (32, 192)
+    assert torch.equal(part(x), whole(x)[:, :32])
+    assert torch.equal(part.weight(), whole[:32])
+    assert part.nbytes == whole.nbytes // 2
+    assert whole(x).shape == (6, 50)
+    with pytest.raises(AssertionError, match="40 is within a block"):
+        whole.first(40)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("of", KINDS)
 def test_a_product_is_laid_out_again_in_other_codes(of: Weights, kind: Weights) -> None:

@@ -8,6 +8,7 @@ A row's result depends on that row alone, to the bit. The threads are PyTorch's 
 
 import ctypes
 from collections.abc import Callable, Sequence
+from copy import copy
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from volley.native.codes import FINE, CodeSource, WeightSource, lay_out, picked, taken_back
+from volley.native.codes import FINE, CodeSource, LaidOut, WeightSource, lay_out, picked, taken_back
 from volley.native.codes import GROUP as GROUP
 from volley.native.codes import Codes as Codes
 from volley.native.codes import Weights as Weights
@@ -187,9 +188,12 @@ class Product:
         """``stored`` are the codes that the weight is already in, whose kind is taken; otherwise it is rounded to some."""
         self.kind: Weights = kind if stored is None else stored.kind
         self.group = GROUP if stored is None else stored.group
-        self.shape = self.outputs, self.inputs = int(weight.shape[0]), int(weight.shape[1])
-        self._blocks = lay_out(weight, self.kind, stored)
         self._bias = None if bias is None else bias.bfloat16().contiguous()
+        self._take(lay_out(weight, self.kind, stored), int(weight.shape[0]), int(weight.shape[1]))
+
+    def _take(self, blocks: LaidOut, outputs: int, inputs: int) -> None:
+        self._blocks = blocks
+        self.shape = self.outputs, self.inputs = outputs, inputs
         number = ("bf16", "int8", "int4").index(self.kind)
         self.struct = _Product(
             number, self.inputs, self.outputs, self.group, *map(_pointer, (*self._blocks, self._bias))
@@ -219,6 +223,12 @@ class Product:
                 )
             )
         return out.view(*x.shape[:-1], self.outputs)
+
+    def first(self, outputs: int) -> "Product":
+        """The product with its first outputs alone, a multiple of 16, in the same memory."""
+        part = copy(self)
+        part._take(self._blocks.first(outputs), outputs, self.inputs)
+        return part
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows ``[..., in]`` of the weight, as the product has it, for ``indices [...]``: an embedding's lookup."""

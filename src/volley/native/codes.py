@@ -85,6 +85,14 @@ class LaidOut(NamedTuple):
     scales: Tensor | None
     """``[out]``, or ``[out / 16, groups, 16]``."""
 
+    def first(self, outputs: int) -> "LaidOut":
+        """Of the first outputs, a multiple of 16, in the same memory."""
+        assert outputs % BLOCK == 0, f"{outputs} is within a block"
+        blocks, scales = outputs // BLOCK, self.scales
+        return LaidOut(
+            self.codes[:blocks], None if scales is None else scales[: outputs if scales.dim() == 1 else blocks]
+        )
+
 
 def lay_out(weight: WeightSource, kind: Weights, stored: CodeSource | None = None) -> LaidOut:
     """``weight [out, in]``, some rows after others, as quantising takes many times their memory; ``stored``: its codes."""

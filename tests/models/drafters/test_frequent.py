@@ -37,6 +37,8 @@ def test_logits_are_those_of_the_whole_head(weights: Weights) -> None:
     assert frequent.tokens.tolist() == [*range(FIRST), *RARE]
     found[:, frequent.tokens] = -torch.inf
     assert bool((found == -torch.inf).all())
+    own = 0 if weights == "bf16" else whole.first(FIRST).nbytes * (2 if weights == "int8" else 1) // 4
+    assert own <= frequent.nbytes - SEEN * H * 2 <= 1.3 * own, "rows that the target has in these codes are not copied"
 
 
 def test_the_tokens_seen_last_are_drafted() -> None:

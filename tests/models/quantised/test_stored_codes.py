@@ -48,6 +48,8 @@ SAVED: dict[str, tuple[Any, Save]] = {
     "W4A16": ("int4", compressed("W4A16")),
     "gptq 128": ("int4", gptq(4, 128)),
     "gptq 64": ("int4", gptq(4, 64)),
+    "gptq 32": ("int4", gptq(4, 32)),
+    "gptq 8 bits, 32": ("int8", gptq(8, 32)),
     "gptq 4 bits, a channel": ("int4", gptq(4, -1)),
     "gptq 8 bits, a channel": ("int8", gptq(8, -1)),
 }
@@ -117,7 +119,20 @@ def test_it_takes_less_memory_and_speculation_is_lossless(tmp_path: Path) -> Non
     assert drafted == plain
 
 
-@pytest.mark.parametrize("scheme", ["W8A16", "W4A16_ASYM", "W8A8"])
+def test_scales_for_a_part_of_the_inputs_must_be_fp16(tmp_path: Path) -> None:
+    """W8A16 has one for 128 inputs, here in fp32; a layer with no more inputs has one for each output."""
+    folder = saved(tmp_path, compressed("W8A16"))
+    dense, found = load_causal_lm(folder, torch.float32), quantisation_of(load_config(folder))
+    assert found is not None
+    assert attach(dense, folder, found, "int8") == 28
+    layer = dense.get_submodule("model.layers.1.mlp")
+    whole, parts = (codes_of([layer.get_submodule(name)]) for name in ("up_proj", "down_proj"))
+    assert whole is not None
+    assert torch.equal(whole.rows(slice(5, 9)).dense(), layer.get_parameter("up_proj.weight")[5:9])
+    assert parts is None
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "W8A8"])
 def test_what_does_not_agree_is_rounded_anew(scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = saved(tmp_path, compressed(scheme))
     assert diagnose(folder).facts["its codes"] == "rounded anew by --weights"
@@ -134,10 +149,11 @@ def test_inspect_says_which_kernels_have_the_codes(tmp_path: Path) -> None:
     ("changes", "kernels"),
     [
         ({}, "int4"),
-        ({"group_size": 32}, None),
+        ({"group_size": 32}, "int4"),
+        ({"group_size": 16}, None),
         ({"desc_act": True}, None),
         ({"sym": False}, None),
-        ({"bits": 8}, None),
+        ({"bits": 8}, "int8"),
         ({"bits": 8, "group_size": -1}, "int8"),
         ({"bits": 2}, None),
     ],

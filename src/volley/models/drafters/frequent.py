@@ -35,10 +35,12 @@ class FrequentHead:
     """Tokens that took a place so far."""
 
     def __init__(self, head: native.Product, weights: Weights, always: Iterable[int] = ()) -> None:
-        """Of a target's ``head``, with the first rows as ``weights``; ``always`` stay whatever is seen."""
+        """Of a target's ``head``; the first rows as ``weights``, shared if it has these; ``always`` stay whatever is seen."""
         self.vocab_size = head.outputs
         self._target = head
-        self._first = native.Product(_FirstRows(head), None, weights if head.inputs % native.GROUP == 0 else "bf16")
+        kind = weights if head.inputs % native.GROUP == 0 else "bf16"
+        self._shares = head.kind == kind
+        self._first = head.first(FIRST) if self._shares else native.Product(_FirstRows(head), None, kind)
         self._seen = torch.empty(SEEN, head.inputs, dtype=torch.bfloat16)
         self._tokens = torch.arange(FIRST + SEEN)
         self._places = torch.zeros(head.outputs, dtype=torch.long)
@@ -50,7 +52,8 @@ class FrequentHead:
 
     @property
     def nbytes(self) -> int:
-        return self._first.nbytes + self._seen.nbytes
+        """Beside the target's head."""
+        return self._seen.nbytes + (0 if self._shares else self._first.nbytes)
 
     @property
     def tokens(self) -> Tensor:

@@ -74,13 +74,15 @@ def check_draft_weights(weights: DraftWeights, device: torch.device, dtype: torc
 
 
 def codes_of(layers: Sequence[nn.Linear]) -> CodeSource | None:
-    """The codes that the weights of several layers are stored in, one below the other; ``None`` unless all of them are.
+    """The codes that the weights of several layers are stored in, one below the other; ``None`` unless all are, of one kind.
 
     ``models/quantised/stored_codes.py`` and ``models/gguf/codes.py`` let layers know theirs.
     """
     asked = [getattr(layer, "stored_codes", None) for layer in layers]
     found = [ask() for ask in asked if ask is not None]
     if len(found) < len(layers) or any(codes is None for codes in found):
+        return None
+    if len({(codes.kind, codes.group) for codes in found}) > 1:
         return None
     return found[0] if len(found) == 1 else StackedCodes(found, [layer.out_features for layer in layers])
 

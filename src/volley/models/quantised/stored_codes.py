@@ -1,9 +1,9 @@
 """Codes of a quantised checkpoint, handed to the int8 and int4 kernels as they are.
 
-The kernels' int8 has a scale for each output, int4 one for 64 inputs of an output; neither has zero points. So they can have the
-codes of GPTQ and of compressed-tensors' ``pack-quantized`` and ``int-quantized`` weights where these are symmetric, in the order
-of the inputs, and of scales for so many inputs or for several times as many. Weights of other layers and formats are decoded,
-and rounded anew.
+The kernels' int8 has a scale for each output or for 32 inputs of it, int4 one for 64 or 32; neither has zero points. So they
+can have the codes of GPTQ and of compressed-tensors' ``pack-quantized`` and ``int-quantized`` weights if these are symmetric, in
+the order of the inputs, and of scales for so many inputs or for several times as many; those for 32 are fp16. Weights of other
+layers and formats are decoded, and rounded anew.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +19,7 @@ from volley.files import weight_files
 from volley.models.quantised.packed import gptq_parts, unpack
 from volley.models.quantised.scheme import Quantisation
 from volley.native import GROUP, Codes, Weights
+from volley.native.codes import FINE
 
 _PACKINGS = ("pack-quantized", "int-quantized", "naive-quantized")
 Stored = Mapping[str, Tensor]
@@ -48,9 +49,9 @@ def _of_group(group: Mapping[str, Any], form: object) -> Weights | None:
 
 def _kernels(bits: object, size: int | None) -> Weights | None:
     """The kernels for codes of so many bits with a scale for ``size`` inputs, or for all."""
-    if bits == 4 and (size is None or size % GROUP == 0):
-        return "int4"
-    return "int8" if bits == 8 and size is None else None
+    if bits not in (4, 8) or (size is not None and size % FINE):
+        return None
+    return "int4" if bits == 4 else "int8"
 
 
 def attach(model: nn.Module, folder: Path, quantisation: Quantisation, weights: Weights) -> int:
@@ -102,8 +103,11 @@ def _decode_gptq(settings: Mapping[str, Any], bits: int, stored: Stored) -> Code
 def _fitted(codes: Tensor, scales: Tensor, bits: int) -> Codes | None:
     """Codes ``[out, in]`` with scales ``[out, groups]`` as the kernels have them, where a group is a whole number of theirs."""
     inputs, groups = codes.shape[1], scales.shape[1]
-    if bits == 8:
-        return Codes("int8", codes, scales[:, 0].contiguous()) if groups == 1 else None
-    if inputs % GROUP or (inputs // groups) % GROUP:
+    size, fine = inputs // groups, scales.half()
+    if bits == 8 and groups == 1:
+        return Codes("int8", codes, scales[:, 0].contiguous())
+    if bits == 4 and size % GROUP == 0:
+        return Codes("int4", codes, scales.repeat_interleave(size // GROUP, dim=1))
+    if size % FINE or not torch.equal(fine.float(), scales):
         return None
-    return Codes("int4", codes, scales.repeat_interleave(inputs // groups // GROUP, dim=1))
+    return Codes("int4" if bits == 4 else "int8", codes, fine.repeat_interleave(size // FINE, dim=1))
