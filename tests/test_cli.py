@@ -177,6 +177,14 @@ def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None
     own = ("--diffusion", "threshold=0", "--diffusion", "canvas_length=4")
     _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
     assert "tokens a pass" in said
+    with pytest.raises(ConfigError, match="add --diffusion mode=self"):
+        run("generate", "Hello", "--raw", "--compare", "--target", folder, *FAST, *own)
+    own = ("--diffusion", "mode=self", "--diffusion", "max_steps=1", "--compare", "--dtype", "float32")
+    _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
+    assert "identical to plain decoding's" in said
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Hello"}\n')
+    out, _ = run("generate", "--prompts", tmp_path / "p.jsonl", "--max-tokens", 12, "--target", folder, *FAST)
+    assert 0 < json.loads(out)["tokens_per_pass"][0] < 4
 
 
 def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:

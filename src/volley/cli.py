@@ -177,6 +177,8 @@ def generate(
         diffusion=_diffusion([*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]),
     )
     engine = load_engine(models, decoding, capacity)
+    if compare:
+        console.check_comparable(engine, params)
     if adapter is not None:
         engine.load_adapter(str(adapter), adapter)
     if prompts is not None:
@@ -229,6 +231,7 @@ def _answer_file(
             "messages": messages,
             "finish_reason": results[-1].finish_reason,
             "acceptance_length": [result.stats.acceptance_length for result in results],
+            **console.passes(engine, results),
         }
         print(json.dumps(row, ensure_ascii=False))
         console.stderr().print(f"{conversation.id}: {console.describe(results[-1])}")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from volley.bench.run import without_drafter
 from volley.bench.ties import first_difference, tied_logits
+from volley.errors import ConfigError
 from volley.prompts import Conversation, Message
 from volley.types import DiffusionMode, DiffusionParams, GenerationResult, SamplingParams
 
@@ -140,9 +141,26 @@ def explain_difference(engine: "Engine", compared: Comparison, prompt: Any) -> s
     )
 
 
+def passes(engine: "Engine", results: Sequence[GenerationResult]) -> dict[str, list[float]]:
+    """What a line about answers of a diffusion language model says besides."""
+    if engine.target.diffusion is None:
+        return {}
+    return {"tokens_per_pass": [result.stats.tokens_per_pass for result in results]}
+
+
+def check_comparable(engine: "Engine", params: SamplingParams) -> None:
+    """Refuse to compare what was never said to be equal."""
+    if engine.procedures.mode(params) == "diffusion":
+        raise ConfigError(
+            "--compare is with plain decoding, whose text canvases do not write; add --diffusion mode=self to verify them, or "
+            "leave --compare out"
+        )
+
+
 def compare(engine: "Engine", plain: "Engine", prompt: Any, params: SamplingParams, turns: int = 1) -> Comparison:
     """Decode with both engines, one after the other, with nothing cached: the turn of the median speedup."""
-    return median_turn([_compare(prompt, (engine, params), (plain, params)) for _ in range(turns)])
+    ways = (engine, params), (plain, replace(params, diffusion=None))
+    return median_turn([_compare(prompt, *ways) for _ in range(turns)])
 
 
 def compare_modes(engine: "Engine", prompt: Any, params: SamplingParams, turns: int = 1) -> Comparison:

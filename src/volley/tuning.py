@@ -62,7 +62,7 @@ def certify(
 ) -> None:
     """Is speculative output the target's own? A verdict, a report, and exit code 1 if it is not.
 
-    For a pair here, or for any OpenAI-compatible server as a black box.
+    For a pair here, for a diffusion language model that drafts for itself, or for any OpenAI-compatible server as a black box.
     """
     from volley.certify.certificate import to_html
     from volley.files import make_folder, write_atomically
@@ -101,7 +101,7 @@ def _certify_here(
 
     named: dict[str, Any] = {} if drafter is None else {"drafter": drafter}
     engine = Engine.from_pretrained(target, **named, dtype=getattr(torch, dtype))
-    if engine.drafter is None:
+    if engine.drafter is None and engine.target.diffusion is None:
         raise ConfigError("there is no drafter to certify; name one with --drafter")
     asked = [engine.encode([{"role": "user", "content": text}]) for text in texts]
     return certify_pair(engine, asked, config, _say)

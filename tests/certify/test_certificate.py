@@ -12,6 +12,8 @@ from volley import Engine
 from volley.certify.certificate import certify_pair, read_certificate
 from volley.certify.options import CertifyConfig
 from volley.errors import CheckpointError
+from volley.models.targets.diffusion import JOINT
+from volley.models.targets.target import Target
 
 QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
 BIASES = {"temperature": 0.05, "bonus tokens": 0.06, "trees": 0.04}
@@ -46,3 +48,15 @@ def test_a_lossless_pair_passes_and_its_certificate_tells_of_every_check(pair: P
     path.write_text(json.dumps({**found, "verdict": "perfect"}))
     with pytest.raises(CheckpointError, match="was changed after it was written"):
         read_certificate(path)
+
+
+def test_a_diffusion_language_model_is_certified_against_its_autoregressive_mode(pair: Pair) -> None:
+    target = Target(pair.hf, None, replace(JOINT, mask_token_id=3))
+    engine = Engine(target, page_size=4)
+    drafted: list[int] = []
+    engine.on_verified.append(lambda _, proposal, __: drafted.append(len(proposal.token_ids)))
+    certificate = certify_pair(engine, PROMPTS, replace(QUICK, bias=0.5), said)
+    assert [check.name for check in certificate.failed] == []
+    assert certificate.subject["mode"] == "self"
+    assert sum(drafted) > 100
+    assert engine.procedures.default_mode == "diffusion", "as it was"

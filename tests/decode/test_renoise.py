@@ -19,7 +19,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 from tests.diffusion_gemma import TorchNoise
 from tests.made_up import request
-from volley.decode.canvas import Canvas
+from volley.decode.canvas import Canvas, CoupledNoise, Look
 from volley.decode.renoise import Renoise
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Ask, Rule, Shape
@@ -111,6 +111,45 @@ def test_greedy_candidates_are_the_best_tokens() -> None:
     taken = canvas.tokens == canvas.history[-1]
     assert int(taken.sum()) >= 1
     torch.testing.assert_close(stepped(SamplingParams(top_k=1, temperature=1.0, seed=1)).tokens, canvas.tokens)
+
+
+def test_canvases_that_are_decided_together_are_those_that_are_decided_alone() -> None:
+    """Requests that differ in all that a pass reads of them; the two of another length stand between."""
+    lengths = [6, 6, 4, 4, 6, 6]
+    each = [
+        SamplingParams(temperature=0.0 if index == 1 else 0.5 + 0.3 * index, seed=index, top_k=5 if index == 4 else 0)
+        for index in range(6)
+    ]
+    params = [
+        replace(
+            PARAMS, canvas_length=length, max_steps=3 + index, entropy_bound=0.3 * index, stability_threshold=index % 3
+        )
+        for index, length in enumerate(lengths)
+    ]
+    rule = Renoise(VOCAB)
+    pairs = []
+    for index, own in enumerate(params):
+        noise = CoupledNoise(index) if index == 5 else PositionNoise(index)
+        alone, beside = (rule.open(7 * index, [3] * (index % 2), own, noise) for _ in range(2))
+        pairs.append((alone, beside, noise))
+    for step in range(3):
+        torch.manual_seed(step)
+        logits = [2 * torch.randn(length, VOCAB) for length in lengths]
+        decided = rule.step_together(
+            [Look(pairs[i][1], logits[i], each[i], params[i], pairs[i][2]) for i in range(6) if not pairs[i][1].done]
+        )
+        alone_decided = [
+            rule.step(pairs[i][0], logits[i], each[i], params[i], pairs[i][2]) for i in range(6) if not pairs[i][0].done
+        ]
+        assert [found.tolist() for found in decided] == [found.tolist() for found in alone_decided]
+        for alone, beside, _ in pairs:
+            assert (alone.done, alone.step) == (beside.done, beside.step)
+            assert torch.equal(alone.tokens, beside.tokens)
+            assert all(map(torch.equal, alone.history, beside.history))
+            assert (alone.predicted is None) == (beside.predicted is None)
+            assert alone.predicted is None or torch.equal(alone.predicted, beside.predicted)  # type: ignore[arg-type]
+    assert any(alone.done for alone, _, _ in pairs)
+    assert not all(alone.done for alone, _, _ in pairs)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -30,3 +30,17 @@ def test_a_tree_has_a_parent_for_each_node() -> None:
 def test_the_tokens_are_exactly_the_segments() -> None:
     with pytest.raises(AssertionError, match="exactly the segments' tokens"):
         RaggedBatch([Segment(TABLE, 0, 3)], torch.arange(4))
+
+
+def test_plans_pass_to_a_batch_that_lies_in_the_same_places() -> None:
+    def batch(start: int = 3, pages: tuple[int, ...] = (0, 1, 2), groups: tuple[int, ...] = (1, 3)) -> RaggedBatch:
+        return RaggedBatch([Segment(BlockTable(4, pages), start, 4, groups=groups)], torch.arange(4))
+
+    first = batch()
+    first.plans["what attention worked out"] = 1
+    for other, is_alike in ((batch(), True), (batch(start=4), False), (batch(pages=(0, 2, 1)), False)):
+        other.follow(first)
+        assert (other.plans is first.plans) == is_alike
+    regrouped = batch(groups=(4,))
+    regrouped.follow(first)
+    assert regrouped.plans == {}, "its tokens see others"

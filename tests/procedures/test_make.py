@@ -40,6 +40,18 @@ def test_what_is_not_said_is_the_models_own(procedures: Procedures) -> None:
     assert params.diffusion.max_steps == 3
 
 
+def test_a_model_may_name_the_mode_of_requests_that_name_none() -> None:
+    family = replace(SDAR, mask_token_id=3, defaults=replace(SDAR.defaults, mode="self"))
+    procedures = Procedures(Target(tiny.eager_model(tiny.target_config()), None, family), Speculative(DecodingConfig()))
+    procedure, params = procedures.choose(SamplingParams())
+    assert type(procedure) is SelfSpeculative
+    assert params.diffusion is not None
+    assert params.diffusion.mode == "self"
+    asked = SamplingParams(diffusion=DiffusionParams(mode="diffusion"))
+    assert type(procedures.choose(asked)[0]) is Denoising
+    assert (procedures.mode(SamplingParams()), procedures.mode(asked)) == ("self", "diffusion")
+
+
 def test_a_strategy_of_another_family_is_refused(procedures: Procedures) -> None:
     with pytest.raises(ConfigError, match="begin with mask tokens; leave it out"):
         procedures.choose(SamplingParams(diffusion=DiffusionParams(strategy="entropy_renoise")))

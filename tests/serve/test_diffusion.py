@@ -157,11 +157,10 @@ def test_a_stop_string_ends_an_answer_inside_a_block(client: OpenAI, engine: Eng
         ({"strategy": "entropy_renoise"}, "diffusion.strategy", "begin with mask tokens"),
         ({"stream_drafts": True}, "diffusion.stream_drafts", "only allowed when stream is true"),
         ({"stream_drafts": 1}, "diffusion.stream_drafts", "valid boolean"),
+        ("self", "diffusion", "must be an object, such as"),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(
-    client: OpenAI, own: dict[str, object], param: str, message: str
-) -> None:
+def test_settings_that_cannot_be_used_are_refused(client: OpenAI, own: object, param: str, message: str) -> None:
     with pytest.raises(BadRequestError, match=message) as error:
         client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"diffusion": own})
     assert error.value.param == param

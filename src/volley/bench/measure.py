@@ -17,7 +17,7 @@ from volley.config import DecodingConfig
 from volley.policies.base import Policy
 from volley.policies.make import make_policy
 from volley.prompts import Conversation, Message
-from volley.types import GenerationResult, SamplingParams
+from volley.types import DiffusionParams, GenerationResult, SamplingParams
 
 WARM_UP_TOKENS = 24
 IsTie = Callable[[Sequence[int], Sequence[int], Sequence[int]], bool]
@@ -100,10 +100,11 @@ def configure(engine: BenchEngine, case: Case, policy: Policy | None) -> None:
     engine.reconfigure(replace(case.decoding, policy=policy, **places))
 
 
-def engine_runner(engine: BenchEngine, case: Case) -> Runner:
+def engine_runner(engine: BenchEngine, case: Case, diffusion: DiffusionParams | None = None) -> Runner:
     """Decode with volley as ``case`` says, with nothing left in the prefix cache from another run.
 
-    What a policy has learnt it keeps from run to run, as in an engine that serves.
+    What a policy has learnt it keeps from run to run, as in an engine that serves. ``diffusion`` is how a diffusion language
+    model answers.
     """
     name = case.decoding.policy
     policy = make_policy(name, engine.drafter) if name else None
@@ -111,8 +112,9 @@ def engine_runner(engine: BenchEngine, case: Case) -> Runner:
     def run(prompts: Sequence[list[int]], params: SamplingParams) -> TimedResults:
         configure(engine, case, policy)
         engine.reset_prefix_cache()
+        asked = replace(params, diffusion=diffusion)
         started = time.perf_counter()
-        results = list(engine.generate(list(prompts), params))
+        results = list(engine.generate(list(prompts), asked))
         return TimedResults(results, time.perf_counter() - started)
 
     return run

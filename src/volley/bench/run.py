@@ -10,7 +10,7 @@ import torch
 from volley.bench.html import to_html
 from volley.bench.measure import Record, Runner, engine_runner, measure
 from volley.bench.report import Report, machine, to_markdown
-from volley.bench.tasks import PLAIN, BenchConfig, Case
+from volley.bench.tasks import PLAIN, SELF, BenchConfig, Case
 from volley.bench.ties import is_tie
 from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.engine import Engine
@@ -22,14 +22,19 @@ from volley.models.targets.target import Target
 from volley.prompts import Message
 from volley.proposers.autoregressive import AutoregressiveProposer
 from volley.proposers.base import Proposer
+from volley.types import DiffusionParams
 
 
 def without_drafter(engine: Engine) -> Engine:
-    """An engine on the same weights that only decodes plainly.
+    """An engine on the same weights that only decodes plainly: a diffusion language model writes one token at a time.
 
     ``engine`` itself with block size 1 would still keep the drafter's cache up to date: too slow a baseline.
     """
-    return engine if engine.drafter is None else _beside(engine)
+    if engine.drafter is None and engine.target.diffusion is None:
+        return engine
+    plain = _beside(engine)
+    plain.procedures.default_mode = "autoregressive"
+    return plain
 
 
 def with_draft_model(engine: Engine, path: str, tokens: int) -> Engine:
@@ -64,7 +69,13 @@ def run_bench(
     drafter = engine.drafter
     cases = config.cases(drafter.config.block_size if drafter is not None else None, before)
     plain = without_drafter(engine)
-    runners: dict[Case, Runner] = {case: engine_runner(plain if case == PLAIN else engine, case) for case in cases}
+    is_diffusion = engine.target.diffusion is not None
+    causal = DiffusionParams(mode="autoregressive") if is_diffusion else None
+    runners: dict[Case, Runner] = {
+        case: engine_runner(plain if case == PLAIN else engine, case, causal) for case in cases
+    }
+    if is_diffusion:  # canvases alone write another text: benchmarks/diffusion_curve.py has their quality and speed
+        runners[SELF] = engine_runner(engine, SELF, DiffusionParams(mode="self"))
     if config.draft_model is not None:
         name = "eagle-3" if is_eagle_checkpoint(config.draft_model) else "draft-model"
         case = Case(name, replace(PLAIN.decoding, block_size=1 + config.draft_tokens))

@@ -48,6 +48,8 @@ class Case:
 
 
 PLAIN = Case("plain")
+SELF = Case("self")
+"""A diffusion language model that drafts canvases and verifies them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,10 @@ def read_certificate(path: Path) -> dict[str, Any]:
 
 
 def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyConfig, say: Say = print) -> Certificate:
-    """Check an engine and its drafter against its target alone. ``prompts`` are token ids."""
+    """Check an engine and its drafter against its target alone. ``prompts`` are token ids.
+
+    A diffusion language model without a drafter is its own: its mode ``self`` is checked against the autoregressive one.
+    """
     started, plain = time.monotonic(), plain_engine(engine)
     page, chosen = engine.capacity.page_size, list(prompts[: config.prompts_used])
     greedy = checks.greedy_params(config.max_tokens)
@@ -127,20 +130,22 @@ def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyCo
     questions = Questions(
         subject, reference, chosen, longer, lambda asked, _: list(asked), greedy, max(tie, 1e-3), exact
     )
-    before = engine.config
+    before, mode = engine.config, engine.procedures.default_mode
+    engine.procedures.default_mode = "self" if engine.proposer is None else "autoregressive"
     if engine.proposer is not None:
         engine.block_size = engine.proposer.block_size
     found = []
     try:
         for _, check in (*_before_sampling(questions), *_parameters(questions)):
             found += [_said(one, say) for one in check()]
+        engine.reconfigure(before)
+        todo = ways(engine, config.max_tokens)
+        for way in todo:
+            found += [_said(check, say) for check in check_way(engine, chosen, way, config, 4 * len(todo))]
+        found.append(_said(checks.check_seeds(questions), say))
     finally:
         engine.reconfigure(before)
-    todo = ways(engine, config.max_tokens)
-    tests = 4 * len(todo)
-    for way in todo:
-        found += [_said(check, say) for check in check_way(engine, chosen, way, config, tests)]
-    found.append(_said(checks.check_seeds(questions), say))
+        engine.procedures.default_mode = mode
     return Certificate(_pair_facts(engine), found, asdict(config), time.monotonic() - started)
 
 
@@ -236,6 +241,8 @@ def _pair_facts(engine: Engine) -> dict[str, Any]:
     facts["exact"] = "yes" if engine.inexact is None else f"no: {engine.inexact}"
     if engine.drafter is not None:
         facts["drafter"] = drafter_fingerprint(engine.drafter)
+    elif engine.target.diffusion is not None:
+        facts["mode"] = "self"
     return facts
 
 

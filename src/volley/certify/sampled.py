@@ -69,7 +69,9 @@ class Scoring(Speculative):
 def plain_engine(engine: Engine) -> Engine:
     """An engine of its own on the same target, which drafts nothing."""
     pages = engine.snapshot().num_pages
-    return Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), num_pages=pages)
+    plain = Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), num_pages=pages)
+    plain.procedures.default_mode = "autoregressive"
+    return plain
 
 
 def ways(engine: Engine, tokens: int) -> list[Way]:

@@ -59,7 +59,7 @@ class Denoising(Procedure):
             what = others[0].title or type(others[0]).__name__
             raise ConfigError(
                 f"{what} follows a text token by token, and a canvas is denoised all at once; leave it "
-                "out, or use DiffusionParams(mode='autoregressive') or 'self'",
+                "out, or use DiffusionParams(mode='self') or mode='autoregressive' (diffusion.mode over HTTP)",
                 field="diffusion.mode",
             )
 

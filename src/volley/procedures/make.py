@@ -26,12 +26,21 @@ class Procedures:
     def __init__(self, target: Target, speculative: Speculative) -> None:
         self.target, self.speculative = target, speculative
         self.by_mode: dict[DiffusionMode, Procedure] = {}
+        self.default_mode: DiffusionMode = "diffusion"
+        """The mode of requests that name none."""
         if target.diffusion is not None:
+            self.default_mode = target.diffusion.defaults.mode or "diffusion"
             self.by_mode = {
                 "diffusion": Denoising(target, target.diffusion),
                 "autoregressive": speculative,
                 "self": SelfSpeculative(target, target.diffusion, speculative),
             }
+
+    def mode(self, params: SamplingParams) -> DiffusionMode:
+        """How a request with these parameters is answered."""
+        if self.target.diffusion is None:
+            return "autoregressive"
+        return (params.diffusion and params.diffusion.mode) or self.default_mode
 
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
         """The procedure of a request, and its parameters with all diffusion settings filled in but those that are measured."""
@@ -45,7 +54,7 @@ class Procedures:
                 )
             return self.speculative, params
         own = params.diffusion or DiffusionParams()
-        mode = own.mode or "diffusion"
+        mode = self.mode(params)
         renoises = family.mask_token_id is None
         begins = f"its canvases begin with {'random' if renoises else 'mask'} tokens"
         if own.strategy is not None and (own.strategy == "entropy_renoise") != renoises:

@@ -4,6 +4,7 @@ Unknown fields are refused by name. Fields of OpenAI's that volley cannot honour
 happened anyway; fields without any effect on the answer are accepted.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -101,6 +102,13 @@ class Diffusion(Strict):
     stream_drafts: StrictBool | None = Field(
         None, description="Stream what stands on the canvas after each pass: chunks without choices that have a draft."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_object(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping | Diffusion):
+            raise refusal("diffusion", f'diffusion is {data!r:.60}; it must be an object, such as {{"mode": "self"}}')
+        return data
 
     @model_validator(mode="after")
     def _usable(self) -> Self:

@@ -135,7 +135,7 @@ def _load_native(
     config = AutoConfig.for_model(model_type, **plain)
     where = usable_device(device)
     model = load_model(AutoModelForCausalLM, path, config, dtype, **straight_to(where)).to(where).eval()
-    accelerate(model)
+    accelerate(model, release=True)
     tokenizer = AutoTokenizer.from_pretrained(path, config=config)
     return Target(model, tokenizer, _as_saved(family, values, tokenizer))
 
