@@ -71,6 +71,8 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("generate", ""), "the prompt is empty"),
         (("generate", "--prompts", "none.jsonl"), "none.jsonl does not exist"),
         (("generate", "hi", "--temperature", "-1"), "SamplingParams.temperature is -1.0"),
+        (("generate", "hi", "--temperature", "nan"), "--temperature is nan; give a finite number"),
+        (("generate", "hi", "--kv-mib", "inf"), "--kv-mib is inf; give a finite number"),
         (("generate", "hi", "--threads", "0"), "threads is 0"),
         (("generate", "hi", "--tree-nodes", "1"), "tree_nodes is 1; a tree has 2 or more"),
         (
@@ -80,7 +82,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("generate", "hi", "--tree-nodes", "8", "--drafter", "none"), "there is no drafter to grow a tree"),
         (("bench", "--block-sizes", "4,x"), "--block-sizes is '4,x'; give int values separated by commas"),
         (("bench", "--against", "vllm"), "unknown peer 'vllm'"),
-        (("bench", "--temperatures", "0,nan"), "each must be a finite number, 0 or more"),
+        (("bench", "--temperatures", "0,nan"), "--temperatures is '0,nan'; give finite float values"),
         (("bench", "--target", "/no", "--datasets", "none.jsonl", "--out", "o"), "none.jsonl does not exist"),
         (("collect", "--target", "/no", "--prompts", "none.jsonl", "--out", "o"), "none.jsonl does not exist"),
         (("pilot", "--target", "/no", "--prompts", "none.jsonl"), "none.jsonl does not exist"),
