@@ -71,6 +71,8 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("generate", ""), "the prompt is empty"),
         (("generate", "--prompts", "none.jsonl"), "none.jsonl does not exist"),
         (("generate", "hi", "--temperature", "-1"), "SamplingParams.temperature is -1.0"),
+        (("generate", "hi", "--temperature", "nan"), "--temperature is nan; give a finite number"),
+        (("generate", "hi", "--kv-mib", "inf"), "--kv-mib is inf; give a finite number"),
         (("generate", "hi", "--threads", "0"), "threads is 0"),
         (("generate", "hi", "--tree-nodes", "1"), "tree_nodes is 1; a tree has 2 or more"),
         (
@@ -80,6 +82,12 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("generate", "hi", "--tree-nodes", "8", "--drafter", "none"), "there is no drafter to grow a tree"),
         (("bench", "--block-sizes", "4,x"), "--block-sizes is '4,x'; give int values separated by commas"),
         (("bench", "--against", "vllm"), "unknown peer 'vllm'"),
+        (("bench", "--temperatures", "0,nan"), "--temperatures is '0,nan'; give finite float values"),
+        (("bench", "--target", "/no", "--datasets", "none.jsonl", "--out", "o"), "none.jsonl does not exist"),
+        (("collect", "--target", "/no", "--prompts", "none.jsonl", "--out", "o"), "none.jsonl does not exist"),
+        (("pilot", "--target", "/no", "--prompts", "none.jsonl"), "none.jsonl does not exist"),
+        (("train", "--target", "/no", "--data", "none.jsonl", "--out", "o"), "none.jsonl does not exist"),
+        (("doctor", "--target", "/no", "--drafter", "d", "--data", "none.jsonl"), "none.jsonl does not exist"),
         (("bench", "--server", "localhost:8000"), "'localhost:8000' is not a URL"),
         (("bench", "--server", "http://h", "--target", "t"), "--server decodes by itself"),
         (("serve", "--port", "70000"), "port is 70000"),
@@ -103,8 +111,13 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     ],
 )
 def test_errors_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    args: tuple[str, ...],
+    message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # some make their folder first
     errors = failure(monkeypatch, capsys, *args)
     assert errors.startswith("volley: ")
     assert message in errors

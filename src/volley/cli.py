@@ -287,13 +287,16 @@ def bench(
             raise ConfigError("--server decodes by itself; leave --target and --drafter out (--model names its model)")
         _bench_server(config, load, out)
         return
+    from volley.files import make_folder
+
+    make_folder(out)
+    config.load()  # what is wrong with prompts is said before a model is loaded, which may take minutes
     engine = load_engine(models, decoding, capacity)
     from volley import console
     from volley.bench.report import to_tables
     from volley.bench.run import run_bench, save
-    from volley.files import REFERENCE, find_target, make_folder
+    from volley.files import REFERENCE, find_target
 
-    make_folder(out)
     names = {
         "target": models.target or "bundled",
         "drafter": models.drafter or ("bundled" if models.target is None else "none"),
@@ -410,7 +413,7 @@ def collect(
 ) -> None:
     """Collect the target's own responses to prompts: what volley train learns from. Run again to resume."""
     from volley import console
-    from volley.train.collect import EngineSource
+    from volley.train.collect import EngineSource, make_jobs
     from volley.train.collect import collect as run
 
     source: Source
@@ -426,6 +429,7 @@ def collect(
     else:
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")
+        make_jobs(config)  # what is wrong with prompts is said before a model is loaded
         engine = load_engine(models)
         source = EngineSource(engine, models.target or "bundled", config.thinking, batch, engine.target.context_length)
     errors = console.stderr()
@@ -459,6 +463,8 @@ def pilot(options: PilotOptions, models: ModelOptions) -> None:
     from volley import console
     from volley.train.pilot import train_pilot
 
+    for source in options.prompts:
+        load_prompts(source, options.data_dir, 1)  # what is wrong with them is said before a model is loaded
     engine = load_engine(models)
     errors = console.stderr()
 

@@ -8,6 +8,7 @@ import ast
 import difflib
 import functools
 import inspect
+import math
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -56,6 +57,9 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> None:
+        for key, value in given.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"--{key.replace('_', '-')} is {value}; give a finite number")
         built = {}
         for name, (config_class, names) in configs.items():
             hints = get_type_hints(config_class)
@@ -158,8 +162,10 @@ def _parse(name: str, value: Any, hint: Any) -> Any:
         return value
     kind = get_args(hint)[0]
     try:
-        return tuple(kind(part.strip()) for part in value.split(",") if part.strip())
+        parts = tuple(kind(part.strip()) for part in value.split(",") if part.strip())
+        if kind is float and not all(map(math.isfinite, parts)):
+            raise ValueError
+        return parts
     except ValueError:
-        raise ConfigError(
-            f"--{name.replace('_', '-')} is {value!r}; give {kind.__name__} values separated by commas"
-        ) from None
+        kinds = f"{'finite ' * (kind is float)}{kind.__name__} values"
+        raise ConfigError(f"--{name.replace('_', '-')} is {value!r}; give {kinds} separated by commas") from None

@@ -1,5 +1,6 @@
 """What a benchmark measures: the workload (datasets, temperatures, lengths) and the cases that run on it in turn."""
 
+import math
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -130,8 +131,8 @@ class BenchConfig:
             raise ConfigError(
                 "raw prompts go without the chat template, which thinking is a setting of; give one of them"
             )
-        if any(temperature < 0 for temperature in self.temperatures):
-            raise ConfigError(f"temperatures are {self.temperatures}; each must be 0 or more")
+        if not all(0 <= temperature < math.inf for temperature in self.temperatures):
+            raise ConfigError(f"temperatures are {self.temperatures}; each must be a finite number, 0 or more")
 
     def load(self) -> dict[str, list[Conversation]]:
         """``num_prompts`` conversations of every dataset, from ``skip_prompts`` on, keyed by its short name."""

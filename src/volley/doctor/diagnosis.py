@@ -84,14 +84,13 @@ class Doctor:
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
         """``temperature`` and ``block_size`` are those served with, where they are known; ``say`` is told what it does."""
-        self._say = say
+        self._say, self.rows = say, read_rows(data)[:DOCUMENTS]
         self.path, self.temperature, self.served_block = target, temperature, block_size
         self.folder, self.report = drafter, _beside(drafter, "training_report.json")
         trained: dict[str, Any] = self.report.get("options", {})
         dtype = getattr(torch, str(trained.get("dtype", "float32")))
         self.target = FrozenTarget(target, dtype, torch.device("cpu"))
         self.drafter = Drafter.from_pretrained(drafter, dtype)
-        self.rows = read_rows(data)[:DOCUMENTS]
         documents = encode_rows(self.target.tokenizer, self.rows, LONGEST, self.target.stop_token_ids)
         self.documents = [document for document in documents if len(document) - document.response_start > 2]
         if not self.documents:

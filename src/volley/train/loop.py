@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from volley.files import make_folder
+from volley.prompts import read_jsonl
 from volley.train.cache import FeatureCache
 from volley.train.data import TrainingData
 from volley.train.evaluate import HeldOut
@@ -33,6 +34,8 @@ def train(config: TrainConfig) -> Path:
         torch.set_num_threads(config.threads)
     make_folder(Path(config.out))  # before anything that takes long
     ranks = Ranks(config.device, config.fsdp)
+    for file in (*config.data, *([config.eval_data] if config.eval_data else [])):
+        next(read_jsonl(Path(file)), None)
     if ranks.device.type == "cpu":
         keep_freed_memory()
     try:
