@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -85,9 +85,8 @@ def step_times(requests: int, seconds: float, steps: int, params: SamplingParams
         return found[3:]
 
 
-def gaps(requests: Sequence[int], seconds: float, steps: int) -> list[dict[str, Any]]:
+def gaps(requests: Sequence[int], seconds: float, steps: int) -> Iterator[dict[str, Any]]:
     """Medians in microseconds beyond the pass."""
-    table = []
     for temperature in (0.0, 1.0):
         for count in requests:
             row: dict[str, Any] = {"requests": count, "temperature": temperature}
@@ -95,8 +94,7 @@ def gaps(requests: Sequence[int], seconds: float, steps: int) -> list[dict[str, 
                 params = SamplingParams(max_tokens=steps + 40, ignore_eos=True, temperature=temperature)
                 found = step_times(count, seconds, steps, params, is_ahead=is_ahead)
                 row[name] = 1e6 * (median(found) - seconds)
-            table.append(row)
-    return table
+            yield row
 
 
 def main() -> None:
@@ -106,11 +104,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path, help="where the figures go as JSON")
     options = parser.parse_args()
-    table = gaps(options.requests, options.ms / 1e3, options.steps)
+    table = []
     print(f"A pass takes {options.ms:.2f} ms. Microseconds of a step beyond it:\n")
     print("| requests | temperature | launched behind the read | ahead of it |\n|---|---|---|---|")
-    for row in table:
-        print("| {requests} | {temperature:g} | {behind:.0f} | {ahead:.0f} |".format(**row))
+    for row in gaps(options.requests, options.ms / 1e3, options.steps):
+        print("| {requests} | {temperature:g} | {behind:.0f} | {ahead:.0f} |".format(**row), flush=True)
+        table.append(row)
     if options.json is not None:
         write_atomically(options.json, json.dumps(table, indent=1) + "\n")
 
