@@ -151,7 +151,7 @@ class PretendedCuda(TorchDispatchMode):
         super().__init__()
         self.counts = Counts()
         self._runs_kernels = runs_kernels
-        self._pinned: dict[int, Tensor] = {}
+        self._pinned: dict[int, Tensor] = {}  # by address, which is kept
         self._graph: list[tuple[str, Callable[[], Any]]] | None = None  # while one is captured
         self._coming: list[
             tuple[int, Callable[[], Any]]
@@ -234,13 +234,9 @@ class PretendedCuda(TorchDispatchMode):
         wanted = _device_asked(name, flat, kwargs)
         to_device = wanted is not None and wanted.type == "cuda"
         if name in ("pin_memory", "_pin_memory"):  # needs a real device
-            pinned = args[0].clone()
-            self._pinned[id(pinned)] = pinned
-            return pinned
+            return self._pin(args[0].clone())
         if kwargs.get("pin_memory") and not to_device:
-            pinned = operation(*args, **{**kwargs, "pin_memory": False})
-            self._pinned[id(pinned)] = pinned
-            return pinned
+            return self._pin(operation(*args, **{**kwargs, "pin_memory": False}))
         if not ours and not to_device:
             return operation(*args, **kwargs)
         self._check(name, args, kwargs, ours, others, wanted)
@@ -249,7 +245,7 @@ class PretendedCuda(TorchDispatchMode):
         plain_kwargs.pop("pin_memory", None)
         if name == "histc" and not plain_args[0].is_floating_point():  # a CPU counts no integers
             plain_args = (plain_args[0].float(), *plain_args[1:])
-        if name == "copy_" and ours and id(args[0]) in self._pinned:
+        if name == "copy_" and ours and self._is_pinned(args[0]):
             return self._copy_back(args[0], plain_args[1])
         result = operation(*plain_args, **plain_kwargs) if operation.is_view or name in _FREE else None
         if result is None or not _is_view(result, plain):
@@ -288,10 +284,17 @@ class PretendedCuda(TorchDispatchMode):
     def _copied(self, asynchronous: bool, sources: list[Tensor]) -> None:
         if self._graph is not None:
             raise RuntimeError(f"a copy from the host while a graph is captured, at {place()}")
-        if asynchronous and all(id(own) in self._pinned for own in sources):
+        if asynchronous and all(map(self._is_pinned, sources)):
             self.counts.copies["a copy to the device", place()] += 1
         else:
             self.wait("a copy to the device")
+
+    def _pin(self, values: Tensor) -> Tensor:
+        self._pinned[values.untyped_storage().data_ptr()] = values
+        return values
+
+    def _is_pinned(self, values: Tensor) -> bool:
+        return not isinstance(values, OnDevice) and values.untyped_storage().data_ptr() in self._pinned
 
     def _copy_back(self, pinned: Tensor, values: Tensor) -> Tensor:
         """The device begins a copy to the host, whose memory holds something else until that is done."""

@@ -111,7 +111,7 @@ ACTIONS = st.lists(
     window=st.sampled_from([None, 5]),
     prefix_caching=st.booleans(),
 )
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_whatever_happens_every_answer_is_the_one_given_alone(
     actions: list[tuple[str, Any]], num_pages: int, chunk: int, drafts: bool, window: int | None, prefix_caching: bool
 ) -> None:

@@ -258,8 +258,10 @@ class Worker:
 
     def _has_newcomers(self) -> bool:
         """Whether jobs have come in during the step, and the engine has room for another request."""
+        if self._handed_in == self._opened:
+            return False
         now = self.engine.snapshot()
-        return self._handed_in > self._opened and now.running < now.max_running
+        return now.running < now.max_running
 
     def _open(self, job: Job) -> None:
         self._opened += 1

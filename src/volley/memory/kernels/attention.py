@@ -39,10 +39,10 @@ def tile_shape(groups: int, dim: int, dtype: torch.dtype) -> TileShape:
     ``benchmarks/kernel_resources.py`` tells. Nothing else has a say, because tiles of another shape may round differently.
     """
     if dtype.itemsize > 2 or dim > 256:
-        rows, keys = 16, 16
+        rows, keys, warps = (16, 32, 4) if 64 < dim <= 128 else (16, 16, 8)
     else:
-        rows, keys = (64, 16) if dim <= 128 else (32, 32)
-    return TileShape(max(rows, 1 << (groups - 1).bit_length()), keys, 8)
+        rows, keys, warps = (64, 16, 8) if dim <= 128 else (32, 32, 8)
+    return TileShape(max(rows, 1 << (groups - 1).bit_length()), keys, warps)
 
 
 @triton.jit
