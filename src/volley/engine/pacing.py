@@ -13,8 +13,9 @@ from volley.procedures.request import Request
 
 
 class Pacing:
-    def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool) -> None:
-        self.policy, self.costs, self.can_grow_trees = policy, costs, can_grow_trees
+    def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool, can_rest: bool = False) -> None:
+        """``can_rest``: whether drafts can be made though not all of the context before them was kept."""
+        self.policy, self.costs, self.can_grow_trees, self.can_rest = policy, costs, can_grow_trees, can_rest
         self._gave_way = False
         self._num_timed = 0
 
@@ -37,6 +38,14 @@ class Pacing:
             work.may_be_late = request.procedure.reads_late and not self.policy.cuts(work.ask)
             works.append(work)
         return works
+
+    def let_rest(self, works: Sequence[Work[Request]], running: Sequence[Request], under_way: int) -> None:
+        """Note of the requests of ``works`` which of them rest: the drafter does not keep up with their texts."""
+        if self.can_rest:
+            every = self.policy.keeps_up({request.params.temperature > 0 for request in running}, under_way)
+            for work in works:
+                is_kept = every == 1 or (every > 0 and work.request.request_id % every == 0)
+                work.request.rests = not (is_kept or work.ask.positions)
 
     def gives_way(self, step: Step) -> bool:
         """Whether the step is dropped because a prompt came while it drafted. Drafts are made anew after the prompt was read.

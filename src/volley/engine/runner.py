@@ -72,10 +72,11 @@ class Runner:
             step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
             if self.recurrent is not None:
                 step.recurrent = self.recurrent.start(step.batch, step.works)
-            logits = self.target.forward(step.batch, self.store, choosing, self._taps, step.recurrent)
+            taps = self._taps if step.awake else None
+            logits = self.target.forward(step.batch, self.store, choosing, taps, step.recurrent)
             step.logits = logits[: len(rows)]
-            if self._taps is not None:
-                step.features = self._taps.take()[0]
+            if taps is not None:
+                step.features = taps.take()[0]
 
     def _replay(
         self, step: Step, segments: list[Segment], tokens: list[int], rows: list[int], late: dict[int, Tensor]
@@ -88,7 +89,7 @@ class Runner:
             return False
         step.batch, outputs = found
         step.logits = outputs[0][: len(rows)]
-        if self._taps is not None:
+        if self._taps is not None and step.awake:
             step.features = outputs[1][: len(tokens)].clone()  # they may be read after the next pass
         return True
 
