@@ -28,6 +28,7 @@ _OFTEN, _SELDOM = 2, 16  # bounds of the number of cycles in which a request is 
 _CHANCE = 8  # tokens, about a block, that the last blocks may have fallen short by chance
 _SAMPLE = 15  # where drafting is far from paying, it is tried with every 15th request: the others rest
 _LONGEST = 10**6  # slots: a view limits them
+_NOTHING = Plan(0.0, 0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
 _WHOLE = Plan(0.0, 0.0, 0.0, [_LONGEST] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
 
 
@@ -91,6 +92,8 @@ class Goodput(Policy):
         ]
         kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
         plan, is_probe = self._choose(kinds, sum(view.limit > 0 for view in views))
+        if self.costs.ledger.is_spent:
+            plan, is_probe = _NOTHING, True
         asks, room = list[Ask](), 0 if is_probe else self._review.room
         for view, kind, size in zip(views, kinds, nodes, strict=True):
             copied = self._copies(view.request_id, kind, view.found[:room]) if room and view.found else 0
