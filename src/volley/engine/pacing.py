@@ -7,7 +7,7 @@ from volley.decode.lookup import MOST_FOUND
 from volley.decode.work import NO_DRAFT, Kind, Work
 from volley.engine.step import Step
 from volley.policies.base import Policy
-from volley.policies.cost import Costs, Pass
+from volley.policies.cost import Costs
 from volley.policies.pacing import conclude, trim
 from volley.procedures.request import Request
 
@@ -90,22 +90,8 @@ class Pacing:
         drafting = step.drafting
         if step.is_late:
             drafting, passing = costs.shares(drafted, verified, drafting + passing)
-        costs.target.observe(*verified, passing, len(step.batch) - verified[0])
-        if drafts:
-            costs.draft.observe(*drafted, drafting)
-        if len(step.batch) == verified[0]:  # no prompt was read
-            self._balance(step, seconds - step.settling, drafted, verified)
-
-    def _balance(self, step: Step, seconds: float, drafted: Pass, verified: Pass) -> None:
-        """Note what the step gained or lost against a plain one."""
-        costs, requests = self.costs, verified[1]
-        plain = costs.target.rough(requests, requests)
-        if not drafted[1] and verified[0] == requests:
-            costs.ledger.note_plain(seconds, plain)
-            return
-        expected = costs.target.rough(*verified) + (costs.draft.rough(*drafted) if drafted[1] else 0.0)
-        tokens = sum(len(work.verdict.token_ids) for work in step.decoding) / requests
-        costs.ledger.note(tokens, seconds, expected, plain)
+        made = sum(len(work.verdict.token_ids) for work in step.decoding)
+        costs.learn(drafted, verified, (drafting, passing), made=made, read=len(step.batch) - verified[0])
 
     def _read_prompts(self, step: Step) -> None:
         """Note the time of each first token, and show the policy the end of its prompt if it needs that."""

@@ -159,3 +159,22 @@ class Costs:
         passing = float(self.target.expected(np.array(verified[0]), verified[1]))
         share = drafting / max(drafting + passing, 1e-9)
         return seconds * share, seconds * (1 - share)
+
+    def learn(self, drafted: Pass, verified: Pass, seconds: tuple[float, float], *, made: int, read: int = 0) -> None:
+        """Learn from a cycle that took ``seconds`` for drafting and for the rest, and ``made`` tokens.
+
+        The target's pass ``verified`` tokens, anchors included, and read ``read`` tokens of prompts.
+        """
+        drafting, passing = seconds
+        self.target.observe(*verified, passing, read)
+        if drafted[1]:
+            self.draft.observe(*drafted, drafting)
+        tokens, requests = verified
+        if read:  # what that takes is known too roughly
+            return
+        plain = self.target.rough(requests, requests)
+        if not drafted[1] and tokens == requests:
+            self.ledger.note_plain(passing, plain)
+        else:
+            expected = self.target.rough(*verified) + (self.draft.rough(*drafted) if drafted[1] else 0.0)
+            self.ledger.note(made / requests, drafting + passing, expected, plain)

@@ -30,8 +30,8 @@ class Ledger:
 
     def note_plain(self, seconds: float, expected: float) -> None:
         """A plain step took ``seconds`` where ``expected`` were."""
-        ratio = min(seconds / max(expected, 1e-9), _INTERRUPTED * self._ratio)
-        self._ratio += (ratio - self._ratio) / _REMEMBERED
+        if expected > 0:
+            self._ratio += (min(seconds / expected, _INTERRUPTED * self._ratio) - self._ratio) / _REMEMBERED
         self._budget = min(_MOST, self._budget + _SHARE)
 
     def note(self, tokens: float, seconds: float, expected: float, plain: float) -> None:
