@@ -327,7 +327,7 @@ class DraftRing(DraftContext):
             if work.request in self._open:
                 self._close(work.request)
             self._behind.add(work.request)
-            work.request.drafts_from = work.request.computed + work.num_kept + LEAST_CONTEXT
+            work.request.drafts_from = work.request.computed + work.num_kept + LEAST_CONTEXT + 1
 
     def _publish(self, work: Work[Request]) -> None:
         """Let the pages be found that are full now, though their K/V may be made later."""
