@@ -91,7 +91,7 @@ class Goodput(Policy):
             for view in views
         ]
         kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
-        plan, is_probe = self._choose(kinds, sum(view.limit > 0 for view in views))
+        plan, is_probe = self._choose(kinds, can_draft=any(view.limit for view in views))
         if self.costs.ledger.is_spent:
             plan, is_probe = _NOTHING, True
         asks, room = list[Ask](), 0 if is_probe else self._review.room
@@ -117,11 +117,8 @@ class Goodput(Policy):
     def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
         return _SAMPLE if under_way >= self._hopeless.get(frozenset(sampled), under_way + 1) else 1
 
-    def _choose(self, kinds: list[int], able: int) -> tuple[Plan, bool]:
-        """The plan of this cycle, and whether it is a probe: a plan that is tried to keep its measurements up to date.
-
-        ``able`` requests may draft. The fewer they are, the less a probe costs, and the sooner it is made.
-        """
+    def _choose(self, kinds: list[int], *, can_draft: bool) -> tuple[Plan, bool]:
+        """The plan of this cycle, and whether it is a probe: a plan that is tried to keep its measurements up to date."""
         assert self.costs is not None
         if self.block_size > 1 and not self._knows(kinds):
             most = fitting(self.costs, len(kinds), max(_NODES, self.block_size - 1))
@@ -130,11 +127,11 @@ class Goodput(Policy):
         # The last review of these kinds serves, unless it is used up or was made for a very different number of requests.
         review = self._reviews.get(frozenset(kinds))
         if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
-            review = self._reviews[frozenset(kinds)] = self._look(kinds, able / len(kinds))
+            review = self._reviews[frozenset(kinds)] = self._look(kinds)
         review.left -= 1
         self._review = review
         for index, (plan, every) in enumerate(review.others):
-            if self._cycle >= self._tried[index] + every and (able or not any(plan.slots)):
+            if self._cycle >= self._tried[index] + every and (can_draft or not any(plan.slots)):
                 self._tried[index] = self._cycle
                 return plan, True
         return review.plan, False
@@ -143,11 +140,8 @@ class Goodput(Policy):
         """Whether all these kinds have had enough blocks."""
         return all(len(self._blocks[kind]) >= _ENOUGH for kind in kinds)
 
-    def _look(self, kinds: list[int], able: float) -> _Review:
-        """Choose between plain decoding and the best plan that drafts. The other one and whole blocks are tried now and then.
-
-        ``able`` is the share of the requests that may draft: such a trial costs the others nothing.
-        """
+    def _look(self, kinds: list[int]) -> _Review:
+        """Choose between plain decoding and the best plan that drafts. The other one and whole blocks are tried now and then."""
         assert self.costs is not None
         self._tree_nodes.clear()
         gains, trust = {}, [1.0] * KINDS
@@ -167,8 +161,7 @@ class Goodput(Policy):
             self._note_hope(kinds, best.rate > plain.rate / WORTHWHILE)
             for plan in (other, whole):
                 if plan.waiting <= planner.most_seconds:
-                    share = able if any(plan.slots) else 1.0
-                    every = cycles_between(plan.rate, plan.seconds, review.plan.rate, review.plan.seconds, share)
+                    every = cycles_between(plan.rate, plan.seconds, review.plan.rate, review.plan.seconds)
                     review.others.append((plan, every))
         if self.uses_lookup:
             review.copying, review.room = planner.copying(review.plan), planner.room(review.plan)

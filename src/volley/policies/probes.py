@@ -6,10 +6,7 @@ _APART = 32  # least number of cycles between two probes of a plan
 _LOSS = 0.0025  # share of the time that the probes of a plan may lose
 
 
-def cycles_between(rate: float, seconds: float, best_rate: float, best_seconds: float, share: float = 1.0) -> int:
-    """Once in how many cycles a plan is tried that makes ``rate`` tokens per second in cycles of ``seconds``.
-
-    If only a ``share`` of the requests takes part, about that share of the time is lost.
-    """
-    lost = share * max(0.0, 1 - rate / best_rate) * seconds / best_seconds
+def cycles_between(rate: float, seconds: float, best_rate: float, best_seconds: float) -> int:
+    """Once in how many cycles a plan is tried that makes ``rate`` tokens per second in cycles of ``seconds``."""
+    lost = max(0.0, 1 - rate / best_rate) * seconds / best_seconds
     return _APART + int(lost / _LOSS)
