@@ -21,9 +21,10 @@ class Pacing:
 
     def decide(self, requests: Sequence[Request], under_way: int) -> list[Work[Request]]:
         """The work of each of ``requests``, all of which decode."""
-        views, found = [request.procedure.view(request, self.policy.block_size) for request in requests], []
+        views = [request.procedure.view(request, self.policy.block_size) for request in requests]
+        found: list[tuple[list[int], list[float]]] = []
         for request, view in zip(requests, views, strict=True):
-            found.append((list[int](), list[float]()))
+            found.append(([], []))
             if view is not None:
                 view.max_nodes = view.max_nodes if self.can_grow_trees else 0
                 if self.policy.uses_lookup:

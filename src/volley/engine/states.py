@@ -290,14 +290,16 @@ class DraftRing(DraftContext):
         return table
 
     def prepare(self, step: Step) -> None:
-        """The rings of requests that have rested begin anew: what was not kept of a text is never seen."""
-        if self._behind:
-            for work in step.awake:
-                if work.request in self._behind:
-                    self._behind.remove(work.request)
-                    work.request.draft_table.first = work.request.computed
-                    self._enter(work.request, work.request.computed + self.block_size)
+        for request in [work.request for work in step.awake if work.request in self._behind]:
+            self._begin_anew(request)
         super().prepare(step)
+
+    def _begin_anew(self, request: Request) -> None:
+        """Go on after a rest: what was not kept of the text is never seen."""
+        self._behind.remove(request)
+        request.draft_table.first = request.computed
+        request.drafts_from = request.computed + LEAST_CONTEXT + 1
+        self._enter(request, request.computed + self.block_size)
 
     def _enter(self, request: Request, end: int) -> None:
         """Give the positions before ``end`` pages that may be written."""
@@ -320,14 +322,10 @@ class DraftRing(DraftContext):
         for work in works:
             self._publish(work)
         if len(works) < len(step.works):
-            self._fall_behind([work for work in step.works if work.request.rests])
-
-    def _fall_behind(self, works: list[Work[Request]]) -> None:
-        for work in works:
-            if work.request in self._open:
-                self._close(work.request)
-            self._behind.add(work.request)
-            work.request.drafts_from = work.request.computed + work.num_kept + LEAST_CONTEXT + 1
+            for work in step.works:
+                if work.request.rests and work.request not in self._behind:
+                    self._close(work.request)
+                    self._behind.add(work.request)
 
     def _publish(self, work: Work[Request]) -> None:
         """Let the pages be found that are full now, though their K/V may be made later."""

@@ -51,7 +51,9 @@ class Speculative(Procedure):
         How far that draft was right depends on the noise, so these positions must be sampled with it; until then chains draft no
         further.
         """
-        limit = max(0, min(largest, request.remaining) - 1) if request.length >= request.drafts_from else 0
+        limit = max(0, min(largest, request.remaining) - 1)
+        if request.rests or request.length < request.drafts_from:
+            limit = 0
         params, chain_limit, rule = request.params, limit, Rule.GREEDY
         if params.temperature > 0:
             rule = Rule.MATCH
