@@ -4,6 +4,7 @@ import pytest
 
 from volley.engine.runner import Runner
 from volley.policies.cost import PassCost
+from volley.policies.ledger import Ledger
 from volley.proposers.block import BlockProposer
 
 
@@ -12,3 +13,4 @@ def settle(monkeypatch: pytest.MonkeyPatch, *, draft: float = 0.1, token: float 
     monkeypatch.setattr(Runner, "seconds", lambda self, tokens, requests: 1 + token * tokens)
     monkeypatch.setattr(BlockProposer, "seconds", lambda self, tokens, requests: draft)
     monkeypatch.setattr(PassCost, "observe", lambda *_: None)
+    monkeypatch.setattr(Ledger, "is_spent", False)  # it goes by the clock

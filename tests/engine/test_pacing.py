@@ -1,7 +1,7 @@
 """What the engine shows its policy, and what it keeps from it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import pytest
@@ -173,3 +173,32 @@ def test_prompts_need_the_drafters_taps_to_be_shown() -> None:
     paced.trim(step)
     paced.observe(step)
     assert policy.prompts == []
+
+
+class Every(Spy):
+    """Keeps up with every so many requests."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every = every
+
+    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+        assert (sampled, under_way) == ({False, True}, 7)
+        return self.every
+
+
+@pytest.mark.parametrize(("every", "awake"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 3, 4]), (0, [3])])
+def test_requests_rest_as_the_policy_says_unless_they_draft(every: int, awake: list[int]) -> None:
+    requests = [decoding([1, 2], SamplingParams(temperature=own % 2), request_id=own) for own in range(5)]
+    policy = Every(every)
+    own = Pacing(policy, costs := Costs(lambda *_: 0.1, lambda *_: 1.0), can_grow_trees=False, can_rest=True)
+    policy.attach(6, costs)
+    works = [Work(request, NO_DRAFT) for request in requests]
+    works[3].ask = own.decide([requests[3]], 7)[0].ask
+    own.let_rest(works, requests, 7)
+    assert [request.request_id for request in requests if not request.rests] == awake
+    own.can_rest = False
+    for request in requests:
+        request.rests = False
+    own.let_rest(works, requests, 7)
+    assert not any(request.rests for request in requests)

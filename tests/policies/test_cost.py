@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from volley.policies.cost import PassCost
+from volley.policies.cost import Costs, PassCost
 
 
 def truth(tokens: int, requests: int, speed: float = 1.0, each: float = 2e-4) -> float:
@@ -203,3 +203,34 @@ def test_passes_that_take_no_time_at_all_cost_nothing() -> None:
     cost.time(8)
     cost.observe(4, 1, 1e-6)
     assert 0 <= cost(4, 1) < 1e-3
+
+
+def test_one_estimate_is_as_good_as_many_and_heeds_no_new_steps() -> None:
+    cost = PassCost(truth)
+    cost(64, 8)
+    for tokens in (1, 3, 8, 20, 64, 100):
+        assert cost.rough(tokens, 8) == pytest.approx(float(cost.expected(np.array(tokens), 8)))
+    for _ in range(100):
+        cost.observe(64, 8, 2 * truth(64, 8))
+    before = cost.rough(64, 8)
+    assert cost(64, 8) > 1.5 * before
+    assert cost.rough(64, 8) == pytest.approx(cost(64, 8))
+
+
+def test_a_cycle_teaches_both_tables_and_the_ledger() -> None:
+    costs = Costs(lambda tokens, requests: 0.5, lambda tokens, requests: 1.0)
+    costs.draft.time(8)
+    costs.target.time(8)
+    for _ in range(40):
+        costs.learn((4, 1), (4, 1), (0.5, 1.0), made=4)
+    assert not costs.ledger.is_spent, "four tokens in one and a half plain steps"
+    for _ in range(10):
+        costs.learn((4, 1), (4, 1), (5.0, 1.0), made=1, read=100)
+    assert not costs.ledger.is_spent, "a prompt was read beside them"
+    for _ in range(10):
+        costs.learn((4, 1), (4, 1), (1.5, 1.0), made=1)
+    assert costs.ledger.is_spent
+    assert costs.draft(4, 1) > 0.52, "the last drafts took three times as long"
+    for _ in range(1000):
+        costs.learn((0, 0), (1, 1), (0.0, 1.0), made=1)
+    assert not costs.ledger.is_spent

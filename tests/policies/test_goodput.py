@@ -212,3 +212,49 @@ def test_everyone_is_learnt_from_sooner_or_later_and_few_at_once(count: int) -> 
         policy.observe(cycle)
     assert taught == set(range(count))
     assert np.median(counts) <= 1 + count // 16
+
+
+def test_few_texts_are_kept_up_with_where_drafting_is_far_from_paying() -> None:
+    """And for more requests of the same kind. All are where it may pay: for fewer, or for requests of another kind."""
+    policy = goodput(token=0.5, draft=3.0)
+    assert policy.keeps_up({False}, 16) == 1, "nothing is known"
+    simulate(policy, 16, 100, sure=0.5)
+    for under_way in (16, 40):
+        assert policy.keeps_up({False}, under_way) > 4
+    assert policy.keeps_up({False}, 15) == 1
+    assert policy.keeps_up({True}, 16) == policy.keeps_up({False, True}, 16) == 1
+    near = goodput(token=0.05, draft=0.3)
+    simulate(near, 16, 100, sure=0.8)
+    assert near.keeps_up({False}, 16) == 1
+
+
+def test_hope_comes_back_with_texts_that_are_easy() -> None:
+    policy = goodput(token=0.05, draft=1.0)
+    simulate(policy, 4, 200, sure=0.05)
+    assert policy.keeps_up({False}, 4) > 4
+    simulate(policy, 4, 3000, sure=0.95, seed=1)
+    assert policy.keeps_up({False}, 4) == 1
+
+
+def test_nothing_is_tried_while_nobody_can_be_drafted_for() -> None:
+    policy = goodput(token=0.05, draft=1.0)
+    simulate(policy, 4, 200, sure=0.05)
+    for _ in range(2000):
+        assert all(ask.positions == 0 for ask in policy.decide(views([0] * 4, max_nodes=0), 4))
+        policy.observe([])
+    asks = policy.decide(views([7, 0, 0, 0], max_nodes=0), 4)
+    assert asks[0].positions > 0, "at the first chance"
+
+
+def test_while_drafts_have_lost_too_much_nothing_is_drafted_or_copied() -> None:
+    policy = goodput(token=0.0)
+    simulate(policy, 2, 100, sure=0.9)
+    assert policy.costs is not None
+    ledger, sure = policy.costs.ledger, [n / (n + 1) for n in range(16, 31)]
+    while not ledger.is_spent:
+        ledger.note(1.0, 2.0, 2.0, 1.0)
+    for _ in range(50):
+        assert all(ask.size == 0 for ask in policy.decide(views([7] * 2, found=[sure, []], max_nodes=0), 2))
+    while ledger.is_spent:
+        ledger.note_plain(1.0, 1.0)
+    assert all(ask.size > 0 for ask in policy.decide(views([7] * 2, found=[sure, []], max_nodes=0), 2))

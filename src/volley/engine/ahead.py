@@ -128,7 +128,7 @@ class Ahead:
                 outputs = outputs.only(rows)
             for row, work in enumerate(step.works):
                 work.rows = slice(row, row + 1)
-            step.batch, step.logits, step.features = outputs
+            outputs.give(step)
         return True
 
 

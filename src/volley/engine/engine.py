@@ -112,7 +112,8 @@ class Engine:
         costs.drafts_late = proposer is not None and proposer.drafts_late
         self.procedures.use_costs(costs.target)
         self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
-        self.pacing = Pacing(self._make_policy(self.config, costs), costs, can_grow_trees=self._can_grow_trees)
+        policy, can_rest = self._make_policy(self.config, costs), self.sequences.can_rest
+        self.pacing = Pacing(policy, costs, can_grow_trees=self._can_grow_trees, can_rest=can_rest)
         self.ahead = Ahead(self.scheduler, self.runner, self.pacing, self.target.device)
 
     def _make_states(self) -> DraftModel | None:

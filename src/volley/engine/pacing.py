@@ -13,16 +13,18 @@ from volley.procedures.request import Request
 
 
 class Pacing:
-    def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool) -> None:
-        self.policy, self.costs, self.can_grow_trees = policy, costs, can_grow_trees
+    def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool, can_rest: bool = False) -> None:
+        """``can_rest``: whether drafts can be made though not all of the context before them was kept."""
+        self.policy, self.costs, self.can_grow_trees, self.can_rest = policy, costs, can_grow_trees, can_rest
         self._may_give_way = True
         self._num_timed = 0
 
     def decide(self, requests: Sequence[Request], under_way: int) -> list[Work[Request]]:
         """The work of each of ``requests``, all of which decode."""
-        views, found = [request.procedure.view(request, self.policy.block_size) for request in requests], []
+        views = [request.procedure.view(request, self.policy.block_size) for request in requests]
+        found: list[tuple[list[int], list[float]]] = []
         for request, view in zip(requests, views, strict=True):
-            found.append((list[int](), list[float]()))
+            found.append(([], []))
             if view is not None:
                 view.max_nodes = view.max_nodes if self.can_grow_trees else 0
                 if self.policy.uses_lookup:
@@ -37,6 +39,14 @@ class Pacing:
             work.may_be_late = request.procedure.reads_late and not self.policy.cuts(work.ask)
             works.append(work)
         return works
+
+    def let_rest(self, works: Sequence[Work[Request]], running: Sequence[Request], under_way: int) -> None:
+        """Note of the requests of ``works`` which of them rest: the drafter does not keep up with their texts."""
+        if self.can_rest:
+            every = self.policy.keeps_up({request.params.temperature > 0 for request in running}, under_way)
+            for work in works:
+                is_kept = every == 1 or (every > 0 and work.request.request_id % every == 0)
+                work.request.rests = not (is_kept or work.ask.positions)
 
     def gives_way(self, step: Step) -> bool:
         """Whether the step is dropped because a prompt came before its target pass. Drafts are made anew once it was read.
@@ -84,9 +94,8 @@ class Pacing:
         drafting = step.drafting
         if step.is_late:
             drafting, passing = costs.shares(drafted, verified, drafting + passing)
-        costs.target.observe(*verified, passing, len(step.batch) - verified[0])
-        if drafts:
-            costs.draft.observe(*drafted, drafting)
+        made = sum(len(work.verdict.token_ids) for work in step.decoding)
+        costs.learn(drafted, verified, (drafting, passing), made=made, read=len(step.batch) - verified[0])
 
     def _read_prompts(self, step: Step) -> None:
         """Note the time of each first token, and show the policy the end of its prompt if it needs that."""

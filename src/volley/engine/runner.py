@@ -30,6 +30,11 @@ class Pass(NamedTuple):
     features: Tensor | None
     """The tapped states ``[T, taps · H]``, if there is a drafter."""
 
+    def give(self, step: Step) -> None:
+        """Make it the pass of a step, with features only if the drafter keeps up with one of its requests."""
+        step.batch, step.logits, features = self
+        step.features = features if step.awake else None
+
     def only(self, rows: Sequence[int]) -> "Pass":
         """The outputs of some of its segments, all of which have one token and its logits."""
         batch, indices = self.batch, upload_indices(rows, self.logits.device)
@@ -93,7 +98,7 @@ class Runner:
             step.is_late = bool(late)
             decodes = all(work.kind is Kind.DECODE for work in step.works)
             if decodes and (outputs := self.replay(segments, tokens, rows, late)) is not None:
-                step.batch, step.logits, step.features = outputs
+                outputs.give(step)
                 return
             step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
             if any(work.kind is Kind.DENOISE for work in step.works):
@@ -102,10 +107,11 @@ class Runner:
                 self._denoised = step.batch
             if self.recurrent is not None:
                 step.recurrent = self.recurrent.start(step.batch, step.works)
-            logits = self.target.forward(step.batch, self.store, choosing, self._taps, step.recurrent)
+            taps = self._taps if step.awake else None
+            logits = self.target.forward(step.batch, self.store, choosing, taps, step.recurrent)
             step.logits = logits[: len(rows)]
-            if self._taps is not None:
-                step.features = self._taps.take()[0]
+            if taps is not None:
+                step.features = taps.take()[0]
 
     def replay(
         self, segments: list[Segment], tokens: list[int], rows: Sequence[int], late: Mapping[int, Tensor]

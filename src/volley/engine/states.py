@@ -23,6 +23,9 @@ from volley.models.drafters.backlog import Backlog, KeptRun
 from volley.models.drafters.draft_model import DraftModel
 from volley.procedures.request import Request
 
+LEAST_CONTEXT = 128
+"""Tokens that the drafter must have kept up with before it drafts for a request that has rested: with fewer it is often wrong."""
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -45,6 +48,8 @@ class SequenceState(ABC):
 
     can_fork = True
     """Whether it can hold a tree of tokens until one path is kept."""
+    can_rest = True
+    """Whether it may miss what is decoded while a request rests."""
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Room for so many tokens of a request; False, and nothing changed, where there is none."""
@@ -159,6 +164,8 @@ class DraftContext(SequenceState):
     then a step adds its features whole, and what each request has of them is one open run of tokens.
     """
 
+    can_rest = False
+
     def __init__(self, model: DraftModel, most_waiting: int = 256) -> None:
         self.model, self.most_waiting = model, most_waiting
         self.backlog = Backlog(model.keep)
@@ -187,10 +194,13 @@ class DraftContext(SequenceState):
         self.backlog.write()
 
     def keep(self, step: Step) -> None:
-        runs = [self._open.get(work.request) or self._begin_run(work.request) for work in step.works]
-        counts = [work.num_kept for work in step.works]
-        self.backlog.add(self._kept_features(step, sum(counts)), runs, counts)
-        self._decoded = sum(work.num_kept for work in step.works if work.kind is not Kind.PREFILL)
+        works = step.awake
+        if not works:
+            return
+        runs = [self._open.get(work.request) or self._begin_run(work.request) for work in works]
+        counts = [work.num_kept for work in works]
+        self.backlog.add(self._kept_features(step, works), runs, counts)
+        self._decoded = sum(work.num_kept for work in works if work.kind is not Kind.PREFILL)
 
     def release(self, request: Request) -> None:
         self._close(request)
@@ -206,20 +216,19 @@ class DraftContext(SequenceState):
             table = request.draft_table
             self.backlog.close(run, table.slot_array(max(run.start, table.earliest), run.end))
 
-    def _kept_features(self, step: Step, num_kept: int) -> Tensor:
-        """The features ``[num_kept, taps · H]`` of the tokens that stay, work by work."""
+    def _kept_features(self, step: Step, works: list[Work[Request]]) -> Tensor:
+        """The features ``[Σ kept, taps · H]`` of the tokens of ``works`` that stay, work by work."""
         assert step.batch is not None
         assert step.features is not None
         features = step.features
-        if num_kept < len(features):  # else all of them stay, in their order
-            rows = _kept_rows(step, features.device)
-            features = features[rows].clone() if isinstance(rows, slice) else features[rows]
-        return self._with_next(step, features) if self.model.reads_next else features
+        if sum(work.num_kept for work in works) < len(features):  # else all of them stay, in their order
+            features = _kept_rows(step, features)
+        return self._with_next(works, features) if self.model.reads_next else features
 
-    def _with_next(self, step: Step, features: Tensor) -> Tensor:
+    def _with_next(self, works: list[Work[Request]], features: Tensor) -> Tensor:
         """``features`` with the token after each, which is known by now; what the next draft begins with is noted."""
         following, end = list[int](), 0
-        for work in step.works:
+        for work in works:
             request, count = work.request, work.num_kept
             first, tokens = request.computed + 1, request.token_ids + work.verdict.token_ids
             after = tokens[first : first + count]
@@ -229,14 +238,14 @@ class DraftContext(SequenceState):
         return self.model.with_next(features, torch.tensor(following, device=features.device))
 
 
-def _kept_rows(step: Step, device: torch.device) -> slice | Tensor:
-    """The rows of a step's batch whose K/V are kept: a slice if they are one chain's, else indices on ``device``."""
+def _kept_rows(step: Step, features: Tensor) -> Tensor:
+    """Those rows of ``features [T, taps · H]`` that stay, of the works whose requests do not rest."""
     assert step.batch is not None
-    each = [work.kept_rows for work in step.works]
-    if len(each) == 1 and isinstance(each[0], range):
-        return slice(0, len(each[0]))
-    pairs = zip(step.batch.offsets, each, strict=False)
-    return upload(np.concatenate([np.array(rows, dtype=np.int64) + start for start, rows in pairs]), device)
+    pairs = [pair for pair in zip(step.works, step.batch.offsets, strict=False) if not pair[0].request.rests]
+    if all(work.verdict.path is None for work, _ in pairs):  # of each chain the first rows
+        return torch.cat([features[start : start + work.num_kept] for work, start in pairs])
+    rows = [np.array(work.kept_rows, dtype=np.int64) + start for work, start in pairs]
+    return features[upload(np.concatenate(rows), features.device)]
 
 
 class DraftRing(DraftContext):
@@ -253,12 +262,15 @@ class DraftRing(DraftContext):
         self.window, self.page_size, self.block_size = window, page_size, model.drafter.config.block_size
         self.num_pages = ring_pages(self.block_size, window, page_size)
         self.pool = PagePool(self.num_pages * num_rings(max_running), page_size)
+        self.can_rest = not model.reads_next
+        self._behind = set[Request]()  # of their last tokens nothing was kept
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """A ring, and room in it for a block behind the tokens that are known."""
         if not (request.draft_table.is_ring and request.draft_table.pages):
             request.draft_table = self._begin(request)
-        self._enter(request, request.computed + self.block_size)
+        if request not in self._behind:
+            self._enter(request, request.computed + self.block_size)
         return True
 
     def _begin(self, request: Request) -> BlockTable:
@@ -277,6 +289,18 @@ class DraftRing(DraftContext):
         table.first, table.num_entered = (end - len(known)) * self.page_size, end
         return table
 
+    def prepare(self, step: Step) -> None:
+        for request in [work.request for work in step.awake if work.request in self._behind]:
+            self._begin_anew(request)
+        super().prepare(step)
+
+    def _begin_anew(self, request: Request) -> None:
+        """Go on after a rest: what was not kept of the text is never seen."""
+        self._behind.remove(request)
+        request.draft_table.first = request.computed
+        request.drafts_from = request.computed + LEAST_CONTEXT + 1
+        self._enter(request, request.computed + self.block_size)
+
     def _enter(self, request: Request, end: int) -> None:
         """Give the positions before ``end`` pages that may be written."""
         table, last = request.draft_table, (end - 1) // self.page_size
@@ -291,11 +315,17 @@ class DraftRing(DraftContext):
         table.num_entered = last + 1
 
     def keep(self, step: Step) -> None:
-        for work in step.works:
+        works = step.awake
+        for work in works:
             self._enter(work.request, work.request.computed + work.num_kept)
         super().keep(step)
-        for work in step.works:
+        for work in works:
             self._publish(work)
+        if len(works) < len(step.works):
+            for work in step.works:
+                if work.request.rests and work.request not in self._behind:
+                    self._close(work.request)
+                    self._behind.add(work.request)
 
     def _publish(self, work: Work[Request]) -> None:
         """Let the pages be found that are full now, though their K/V may be made later."""
@@ -303,12 +333,14 @@ class DraftRing(DraftContext):
         end = request.computed + work.num_kept
         if request.computed // size == end // size:
             return
-        first = max(request.computed // size, (end - 1) // size + 1 - self.num_pages)
+        known = -(-request.draft_table.first // size)
+        first = max(known, request.computed // size, (end - 1) // size + 1 - self.num_pages)
         for number in range(first, min(end // size, len(request.page_hashes))):
             self.pool.publish(request.draft_table.pages[number % self.num_pages], _digest(request, number))
 
     def release(self, request: Request) -> None:
         super().release(request)
+        self._behind.discard(request)
         if request.draft_table.is_ring:  # one that was not admitted has none, and its table is the target's
             self.pool.release(request.draft_table)
 
@@ -341,6 +373,7 @@ class Sequences:
         self.pages = pages
         self.states: tuple[SequenceState, ...] = (pages, *others)
         self.can_fork = all(state.can_fork for state in self.states)
+        self.can_rest = all(state.can_rest for state in self.states)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Room for so many tokens in every state."""

@@ -59,7 +59,12 @@ class Step:
     logits: Tensor | None = None
     """``[R, V]``: each work has its ``rows``."""
     features: Tensor | None = None
-    """The tapped states of the target ``[T, taps · H]``, if there is a drafter."""
+    """The tapped states of the target ``[T, taps · H]``, if there is a drafter and not all requests rest."""
+
+    @property
+    def awake(self) -> list[Work[Request]]:
+        """The works with whose texts the drafter keeps up."""
+        return [work for work in self.works if not work.request.rests]
 
     @property
     def decoding(self) -> list[Work[Request]]:

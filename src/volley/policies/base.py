@@ -5,7 +5,7 @@ token because of what it turned out to be would bias the output (see ``decode/ve
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -106,6 +106,14 @@ class Policy(ABC):
     @abstractmethod
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
         """The ask of each view. ``under_way`` requests are running or waiting."""
+
+    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+        """The drafter's context is kept up of each k-th request, of none for 0, while ``under_way`` are running or waiting.
+
+        ``sampled`` says of those that run whether any is sampled, and whether any is not. The others rest: they are not drafted
+        for, and for a while after.
+        """
+        return 1
 
     def cuts(self, ask: Ask) -> bool:
         """Whether :meth:`trim` may cut this draft. Then the host must read it before it is verified."""

@@ -1,5 +1,6 @@
 """Seconds of passes on this machine: measured when they are first needed, corrected by the steps that follow."""
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from math import inf
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from volley.policies.arrivals import Arrivals
+from volley.policies.ledger import Ledger
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -43,6 +45,7 @@ class PassCost:
         self._measure = measure
         self._timed: dict[int, float] = {}
         self._table = np.zeros((2, 1))  # tokens and seconds
+        self._points = [[0.0, _FAR], [0.0, 0.0]]  # the same
         self._weights, self._prior, self._doubt = np.zeros((3, 4))  # of speed, fixed, each, reading
         self._steps: deque[tuple[int, int, int, float]] = deque(maxlen=_STEPS)
         self._is_fitted = True
@@ -64,6 +67,15 @@ class PassCost:
         speed, fixed, each, _ = self._weights
         return np.asarray(speed * np.interp(tokens, *self._table) + fixed + each * (requests - 1))
 
+    def rough(self, tokens: int, requests: int) -> float:
+        """The same for one pass, without the steps since the last estimate: to heed them takes a hundred times as long."""
+        sizes, seconds = self._points
+        after = min(max(bisect_left(sizes, tokens), 1), len(sizes) - 1)
+        slope = (seconds[after] - seconds[after - 1]) / (sizes[after] - sizes[after - 1])
+        speed, fixed, each, _ = self._weights.tolist()
+        passing = seconds[after - 1] + slope * (tokens - sizes[after - 1])
+        return float(speed * passing + fixed + each * (requests - 1))
+
     def observe(self, tokens: int, requests: int, seconds: float, read: int = 0) -> None:
         """Learn from a step of ``seconds``, which decoded ``tokens`` of ``requests`` and read ``read`` tokens of prompts."""
         if tokens in range(1 + max(self._timed, default=0)):
@@ -79,6 +91,7 @@ class PassCost:
             sizes, seconds = _uninterrupted(self._timed)
             slope = ((seconds[-1] - seconds[:-1]) / (sizes[-1] - sizes[:-1])).min()
             self._table = np.array([[*sizes, _FAR], [*seconds, seconds[-1] + slope * (_FAR - sizes[-1])]])
+            self._points = self._table.tolist()
             # Assumed at first: a request adds 2 % of a plain pass, and a token that is read half of what a decoded one adds. What
             # steps take beyond that is more likely their own than that of all passes, which would make large ones look dear.
             self._prior = self._weights = np.array((1.0, 0.0, 0.02 * seconds[0], slope / 2))
@@ -140,6 +153,7 @@ class Costs:
     def __init__(self, measure_draft: Measure, measure_target: Measure, arrivals: Arrivals | None = None) -> None:
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
         self.arrivals = arrivals or Arrivals()
+        self.ledger = Ledger()
 
     def rehearse(self, most: int) -> None:
         """Time what passes of up to ``most`` tokens take, as :meth:`PassCost.rehearse` does."""
@@ -162,3 +176,22 @@ class Costs:
         passing = float(self.target.expected(np.array(verified[0]), verified[1]))
         share = drafting / max(drafting + passing, 1e-9)
         return seconds * share, seconds * (1 - share)
+
+    def learn(self, drafted: Pass, verified: Pass, seconds: tuple[float, float], *, made: int, read: int = 0) -> None:
+        """Learn from a cycle that took ``seconds`` for drafting and for the rest, and ``made`` tokens.
+
+        The target's pass ``verified`` tokens, anchors included, and read ``read`` tokens of prompts.
+        """
+        drafting, passing = seconds
+        self.target.observe(*verified, passing, read)
+        if drafted[1]:
+            self.draft.observe(*drafted, drafting)
+        tokens, requests = verified
+        if read:  # what that takes is known too roughly
+            return
+        plain = self.target.rough(requests, requests)
+        if not drafted[1] and tokens == requests:
+            self.ledger.note_plain(passing, plain)
+        else:
+            expected = self.target.rough(*verified) + (self.draft.rough(*drafted) if drafted[1] else 0.0)
+            self.ledger.note(made / requests, drafting + passing, expected, plain)

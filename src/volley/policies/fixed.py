@@ -1,6 +1,6 @@
 """The simple policies: one block size for everyone, and one that follows each request's acceptance rate."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from volley.decode.work import Ask
 from volley.errors import ConfigError
@@ -16,6 +16,9 @@ class Fixed(Policy):
 
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
         return [view.draft(self.block_size - 1) for view in views]
+
+    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+        return int(self.block_size > 1)
 
 
 class Feedback(Policy):

@@ -5,7 +5,7 @@ over the requests: whoever serves the fast ones first soon has a batch of slow o
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import log
@@ -26,7 +26,9 @@ _NODES = 15  # of a tree, without the anchor; larger trees gain less than they c
 _NEARLY_FREE = 1.5  # trees are grown while verifying whole ones takes at most so many times as long as plain decoding
 _OFTEN, _SELDOM = 2, 16  # bounds of the number of cycles in which a request is learnt from once: 10 to 40 µs a block
 _CHANCE = 8  # tokens, about a block, that the last blocks may have fallen short by chance
+_SAMPLE = 15  # where drafting is far from paying, it is tried with every 15th request: the others rest
 _LONGEST = 10**6  # slots: a view limits them
+_NOTHING = Plan(0.0, 0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
 _WHOLE = Plan(0.0, 0.0, 0.0, [_LONGEST] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
 
 
@@ -63,6 +65,8 @@ class Goodput(Policy):
         self._review = _Review(_WHOLE)  # the one in use
         self._tried = [0, 0]  # the cycles in which the other plans were last tried
         self._tree_nodes: dict[int, int] = {}  # by number of requests
+        # From how many requests on drafting is far from paying: those that are greedy, sampled, or some of both.
+        self._hopeless: dict[frozenset[bool], int] = {}
         self._cycle = 0
         self._prompts_go_on = False
 
@@ -87,7 +91,9 @@ class Goodput(Policy):
             for view in views
         ]
         kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
-        plan, is_probe = self._choose(kinds)
+        plan, is_probe = self._choose(kinds, can_draft=any(view.limit for view in views))
+        if self.costs.ledger.is_spent:
+            plan, is_probe = _NOTHING, True
         asks, room = list[Ask](), 0 if is_probe else self._review.room
         for view, kind, size in zip(views, kinds, nodes, strict=True):
             copied = self._copies(view.request_id, kind, view.found[:room]) if room and view.found else 0
@@ -108,7 +114,10 @@ class Goodput(Policy):
             self._tree_nodes[under_way] = _NODES if is_cheap else 0
         return self._tree_nodes[under_way]
 
-    def _choose(self, kinds: list[int]) -> tuple[Plan, bool]:
+    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+        return _SAMPLE if under_way >= self._hopeless.get(frozenset(sampled), under_way + 1) else 1
+
+    def _choose(self, kinds: list[int], *, can_draft: bool) -> tuple[Plan, bool]:
         """The plan of this cycle, and whether it is a probe: a plan that is tried to keep its measurements up to date."""
         assert self.costs is not None
         if self.block_size > 1 and not self._knows(kinds):
@@ -122,7 +131,7 @@ class Goodput(Policy):
         review.left -= 1
         self._review = review
         for index, (plan, every) in enumerate(review.others):
-            if self._cycle >= self._tried[index] + every:
+            if self._cycle >= self._tried[index] + every and (can_draft or not any(plan.slots)):
                 self._tried[index] = self._cycle
                 return plan, True
         return review.plan, False
@@ -149,6 +158,7 @@ class Goodput(Policy):
         if gains:
             best, whole = planner.best(), planner.promise([WHOLE] * KINDS)
             review.plan, other = (best, plain) if best.rate > WORTHWHILE * plain.rate else (plain, best)
+            self._note_hope(kinds, best.rate > plain.rate / WORTHWHILE)
             for plan in (other, whole):
                 if plan.waiting <= planner.most_seconds:
                     every = cycles_between(plan.rate, plan.seconds, review.plan.rate, review.plan.seconds)
@@ -156,6 +166,14 @@ class Goodput(Policy):
         if self.uses_lookup:
             review.copying, review.room = planner.copying(review.plan), planner.room(review.plan)
         return review
+
+    def _note_hope(self, kinds: list[int], is_near: bool) -> None:
+        """Whether drafting is near to paying. Where it is not, it is not for more requests either."""
+        sampled = frozenset(kind % TREE > 0 for kind in kinds)
+        if not is_near:
+            self._hopeless[sampled] = min(self._hopeless.get(sampled, len(kinds)), len(kinds))
+        elif sampled in self._hopeless:
+            self._hopeless[sampled] = max(self._hopeless[sampled], len(kinds) + 1)
 
     def _copies(self, request_id: int, kind: int, confidence: list[float]) -> int:
         """How many of the tokens that were found in a request's text pay; 0 if a draft pays more."""

@@ -108,6 +108,10 @@ class Request:
     """What changes its logits: penalties, biases, a grammar, rules of the caller."""
     tapped: Tensor | None = None
     """The target's features ``[taps · H]`` of the last token that has K/V; only for drafters that write token by token."""
+    rests: bool = False
+    """Whether the drafter does not keep up with the text, because nothing will be drafted."""
+    drafts_from: int = 0
+    """The length at which drafts begin again after a rest."""
     adapter: Adapter | None = None
     """The adapter that drafts for this request; ``None``: the drafter itself."""
     prefix_root: bytes | None = b""

@@ -53,6 +53,8 @@ class Speculative(Procedure):
         further.
         """
         limit = max(0, min(largest, request.remaining) - 1)
+        if request.rests or request.length < request.drafts_from:
+            limit = 0
         params, chain_limit, rule = request.params, limit, Rule.GREEDY
         if params.temperature > 0:
             rule = Rule.MATCH

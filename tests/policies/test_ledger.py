@@ -1,0 +1,74 @@
+"""What the ledger allows to lose, and that it stands in the way of no gain."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from volley.policies.ledger import Ledger
+
+
+def play(ledger: Ledger, steps: int, tokens: float, seconds: float, plain: float = 1.0) -> tuple[int, float]:
+    """A policy that drafts whenever it may: how many of ``steps`` did, and what all took for what plain steps take."""
+    drafted, spent, made = 0, 0.0, 0.0
+    for _ in range(steps):
+        if ledger.is_spent:
+            ledger.note_plain(plain, 1.0)
+            spent, made = spent + plain, made + 1
+        else:
+            ledger.note(tokens, seconds, seconds / plain, 1.0)
+            drafted, spent, made = drafted + 1, spent + seconds, made + tokens
+    return drafted, spent / (plain * made)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=st.floats(1.0, 8.0), seconds=st.floats(1.0, 12.0), plain=st.sampled_from([0.5, 1.0, 2.0]))
+def test_drafts_lose_one_percent_and_no_more(tokens: float, seconds: float, plain: float) -> None:
+    """Also where plain steps take half or twice of what was expected, once some were seen."""
+    ledger, steps = Ledger(), 3000
+    for _ in range(200):
+        ledger.note_plain(plain, 1.0)
+    drafted, ratio = play(ledger, steps, tokens, seconds * plain, plain)
+    lost = max(0.0, seconds - tokens)
+    assert (ratio - 1) * steps <= 0.011 * steps + 12 + lost
+    if seconds <= tokens:
+        assert drafted == steps
+
+
+def test_a_drafter_that_loses_is_tried_again_and_again() -> None:
+    drafted, _ = play(Ledger(), 5000, tokens=1.0, seconds=2.0)
+    assert drafted == pytest.approx(12 + 50, abs=3)
+
+
+def test_gains_of_the_past_pay_for_little() -> None:
+    ledger = Ledger()
+    play(ledger, 1000, tokens=4.0, seconds=2.0)
+    drafted, _ = play(ledger, 100, tokens=1.0, seconds=2.0)
+    assert drafted <= 14
+
+
+def test_noise_does_not_stop_what_gains_a_little() -> None:
+    ledger, chance = Ledger(), random.Random(0)
+    stopped = 0
+    for _ in range(20_000):
+        stopped += ledger.is_spent
+        ledger.note(2.0, chance.lognormvariate(0.0, 0.2) * 1.85, 1.85, 1.0)
+    assert stopped == 0
+
+
+def test_interrupted_steps_count_little() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.note(2.0, 500.0, 1.5, 1.0)
+    assert not ledger.is_spent
+    ledger.note_plain(500.0, 1.0)
+    ledger.note(2.0, 1.9, 1.9, 1.0)
+    assert not ledger.is_spent
+
+
+def test_what_no_time_was_expected_of_says_nothing() -> None:
+    ledger = Ledger()
+    ledger.note_plain(1.0, 0.0)
+    ledger.note(1.0, 1.0, 1.0, 1.0)
+    assert not ledger.is_spent
