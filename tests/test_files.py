@@ -64,6 +64,18 @@ def test_tensors_survive_a_round_trip(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
+def test_tensors_in_use_outlive_their_file(tmp_path: Path) -> None:
+    """A new drafter is often copied over the old one, which a server still uses."""
+    path = tmp_path / "model.safetensors"
+    save_tensors(path, {"weight": torch.ones(1000)})
+    weight = load_tensors(path)["weight"]
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert weight.sum() == 1000
+    path.write_bytes(b"torn")
+    assert weight.sum() == 1000
+
+
 def test_tensors_that_cannot_be_read_are_a_clear_error(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist; give a folder"):

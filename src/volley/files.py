@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError
@@ -108,9 +108,12 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file; a truncated one is a clear error."""
+    """Read a safetensors file; a truncated one is a clear error.
+
+    Tensors have memory of their own: mapped ones would change, or end the process, when another file is copied over this one.
+    """
     try:
-        tensors: dict[str, Tensor] = load_file(path)
+        tensors: dict[str, Tensor] = load(path.read_bytes())
         return tensors
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None

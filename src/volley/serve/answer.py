@@ -64,7 +64,8 @@ class AnswerResponse(Response):
             if not done:
                 await _cancel(work)
                 self.worker.abort(self.job)
-                message = f"the request took longer than the {self.timeout:g} s this server allows"
+                allowed = f"the {self.timeout:g} s that the server, or its header x-request-timeout, allows"
+                message = f"the request took longer than {allowed}"
                 error = ApiError(504, message, kind="server_error", code="timeout")
             if isinstance(error, Exception) and gone not in done:
                 with contextlib.suppress(TimeoutError):  # the client may have stopped reading

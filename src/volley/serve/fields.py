@@ -104,8 +104,8 @@ class Body(Strict):
 _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids, or a list of such lists, none of them empty",
     "stop": "a string or up to 16 strings, none of them empty or longer than 1000 characters",
-    "content": "a string or a list of text parts",
-    "output": "a string or a list of text parts",
+    "content": "a string or a list of text parts; images, audio and files are not read",
+    "output": "a string or a list of text parts; images, audio and files are not read",
     "tool_choice": "none, auto, required, {type: function, function: {name}}, or {type: allowed_tools, allowed_tools: {…}}",
 }
 """Fields with several accepted types; pydantic would report an error for each type."""
