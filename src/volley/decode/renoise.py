@@ -134,7 +134,7 @@ def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
 
 def _parts(logits: Tensor) -> tuple[Tensor, ...]:
     """Rows of ``logits [R, V]``, a few at a time: intermediate results take more memory than they do."""
-    return logits.split(max(1, _PART // logits.shape[-1]))
+    return torch.split(logits, max(1, _PART // logits.shape[-1]))
 
 
 def _entropy(logits: Tensor) -> Tensor:

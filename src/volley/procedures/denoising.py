@@ -211,7 +211,7 @@ class Denoising(Procedure):
             return
         logits = [own for _, own in predicted]
         told = self.target.feedback(torch.cat(logits) if len(logits) > 1 else logits[0])
-        parts = [None] * len(predicted) if told is None else told.split([len(canvas) for canvas, _ in predicted])
+        parts = [None] * len(predicted) if told is None else torch.split(told, [len(canvas) for canvas, _ in predicted])
         for (canvas, _), part in zip(predicted, parts, strict=True):
             canvas.feedback, canvas.predicted = part, None
 

@@ -37,7 +37,7 @@ def start_at_target(drafter: Drafter, target: PreTrainedModel) -> None:
         if isinstance(own, RMSNorm):
             _copy_scale(own, theirs)
         else:
-            own.weight.copy_(theirs.weight)  # type: ignore[operator, arg-type, union-attr]
+            own.weight.copy_(theirs.weight)  # type: ignore[operator, arg-type]
     _inject(drafter, first, sources[0].input_layernorm)  # type: ignore[arg-type]
 
 
