@@ -1,6 +1,7 @@
 """Certificates: a lossless pair passes, every planted fault is named, and a certificate that was changed is refused."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,11 +52,11 @@ def test_a_lossless_pair_passes_and_its_certificate_tells_of_every_check(pair: P
 
 
 def test_a_diffusion_language_model_is_certified_against_its_autoregressive_mode(pair: Pair) -> None:
-    target = Target(pair.hf, None, replace(JOINT, mask_token_id=3))
+    target = Target(deepcopy(pair.hf), None, replace(JOINT, mask_token_id=3))  # others compare with the model as it is
     engine = Engine(target, page_size=4)
     drafted: list[int] = []
     engine.on_verified.append(lambda _, proposal, __: drafted.append(len(proposal.token_ids)))
-    certificate = certify_pair(engine, PROMPTS, replace(QUICK, bias=0.5), said)
+    certificate = certify_pair(engine, PROMPTS, replace(QUICK, bias=0.4), said)
     assert [check.name for check in certificate.failed] == []
     assert certificate.subject["mode"] == "self"
     assert sum(drafted) > 100
