@@ -27,7 +27,7 @@ TargetWeights = Literal["auto", Weights]
 DraftWeights = Literal[Weights, "fp8"]
 """``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
 WantedDraftWeights = Literal["auto", DraftWeights]
-"""``auto``: what is read fastest where the target's weights are what they are (``models/products.py``)."""
+"""``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
 _AT_ONCE = 512  # rows of a weight that are looked up together: each brings its block of 16
 
 

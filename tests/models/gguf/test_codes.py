@@ -13,12 +13,12 @@ from tests.tiles import needs_kernels
 from tests.tiny import random_drafter
 from volley import Engine, SamplingParams
 from volley.errors import CheckpointError
-from volley.models.accelerate import accelerate
-from volley.models.fused import FusedLayer
 from volley.models.gguf.codes import codes_for, describe, open_model
 from volley.models.gguf.file import GGUFFile
 from volley.models.gguf.target import load_model, row_order
-from volley.models.target import Target
+from volley.models.layers.accelerate import accelerate
+from volley.models.layers.fused import FusedLayer
+from volley.models.targets.target import Target
 from volley.native import Product, Weights
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}

@@ -27,7 +27,7 @@ from volley.models.gguf.target import (
     scale_frequencies,
     stop_tokens,
 )
-from volley.models.residency import MappedFiles
+from volley.models.layers.residency import MappedFiles
 from volley.native import GROUP, Codes, Weights
 from volley.native.codes import FINE, quantise_finely
 
