@@ -228,15 +228,18 @@ def write_model(
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: Any, split: str = "gpt-2") -> None:
-    """A byte-level BPE tokenizer with its merges, special tokens and chat template."""
+    """A byte-level BPE tokenizer with its merges, special and other added tokens, and chat template."""
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])]
-    special = set(tokenizer.all_special_tokens) | {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    types = dict.fromkeys(tokenizer.all_special_tokens, 3)
+    types |= {str(token): 3 if token.special else 4 for token in tokenizer.added_tokens_decoder.values()}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_types([types.get(token, 1) for token in tokens])
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    if tokenizer.bos_token_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_chat_template(tokenizer.chat_template)
 

@@ -4,11 +4,30 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from tests.conftest import CHAT_TEMPLATE
 from tests.models.gguf.files import add_tokenizer, bpe_tokenizer
 from volley.errors import UnsupportedModelError
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
 
+DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<|fim|>"]
+LANGUAGES = [
+    "你好，世界！今天天气很好。",
+    "　全角　空格\u3000和……",
+    "日本語のテキスト、カタカナ、ｶﾀｶﾅ。",
+    "한국어 문장입니다.",
+    "Здравствуй, мир: «ёлки»",
+    "مرحبا بالعالم ١٢٣",
+    "नमस्ते दुनिया",
+    "e\u0301 é ﬁ ① ½ 12345",
+    "🙂👩\u200d👩\u200d👧 🇩🇪",
+    "a\u00a0b\u200bc\r\n\t d's WE'LL",
+    "<｜User｜>你好<｜Assistant｜><think>\n好<|fim|>x<｜end▁of▁sentence｜>",
+    "<|endoftext|>",
+]
 TEXTS = ["the then 12\n", "  Hello,  wörld's <|im_start|>user 漢字", "", "\n\n\t a"]
 
 
@@ -42,6 +61,43 @@ def test_a_byte_level_tokenizer_and_its_template_come_back(tmp_path: Path) -> No
     chat = [{"role": "user", "content": "the then"}]
     assert found.apply_chat_template(chat, tokenize=False) == own.apply_chat_template(chat, tokenize=False)
     assert found.eos_token_id == own.eos_token_id
+
+
+def trained_tokenizer(split: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that has merged Chinese, with special tokens of other characters than those that stand for bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = Regex(GGUF_PRE_TOKENIZER_SPLITS[split])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=DEEPSEEK, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([text for text in LANGUAGES if "<" not in text] * 3, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=DEEPSEEK[0], eos_token=DEEPSEEK[1])
+    fast.add_tokens(["<think>"])
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@pytest.mark.parametrize("split", ["qwen2", "deepseek-r1-qwen", "llama-bpe", "tekken", "gpt-4o"])
+def test_text_of_any_language_is_cut_as_before(tmp_path: Path, split: str) -> None:
+    own = trained_tokenizer(split)
+    if split in ("llama-bpe", "tekken"):
+        own.backend_tokenizer.model.ignore_merges = True
+    writer = GGUFWriter(tmp_path / "model.gguf", "qwen2")
+    add_tokenizer(writer, own, split)
+    for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write_part()
+    writer.close()
+    found = load_gguf_tokenizer(tmp_path / "model.gguf")
+    assert (found.bos_token_id, found.eos_token_id) == (own.bos_token_id, own.eos_token_id)
+    assert len(found) == len(own), "no token is added"
+    for text in LANGUAGES:
+        expected = own.encode(text, add_special_tokens=False)
+        assert found.encode(text, add_special_tokens=False) == expected, text
+        assert found.decode(expected) == text
+        assert found.decode(expected, skip_special_tokens=True) == own.decode(expected, skip_special_tokens=True)
 
 
 def test_a_sentencepiece_tokenizer(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 GGUF names the tokens, the merges and one of llama.cpp's ways to split text. Text is tokenised as llama.cpp tokenises it.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import normalizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.file import GGUFFile
@@ -17,10 +18,12 @@ _LLAMA_3 = {
 }  # fmt: skip
 """Ways to split text whose vocabularies hold whole words that their merges do not reach, and whose texts have a first token."""
 
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in text as they are spelled
+
 
 def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The file's tokenizer and chat template."""
-    file = GGUFFile(path)
+    file = GGUFFile(path, whole=True)
     if not file.has_tokenizer:
         raise CheckpointError(
             f"{path} holds no tokenizer; convert the model again with its tokenizer files beside its weights"
@@ -28,6 +31,8 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     kind, split = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre", "gpt-2")
     _check(file.path, kind, split)
     tokenizer: Any = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    if kind == "gpt2":
+        tokenizer = _spelled_out(tokenizer, file)
     backend = tokenizer.backend_tokenizer
     if kind == "gpt2" and split in _LLAMA_3:
         backend.model.ignore_merges = True
@@ -41,6 +46,39 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token is not None:
         tokenizer.add_eos_token = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False))
     found: PreTrainedTokenizerBase = tokenizer
+    return found
+
+
+def _spelled_out(tokenizer: Any, file: GGUFFile) -> Any:
+    """With tokens such as DeepSeek's ``<｜User｜>`` as they are spelled, whose characters are not those that stand for bytes.
+
+    transformers takes them for bytes: it cuts them into pieces, and gives those that begin or end a text a second number. It also
+    adds GPT-2's ``<|endoftext|>`` where a vocabulary has none.
+    """
+    tokens, of_bytes = file.metadata["tokenizer.ggml.tokens"], set(pre_tokenizers.ByteLevel.alphabet())
+    types = file.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    respelled = {
+        index: token
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (_CONTROL, _USER_DEFINED) and not of_bytes.issuperset(token)
+    }
+    if not respelled and len(tokenizer) <= len(tokens):
+        return tokenizer
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, known = state["model"], set(respelled.values())
+    model["vocab"] = {token: index for token, index in model["vocab"].items() if index not in respelled}
+    model["vocab"] |= {token: index for index, token in respelled.items()}
+    options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [one for one in state["added_tokens"] if one["content"] not in known and one["id"] < len(tokens)]
+    added += [
+        {"id": index, "content": token, "special": types[index] == _CONTROL, **options}
+        for index, token in respelled.items()
+    ]
+    state["added_tokens"] = sorted(added, key=lambda one: int(one["id"]))
+    own = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    own = {name: token for name, token in own.items() if token in model["vocab"]}
+    found = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), **own)
+    found.chat_template = tokenizer.chat_template
     return found
 
 
