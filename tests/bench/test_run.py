@@ -11,8 +11,8 @@ from volley import Engine
 from volley.bench.run import run_bench
 from volley.bench.tasks import BenchConfig
 from volley.errors import ConfigError
-from volley.models.diffusion import JOINT
-from volley.models.target import Target
+from volley.models.targets.diffusion import JOINT
+from volley.models.targets.target import Target
 
 
 def test_an_engine_decodes_by_its_own_settings_again_afterwards(tiny_pair: TinyPair, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from volley import Engine
 from volley.certify.certificate import certify_pair, read_certificate
 from volley.certify.options import CertifyConfig
 from volley.errors import CheckpointError
-from volley.models.diffusion import JOINT
-from volley.models.target import Target
+from volley.models.targets.diffusion import JOINT
+from volley.models.targets.target import Target
 
 QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
 BIASES = {"temperature": 0.05, "bonus tokens": 0.06, "trees": 0.04}
