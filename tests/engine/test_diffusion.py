@@ -22,7 +22,7 @@ from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.rules import TokenRule
 from volley.engine.recovery import recover
 from volley.errors import CapacityError, ConfigError, InputError, UnsupportedModelError
-from volley.models.targets.diffusion import FAST_DLLM, SDAR
+from volley.models.targets.diffusion import FAST_DLLM, JOINT, SDAR
 from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
@@ -301,6 +301,31 @@ def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) 
 def test_nothing_leaks_in_a_long_run_of_arrivals_aborts_and_preemptions(model: Masked) -> None:
     *_, came = arrive_and_leave(model.target, 150)
     assert came > 50
+
+
+class Short(Denoising):
+    """Says that its canvases need no pages, so that it is admitted where they do not fit."""
+
+    def reach(self, num_prompt: int, max_length: int, params: SamplingParams) -> int:
+        return max_length
+
+
+@pytest.mark.parametrize("kind", [Denoising, Short])
+def test_a_request_whose_canvas_finds_no_pages_waits_until_others_end(kind: type[Denoising]) -> None:
+    """Its text fits in the four pages that are free, but not the canvas behind it. The engine once admitted it for ever."""
+    target = masked_model(JOINT).target
+    assert target.diffusion is not None
+    engine = Engine(target, num_pages=8, prefix_caching=False, **BLOCKS)
+    plain = params(diffusion=DiffusionParams(mode="autoregressive"))
+    first = engine.add_request(PROMPTS[3] + PROMPTS[0], replace(plain, max_tokens=6))
+    engine.step()
+    _, own = engine.procedures.choose(params(1, max_tokens=8))
+    prompt = [*range(20, 50)]
+    second = engine.add_request(prompt, own, kind(target, target.diffusion))
+    engine.step()
+    assert (first.num_output, second.computed) == (2, 0)
+    assert (second.stats.preemptions > 0) == (kind is Short), "it is admitted when there is room for all of it"
+    assert finish(engine, [first, second])[1] == alone(target, prompt, own)
 
 
 def arrive_and_leave(target: Target, turns: int, canvas: DiffusionParams = CANVAS) -> Iterator[int]:

@@ -100,15 +100,25 @@ class Scheduler:
             request = next((own for own in self.waiting if not self._is_held(own)), None)
             if request is None:
                 break
-            if not self.sequences.admit(request, min(request.length + pacing.policy.block_size, request.max_length)):
+            if not self.sequences.admit(request, self._first_reach(request, pacing.policy.block_size)):
                 break
             self.waiting.remove(request)
             insort_right(self.running, request, key=_priority)
             work = pacing.decide([request], under_way)[0] if request.is_decoding else _read(request, budget)
             if work.ask.shape is not Shape.CHAIN:
                 work.ask = work.ask.cut(max(work.ask.positions, budget - 1))
-            budget -= self._schedule(work, works)
+            taken = self._schedule(work, works)
+            if not taken:  # it has no pages for this after all, and waits again
+                break
+            budget -= taken
         return len(works) > before
+
+    @staticmethod
+    def _first_reach(request: Request, block_size: int) -> int:
+        """The positions that a request needs when its text has been read: for a block, or to the end of its canvas."""
+        nearest = min(request.length + 1, request.max_length)
+        canvas = request.procedure.reach(request.num_prompt, nearest, request.params)
+        return max(canvas, min(request.length + block_size, request.max_length))
 
     def _is_held(self, request: Request) -> bool:
         """Whether a request waits for another one that is about to read the same prompt."""
