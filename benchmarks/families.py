@@ -27,8 +27,8 @@ from tests.conftest import byte_tokenizer
 from volley import Engine, SamplingParams
 from volley.decode.work import Work
 from volley.errors import VolleyError
-from volley.models.loading import auto_class
-from volley.models.target import Target
+from volley.models.targets.loading import auto_class
+from volley.models.targets.target import Target
 from volley.proposers.scripted import ScriptedProposer
 
 VOCAB, BLOCK = 260, 8

@@ -7,11 +7,11 @@ import pytest
 import transformers as tf
 from transformers import AutoConfig
 
+from tests.models.targets.test_target import COMMON, EXPERTS, LATENT, ROUTED
 from tests.models.test_other_attention import COUNT, answers_of
-from tests.models.test_target import COMMON, EXPERTS, LATENT, ROUTED
 from tests.tiny import eager_model, greedy, random_prompts
 from volley.errors import UnsupportedModelError
-from volley.models.target import Target
+from volley.models.targets.target import Target
 
 SLIDING = {"sliding_window": 8}
 SHARED = {**ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1}
