@@ -78,7 +78,7 @@ def draft_kib(engine: Engine, length: int) -> float:
     assert engine.draft_model is not None
     state, store = engine.sequences.states[1], engine.draft_model.store
     if isinstance(state, DraftRing):
-        return store.nbytes / 1024 / engine.capacity.max_running
+        return store.nbytes / 1024 / state.pool.num_pages * state.num_pages  # one ring; some more keep windows
     return store.nbytes / 1024 / engine.pool.num_pages * engine.pool.pages_for(length)
 
 

@@ -82,11 +82,30 @@ def reference(model: PreTrainedModel, prompts: list[list[int]], tokens: int) -> 
     return output[:, LENGTH:].tolist()
 
 
-def gap(model: PreTrainedModel, text: list[int], one: int, other: int) -> float:
-    """Distance of two tokens' logits after ``text``."""
+class Routers:
+    """How close each router of a model came to choosing another expert, by token, in one pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.margins: list[torch.Tensor] = []
+        for module in model.modules():
+            if type(module).__name__.endswith("Router") and hasattr(module, "top_k"):
+                module.register_forward_hook(self._note)
+
+    def _note(self, module: Any, _: Any, output: tuple[torch.Tensor, ...]) -> None:
+        ordered = output[0].sort(dim=-1, descending=True)[0]  # logits: their order is that of the scores
+        self.margins.append(ordered[:, module.top_k - 1] - ordered[:, module.top_k])
+
+
+def difference(model: PreTrainedModel, routers: Routers, text: list[int], own: int, other: int) -> dict[str, float]:
+    """How a pass of transformers over the whole ``text`` sees two tokens after it, ``generate``'s own and another."""
+    routers.margins.clear()
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-    return float((logits[one] - logits[other]).abs())
+    found = {"logit of generate's token minus the other's": float(logits[own] - logits[other])}
+    if routers.margins:
+        found["closest router"] = min(float(margin.min()) for margin in routers.margins)
+        found["its token"] = min((float(margin.min()), int(margin.argmin())) for margin in routers.margins)[1]
+    return found
 
 
 def own_noise(model: PreTrainedModel, text: list[int]) -> float:
@@ -111,7 +130,7 @@ def compare(name: str, tokens: int, settings: Sequence[str], rounds: int) -> dic
         prompt[:19] = prompts[0][:19]
     expected = reference(model, prompts, tokens)
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, expected, strict=True)}
-    target = Target(eager_model(config))
+    target, routers = Target(eager_model(config)), Routers(model)
     row: dict[str, Any] = {"family": name, "different words": len({t for a in expected for t in a}), "settings": {}}
     row["noise of transformers itself"] = own_noise(model, [*prompts[0], *expected[0]][:400])
     for setting in settings:
@@ -132,8 +151,8 @@ def compare(name: str, tokens: int, settings: Sequence[str], rounds: int) -> dic
                 at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
                 found["compared"] += len(pairs) if at is None else at + 1
                 if at is not None:
-                    distance = gap(model, [*prompt, *answer[:at]], *pairs[at])
-                    found["first differences"].append({"after": at, "distance of the logits": distance})
+                    seen = difference(model, routers, [*prompt, *answer[:at]], *pairs[at])
+                    found["first differences"].append({"after": at, **seen})
         found["tau"] = round(rounds * PROMPTS * (tokens - 1) / cycles, 2)
         print(name, setting, found, flush=True)
     return row
