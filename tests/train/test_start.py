@@ -5,8 +5,8 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 from tests import tiny
-from volley.models.drafter import Drafter
-from volley.models.taps import Taps
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.taps import Taps
 from volley.train.start import start_at_target
 
 

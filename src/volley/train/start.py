@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from volley.models.drafter import Drafter, RMSNorm
-from volley.models.taps import decoder_layers
+from volley.models.drafters.drafter import Drafter, RMSNorm
+from volley.models.targets.taps import decoder_layers
 
 OTHER_TAPS = 0.3
 """Times their random weights, what the other taps begin with beside the first."""
