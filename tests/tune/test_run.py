@@ -32,7 +32,7 @@ from volley.models.targets.target import load_tokenizer
 from volley.train.data import TrainingData, read_rows
 from volley.tune.data import held_out_prompts
 from volley.tune.options import TuneConfig
-from volley.tune.run import Tuning, tune
+from volley.tune.run import Tuning, batch_tokens, tune
 from volley.tune.trials import steady_acceptance
 
 SHAPE: dict[str, Any] = {
@@ -280,3 +280,19 @@ def test_what_cannot_be_tuned_is_said_at_once(tmp_path: Path) -> None:
 def test_the_steady_acceptance_of_a_tau(chance: float) -> None:
     tau = sum(chance**k for k in range(8))
     assert steady_acceptance(tau, 8) == pytest.approx(chance, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "per_token", "update", "expected"),
+    [
+        (3600, 2e-4, 0.0, 4096),  # as many as leave four thousand steps
+        (1200, 2e-4, 0.15, 2048),  # the optimizer would take two thirds of the 512 that four thousand steps leave
+        (180, 2e-4, 0.15, 1024),  # five hundred steps are left
+        (60, 2e-4, 0.15, 512),  # not even these
+        (10**6, 2e-4, 0.15, 8192),
+    ],
+)
+def test_batches_leave_steps_and_keep_the_optimizer_small(
+    seconds: float, per_token: float, update: float, expected: int
+) -> None:
+    assert batch_tokens(seconds, per_token, update) == expected

@@ -72,6 +72,8 @@ class Trainer:
         self.held_out = HeldOut(config, self.data, self.step_function, self.source)
         self.values: dict[str, Any] = {}
         """Of the last evaluation."""
+        self.update_seconds = 0.0
+        """Of all steps, what the optimizer took; it takes as long for a small batch as for a large one."""
 
     def resume(self) -> None:
         """Go on from the checkpoint in ``out``, if there is one."""
@@ -155,6 +157,7 @@ class Trainer:
         return torch.cat(rights), torch.cat(valids)
 
     def _update(self, progress: float) -> None:
+        started = time.monotonic()
         parameters = self.learner.parameters()
         self.ranks.sum_gradients(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, self.config.clip)
@@ -163,6 +166,7 @@ class Trainer:
             group["lr"] = self.config.learning_rate * scale
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.update_seconds += time.monotonic() - started
 
     def _passes(self, indices: list[int], anchors: dict[int, list[int]]) -> Iterator[tuple[list[int], bool]]:
         """This process's documents, cut where their blocks would exceed ``rows_per_pass`` rows; gradients add up.

@@ -62,7 +62,9 @@ ANCHORS = 64
 """Blocks of a response in a step, at most."""
 STEPS = 4000
 """Of the training, at least, where batches are not too small for that: short trainings need steps."""
-FEW_STEPS = 2000
+UPDATE_SHARE, FEWEST_STEPS = 0.25, 500
+"""Most of a step that the optimizer's update may take, where so many steps are left: Muon takes as long for a small batch."""
+FEW_STEPS = 1000
 EVALUATIONS = 5
 MINUTES_BETWEEN = 0.7
 """From one evaluation to the next, at least, where two fit."""
@@ -253,12 +255,12 @@ class Tuning:
         trial = Trainer(timed, self.ranks, self.frozen, speaks=False)
         trial.run()
         shutil.rmtree(folder)
-        at = trial.schedule.position
-        tokens = 60 * self.training_minutes * at.tokens / max(at.seconds, 1e-9)
-        batch = min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << round(math.log2(max(1, tokens / STEPS)))))
-        steps = round(tokens / batch)
-        rate = at.tokens / max(at.seconds, 1e-9)
-        self.say(f"{rate:.0f} tokens a second can be learnt from: {steps} steps of {batch} tokens")
+        at, updates = trial.schedule.position, trial.update_seconds
+        per_token, update = max(at.seconds - updates, 1e-9) / at.tokens, updates / at.step
+        batch = batch_tokens(60 * self.training_minutes, per_token, update)
+        seconds = batch * per_token + update
+        steps = round(60 * self.training_minutes / seconds)
+        self.say(f"{batch / seconds:.0f} tokens a second can be learnt from: {steps} steps of {batch} tokens")
         return batch, steps
 
     @property
@@ -356,6 +358,20 @@ class Tuning:
 def trial_minutes(minutes: float) -> float:
     """Those of all trials, of ``minutes`` in all."""
     return TRIAL_SHARE * min(minutes, LONG) + LATER_SHARE * max(0.0, minutes - LONG)
+
+
+def batch_tokens(seconds: float, per_token: float, update: float) -> int:
+    """Tokens of a step, a power of two, for a training of ``seconds``.
+
+    It has ``STEPS`` steps, or as many as batches of ``SMALLEST_BATCH`` leave. A step takes ``per_token`` seconds a token and
+    ``update`` of the optimizer, so batches are larger where that would be more than ``UPDATE_SHARE`` of it, while
+    ``FEWEST_STEPS`` are left.
+    """
+    for_steps = (seconds / STEPS - update) / per_token
+    for_share = update * (1 / UPDATE_SHARE - 1) / per_token
+    left = (seconds / FEWEST_STEPS - update) / per_token
+    tokens = max(for_steps, min(for_share, left), 1.0)
+    return min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << round(math.log2(tokens))))
 
 
 def _window(tokens: int | None) -> str:
