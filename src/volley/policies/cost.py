@@ -1,5 +1,6 @@
 """Seconds of passes on this machine: measured when they are first needed, corrected by the steps that follow."""
 
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +28,8 @@ _BENT = 1.15  # a pass that took so many times what the line between two others 
 _FAR = 1e6  # tokens; up to here the table is extended
 _STEPS = 128  # the last steps, to which the weights are fitted
 _NOISE = 0.15  # of a step's time, relative: other work, padding, sampling, the length of texts
-_SHORT = 0.25  # seconds; passes that are likely to take longer are not timed ahead
+_SHORT = 0.25  # seconds; passes that are likely to take longer are not timed ahead,
+_AHEAD = 1.0  # and none after so many seconds of it
 _INTERRUPTED = 3.0  # times the expected time; a step that took longer was interrupted, and counts as this long
 _LEAST = np.array((0.1, 0.0, 0.0, 0.0))  # of speed, fixed, each, reading
 
@@ -101,8 +103,10 @@ class PassCost:
 
     def rehearse(self, most: int) -> None:
         """Time passes of up to ``most`` tokens ahead, so that no step waits for it; none that is likely to take long."""
+        end = time.perf_counter() + _AHEAD
         for size in _SIZES:
-            if size > most or 2 * max(self._timed.values(), default=0.0) > _SHORT:
+            longest = max(self._timed.values(), default=0.0)
+            if size > most or 2 * longest > _SHORT or time.perf_counter() > end:
                 return
             self.time(size)
 
