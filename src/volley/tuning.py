@@ -100,9 +100,9 @@ def _certify_here(
     from volley.engine.engine import Engine
 
     named: dict[str, Any] = {} if drafter is None else {"drafter": drafter}
-    engine = Engine.from_pretrained(target, **named, dtype=getattr(torch, dtype))
-    if engine.drafter is None:
+    if str(drafter) == "none" or (drafter is None and target is not None):
         raise ConfigError("there is no drafter to certify; name one with --drafter")
+    engine = Engine.from_pretrained(target, **named, dtype=getattr(torch, dtype))
     asked = [engine.encode([{"role": "user", "content": text}]) for text in texts]
     return certify_pair(engine, asked, config, _say)
 
