@@ -105,7 +105,7 @@ def load_engine(
 
     from volley.engine.engine import Engine
     from volley.files import REFERENCE
-    from volley.models.target import Target
+    from volley.models.targets.target import Target
 
     if models.threads is not None:
         if models.threads < 1:
