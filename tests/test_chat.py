@@ -89,6 +89,14 @@ def test_a_message_without_role_or_content_is_named(message: dict[str, Any]) -> 
         encode_chat(byte_tokenizer(), [message])
 
 
+@pytest.mark.parametrize("template", ["{{ foo(", "{{ raise_exception('one turn') }}", "{{ nothing() }}"])
+def test_a_template_that_cannot_be_used_is_an_error_with_its_words(template: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=r"chat template refuses these messages: (unexpected|one turn|'nothing' is)"):
+        encode_chat(tokenizer, ASKED)
+
+
 def test_the_end_of_turn_is_the_stop_token_the_template_writes() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"

@@ -103,6 +103,8 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
             ("export", "d", "--to", "zlab", "--out", "o", "--draft-vocab-size", "9", "--data", "f", "--target", "/no"),
             "/no is no folder here; give one with config.json",
         ),
+        (("certify", "--drafter", "none", "--out", "o"), "there is no drafter to certify"),
+        (("certify", "--target", "t", "--out", "o"), "there is no drafter to certify"),
         (("train", "--target", "t", "--data", "d", "--out", "o", "--block-size", "1"), "block_size is 1"),
         (
             ("train", "--target", "t", "--data", "d", "--out", "o", "--device", "gpu"),

@@ -47,6 +47,11 @@ def test_bad_rows_are_named(tmp_path: Path, row: object, message: str) -> None:
         load_prompts(path)
 
 
+def test_files_of_windows_are_read(tmp_path: Path) -> None:
+    (tmp_path / "w.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two"}\r\n')
+    assert [c.messages[0]["content"] for c in load_prompts(tmp_path / "w.jsonl")] == ["one", "two"]
+
+
 def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         load_prompts(tmp_path / "none.jsonl")

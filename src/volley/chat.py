@@ -6,6 +6,8 @@ A base model has no chat template. It takes the text of a single user message as
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from jinja2 import TemplateError
+
 from volley.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ def render_chat(
             chat_template=template,
             **given,
         )
+    except TemplateError as error:
+        raise InputError(f"the model's chat template refuses these messages: {error}", field="messages") from error
     except (ValueError, TypeError) as error:
         raise InputError(f"the messages cannot be rendered: {error}") from error
     return str(text)

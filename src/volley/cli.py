@@ -442,9 +442,11 @@ def collect(
 
     end = run(config, source, report)
     errors.print(end.describe())
-    for refusal in getattr(source, "refusals", []):
+    for refusal in source.refusals:
         errors.print(refusal)
     errors.print(f"Written to {config.out}" + (f"; {end.failed} prompts could not be answered" if end.failed else ""))
+    if end.failed and not end.finished + end.skipped:
+        raise typer.Exit(1)
 
 
 @app.command()

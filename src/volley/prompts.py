@@ -180,7 +180,7 @@ def _check_messages(value: Any, where: str) -> tuple[Message, ...]:
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """``(line number, row)`` of each non-empty line."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:  # editors on Windows put a mark first
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     row = json.loads(line)

@@ -135,8 +135,10 @@ def test_a_full_disk_ends_it_and_what_was_written_counts(tmp_path: Path) -> None
 def test_prompts_longer_than_the_context_are_counted_not_fatal(tmp_path: Path) -> None:
     file = prompts_file(tmp_path, {"prompt": "x" * 50}, {"prompt": "x"})
     config = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl")
-    summary = collect(config, EngineSource(FakeEngine(), "tiny", context_length=30))
+    source = EngineSource(FakeEngine(), "tiny", context_length=30)
+    summary = collect(config, source)
     assert (summary.finished, summary.failed) == (1, 1)
+    assert source.refusals == ["1 prompts do not fit the target's context of 30 tokens; give shorter ones"]
 
 
 @pytest.mark.parametrize(

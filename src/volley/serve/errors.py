@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import TemplateError
 from starlette.responses import Response
 
 from volley.errors import VolleyError
@@ -57,8 +56,6 @@ def as_api_error(error: Exception) -> ApiError:
             return shutting_down(1)
         case VolleyError():
             return ApiError(400, str(error), param=error.field)
-        case TemplateError():
-            return ApiError(400, f"the model's chat template refuses these messages: {error}", param="messages")
     return ApiError(500, "the request failed inside the server; its log says why", kind="server_error")
 
 
@@ -72,5 +69,5 @@ def shutting_down(retry_after: float) -> ApiError:
     )
 
 
-EXPECTED = (ApiError, QueueFull, Stopped, TemplateError, VolleyError)
+EXPECTED = (ApiError, QueueFull, Stopped, VolleyError)
 """What :func:`as_api_error` has a client's answer for; anything else is a bug."""

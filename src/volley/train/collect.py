@@ -111,6 +111,8 @@ class Source(Protocol):
     """The model that answers; a journal holds the answers of one model only."""
     chat_template: str | bool
     """Digest of the template that was applied here, ``True`` when the endpoint applies its own, ``False`` where there is none."""
+    refusals: list[str]
+    """Why prompts of the last run were not answered."""
 
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
         """Answer every job and call ``done`` as each finishes. Returns how many were given up."""
@@ -317,6 +319,8 @@ class EngineSource:
         self.thinking = thinking
         self.batch = batch
         self.context_length = context_length
+        self.refusals: list[str] = []
+        """Why prompts were not answered."""
         self.chat_template: str | bool = template is not None and hashlib.sha256(template.encode()).hexdigest()[:16]
 
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
@@ -324,7 +328,7 @@ class EngineSource:
         if self.chat_template is False:
             for job in jobs:
                 check_single(job)
-        fresh, open_jobs, refused = iter(jobs), list[CollectJob](), 0
+        fresh, open_jobs, refused, self.refusals = iter(jobs), list[CollectJob](), 0, []
         while batch := open_jobs + list(islice(fresh, self.batch - len(open_jobs))):
             prompts = [encode_chat(self.engine.tokenizer, job.messages, thinking=self.thinking) for job in batch]
             fits = [self.context_length is None or len(ids) < self.context_length for ids in prompts]
@@ -338,4 +342,8 @@ class EngineSource:
                     done(job)
                 else:
                     open_jobs.append(job)
+        if refused:
+            self.refusals.append(
+                f"{refused} prompts do not fit the target's context of {self.context_length} tokens; give shorter ones"
+            )
         return refused

@@ -86,6 +86,7 @@ class Trainer:
         """Train until the first bound is reached; an interrupt saves the checkpoint and ends the run."""
         self._prepare()
         at, config = self.schedule.position, self.config
+        first = at.step + 1
         evaluations = Interval(config.eval_steps, config.eval_minutes, self.ranks)
         saves = Interval(config.save_steps, config.save_minutes, self.ranks)
         with Interrupts(self.reporter.say) as interrupts:
@@ -94,6 +95,8 @@ class Trainer:
                 correct, valid = self.step(self.schedule.batch, self.schedule.progress())
                 self.schedule.advance()
                 at.seconds += time.monotonic() - started
+                if at.step == first:
+                    self.reporter.first_step(at, self.schedule.progress(), time.monotonic() - started)
                 if at.step % config.log_steps == 0:
                     self.reporter.progress(at, self.schedule.progress(), correct, valid)
                 if evaluations.due(at.step):

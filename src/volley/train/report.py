@@ -41,6 +41,10 @@ class Reporter:
             with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, "step": position.step, **values}) + "\n")
 
+    def first_step(self, position: Position, fraction: float, seconds: float) -> None:
+        """How long the run may take, long before there is a line on its progress."""
+        self.say(f"a step takes some {seconds:.1f} s: {_left(position, fraction)}")
+
     def progress(self, position: Position, fraction: float, correct: Tensor, valid: Tensor) -> None:
         """One line on the steps since the last line; ``fraction`` of the run is done.
 
@@ -55,11 +59,10 @@ class Reporter:
         self._last = (now, Position(**asdict(position)))
         seconds = max(now - before, 1e-9)
         speed = {name: (getattr(position, name) - getattr(last, name)) / seconds for name in ("tokens", "blocks")}
-        left = position.seconds * (1 - fraction) / max(fraction, 1e-9)
         slots = " ".join(f"{value:.2f}" for value in accuracy)
         self.say(
             f"step {position.step} epoch {position.epoch + 1} {fraction:.1%} loss {loss:.4f} τ {tau:.3f} accuracy {slots} | "
-            f"{speed['tokens']:.0f} tokens/s {speed['blocks']:.0f} blocks/s, {left / 60:.1f} min left"
+            f"{speed['tokens']:.0f} tokens/s {speed['blocks']:.0f} blocks/s, {_left(position, fraction)}"
         )
         values = {"loss": loss, "tau": tau, "accuracy": [round(value, 4) for value in accuracy]}
         values |= {
@@ -87,3 +90,8 @@ def _step(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def _left(position: Position, fraction: float) -> str:
+    """Minutes left, if the run goes on as it went so far."""
+    return f"{position.seconds * (1 - fraction) / max(fraction, 1e-9) / 60:.1f} min left"

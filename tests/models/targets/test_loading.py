@@ -42,7 +42,25 @@ def test_an_unreachable_hub_names_the_remedy(monkeypatch: pytest.MonkeyPatch) ->
         drafter_path("somebody/drafter")
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "drafter", "a/b/c", "some/file.gguf"])
+def test_a_target_that_neither_this_machine_nor_the_hub_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(name: str, **_: object) -> str:
+        raise OSError("no route")
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", fetch)
+    with pytest.raises(
+        CheckpointError, match=r"target 'somebody/target' is no folder here .*no route.*give its folder"
+    ):
+        load_config("somebody/target")
+
+
+def test_weights_are_loaded_without_a_bar_where_nobody_looks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_pair().hf.save_pretrained(tmp_path)
+    capfd.readouterr()
+    load_causal_lm(tmp_path, torch.float32)
+    assert "Loading weights" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "drafter", "a/b/c", "some/file.gguf", "./drafter", "../drafter"])
 def test_what_is_no_hub_name_is_a_path(name: str) -> None:
     assert drafter_path(name) == Path(name)
 

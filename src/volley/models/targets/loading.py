@@ -61,8 +61,13 @@ def load_config(path: str | Path) -> PretrainedConfig:
     if is_gguf(path):
         return read_config(GGUFFile(path))
     check_config_file(path)
-    with _own_code_refused(path, "a model whose type transformers knows"):
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    try:
+        with _own_code_refused(path, "a model whose type transformers knows"):
+            config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except OSError as error:
+        if Path(path).exists():
+            raise
+        raise _not_given("target", path, error) from error
     return config
 
 
@@ -159,11 +164,16 @@ def drafter_path(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
     except Exception as error:  # the hub's client raises its own kinds, and those of the network
-        reason = shorten(str(error), 120, placeholder=" …")
-        raise CheckpointError(
-            f"drafter {str(name)!r} is no folder here and the hub does not give it ({reason}); check the name and the network, "
-            "or fetch it where there is one and give its folder"
-        ) from error
+        raise _not_given("drafter", name, error) from error
+
+
+def _not_given(what: str, name: str | Path, error: Exception) -> CheckpointError:
+    """The error for a name that may be one of the hub's, or a folder's that is not there."""
+    reason = shorten(str(error), 120, placeholder=" …")
+    return CheckpointError(
+        f"{what} {str(name)!r} is no folder here and the hub does not give it ({reason}); check the name and the network, "
+        "or fetch it where there is one and give its folder"
+    )
 
 
 def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
