@@ -43,8 +43,8 @@ from volley.certify.sampled import Sampled, Way, draw_way, verdicts, ways
 from volley.certify.statistics import Deviations
 from volley.decode.work import Work
 from volley.files import write_atomically
-from volley.models.drafter import Drafter
-from volley.models.target import Target
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.target import Target
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
 from volley.prompts import read_jsonl

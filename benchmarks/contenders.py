@@ -59,7 +59,7 @@ def transformers(settings: dict[str, Any]) -> Orders:
 
     from volley import SamplingParams
     from volley.bench.peers import transformers_runners
-    from volley.models.target import load_tokenizer
+    from volley.models.targets.target import load_tokenizer
 
     torch.set_num_threads(settings["threads"])
     stops = [load_tokenizer(settings["target"]).eos_token_id]

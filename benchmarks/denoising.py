@@ -16,7 +16,7 @@ import torch
 
 from volley import Engine, GenerationStats, SamplingParams
 from volley.files import REFERENCE
-from volley.models.diffusion import load_target
+from volley.models.targets.diffusion import load_target
 from volley.prompts import load_prompts
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -22,8 +22,8 @@ from tests.engine.test_diffusion import arrive_and_leave
 from tests.procedures.test_denoising import masked_model
 from tests.procedures.test_self_speculative import Independent, Unmatched, V, Whim, draws, exact, target
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.models.diffusion import FAST_DLLM, SDAR
-from volley.models.diffusion_gemma import DiffusionGemma
+from volley.models.targets.diffusion import FAST_DLLM, SDAR
+from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.procedures.self_speculative import SelfSpeculative
 
 AT_ONCE = 500

@@ -30,8 +30,8 @@ from volley.decode.renoise import Renoise
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.files import REFERENCE
-from volley.models.diffusion import JOINT
-from volley.models.diffusion_gemma import DiffusionGemma
+from volley.models.targets.diffusion import JOINT
+from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.proposers.scripted import ScriptedProposer
 
 CANVAS = 64

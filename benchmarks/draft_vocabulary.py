@@ -4,11 +4,11 @@
     python benchmarks/draft_vocabulary.py times runs/pair-0.6b --sizes 8192,16384,32768
     python benchmarks/draft_vocabulary.py coverage tokenizer.gguf text.jsonl more.jsonl
 
-``times`` copies the first rows of the inflated head, which are those that the pair writes: τ stays and the times are those of any
-choice of tokens. Beside them are the drafter as it is loaded, which drafts frequent tokens alone (``models/frequent.py``), and
-one that drafts all tokens but the last. ``coverage`` cuts every string of the rows into tokens, as responses of a target with
-that tokenizer. It prints what the first ids cover, with the tokens seen last and without, and what ``volley train`` would choose
-for targets of several sizes.
+``times`` copies the first rows of the inflated head, which are those that the pair writes: τ stays and the times are those of
+any choice of tokens. Beside them are the drafter as it is loaded, which drafts frequent tokens alone
+(``models/drafters/frequent.py``), and one that drafts all tokens but the last. ``coverage`` cuts every string of the rows into
+tokens, as responses of a target with that tokenizer. It prints what the first ids cover, with the tokens seen last and without,
+and what ``volley train`` would choose for targets of several sizes.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from volley import Engine, native
-from volley.models.drafter import Drafter
-from volley.models.export import TargetEnds
-from volley.models.frequent import FIRST, SEEN, FrequentHead
-from volley.models.loading import auto_tokenizer
-from volley.models.target import Target
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import TargetEnds
+from volley.models.drafters.frequent import FIRST, SEEN, FrequentHead
+from volley.models.targets.loading import auto_tokenizer
+from volley.models.targets.target import Target
 from volley.proposers.block import BlockProposer
 from volley.train.documents import Document
 from volley.train.vocabulary import Vocabulary, choose_vocabulary, coverage, response_counts

@@ -20,7 +20,7 @@ from training_rows import Changes, folder_of, load_chats, parser, tau, train_row
 
 from volley import Drafter, Engine, SamplingParams, Target
 from volley.files import write_atomically
-from volley.models.accelerate import accelerate
+from volley.models.layers.accelerate import accelerate
 from volley.types import GenerationStats
 
 BASE: Changes = {

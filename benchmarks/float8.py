@@ -16,9 +16,9 @@ import torch
 
 from volley import Engine, SamplingParams
 from volley.files import REFERENCE
-from volley.models.draft_model import load_drafter
-from volley.models.drafter import Drafter
-from volley.models.target import Target
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.target import Target
 from volley.native import DraftWeights
 from volley.prompts import load_prompts
 

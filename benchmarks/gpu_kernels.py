@@ -20,8 +20,8 @@ from volley.memory.attention import AttentionOptions, paged_attention, reference
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore
-from volley.models.checkpoint import DrafterConfig
-from volley.models.inject import Injection
+from volley.models.checkpoints.checkpoint import DrafterConfig
+from volley.models.drafters.inject import Injection
 
 PAGE = 16
 KV_HEADS, GROUPS, DIM = 8, 4, 128

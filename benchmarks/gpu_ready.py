@@ -38,10 +38,10 @@ from volley.engine.runner import Runner
 from volley.files import write_atomically
 from volley.memory.attention import AttentionOptions
 from volley.memory.device import Device
-from volley.models.checkpoint import DrafterConfig, HeadConfig
-from volley.models.drafter import Drafter
-from volley.models.joined import JoinedLayer
-from volley.models.target import Target
+from volley.models.checkpoints.checkpoint import DrafterConfig, HeadConfig
+from volley.models.drafters.drafter import Drafter
+from volley.models.layers.joined import JoinedLayer
+from volley.models.targets.target import Target
 from volley.native import DraftWeights
 from volley.policies.cost import PassCost
 from volley.proposers.block import BlockProposer

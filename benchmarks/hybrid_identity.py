@@ -26,7 +26,7 @@ from tests.tiny import VOCAB, eager_model
 from volley import Engine, SamplingParams
 from volley.decode.work import Shape, Work
 from volley.files import write_atomically
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.proposers.scripted import ScriptedProposer
 from volley.types import Proposal
 

@@ -252,7 +252,7 @@ def load(options: argparse.Namespace) -> dict[int, list[list[int]]]:
     from benchmarks.context_length import passages
     from volley.chat import encode_prompt
     from volley.files import read_json
-    from volley.models.target import load_tokenizer
+    from volley.models.targets.target import load_tokenizer
     from volley.prompts import load_prompts
 
     tokenizer = load_tokenizer(options.pair / "target")

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from volley import Engine, native
 from volley.files import REFERENCE
-from volley.models.rehearsal import CONTEXT, made_up
+from volley.models.targets.rehearsal import CONTEXT, made_up
 
 KINDS = {
     "attention": ("scaled_dot_product", "flash_attention", "softmax", "bmm"),

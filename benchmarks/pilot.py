@@ -42,8 +42,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from volley import Engine  # noqa: E402
-from volley.models.fingerprint import drafter_fingerprint  # noqa: E402
-from volley.models.pilot import PilotConfig, features  # noqa: E402
+from volley.models.drafters.pilot import PilotConfig, features  # noqa: E402
+from volley.models.layers.fingerprint import drafter_fingerprint  # noqa: E402
 from volley.train.options import PilotOptions  # noqa: E402
 from volley.train.pilot import Labelled, cycle_seconds, fit, inputs_of, label_all  # noqa: E402
 

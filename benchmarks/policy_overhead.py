@@ -36,7 +36,7 @@ import torch  # noqa: E402
 
 from volley import Engine, SamplingParams  # noqa: E402
 from volley.engine import runner  # noqa: E402
-from volley.models.pilot import PilotConfig, net_for  # noqa: E402
+from volley.models.drafters.pilot import PilotConfig, net_for  # noqa: E402
 from volley.policies.make import make_policy  # noqa: E402
 from volley.policies.pilot import Pilot  # noqa: E402
 from volley.procedures.request import Request  # noqa: E402

@@ -21,8 +21,8 @@ from transformers.utils import logging
 from volley import Engine, GenerationResult, SamplingParams
 from volley.chat import encode_chat
 from volley.files import REFERENCE
-from volley.models.loading import load_causal_lm, load_config
-from volley.models.quantised import quantisation_of
+from volley.models.quantised.scheme import quantisation_of
+from volley.models.targets.loading import load_causal_lm, load_config
 from volley.prompts import read_jsonl
 
 SCHEMES = ("W8A16", "W8A8", "FP8_DYNAMIC", "FP8", "W4A16", "NVFP4A16", "NVFP4", "MXFP4A16")

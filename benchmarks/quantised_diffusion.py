@@ -21,7 +21,7 @@ from benchmarks.diffusion_curve import nats
 from benchmarks.quantised import perplexity, quantise, shared
 from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
 from volley.files import find_target
-from volley.models.loading import load_causal_lm
+from volley.models.targets.loading import load_causal_lm
 from volley.prompts import load_prompts
 
 SCHEMES = ("FP8_DYNAMIC", "FP8", "NVFP4A16", "NVFP4")

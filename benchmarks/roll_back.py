@@ -22,7 +22,7 @@ from volley import Engine, SamplingParams, Target
 from volley.decode.work import Work
 from volley.engine.recurrent import RecurrentStates
 from volley.engine.step import Step
-from volley.models.accelerate import accelerate
+from volley.models.layers.accelerate import accelerate
 from volley.proposers.scripted import ScriptedProposer
 
 BLOCK, PROMPT = 8, 64

@@ -47,9 +47,9 @@ import torch
 from volley import Engine, SamplingParams
 from volley.engine.reload import replace_drafter
 from volley.files import REFERENCE, write_atomically
-from volley.models.draft_model import load_drafter
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint, target_fingerprint
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.drafter import Drafter
+from volley.models.layers.fingerprint import drafter_fingerprint, target_fingerprint
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import Reservoir
 from volley.recalibrate.rounds import Recalibration

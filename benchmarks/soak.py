@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.grammars import make_schema
 from benchmarks.kept import Kept
 from benchmarks.thread_server import serving
-from tests.models.test_adapter import make_adapter
+from tests.models.drafters.test_adapter import make_adapter
 from volley import Engine
 from volley.files import REFERENCE, make_folder, read_json, write_atomically
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 from volley.prompts import load_prompts
 from volley.serve.config import ServeConfig
 from volley.serve.service import Service

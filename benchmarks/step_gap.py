@@ -31,7 +31,7 @@ from volley.engine import capacity
 from volley.files import write_atomically
 from volley.memory.device import Device
 from volley.memory.kernels import launching
-from volley.models.target import Target
+from volley.models.targets.target import Target
 
 
 class Clock:

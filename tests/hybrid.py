@@ -8,7 +8,7 @@ import transformers as tf
 from transformers import PreTrainedModel
 
 from tests.tiny import SHAPE, VOCAB, eager_model, greedy, random_prompts
-from volley.models.target import Target
+from volley.models.targets.target import Target
 
 COMMON: dict[str, Any] = {
     **SHAPE,

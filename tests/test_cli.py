@@ -9,14 +9,14 @@ import torch
 from typer.testing import CliRunner
 
 import volley.cli
+from tests.models.drafters.test_adapter import make_adapter
 from volley.cli import app, main
 from volley.errors import CheckpointError, ConfigError, InputError
 from volley.files import BUNDLED_TARGETS
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 from volley.train.options import TrainConfig
 
 from .conftest import TinyPair
-from .models.test_adapter import make_adapter
 
 FAST = ("--dtype", "float32", "--threads", "1")
 
@@ -181,8 +181,8 @@ def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None
 
 def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     from volley.engine.engine import Engine
-    from volley.models.drafter import Drafter
-    from volley.models.target import Target
+    from volley.models.drafters.drafter import Drafter
+    from volley.models.targets.target import Target
 
     def pair(*_: object, **__: object) -> Engine:
         import torch

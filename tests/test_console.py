@@ -15,8 +15,8 @@ from rich.console import Console
 from tests.conftest import TinyPair
 from volley import Engine
 from volley.console import Comparison, Paper, demo_diffusion, explain_difference, median_turn
-from volley.models.diffusion import JOINT
-from volley.models.target import Target
+from volley.models.targets.diffusion import JOINT
+from volley.models.targets.target import Target
 from volley.types import MASKED, GenerationResult, GenerationStats
 
 

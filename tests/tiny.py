@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from volley import Engine, GenerationResult, SamplingParams
-from volley.models.checkpoint import DrafterConfig
-from volley.models.drafter import Drafter
-from volley.models.target import Target
+from volley.models.checkpoints.checkpoint import DrafterConfig
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.target import Target
 from volley.procedures.request import Request
 from volley.proposers.base import Works
 from volley.proposers.block import BlockProposer

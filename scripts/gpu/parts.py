@@ -79,8 +79,8 @@ class Bench:
         """A target and a drafter with random weights in Qwen3-8B's shape and DFlash's."""
         from transformers import AutoModelForCausalLM, Qwen3Config
 
-        from volley.models.accelerate import accelerate
-        from volley.models.target import Target
+        from volley.models.layers.accelerate import accelerate
+        from volley.models.targets.target import Target
 
         config = Qwen3Config(
             **self.shape, num_hidden_layers=self.layers, max_position_embeddings=40960, eos_token_id=None
@@ -95,8 +95,8 @@ class Bench:
 
     def drafter(self, target: Any, weights: Any) -> Any:
         """A drafter for ``target`` with such weights."""
-        from volley.models.checkpoint import DrafterConfig
-        from volley.models.drafter import Drafter
+        from volley.models.checkpoints.checkpoint import DrafterConfig
+        from volley.models.drafters.drafter import Drafter
 
         own = DrafterConfig(
             **self.shape,

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.reference import distil
 from volley.files import REFERENCE, save_tensors, write_atomically
-from volley.models.eagle import EagleDrafter
-from volley.models.eagle_format import usual_taps
-from volley.models.formats import parse_config
-from volley.models.taps import Taps
+from volley.models.checkpoints.eagle_format import usual_taps
+from volley.models.checkpoints.formats import parse_config
+from volley.models.drafters.eagle import EagleDrafter
+from volley.models.targets.taps import Taps
 
 DECAY = 0.8
 

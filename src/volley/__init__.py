@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from volley.config import CapacityConfig, DecodingConfig
     from volley.engine.engine import Engine
     from volley.grammar import Grammar
-    from volley.models.drafter import Drafter
-    from volley.models.target import Target
+    from volley.models.drafters.drafter import Drafter
+    from volley.models.targets.target import Target
     from volley.policies.base import Policy
     from volley.proposers.base import Proposer
     from volley.types import DiffusionParams, GenerationResult, GenerationStats, SamplingParams, TextChunk
@@ -33,12 +33,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "CapacityConfig": "volley.config",
     "DecodingConfig": "volley.config",
-    "Drafter": "volley.models.drafter",
+    "Drafter": "volley.models.drafters.drafter",
     "Engine": "volley.engine.engine",
     "Grammar": "volley.grammar",
     "Policy": "volley.policies.base",
     "Proposer": "volley.proposers.base",
-    "Target": "volley.models.target",
+    "Target": "volley.models.targets.target",
 }
 
 

@@ -106,7 +106,7 @@ def load_engine(
 
     from volley.engine.engine import Engine
     from volley.files import REFERENCE
-    from volley.models.target import Target
+    from volley.models.targets.target import Target
 
     logging.disable_progress_bar()
     if models.threads is not None:

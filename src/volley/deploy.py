@@ -68,7 +68,7 @@ def export(
     """Write a drafter in the format that another engine loads. Weights are copied or left out, never changed."""
     if (options.draft_vocab_size is None) != (not data):
         raise ConfigError("--draft-vocab-size keeps the tokens that are frequent in --data; give both or neither")
-    from volley.models.export import export as run
+    from volley.models.drafters.export import export as run
 
     counts = _token_counts(options.target, data) if options.target is not None and data else None
     written = run(drafter, counts=counts, **asdict(options)).config
@@ -80,8 +80,8 @@ def export(
 
 def _token_counts(target: str, data: list[Path]) -> list[int]:
     """How often the target wrote each token."""
-    from volley.models.export import TargetShape
-    from volley.models.loading import auto_tokenizer
+    from volley.models.drafters.export import TargetShape
+    from volley.models.targets.loading import auto_tokenizer
     from volley.train.data import count_response_tokens, read_rows
 
     vocab_size = TargetShape.from_pretrained(target).vocab_size  # first: its error says what is wrong with the name

@@ -53,6 +53,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder: one, or the shards that its index names."""
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.exists() or not index.exists():
+        pickled = path / "pytorch_model.bin"
+        if not whole.exists() and pickled.exists():
+            raise CheckpointError(
+                f"{pickled} is a pickle; write it as {whole.name}, with safetensors.torch.save_file(torch.load({pickled.name!r}, "
+                f"weights_only=True), {whole.name!r})"
+            )
+        return [whole]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} has no 'weight_map'; fetch the checkpoint again")
+    return sorted({path / str(name) for name in names.values()})
+
+
 def make_folder(path: Path) -> None:
     """Make ``path`` a folder, or say now that nothing can be written there rather than after the work."""
     try:

@@ -6,9 +6,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from volley.bench.peers import to_transformers, transformers_runners
 from volley.bench.tasks import Case
-from volley.models.checkpoint import DrafterConfig
-from volley.models.drafter import Drafter
-from volley.models.export import export
+from volley.models.checkpoints.checkpoint import DrafterConfig
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import export
 from volley.types import SamplingParams
 
 from ..conftest import TinyPair

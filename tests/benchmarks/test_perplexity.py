@@ -10,7 +10,7 @@ import torch
 from benchmarks.perplexity import joined, perplexity, read_estimate, row_in_a_process
 from volley import Engine
 from volley.files import REFERENCE
-from volley.models.loading import load_causal_lm
+from volley.models.targets.loading import load_causal_lm
 
 TEXT = "To list all files of a folder, use the command `ls -a`. It shows hidden files, too. " * 12
 

@@ -23,7 +23,7 @@ from volley.decode.canvas import Canvas
 from volley.decode.renoise import Renoise
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Ask, Rule, Shape
-from volley.models.target import BlockDiffusion
+from volley.models.targets.target import BlockDiffusion
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
 from volley.types import DiffusionParams, SamplingParams

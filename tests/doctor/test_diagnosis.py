@@ -18,7 +18,7 @@ from volley.doctor.diagnosis import Doctor
 from volley.engine.states import TargetPages
 from volley.errors import InputError
 from volley.files import REFERENCE, load_tensors, save_tensors
-from volley.models.export import export
+from volley.models.drafters.export import export
 from volley.procedures.request import Request
 from volley.train.features import FrozenTarget
 

@@ -13,8 +13,8 @@ from tests.quantised import save_compressed
 from volley.doctor.diagnosis import Doctor
 from volley.errors import ConfigError
 from volley.files import REFERENCE
-from volley.models.export import export
-from volley.models.formats import Format, parse_config, read_checkpoint
+from volley.models.checkpoints.formats import Format, parse_config, read_checkpoint
+from volley.models.drafters.export import export
 from volley.train.features import FrozenTarget
 
 NAMES = ("drafter", "drafter-dflash", "drafter-markov")

@@ -10,11 +10,11 @@ import torch
 from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_greedy import COUNT, PROMPTS, expected, tokens
 from tests.engine.test_sampled import PROMPT, SEEDS, V, exact_law, soft_scored, tiny
-from tests.models.test_adapter import make_adapter
+from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import Pair, drafts_of, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError, InputError
-from volley.models.adapter import adapted
+from volley.models.drafters.adapter import adapted
 from volley.proposers import block
 
 CHOICES = [None, "first", "second"]

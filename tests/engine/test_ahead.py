@@ -16,7 +16,7 @@ from volley import Engine, SamplingParams
 from volley.engine import capacity
 from volley.engine.engine import Engine as AnyEngine
 from volley.memory.device import Device
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.procedures.request import Request
 
 PROMPTS = random_prompts(5, longest=22, seed=4)

@@ -14,9 +14,9 @@ from tests.procedures.test_denoising import masked_model
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.engine.recovery import recover
-from volley.models.diffusion import SDAR
-from volley.models.diffusion_gemma import DiffusionGemma
-from volley.models.target import Target
+from volley.models.targets.diffusion import SDAR
+from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.models.targets.target import Target
 from volley.procedures.request import Request
 
 FAMILIES = ["sdar", "gemma"]

@@ -22,8 +22,8 @@ from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.rules import TokenRule
 from volley.engine.recovery import recover
 from volley.errors import CapacityError, ConfigError, InputError, UnsupportedModelError
-from volley.models.diffusion import FAST_DLLM, SDAR
-from volley.models.target import Target
+from volley.models.targets.diffusion import FAST_DLLM, SDAR
+from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
 from volley.types import CanvasDraft

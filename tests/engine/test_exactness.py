@@ -13,8 +13,8 @@ from tests.tiles import needs_kernels
 from tests.tiny import Pair
 from volley import Engine
 from volley.errors import ConfigError
-from volley.models.accelerate import accelerate
-from volley.models.target import Target
+from volley.models.layers.accelerate import accelerate
+from volley.models.targets.target import Target
 
 
 @needs_kernels

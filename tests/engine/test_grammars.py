@@ -24,8 +24,8 @@ from volley import Engine, Grammar, SamplingParams
 from volley.decode.rules import Constraint, allowed_probs
 from volley.decode.sampling import token_probs
 from volley.errors import ConfigError, InputError
-from volley.models.checkpoint import HeadConfig
-from volley.models.target import Target
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.targets.target import Target
 from volley.procedures import speculative
 from volley.proposers import block
 from volley.types import Proposal

@@ -12,7 +12,7 @@ from tests.tiny import Pair, block_proposer, greedy, make_pair, random_drafter, 
 from volley import Engine, GenerationResult, SamplingParams
 from volley.decode.denoise import SCHEDULES
 from volley.engine.states import DraftRing, num_rings
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoints.checkpoint import HeadConfig
 
 COUNT = 20
 BASE = random_prompts(7, longest=35, seed=1)

@@ -11,7 +11,7 @@ from tests.tiny import Pair, block_proposer, greedy, make_pair, random_drafter, 
 from volley import Engine, SamplingParams
 from volley.decode.work import Ask
 from volley.engine.step import Step
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.cost import Costs
 

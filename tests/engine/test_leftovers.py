@@ -17,7 +17,7 @@ from volley.engine.engine import Engine as AnyEngine
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
-from volley.models.backlog import Backlog
+from volley.models.drafters.backlog import Backlog
 from volley.policies.base import Cycle, Policy, View
 from volley.types import Proposal, Verdict
 

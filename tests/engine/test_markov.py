@@ -19,10 +19,10 @@ from tests.tiny import VOCAB, Pair, greedy, make_pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError
 from volley.files import save_tensors
-from volley.models.checkpoint import Checkpoint, HeadConfig
-from volley.models.drafter import Drafter
-from volley.models.formats import write_checkpoint
-from volley.models.heads import MarkovTables
+from volley.models.checkpoints.checkpoint import Checkpoint, HeadConfig
+from volley.models.checkpoints.formats import write_checkpoint
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.heads import MarkovTables
 
 LENGTH = 32
 KINDS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from volley import Engine, SamplingParams
 from volley.decode.detokenize import Detokenizer
 from volley.engine.overlap import Overlap
 from volley.engine.recovery import recover
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.procedures.request import Request
 from volley.types import TextChunk
 

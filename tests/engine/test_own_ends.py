@@ -11,8 +11,8 @@ from tests.chi_square import chi_square_p, joint_counts
 from tests.engine import test_greedy, test_sampled
 from tests.tiny import VOCAB, Pair, make_pair, random_drafter
 from volley import Engine, SamplingParams
-from volley.models.checkpoint import HeadConfig
-from volley.models.drafter import Drafter
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.drafters.drafter import Drafter
 from volley.proposers import block
 
 HEAD = HeadConfig(type="residual", rank=4, candidates=8)

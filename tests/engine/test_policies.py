@@ -19,9 +19,9 @@ from volley.decode.sampling import Purpose, draw, token_probs
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.engine.engine import DEFAULT_POLICY
 from volley.errors import ConfigError
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint
-from volley.models.pilot import PilotConfig, net_for
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import PilotConfig, net_for
+from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.fixed import Feedback, Fixed
 from volley.policies.goodput import Goodput

@@ -12,7 +12,7 @@ import torch
 from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_sampled import TOKENS, V, exact_law, sampled
 from tests.hybrid import BASE, CONFIGS, COUNT, KINDS, PROMPTS, answers, expected, model, target
-from tests.models.test_adapter import make_adapter
+from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import Pair, eager_model, greedy, random_drafter, teach
 from volley import Engine, GenerationResult, SamplingParams
 from volley.engine.recovery import recover
@@ -20,7 +20,7 @@ from volley.engine.recurrent import RecurrentStates
 from volley.engine.step import Step
 from volley.errors import ConfigError
 from volley.memory.recurrent_pass import Wanted
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.proposers.scripted import ScriptedProposer
 
 PARAMS = SamplingParams(max_tokens=COUNT)

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.test_adapter import make_adapter
+from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.engine.reload import replace_drafter
 from volley.errors import ConfigError, MismatchError
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 from volley.policies.fixed import Fixed
 
 

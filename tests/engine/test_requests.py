@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.tiny import Pair, greedy, make_pair, random_prompts, teach
 from volley import Engine, GenerationResult, SamplingParams, TextChunk
 from volley.errors import InputError
-from volley.models.target import Target
+from volley.models.targets.target import Target
 
 PIECES = ["ab", "c", "a", "b", " ", "bc", "ca", "d", "\n", "xyz"]
 COUNT = 30

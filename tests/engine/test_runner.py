@@ -13,8 +13,8 @@ from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import make_store
-from volley.models.draft_model import DraftModel
-from volley.models.target import Target
+from volley.models.drafters.draft_model import DraftModel
+from volley.models.targets.target import Target
 from volley.procedures.request import Request
 from volley.types import Proposal
 

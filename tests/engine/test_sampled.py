@@ -18,7 +18,7 @@ from volley.decode.sampling import token_probs
 from volley.decode.work import Rule
 from volley.engine.engine import OnVerified
 from volley.engine.step import Step
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.proposers import block
 from volley.proposers.base import Works
 from volley.types import Proposal

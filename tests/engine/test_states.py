@@ -24,8 +24,8 @@ from volley.engine.states import (
 from volley.engine.step import Step
 from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import DenseKVStore
-from volley.models.backlog import Backlog
-from volley.models.draft_model import DraftModel
+from volley.models.drafters.backlog import Backlog
+from volley.models.drafters.draft_model import DraftModel
 from volley.procedures.request import Request
 from volley.types import Proposal, SamplingParams, Verdict
 

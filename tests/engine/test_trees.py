@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.test_target import ARCHITECTURES
+from tests.models.targets.test_target import ARCHITECTURES
 from tests.tiny import (
     VOCAB,
     Pair,
@@ -25,8 +25,8 @@ from volley.decode.work import Ask, Kind, Shape
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 from volley.errors import ConfigError
-from volley.models.checkpoint import HeadConfig
-from volley.models.target import Target
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.targets.target import Target
 from volley.policies.base import View
 from volley.policies.fixed import Fixed
 from volley.procedures.request import Request

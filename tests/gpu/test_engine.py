@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from benchmarks.pretended_gpu import CPU, CUDA, EVENT, OnDevice, move, pretended_cuda
 from tests.costs import settle
-from tests.models.test_adapter import make_adapter
+from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import Pair, answers_and_drafts, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.files import REFERENCE
@@ -23,13 +23,13 @@ from volley.memory import float8
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.memory.upload import upload_together
-from volley.models import backlog, draft_model
-from volley.models.accelerate import weight_bytes
-from volley.models.adapter import adapted
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint
-from volley.models.loading import load_causal_lm
-from volley.models.target import Target
+from volley.models.drafters import backlog, draft_model
+from volley.models.drafters.adapter import adapted
+from volley.models.drafters.drafter import Drafter
+from volley.models.layers.accelerate import weight_bytes
+from volley.models.layers.fingerprint import drafter_fingerprint
+from volley.models.targets.loading import load_causal_lm
+from volley.models.targets.target import Target
 
 pretended = partial(pretended_cuda, runs_kernels=True)
 GREEDY = SamplingParams(max_tokens=5)

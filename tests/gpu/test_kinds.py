@@ -20,11 +20,11 @@ from tests.engine.test_grammars import GRAMMAR
 from tests.procedures.test_denoising import MASK, masked_model
 from tests.tiny import eager_model, random_drafter, random_prompts, target_config
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.models.checkpoint import HeadConfig
-from volley.models.diffusion import FAST_DLLM, SDAR
-from volley.models.diffusion_gemma import DiffusionGemma
-from volley.models.drafter import Drafter
-from volley.models.target import Target
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.diffusion import FAST_DLLM, SDAR
+from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.models.targets.target import Target
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "num_key_value_heads": 1}
 DRAFTER: dict[str, Any] = {

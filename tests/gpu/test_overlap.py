@@ -14,7 +14,7 @@ from tests.tiny import eager_model, random_drafter, target_config
 from volley import Engine, SamplingParams
 from volley.decode.detokenize import Detokenizer
 from volley.engine.overlap import Overlap
-from volley.models.target import Target
+from volley.models.targets.target import Target
 
 SMALL = {"num_hidden_layers": 2, "num_key_value_heads": 1}
 SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0)

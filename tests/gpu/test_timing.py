@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from benchmarks.pretended_gpu import SYNCHRONISED, Counts
 from tests.gpu.test_engine import Both, both, pretended
 from volley import Engine
-from volley.models import rehearsal
+from volley.models.targets import rehearsal
 
 __all__ = ["both"]
 TIMED = {

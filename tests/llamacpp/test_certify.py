@@ -11,7 +11,7 @@ from tests.models.gguf.files import write_model
 from volley.certify.certificate import Certificate, certify_server
 from volley.certify.options import CertifyConfig
 from volley.files import REFERENCE, load_tensors, save_tensors
-from volley.models.export import export
+from volley.models.drafters.export import export
 
 pytestmark = [
     pytest.mark.llamacpp,

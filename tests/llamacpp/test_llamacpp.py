@@ -14,8 +14,8 @@ from tests.llamacpp.running import EXACT, SERVER, SOURCE, LlamaAnswer, ask, conv
 from tests.models.gguf.files import write_model
 from volley import Engine, SamplingParams
 from volley.files import REFERENCE, load_tensors, save_tensors
-from volley.models.drafter import Drafter
-from volley.models.export import export
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import export
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
 
 pytestmark = [

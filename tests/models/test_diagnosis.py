@@ -7,9 +7,9 @@ import torch
 
 from tests.tiny import VOCAB, eager_model, random_drafter, target_config
 from volley.files import load_tensors, read_json, save_tensors, write_atomically
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.diagnosis import Diagnosis, diagnose
-from volley.models.export import export
+from volley.models.drafters.export import export
 
 
 @pytest.fixture

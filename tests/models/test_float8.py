@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tests import eagle
-from tests.models.test_adapter import make_adapter
+from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import Pair, drafts_of, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.memory import float8
-from volley.models.accelerate import weight_bytes
-from volley.models.checkpoint import HeadConfig
-from volley.models.draft_model import load_drafter
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint
-from volley.models.products import Float8Product
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.drafter import Drafter
+from volley.models.layers.accelerate import weight_bytes
+from volley.models.layers.fingerprint import drafter_fingerprint
+from volley.models.layers.products import Float8Product
 
 PROMPTS = random_prompts(3, longest=30, seed=4)
 RESIDUAL = HeadConfig(type="residual", rank=4)

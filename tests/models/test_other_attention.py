@@ -9,13 +9,13 @@ import torch
 import transformers as tf
 from transformers import PreTrainedModel
 
-from tests.models.test_target import COMMON, LATENT, ROUTED
+from tests.models.targets.test_target import COMMON, LATENT, ROUTED
 from tests.tiny import greedy, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.work import Work
 from volley.errors import UnsupportedModelError
-from volley.models.loading import auto_class
-from volley.models.target import Target, check_config
+from volley.models.targets.loading import auto_class
+from volley.models.targets.target import Target, check_config
 from volley.proposers.scripted import ScriptedProposer
 
 COUNT = 24

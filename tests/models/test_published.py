@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.tiny import drafter_config, random_drafter
-from volley.models.checkpoint import HeadConfig
-from volley.models.drafter import Drafter
-from volley.models.export import export
-from volley.models.formats import Format, obstacles, parse_config, read_checkpoint
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.checkpoints.formats import Format, obstacles, parse_config, read_checkpoint
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import export
 
 SHAPE: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],

@@ -21,9 +21,9 @@ from volley.errors import CheckpointError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
-from volley.models.diffusion import load_target
-from volley.models.diffusion_gemma import DiffusionGemma
-from volley.models.quantised import quantisation_of
+from volley.models.quantised.scheme import quantisation_of
+from volley.models.targets.diffusion import load_target
+from volley.models.targets.diffusion_gemma import DiffusionGemma
 
 SCHEMES = ["FP8_DYNAMIC", "NVFP4"]
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}

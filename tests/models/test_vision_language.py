@@ -10,8 +10,8 @@ import transformers as tf
 
 from tests.tiny import SHAPE, VOCAB, greedy
 from volley import Engine, SamplingParams
-from volley.models.loading import load_causal_lm
-from volley.models.target import Target
+from volley.models.targets.loading import load_causal_lm
+from volley.models.targets.target import Target
 
 TEXT: dict[str, Any] = {
     **SHAPE,

@@ -12,9 +12,8 @@ from tests.policies.views import views
 from tests.tiny import VOCAB, random_drafter
 from volley.errors import CheckpointError, ConfigError, MismatchError
 from volley.files import load_tensors, save_tensors
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint
-from volley.models.pilot import (
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import (
     CONFIG,
     WEIGHTS,
     PilotConfig,
@@ -24,6 +23,7 @@ from volley.models.pilot import (
     net_for,
     save_pilot,
 )
+from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.policies.cost import Costs
 from volley.policies.pilot import Pilot
 

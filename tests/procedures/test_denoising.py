@@ -15,8 +15,8 @@ from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.sampling import PositionNoise, token_probs
 from volley.decode.work import Work
 from volley.memory.batch import Segment
-from volley.models.diffusion import FAST_DLLM, LLADA2, SDAR
-from volley.models.target import BlockDiffusion, Target
+from volley.models.targets.diffusion import FAST_DLLM, LLADA2, SDAR
+from volley.models.targets.target import BlockDiffusion, Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
 

@@ -8,8 +8,8 @@ from tests import tiny
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.config import DecodingConfig
 from volley.errors import ConfigError
-from volley.models.diffusion import SDAR
-from volley.models.target import Target
+from volley.models.targets.diffusion import SDAR
+from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.make import Procedures
 from volley.procedures.self_speculative import SelfSpeculative

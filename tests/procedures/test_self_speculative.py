@@ -18,9 +18,9 @@ from tests.diffusion_gemma import random_model
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.canvas import CanvasNoise, CoupledNoise
 from volley.decode.sampling import PositionNoise, token_probs
-from volley.models.diffusion import FAST_DLLM, SDAR
-from volley.models.diffusion_gemma import DiffusionGemma
-from volley.models.target import Target
+from volley.models.targets.diffusion import FAST_DLLM, SDAR
+from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.request import Request

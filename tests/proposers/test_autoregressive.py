@@ -14,7 +14,7 @@ from tests.proposers.answers import COUNT, PROMPTS, expected, run
 from tests.tiny import VOCAB, Pair, greedy, make_pair
 from volley import Engine, SamplingParams
 from volley.errors import MismatchError
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.proposers.autoregressive import AutoregressiveProposer
 from volley.proposers.base import Works
 

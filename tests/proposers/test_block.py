@@ -14,7 +14,7 @@ from volley.decode.sampling import Purpose, draw, race, token_probs
 from volley.decode.tree import coupled_logits, expand
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.memory.batch import Segment
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.procedures.request import Request
 from volley.proposers.block import BlockProposer
 

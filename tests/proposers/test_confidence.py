@@ -17,10 +17,10 @@ from volley.decode.work import Ask, Rule, Shape, Work
 from volley.errors import ConfigError
 from volley.files import load_tensors, read_json
 from volley.memory.batch import Segment
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.diagnosis import diagnose
-from volley.models.drafter import Drafter
-from volley.models.export import export
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import export
 from volley.policies.base import Cycle
 from volley.policies.fixed import Fixed
 from volley.proposers.base import Works

@@ -22,8 +22,8 @@ from volley.config import DecodingConfig
 from volley.decode.rules import Constraint
 from volley.decode.work import Work
 from volley.errors import ConfigError
-from volley.models.draft_model import load_drafter
-from volley.models.eagle_model import EagleModel
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.eagle_model import EagleModel
 from volley.proposers.base import Proposer, Works
 from volley.proposers.eagle import EagleProposer
 

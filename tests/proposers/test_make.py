@@ -5,8 +5,8 @@ from pathlib import Path
 from tests import eagle
 from tests.tiny import Pair
 from volley import Engine
-from volley.models.draft_model import load_drafter
-from volley.models.eagle_model import EagleModel
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.eagle_model import EagleModel
 from volley.proposers.block import BlockProposer
 from volley.proposers.eagle import EagleProposer
 

@@ -13,9 +13,9 @@ from tests.conftest import TinyPair
 from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
 from volley.files import write_atomically
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint
-from volley.models.target import Target
+from volley.models.drafters.drafter import Drafter
+from volley.models.layers.fingerprint import drafter_fingerprint
+from volley.models.targets.target import Target
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import Reservoir
 from volley.recalibrate.rounds import Event, Recalibration

@@ -24,10 +24,10 @@ from tests.engine.test_reload import other_drafter
 from tests.serve.running import MODEL, Running, Tiny, running, wait_until
 from volley import Engine
 from volley.errors import ConfigError
-from volley.models.drafter import Drafter
-from volley.models.export import export
-from volley.models.fingerprint import drafter_fingerprint
-from volley.models.sharded import ShardedTarget
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import export
+from volley.models.layers.fingerprint import drafter_fingerprint
+from volley.models.targets.sharded import ShardedTarget
 from volley.recalibrate.companion import Recalibrator
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import entries, read

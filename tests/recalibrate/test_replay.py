@@ -6,7 +6,7 @@ from tests.conftest import TinyPair
 from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
 from volley.files import REFERENCE
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 from volley.recalibrate.replay import replay
 from volley.recalibrate.reservoir import Entry, ServedRow
 from volley.train.features import FrozenTarget

@@ -13,7 +13,7 @@ import torch
 
 from tests.recalibrate.conftest import Kept
 from volley.files import load_tensors
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 from volley.recalibrate import rounds
 from volley.recalibrate.reservoir import Entry, erase
 from volley.recalibrate.rounds import Recalibration, choose_rows

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from tests import tiny
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.files import REFERENCE, load_tensors
-from volley.models.diffusion import load_target
+from volley.models.targets.diffusion import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "reference"
 sys.path.append(str(SCRIPTS))

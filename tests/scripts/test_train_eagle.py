@@ -11,10 +11,9 @@ from torch.nn.functional import embedding
 from tests import eagle
 from tests.tiny import Pair
 from volley import Engine, SamplingParams
-from volley.files import REFERENCE
-from volley.models.draft_model import load_drafter
-from volley.models.eagle import EagleDrafter
-from volley.models.formats import weight_files
+from volley.files import REFERENCE, weight_files
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.eagle import EagleDrafter
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "reference"
 sys.path.append(str(SCRIPTS))

@@ -14,8 +14,8 @@ from tests.conftest import TinyPair
 from tests.tiny import teach
 from volley import Engine, SamplingParams
 from volley.chat import Prompt
-from volley.models.drafter import Drafter
-from volley.models.target import Target
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.target import Target
 from volley.serve.config import ServeConfig
 from volley.serve.server import Server
 from volley.serve.service import Service

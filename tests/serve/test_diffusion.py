@@ -14,8 +14,8 @@ from tests.conftest import byte_tokenizer
 from tests.serve.browser import BROWSER, open_page
 from tests.serve.running import MODEL, Running, running
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.models.diffusion import JOINT, SDAR
-from volley.models.target import Target
+from volley.models.targets.diffusion import JOINT, SDAR
+from volley.models.targets.target import Target
 
 OWN = {"canvas_length": 8, "threshold": 0.3}
 PROMPT = "Hello there"

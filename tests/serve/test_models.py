@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyPair
-from tests.models.test_adapter import make_adapter
+from tests.models.drafters.test_adapter import make_adapter
 from tests.serve.running import MODEL, Running, Tiny, running
 from volley import Engine
 from volley.cli import ModelOptions

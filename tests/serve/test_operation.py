@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.conftest import TinyPair
-from tests.models.test_adapter import make_adapter
+from tests.models.drafters.test_adapter import make_adapter
 from tests.serve.running import MODEL, Running, Tiny, running
 from volley.engine import capacity
 from volley.errors import ConfigError

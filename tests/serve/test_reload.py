@@ -18,8 +18,8 @@ from tests.conftest import TinyPair
 from tests.engine.test_reload import other_drafter
 from tests.serve.running import MODEL, Running, Tiny, running, wait_until
 from volley import Engine, SamplingParams
-from volley.models.draft_model import load_drafter
-from volley.models.drafter import Drafter
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.drafter import Drafter
 from volley.serve.config import ServeConfig
 from volley.serve.service import Service
 from volley.serve.worker import End, Event, Failure, Job

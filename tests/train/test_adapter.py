@@ -11,8 +11,8 @@ from tests.conftest import TinyPair
 from tests.train.runs import tiny_run, weights
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError, MismatchError
-from volley.models.adapter import adapted
-from volley.models.drafter import Drafter
+from volley.models.drafters.adapter import adapted
+from volley.models.drafters.drafter import Drafter
 from volley.train.loop import Trainer, train
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks

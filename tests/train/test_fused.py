@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import tiny
-from volley.models.drafter import Drafter, RMSNorm, rotate
+from volley.models.drafters.drafter import Drafter, RMSNorm, rotate
 from volley.train.attention import Layout, attend_dense
 from volley.train.fused import _Norm, _Rotation, fuse, keep_freed_memory
 

@@ -10,7 +10,7 @@ from tests.conftest import byte_tokenizer
 from tests.tiny import eager_model, random_drafter
 from volley import Engine, SamplingParams
 from volley.engine.step import Step
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget, OnlineFeatures
 from volley.train.loop import train

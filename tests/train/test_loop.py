@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from volley.errors import CheckpointError, ConfigError, InputError
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 from volley.train import cache as cache_module
 from volley.train import loop
 from volley.train.loop import Trainer, train

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from volley.errors import ConfigError
-from volley.models.tap_layers import choose_taps, parse_taps, spread_taps
+from volley.models.drafters.tap_layers import choose_taps, parse_taps, spread_taps
 from volley.train.documents import Document
 from volley.train.options import TrainConfig
 from volley.train.shape import choose_mask_token

@@ -13,9 +13,9 @@ from tests.test_cli import FAST, failure, run
 from tests.tiny import VOCAB, Pair, random_drafter, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError, InputError
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint
-from volley.models.pilot import PilotConfig, load_pilot
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import PilotConfig, load_pilot
+from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.train.options import PilotOptions
 from volley.train.pilot import Labelled, PilotOutcome, cycle_seconds, fit, inputs_of, label, label_all, train_pilot
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from volley.errors import CheckpointError, ConfigError, EndpointError, MismatchError
-from volley.models.recorded import Recorded, recorded_path, save_recorded
+from volley.models.drafters.recorded import Recorded, recorded_path, save_recorded
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget, OnlineFeatures, ServerFeatures
 from volley.train.loop import train

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from volley.files import make_folder
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 from volley.train.evaluate import HeldOut
 from volley.train.loop import Trainer
 from volley.train.options import TrainConfig

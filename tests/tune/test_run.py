@@ -26,9 +26,9 @@ from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError
 from volley.files import make_folder, read_json
-from volley.models.export import export
-from volley.models.formats import read_checkpoint
-from volley.models.target import load_tokenizer
+from volley.models.checkpoints.formats import read_checkpoint
+from volley.models.drafters.export import export
+from volley.models.targets.target import load_tokenizer
 from volley.train.data import TrainingData, read_rows
 from volley.tune.data import held_out_prompts
 from volley.tune.options import TuneConfig

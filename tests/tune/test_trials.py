@@ -11,7 +11,7 @@ import torch
 from tests.conftest import TinyPair
 from tests.train.runs import tiny_run
 from volley import native
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks

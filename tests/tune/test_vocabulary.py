@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.conftest import TinyPair
-from volley.models.drafter import Drafter
-from volley.models.target import Target
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig
 from volley.tune.trials import Trial

@@ -15,8 +15,8 @@ from tests.tiny import random_drafter
 from volley.cli import app
 from volley.errors import ConfigError, MismatchError, UnsupportedModelError
 from volley.files import REFERENCE
-from volley.models.checkpoint import HeadConfig
-from volley.models.export import export
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.drafters.export import export
 from volley.vllm import launch
 from volley.vllm.launch import check_installed, command_line, option, size_option, split_target
 

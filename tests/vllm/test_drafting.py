@@ -11,7 +11,7 @@ from tests.tiny import Pair, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.config import DraftingConfig
 from volley.decode.work import NO_DRAFT, Ask, Rule, Shape, Work
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.fixed import Feedback
 from volley.policies.goodput import Goodput

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from volley.files import REFERENCE, load_tensors
-from volley.models.checkpoint import HeadConfig
-from volley.models.drafter import Drafter
-from volley.models.export import export
-from volley.models.heads import BoundHead
-from volley.models.target import Target
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import export
+from volley.models.drafters.heads import BoundHead
+from volley.models.targets.target import Target
 
 pytest.importorskip("vllm")
 

@@ -18,9 +18,9 @@ from volley import Engine, SamplingParams
 from volley.decode.sampling import token_probs
 from volley.errors import MismatchError
 from volley.files import REFERENCE, read_json, write_atomically
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint
-from volley.models.pilot import PilotConfig, net_for, save_pilot
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import PilotConfig, net_for, save_pilot
+from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.vllm import PluginOptions, engine_args
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine, its worker and the proposer in this process

@@ -16,7 +16,7 @@ from tests.conftest import TinyPair
 from tests.tiny import random_drafter
 from volley.config import DecodingConfig
 from volley.errors import ConfigError, MismatchError, UnsupportedModelError
-from volley.models.checkpoint import HeadConfig
+from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.vllm import PluginOptions, engine_args
 from volley.vllm.options import NOT_IN_VLLM, check_engine
 from volley.vllm.passes import PassTaps

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from volley.errors import ConfigError, MismatchError, UnsupportedModelError
-from volley.models.recorded import Recorded, load_recorded, recorded_path
+from volley.models.drafters.recorded import Recorded, load_recorded, recorded_path
 from volley.vllm import Recorder
 from volley.vllm.passes import FINAL, PassTaps, TargetPass
 from volley.vllm.recorder import RecordOptions, recorder_args

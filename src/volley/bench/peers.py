@@ -15,9 +15,9 @@ from transformers.generation.streamers import BaseStreamer
 from volley.bench.measure import Runner, TimedResults
 from volley.bench.tasks import Case
 from volley.config import DecodingConfig
-from volley.models.drafter import Drafter
-from volley.models.formats import obstacles, transformers_config, transformers_names
-from volley.models.loading import load_causal_lm
+from volley.models.checkpoints.formats import obstacles, transformers_config, transformers_names
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.loading import load_causal_lm
 from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams
 
 LOOKUP_TOKENS = 10

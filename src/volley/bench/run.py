@@ -15,10 +15,10 @@ from volley.bench.ties import is_tie
 from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.engine import Engine
 from volley.files import write_atomically
-from volley.models.draft_model import load_drafter
-from volley.models.drafter import Drafter
-from volley.models.eagle import is_eagle_checkpoint
-from volley.models.target import Target
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.eagle import is_eagle_checkpoint
+from volley.models.targets.target import Target
 from volley.prompts import Message
 from volley.proposers.autoregressive import AutoregressiveProposer
 from volley.proposers.base import Proposer

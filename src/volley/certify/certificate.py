@@ -24,7 +24,7 @@ from volley.certify.subject import EngineSubject, ServerFailure, ServerSubject
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError
 from volley.files import read_json, write_atomically
-from volley.models.fingerprint import drafter_fingerprint, target_fingerprint
+from volley.models.layers.fingerprint import drafter_fingerprint, target_fingerprint
 
 Say = Callable[[str], None]
 Steps = list[tuple[str, Callable[[], Sequence[Check]]]]

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, Self, TypeVar
 from volley.decode.rules import TokenRule
 from volley.decode.sampling import PositionNoise
 from volley.memory.kv_cache import BlockTable
-from volley.models.adapter import Adapter
+from volley.models.drafters.adapter import Adapter
 from volley.types import Proposal, SamplingParams, Verdict
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from volley.models.drafter import Drafter
-from volley.models.taps import Taps
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.taps import Taps
 from volley.train.anchors import Blocks, build_blocks
 from volley.train.documents import Document, pad
 from volley.train.features import FrozenTarget

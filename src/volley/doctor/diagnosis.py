@@ -19,8 +19,8 @@ from volley.doctor.counters import Counters
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, InputError
 from volley.files import read_json
-from volley.models.drafter import Drafter
-from volley.models.formats import drafter_folder
+from volley.models.checkpoints.formats import drafter_folder
+from volley.models.drafters.drafter import Drafter
 from volley.train.data import Row, encode_rows, prompt_ids, read_rows
 from volley.train.features import FrozenTarget
 from volley.train.shape import choose_mask_token

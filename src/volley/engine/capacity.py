@@ -9,9 +9,9 @@ from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.states import num_rings, ring_pages
 from volley.memory.device import Device, find_device, peak_bytes
 from volley.memory.kv_store import bytes_per_token
-from volley.models.drafter import Drafter
-from volley.models.rehearsal import made_up, spread
-from volley.models.target import Target
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.rehearsal import made_up, spread
+from volley.models.targets.target import Target
 
 _CPU = (64, 512)  # requests at once, tokens of a pass
 _GPU = (256, 4096)

@@ -40,11 +40,11 @@ from volley.files import REFERENCE
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import make_store
-from volley.models.adapter import Adapter
-from volley.models.diffusion import load_target
-from volley.models.draft_model import DraftModel, check_pair, load_drafter
-from volley.models.drafter import Drafter
-from volley.models.target import Target
+from volley.models.drafters.adapter import Adapter
+from volley.models.drafters.draft_model import DraftModel, check_pair, load_drafter
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.diffusion import load_target
+from volley.models.targets.target import Target
 from volley.native import TargetWeights, WantedDraftWeights
 from volley.policies.arrivals import Arrivals
 from volley.policies.base import Policy

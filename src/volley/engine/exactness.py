@@ -11,10 +11,10 @@ from volley import native
 from volley.config import DecodingConfig
 from volley.errors import ConfigError
 from volley.memory.kv_store import KVStore, make_store
-from volley.models.accelerate import accelerate
-from volley.models.loading import auto_class, choose_weights, load_config
-from volley.models.quantised import quantisation_of
-from volley.models.target import Target
+from volley.models.layers.accelerate import accelerate
+from volley.models.quantised.scheme import quantisation_of
+from volley.models.targets.loading import auto_class, choose_weights, load_config
+from volley.models.targets.target import Target
 from volley.native import Weights
 
 log = logging.getLogger("volley")

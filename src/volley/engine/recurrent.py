@@ -20,7 +20,7 @@ from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch
 from volley.memory.recurrent_pass import RecurrentPass, Wanted
 from volley.memory.recurrent_store import RecurrentStore
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.procedures.request import Request
 
 _BYTES = 2**30  # of all states, by default

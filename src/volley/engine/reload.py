@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from volley.engine.engine import Engine
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 
 
 def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str | Path] | None = None) -> None:

@@ -9,7 +9,7 @@ from volley.decode.rules import make_rules
 from volley.decode.sampling import PositionNoise
 from volley.errors import InputError
 from volley.memory.kv_cache import BlockTable, PagePool
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.procedures.request import Procedure, Request
 from volley.types import SamplingParams
 

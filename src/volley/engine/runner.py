@@ -15,10 +15,10 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import StaticPasses, static_passes
 from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload_indices
-from volley.models.draft_model import DraftModel
-from volley.models.rehearsal import context_of, fastest, made_up, spread
-from volley.models.taps import Taps
-from volley.models.target import Target
+from volley.models.drafters.draft_model import DraftModel
+from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
+from volley.models.targets.taps import Taps
+from volley.models.targets.target import Target
 
 
 class Pass(NamedTuple):

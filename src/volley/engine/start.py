@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from volley.decode.lookup import MOST_FOUND
 from volley.memory.graphs import MOST_SEGMENTS, StaticPasses
-from volley.models.accelerate import weight_bytes
+from volley.models.layers.accelerate import weight_bytes
 from volley.policies.cost import MOST_TIMED
 
 if TYPE_CHECKING:

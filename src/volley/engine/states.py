@@ -19,8 +19,8 @@ from volley.memory.attention import IntArray
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload, upload_together
-from volley.models.backlog import Backlog, KeptRun
-from volley.models.draft_model import DraftModel
+from volley.models.drafters.backlog import Backlog, KeptRun
+from volley.models.drafters.draft_model import DraftModel
 from volley.procedures.request import Request
 
 

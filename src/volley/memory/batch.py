@@ -28,7 +28,7 @@ class Segment:
     everything before it; under a window, what the group's first token would see causally, and its group. Groups of one are
     causal attention, equal groups the block-causal attention of block-diffusion models, and a last group behind groups of one is
     a canvas. ``feedback [n, H]`` goes with the last n tokens, which a model with self-conditioning denoises
-    (``models/diffusion_gemma.py``).
+    (``models/targets/diffusion_gemma.py``).
     """
 
     table: BlockTable

@@ -9,13 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from volley.errors import VolleyError
-from volley.files import read_json
-from volley.models.checkpoint import DrafterConfig
-from volley.models.eagle import drafter_class
-from volley.models.eagle_format import is_eagle
-from volley.models.export import TargetShape
-from volley.models.folders import file_problems
-from volley.models.formats import (
+from volley.files import read_json, weight_files
+from volley.models.checkpoints.checkpoint import DrafterConfig
+from volley.models.checkpoints.eagle_format import is_eagle
+from volley.models.checkpoints.formats import (
     CONFIDENCE_BIAS,
     TITLES,
     Format,
@@ -26,17 +23,19 @@ from volley.models.formats import (
     parse_config,
     read_checkpoint,
     vocabulary_problem,
-    weight_files,
     width_problem,
     with_stored,
 )
+from volley.models.drafters.eagle import drafter_class
+from volley.models.drafters.export import TargetShape
 from volley.models.gguf.codes import codes_for, describe
 from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import CLASSES
-from volley.models.loading import load_config
-from volley.models.quantised import Quantisation, check_packages, quantisation_of
-from volley.models.stored_codes import agreeing
-from volley.models.target import check_config
+from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
+from volley.models.quantised.stored_codes import agreeing
+from volley.models.targets.folders import file_problems
+from volley.models.targets.loading import load_config
+from volley.models.targets.target import check_config
 
 
 @dataclass(frozen=True)

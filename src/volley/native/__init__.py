@@ -22,7 +22,7 @@ TargetWeights = Literal["auto", Weights]
 DraftWeights = Literal[Weights, "fp8"]
 """``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
 WantedDraftWeights = Literal["auto", DraftWeights]
-"""``auto``: what is read fastest where the target's weights are what they are (``models/products.py``)."""
+"""``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
 BLOCK, GROUP = 16, 64
 """Outputs whose weights lie together, and inputs that share a scale."""
 _LAID_OUT_AT_ONCE = 2**19  # numbers of a weight

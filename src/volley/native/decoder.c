@@ -1,4 +1,4 @@
-/* Decoder layers of the Llama and Qwen kind, one after another, in one parallel region: see models/fused.py. */
+/* Decoder layers of the Llama and Qwen kind, one after another, in one parallel region: see models/layers/fused.py. */
 #include <omp.h>
 #include <string.h>
 

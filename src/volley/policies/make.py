@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 from volley.errors import ConfigError, unknown_key
-from volley.models.drafter import Drafter
-from volley.models.pilot import load_pilot
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import load_pilot
 from volley.policies.base import Policy
 from volley.policies.fixed import Feedback, Fixed
 from volley.policies.goodput import Goodput

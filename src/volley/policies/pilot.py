@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from volley.decode.work import Ask
-from volley.models.pilot import PilotConfig, features
+from volley.models.drafters.pilot import PilotConfig, features
 from volley.policies.base import Policy, View
 
 

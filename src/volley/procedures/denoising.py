@@ -18,7 +18,7 @@ from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
 from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
 from volley.memory.upload import upload_indices
-from volley.models.target import BlockDiffusion, Target
+from volley.models.targets.target import BlockDiffusion, Target
 from volley.procedures.request import Procedure, Request
 from volley.types import DiffusionParams, SamplingParams, Verdict
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from volley.errors import ConfigError
-from volley.models.target import Target
+from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising

@@ -15,7 +15,7 @@ from volley.decode.sampling import PositionNoise
 from volley.decode.work import NO_DRAFT, Ask, Kind, Work
 from volley.memory.batch import Segment
 from volley.memory.kv_cache import BlockTable
-from volley.models.adapter import Adapter
+from volley.models.drafters.adapter import Adapter
 from volley.policies.base import View
 from volley.types import (
     MASKED,

@@ -15,7 +15,7 @@ from torch import Tensor
 from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise
 from volley.decode.work import Ask, Kind, Rule, Shape, Work
 from volley.memory.batch import Segment
-from volley.models.target import BlockDiffusion, Target
+from volley.models.targets.target import BlockDiffusion, Target
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising, Works, canvas_length, diffusion_of
 from volley.procedures.request import Request

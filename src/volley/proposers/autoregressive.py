@@ -24,8 +24,8 @@ from volley.errors import MismatchError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import make_store
-from volley.models.rehearsal import context_of, fastest, made_up, spread
-from volley.models.target import Target
+from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
+from volley.models.targets.target import Target
 from volley.proposers.base import Proposer, Works
 
 _PAGE = 16

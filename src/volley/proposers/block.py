@@ -34,10 +34,10 @@ from volley.errors import ConfigError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import static_passes
 from volley.memory.upload import upload, upload_together
-from volley.models.domino import BoundRecurrent
-from volley.models.draft_model import DraftModel
-from volley.models.heads import BoundHead
-from volley.models.rehearsal import context_of, fastest, made_up, spread
+from volley.models.drafters.domino import BoundRecurrent
+from volley.models.drafters.draft_model import DraftModel
+from volley.models.drafters.heads import BoundHead
+from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
 from volley.types import Proposal
 

@@ -12,8 +12,8 @@ from volley.decode.sampling import best_tokens
 from volley.decode.work import Drafted, Work
 from volley.errors import ConfigError
 from volley.memory.batch import RaggedBatch, Segment
-from volley.models.eagle_model import EagleModel
-from volley.models.rehearsal import context_of, fastest, made_up, spread
+from volley.models.drafters.eagle_model import EagleModel
+from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.autoregressive import ChainProposer
 from volley.proposers.base import Works
 

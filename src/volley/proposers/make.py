@@ -2,11 +2,11 @@
 
 from volley.config import CapacityConfig, DraftingConfig
 from volley.memory.kv_store import KVStore
-from volley.models.draft_model import DraftModel
-from volley.models.drafter import Drafter
-from volley.models.eagle import EagleDrafter
-from volley.models.eagle_model import EagleModel
-from volley.models.target import Target
+from volley.models.drafters.draft_model import DraftModel
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.eagle import EagleDrafter
+from volley.models.drafters.eagle_model import EagleModel
+from volley.models.targets.target import Target
 from volley.proposers.base import Proposer
 from volley.proposers.block import BlockProposer
 from volley.proposers.eagle import EagleProposer

@@ -20,10 +20,10 @@ from volley.engine.reload import replace_drafter
 from volley.engine.start import memory_of
 from volley.errors import ConfigError
 from volley.files import REFERENCE, write_atomically
-from volley.models.draft_model import load_drafter
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint, target_fingerprint
-from volley.models.sharded import ShardedTarget
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.drafter import Drafter
+from volley.models.layers.fingerprint import drafter_fingerprint, target_fingerprint
+from volley.models.targets.sharded import ShardedTarget
 from volley.native import WantedDraftWeights
 from volley.procedures.request import Request
 from volley.recalibrate.figures import Figures

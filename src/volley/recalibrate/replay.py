@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from volley.doctor.acceptance import draft_logits, draft_states, kept_at_least, target_logits
-from volley.models.drafter import Drafter
-from volley.models.taps import Taps
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.taps import Taps
 from volley.recalibrate.reservoir import ServedRow
 from volley.train.features import FrozenTarget
 from volley.train.step import BlockForward

@@ -18,8 +18,8 @@ import torch
 
 from volley.errors import ConfigError
 from volley.files import make_folder, read_json, write_atomically
-from volley.models.adapter import adapted
-from volley.models.drafter import Drafter
+from volley.models.drafters.adapter import adapted
+from volley.models.drafters.drafter import Drafter
 from volley.recalibrate.gate import LEAST_ROWS, NEWEST_ROWS, choose_recent, judge_shift
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.replay import Replayed, replay

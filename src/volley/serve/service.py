@@ -14,8 +14,8 @@ from volley.decode.thinking import ThinkingBudget
 from volley.engine.engine import Engine
 from volley.engine.start import memory_of, warm_up
 from volley.errors import ConfigError, VolleyError
-from volley.models.draft_model import load_drafter
-from volley.models.drafter import Drafter
+from volley.models.drafters.draft_model import load_drafter
+from volley.models.drafters.drafter import Drafter
 from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.conversations import Conversations

@@ -20,7 +20,7 @@ from volley.engine.engine import Engine
 from volley.engine.recovery import recover
 from volley.engine.reload import replace_drafter
 from volley.errors import VolleyError
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 from volley.procedures.request import Request
 from volley.serve.metrics import Metrics
 from volley.types import CanvasDraft, FinishReason, GenerationStats, SamplingParams, TextChunk

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volley.models.drafter import Attend
+from volley.models.drafters.drafter import Attend
 
 TILE_SCORES = 65_536  # scores per head of one tile; a tile and its copies should fit a core's second-level cache
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from volley.engine.engine import Engine
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
 from volley.train.data import TrainingData
 from volley.train.documents import split_batches
 from volley.train.features import FeatureSource

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from volley.errors import CheckpointError, VolleyError
 from volley.memory.device import memory_bytes
-from volley.models.accelerate import accelerate
-from volley.models.export import TargetEnds
-from volley.models.fingerprint import target_fingerprint
-from volley.models.loading import load_causal_lm
-from volley.models.taps import Taps, decoder_layers
-from volley.models.target import load_tokenizer
+from volley.models.drafters.export import TargetEnds
+from volley.models.layers.accelerate import accelerate
+from volley.models.layers.fingerprint import target_fingerprint
+from volley.models.targets.loading import load_causal_lm
+from volley.models.targets.taps import Taps, decoder_layers
+from volley.models.targets.target import load_tokenizer
 from volley.train.documents import Document, pad
 from volley.vllm.features import RecordingServer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from volley.models.drafter import DraftAttention, Drafter, RMSNorm
+from volley.models.drafters.drafter import DraftAttention, Drafter, RMSNorm
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # mallopt's names for its parameters (malloc.h)
 

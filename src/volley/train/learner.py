@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from volley.errors import ConfigError
-from volley.models.adapter import AdapterConfig, attach, merge, save_adapter
-from volley.models.drafter import Drafter
-from volley.models.fingerprint import drafter_fingerprint
+from volley.models.drafters.adapter import AdapterConfig, attach, merge, save_adapter
+from volley.models.drafters.drafter import Drafter
+from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.train.data import TrainingData
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget

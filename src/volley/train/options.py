@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from volley.errors import ConfigError, names_unknown_fields, unknown_key
-from volley.models.tap_layers import parse_taps
+from volley.models.drafters.tap_layers import parse_taps
 from volley.prompts import check_training
 
 REPORTING_OPTIONS = frozenset(

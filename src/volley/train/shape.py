@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from volley.errors import ConfigError
-from volley.models.checkpoint import DrafterConfig, HeadConfig
-from volley.models.drafter import Drafter
-from volley.models.export import without_ends
-from volley.models.formats import read_checkpoint
-from volley.models.tap_layers import choose_taps, parse_taps
-from volley.models.taps import decoder_layers
+from volley.models.checkpoints.checkpoint import DrafterConfig, HeadConfig
+from volley.models.checkpoints.formats import read_checkpoint
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import without_ends
+from volley.models.drafters.tap_layers import choose_taps, parse_taps
+from volley.models.targets.taps import decoder_layers
 from volley.train.documents import Document
 from volley.train.features import target_ends
 from volley.train.options import TrainConfig

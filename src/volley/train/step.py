@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from volley.models.checkpoint import DrafterConfig
-from volley.models.drafter import Drafter
+from volley.models.checkpoints.checkpoint import DrafterConfig
+from volley.models.drafters.drafter import Drafter
 from volley.train.anchors import Blocks, build_blocks, draw_anchors, draw_reveals
 from volley.train.attention import ATTENTION, Layout
 from volley.train.documents import Document, pad

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from volley.models.checkpoint import Checkpoint
-from volley.models.drafter import Drafter
-from volley.models.export import TargetEnds, with_vocabulary
+from volley.models.checkpoints.checkpoint import Checkpoint
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import TargetEnds, with_vocabulary
 from volley.train.documents import Document
 
 SMALLEST = 8192

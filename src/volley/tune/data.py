@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from volley.engine.engine import Engine
 from volley.errors import InputError
 from volley.files import write_atomically
-from volley.models.target import Target, load_tokenizer
+from volley.models.targets.target import Target, load_tokenizer
 from volley.train.collect import CollectConfig, EngineSource, Source, collect, make_jobs
 from volley.train.collect import Progress as Collected
 from volley.train.data import prompt_ids, read_rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from volley.errors import CheckpointError, VolleyError
-from volley.models.tap_layers import spread_taps
+from volley.models.drafters.tap_layers import spread_taps
 
 PAPER_WIDTH, PAPER_RATE = 4096, 6e-4  # Qwen3-8B (DFlash §A.1)
 RATE_EXPONENT = 0.55
@@ -91,7 +91,7 @@ def preset_for(config: Any) -> Preset:
 
 def read_config(target: str) -> Any:
     """The config of a target's folder, hub name or GGUF file; reads nothing else."""
-    from volley.models.loading import load_config
+    from volley.models.targets.loading import load_config
 
     try:
         return load_config(target)

@@ -17,9 +17,9 @@ from volley.engine.engine import Engine
 from volley.errors import ConfigError, VolleyError
 from volley.files import make_folder, read_json, write_atomically
 from volley.memory.device import usable_device
-from volley.models.export import export
-from volley.models.formats import Format
-from volley.models.target import Target
+from volley.models.checkpoints.formats import Format
+from volley.models.drafters.export import export
+from volley.models.targets.target import Target
 from volley.prompts import read_jsonl
 from volley.train.data import TrainingData
 from volley.train.documents import plan_epoch

@@ -14,11 +14,11 @@ import torch
 
 from volley import native
 from volley.engine.engine import Engine
-from volley.models.checkpoint import HeadConfig
-from volley.models.drafter import Drafter
-from volley.models.tap_layers import spread_taps
-from volley.models.taps import decoder_layers
-from volley.models.target import Target
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.tap_layers import spread_taps
+from volley.models.targets.taps import decoder_layers
+from volley.models.targets.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
 from volley.train.options import TrainConfig

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from volley.models.drafter import Drafter
-from volley.models.target import Target
+from volley.models.drafters.drafter import Drafter
+from volley.models.targets.target import Target
 from volley.train.data import TrainingData
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig

@@ -14,7 +14,7 @@ from volley.options import expand
 from volley.vllm import launch
 
 if TYPE_CHECKING:
-    from volley.models.checkpoint import DrafterConfig
+    from volley.models.checkpoints.checkpoint import DrafterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
     do all that is asked for; otherwise volley's plugin does.
     """
     from volley.files import REFERENCE, find_target
-    from volley.models.export import TargetShape
+    from volley.models.drafters.export import TargetShape
     from volley.vllm.options import TESTED
 
     named, args = launch.split_target(context.args)
@@ -72,7 +72,7 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
 
 def _recording(options: VLLMOptions, drafting: DraftingConfig, num_layers: int) -> dict[str, Any]:
     """vLLM's arguments for a target whose features are recorded."""
-    from volley.models.tap_layers import choose_taps, parse_taps
+    from volley.models.drafters.tap_layers import choose_taps, parse_taps
     from volley.vllm.recorder import RecordOptions, recorder_args
 
     if options.record is None:
@@ -91,9 +91,9 @@ def _speculation(
 ) -> dict[str, Any]:
     """vLLM's arguments for a drafter: its built-in method where that does all that is asked, volley's plugin otherwise."""
     from volley.files import read_json
-    from volley.models.drafter import Drafter
-    from volley.models.export import TargetShape
-    from volley.models.formats import detect, drafter_folder
+    from volley.models.checkpoints.formats import detect, drafter_folder
+    from volley.models.drafters.drafter import Drafter
+    from volley.models.drafters.export import TargetShape
     from volley.policies.make import DEFAULT_POLICY, make_policy
     from volley.vllm.options import PluginOptions, block_drafter, engine_args
 

@@ -17,10 +17,10 @@ from volley.decode.sampling import PositionNoise
 from volley.memory.kernels import attention_for
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
-from volley.models.adapter import Adapter
-from volley.models.draft_model import DraftModel
-from volley.models.drafter import Drafter
-from volley.models.heads import Projection
+from volley.models.drafters.adapter import Adapter
+from volley.models.drafters.draft_model import DraftModel
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.heads import Projection
 from volley.proposers.block import BlockProposer
 from volley.types import SamplingParams
 from volley.vllm.passes import IntArray, Tokens

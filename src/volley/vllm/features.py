@@ -10,7 +10,7 @@ import httpx
 from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError, EndpointError, MismatchError
-from volley.models.recorded import Recorded, load_recorded, recorded_path
+from volley.models.drafters.recorded import Recorded, load_recorded, recorded_path
 
 LOOKS = (0.0, 1.0, 10.0)
 """Seconds to wait after each answer before looking for its files: shared file systems can be slow to show new ones."""

@@ -14,8 +14,8 @@ import torch
 
 from volley.config import DraftingConfig
 from volley.errors import ConfigError, UnsupportedModelError, check_keys
-from volley.models.checkpoint import DrafterConfig
-from volley.models.formats import drafter_folder, parse_config, read_raw
+from volley.models.checkpoints.checkpoint import DrafterConfig
+from volley.models.checkpoints.formats import drafter_folder, parse_config, read_raw
 
 TESTED = "0.32"
 PROPOSER = "volley.vllm.Proposer"

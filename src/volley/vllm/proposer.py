@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from volley.models.accelerate import accelerate
-from volley.models.drafter import Drafter
+from volley.models.drafters.drafter import Drafter
+from volley.models.layers.accelerate import accelerate
 from volley.policies.make import DEFAULT_POLICY, make_policy
 from volley.vllm.drafting import SlotDrafter
 from volley.vllm.options import LOGGER, PluginOptions, check_engine, check_sampler

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from volley.errors import ConfigError, UnsupportedModelError
-from volley.models.recorded import Recorded, recorded_path, save_recorded
+from volley.models.drafters.recorded import Recorded, recorded_path, save_recorded
 from volley.vllm.options import LOGGER, check_engine, parse_options
 from volley.vllm.passes import FINAL, PassTaps, TargetPass, Tokens
 

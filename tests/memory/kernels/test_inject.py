@@ -9,7 +9,7 @@ from tests.memory.kernels import DEVICE
 from tests.tiny import random_drafter
 from volley.memory import kernels
 from volley.memory.kv_store import DenseKVStore
-from volley.models.inject import Injection
+from volley.models.drafters.inject import Injection
 
 
 @given(

@@ -12,11 +12,11 @@ from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
 from tests.tiles import needs_kernels
 from volley import Engine, SamplingParams
 from volley.errors import CheckpointError
-from volley.models.accelerate import accelerate
 from volley.models.gguf.codes import codes_for, open_model
 from volley.models.gguf.file import GGUFFile
 from volley.models.gguf.target import load_model
-from volley.models.target import Target
+from volley.models.layers.accelerate import accelerate
+from volley.models.targets.target import Target
 from volley.native import Weights
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}

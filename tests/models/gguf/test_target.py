@@ -22,10 +22,10 @@ from tests.models.gguf.files import (
 from tests.tiny import greedy
 from volley import Engine, SamplingParams
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
-from volley.models.export import TargetEnds, TargetShape
+from volley.models.drafters.export import TargetEnds, TargetShape
 from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import load_model
-from volley.models.target import Target
+from volley.models.targets.target import Target
 
 PROMPTS = [[5, 9, 17, 33, 8], list(range(40, 75))]
 

@@ -23,7 +23,7 @@ from volley.models.gguf.target import (
     scale_frequencies,
     stop_tokens,
 )
-from volley.models.residency import MappedFiles
+from volley.models.layers.residency import MappedFiles
 from volley.native import GROUP, Weights
 
 log = logging.getLogger("volley")

@@ -1,0 +1,1 @@
+"""Drafter checkpoints in every format: their configs, reading, writing."""

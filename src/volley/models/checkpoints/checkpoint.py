@@ -1,0 +1,387 @@
+"""The config of a drafter checkpoint in z-lab's format: a Qwen3 config with ``dflash_config``; and a checkpoint as a whole."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from volley.errors import ConfigError, MismatchError, check_keys, unknown_key
+from volley.models.checkpoints.eagle_format import NUM_TAPS, EagleConfig
+from volley.models.checkpoints.variants import CONVOLUTION_KEYS, plain
+
+ARCHITECTURE = "DFlashDraftModel"
+
+# Keys every Qwen3 config may carry that say nothing about how a drafter computes.
+_IGNORED_KEYS = {
+    "architectures", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward",
+    "dtype", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "max_window_layers",
+    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
+    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+_DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_window_size"}
+HEADS = ("residual", "markov", "dspark", "gated", "rnn", "selector", "domino")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """A sequential head on the slots (``heads.py``); in ``config.json`` the object ``head``."""
+
+    type: str
+    """``residual``; ``markov``, the same without the context; ``dspark``, a Markov head as two tables, ``gated`` and ``rnn``, the
+    same with a gate or a state; ``selector``: DFlash 2;
+    ``domino`` (``domino.py``)."""
+    rank: int
+    candidates: int = 32
+    """Tokens of each slot that the walk over a block chooses from."""
+    state: int | None = None
+    """Size of Domino's state."""
+    uncorrected: int = 0
+    """Positions at the beginning of a block whose logits Domino leaves as they are."""
+
+    def __post_init__(self) -> None:
+        if self.type not in HEADS:
+            raise unknown_key("drafter head", str(self.type), HEADS)
+        for name in ("rank", "candidates"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"drafter config: head.{name} is {value!r}; it must be a positive integer")
+        if (self.type == "domino") != (isinstance(self.state, int) and self.state > 0):
+            raise ConfigError(
+                f"drafter config: head.state is {self.state!r}; Domino's head has a state, of a positive size"
+            )
+        if not isinstance(self.uncorrected, int) or self.uncorrected < 0:
+            raise ConfigError(f"drafter config: head.uncorrected is {self.uncorrected!r}; it must be 0 or more")
+
+    def to_json(self) -> dict[str, Any]:
+        """The object ``head``; what only Domino has is left out of others."""
+        domino = () if self.type == "domino" else ("state", "uncorrected")
+        return {key: value for key, value in asdict(self).items() if key not in domino}
+
+    @classmethod
+    def from_json(cls, raw: object) -> "HeadConfig":
+        """Parse ``head``; unknown and missing keys are errors that name them."""
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"drafter config: head is {raw!r}; it must be an object with 'type' and 'rank'")
+        known = cls.__dataclass_fields__
+        check_keys("drafter head key", raw, known)
+        missing = [name for name in ("type", "rank") if name not in raw]
+        if missing:
+            raise ConfigError(f"drafter config: head lacks {', '.join(map(repr, missing))}; these cannot be guessed")
+        return cls(**raw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Shape of a DFlash drafter; field names are the checkpoint's. Source: DFlash §4.1, §A.1."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    """The target's."""
+    num_target_layers: int | None
+    """``None`` where a checkpoint does not say."""
+    block_size: int
+    """Largest block, anchor included."""
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    """0-based ids of the target's decoder layers whose outputs are tapped, in the order ``fc`` expects them; -1 is the
+    embedding, so ``(-1,)`` alone is the drafter without target features (DFlash Table 8)."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    max_position_embeddings: int = 40_960
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = field(default=())
+    attention_bias: bool = False
+    """Whether queries, keys, values and attention's outputs have biases, as in drafters for gpt-oss."""
+    head: HeadConfig | None = None
+    """Without one the drafter is DFlash."""
+    draft_vocab_size: int | None = None
+    """Rows of an LM head of the drafter's own; fewer than ``vocab_size`` are a reduced vocabulary. ``None``: the target's."""
+    sample_from_anchor: bool = False
+    """Whether the anchor's own slot predicts the first draft token, as in DSpark drafters: then a mask fewer is drafted from."""
+    causal_layers: tuple[bool, ...] = ()
+    """Of each layer, whether a slot sees only the slots before it; empty where all see the whole block."""
+    conv_kernel_size: int | None = None
+    """Slots that DFlash 2's convolutions mix, the slot itself included; ``None``: there are no convolutions."""
+    conv_group_size: int | None = None
+    """Channels that share what a convolution makes of its input."""
+    target_hidden_size: int | None = None
+    """Width of the target's states where the drafter has another; then embedding and head are the drafter's own."""
+    draft_window: int | None = None
+    """Tokens of context that are enough for its drafts, measured when it was trained; ``None``: not measured."""
+    target_fingerprint: str | None = None
+    """Digest of the target that it was trained on (``fingerprint.py``); ``None``: not known."""
+    eagle: EagleConfig | None = None
+    """It is an EAGLE-3 drafter; block, mask token and head mean nothing then, and the taps may be left to the target's depth."""
+    confidence_width: int | None = None
+    """Numbers that DSpark's confidence head reads, a state and perhaps a row of the Markov head. Known by its tensors."""
+    own_embedding: bool = False
+    """Whether the checkpoint brings input embeddings. Known by its tensors, so not part of ``config.json``."""
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
+        if self.target_hidden_size == self.hidden_size:
+            object.__setattr__(self, "target_hidden_size", None)
+        if not any(self.causal_layers):
+            object.__setattr__(self, "causal_layers", ())
+        for wrong, message in (*self._problems_of_drafting(), *self._problems_of_layers()):
+            if wrong:
+                raise ConfigError(f"drafter config: {message}")
+
+    def _problems_of_drafting(self) -> list[tuple[bool, str]]:
+        return [
+            (self.block_size < 2, f"block_size is {self.block_size}; a block needs an anchor and at least one slot"),
+            (
+                self.eagle is not None and self.num_hidden_layers != 1,
+                f"num_hidden_layers is {self.num_hidden_layers}; volley reads EAGLE-3 drafters of one layer",
+            ),
+            (
+                self.eagle is not None and self.attention_bias,
+                "attention_bias is true; volley reads EAGLE-3 drafters without biases",
+            ),
+            (
+                not self.target_layer_ids and self.eagle is None,
+                "target_layer_ids is empty; name the target layers the drafter was trained on",
+            ),
+            (
+                any(not -1 <= i < (self.num_target_layers or i + 1) for i in self.target_layer_ids),
+                f"target_layer_ids {list(self.target_layer_ids)} do not all lie in a target of "
+                f"{self.num_target_layers or 'any number of'} layers",
+            ),
+            (
+                not 0 <= self.mask_token_id < self.vocab_size,
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}",
+            ),
+            (
+                self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size,
+                f"draft_vocab_size is {self.draft_vocab_size}; it must be between 1 and the vocabulary of {self.vocab_size}",
+            ),
+        ]
+
+    def _problems_of_layers(self) -> list[tuple[bool, str]]:
+        return [
+            (self.hidden_act != "silu", f"hidden_act {self.hidden_act!r} is not supported; drafters use 'silu'"),
+            (
+                self.num_attention_heads % self.num_key_value_heads != 0,
+                f"num_attention_heads is {self.num_attention_heads}; it must be a multiple of num_key_value_heads, "
+                f"{self.num_key_value_heads}",
+            ),
+            (
+                not set(self.layer_types) <= {"full_attention", "sliding_attention"},
+                f"layer_types are {', '.join(map(str, self.layer_types))}; a layer is full_attention or sliding_attention",
+            ),
+            (
+                len(self.layer_types) != self.num_hidden_layers,
+                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers",
+            ),
+            (
+                len(self.causal_layers) not in (0, self.num_hidden_layers),
+                f"causal_layers has {len(self.causal_layers)} entries for {self.num_hidden_layers} layers",
+            ),
+            (
+                self.confidence_width
+                not in (None, self.hidden_size, self.hidden_size + (self.head.rank if self.head else 0)),
+                f"the confidence head reads {self.confidence_width} numbers; it must be a state of {self.hidden_size}, or that "
+                "and a row of the Markov head",
+            ),
+            (
+                (self.conv_kernel_size is None) != (self.conv_group_size is None),
+                "conv_kernel_size and conv_group_size belong together; give both, or neither",
+            ),
+            (
+                "sliding_attention" in self.layer_types and not self.sliding_window,
+                "layer_types has 'sliding_attention' but sliding_window is not set; give the window in tokens",
+            ),
+        ]
+
+    @property
+    def num_taps(self) -> int:
+        return len(self.target_layer_ids) or NUM_TAPS
+
+    def window_for(self, asked: int | None) -> int | None:
+        """Tokens of context to draft from, ``None`` for all: as ``asked``, where 0 means all and ``None`` the drafter's own."""
+        return (self.draft_window if asked is None else asked) or None
+
+    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+        """Refuse a target that the drafter was not trained for."""
+        mismatches = self.mismatches(hidden_size=hidden_size, vocab_size=vocab_size, num_layers=num_layers)
+        if mismatches:
+            raise MismatchError(
+                f"{'; '.join(mismatches)}; use the drafter of this target or train one with `volley train`"
+            )
+
+    def mismatches(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> list[str]:
+        """What keeps the drafter from drafting for a target of this shape."""
+        pairs = [
+            ("hidden size", self.target_hidden_size or self.hidden_size, hidden_size),
+            ("vocabulary", self.vocab_size, vocab_size),
+            ("number of target layers", self.num_target_layers or num_layers, num_layers),
+        ]
+        found = [
+            f"the drafter was trained for a target whose {what} is {drafted}, this target's is {have}"
+            for what, drafted, have in pairs
+            if drafted != have
+        ]
+        if max(self.target_layer_ids, default=0) >= num_layers:
+            found.append(f"the drafter taps layer {max(self.target_layer_ids)}, this target has {num_layers} layers")
+        return found
+
+    @property
+    def untrained(self) -> str | None:
+        """What the drafter has that volley reads and draws drafts with, but neither trains nor writes for others."""
+        parts = [
+            (self.head is not None and self.head.type == "selector", "DFlash 2's selector"),
+            (self.head is not None and self.head.type == "domino", "Domino's head"),
+            (self.head is not None and self.head.type in ("gated", "rnn"), "DSpark's head with a gate or a state"),
+            (self.conv_kernel_size is not None, "DFlash 2's convolutions"),
+            (bool(self.causal_layers), "causal blocks"),
+            (self.eagle is not None, "EAGLE-3's layer"),
+            (self.target_hidden_size is not None, "a width of its own"),
+        ]
+        return " and ".join(name for there, name in parts if there) or None
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What every format's config says of where the drafter comes from; other programs ignore it."""
+        return {"target_fingerprint": self.target_fingerprint} if self.target_fingerprint else {}
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as z-lab writes it; what newer and older readers expect in different places is in both."""
+        rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "qwen3",
+            "block_size": self.block_size,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+                "block_size": self.block_size,
+                **({"causal": False} if self.sliding_window else {}),  # others take sliding layers as causal
+            },
+            "num_target_layers": self.num_target_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": rope,
+            "max_position_embeddings": self.max_position_embeddings,
+            "hidden_act": self.hidden_act,
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": self.sliding_window is not None,
+            "layer_types": list(self.layer_types),
+            "attention_bias": self.attention_bias,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+            **({"draft_vocab_size": self.draft_vocab_size} if self.draft_vocab_size else {}),
+            **({"head": self.head.to_json()} if self.head else {}),
+            **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
+            **({"target_hidden_size": self.target_hidden_size} if self.target_hidden_size else {}),
+            **({"causal_layers": list(self.causal_layers)} if self.causal_layers else {}),
+            **({"draft_window": self.draft_window} if self.draft_window else {}),
+            **self.provenance,
+            **{key: getattr(self, key) for key in CONVOLUTION_KEYS if getattr(self, key) is not None},
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
+        """Parse a z-lab config of any kind; unknown and missing keys are errors that name them."""
+        raw = plain(raw)
+        own = set(cls.__dataclass_fields__) - {"mask_token_id", "target_layer_ids", "own_embedding", "confidence_width"}
+        read = own | {"dflash_config", "rope_parameters", "use_sliding_window"}
+        check_keys("drafter config key", [key for key in raw if key not in _IGNORED_KEYS], read)
+        dflash = raw.get("dflash_config")
+        if not isinstance(dflash, Mapping):
+            raise ConfigError("drafter config has no 'dflash_config'; is this a DFlash drafter in z-lab's format?")
+        check_keys("dflash_config key", dflash, _DFLASH_KEYS)
+        values = {key: raw[key] for key in own if key in raw}
+        for key in ("rope_parameters", "rope_scaling", "layer_types", "causal_layers", "eagle"):
+            if (
+                not isinstance(raw.get(key), dict if key.startswith(("rope", "eagle")) else list)
+                and raw.get(key) is not None
+            ):
+                raise ConfigError(f"drafter config: {key} is {raw[key]!r}, which is not of the type it must have")
+        rope = raw.get("rope_parameters") or {}
+        values.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
+        scaling = {k: v for k, v in (raw.get("rope_scaling") or rope).items() if k != "rope_theta"}
+        values["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+        values.update({key: dflash[key] for key in ("mask_token_id", "block_size") if key in dflash})
+        if "target_layer_ids" in dflash:
+            taps = dflash["target_layer_ids"]
+            if not isinstance(taps, list) or not all(isinstance(tap, int) for tap in taps):
+                raise ConfigError(f"dflash_config.target_layer_ids is {taps!r}; it must be a list of layer numbers")
+            values["target_layer_ids"] = tuple(taps)
+        if dflash.get("use_swa"):
+            values["sliding_window"] = dflash.get("swa_window_size", raw.get("sliding_window"))
+        _check_types(values)
+        values["layer_types"] = tuple(raw.get("layer_types") or ())
+        values["causal_layers"] = tuple(map(bool, raw.get("causal_layers") or ()))
+        if dflash.get("use_swa"):
+            values["layer_types"] = ("sliding_attention",) * int(raw.get("num_hidden_layers", 0))
+        if "sliding_attention" not in values["layer_types"]:
+            values["sliding_window"] = None
+        if raw.get("head") is not None:
+            values["head"] = HeadConfig.from_json(raw["head"])
+        if raw.get("eagle") is not None:
+            check_keys("eagle key", raw["eagle"], EagleConfig.__dataclass_fields__)
+            values["eagle"] = EagleConfig(**raw["eagle"])
+        required = {name for name, f in cls.__dataclass_fields__.items() if f.default is f.default_factory}
+        missing = sorted(required - set(values))
+        if missing:
+            raise ConfigError(
+                f"drafter config lacks {', '.join(map(repr, missing))}; these cannot be guessed, "
+                "take them from the training run that made the checkpoint"
+            )
+        return cls(**values)
+
+
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "num_target_layers", "block_size", "mask_token_id", "max_position_embeddings", "sliding_window",
+    "draft_vocab_size", "target_hidden_size", "draft_window", *CONVOLUTION_KEYS,
+)  # fmt: skip
+_MAY_BE_NULL = (
+    "num_target_layers", "sliding_window", "draft_vocab_size", "target_hidden_size", "draft_window", *CONVOLUTION_KEYS,
+)  # fmt: skip
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Refuse numbers that are not: a config may come from anywhere."""
+    for name in _COUNTS:
+        value, least = values.get(name, 1), 0 if name == "mask_token_id" else 1
+        if value is None and name in _MAY_BE_NULL:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"drafter config: {name} is {value!r}; it must be an integer of at least {least}")
+    if not isinstance(values.get("attention_bias", False), bool):
+        raise ConfigError(f"drafter config: attention_bias is {values['attention_bias']!r}; it must be true or false")
+    if not isinstance(values.get("target_fingerprint"), str | None):
+        raise ConfigError(f"drafter config: target_fingerprint is {values['target_fingerprint']!r}; it must be text")
+    for name in ("rms_norm_eps", "rope_theta"):
+        value = values.get(name, 1.0)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise ConfigError(f"drafter config: {name} is {value!r}; it must be a number above 0")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter as it lies on disk: config and tensors by volley's names, in the dtype they are stored in."""
+
+    config: DrafterConfig
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensors["fc.weight"].dtype).removeprefix("torch.")

@@ -1,0 +1,116 @@
+"""Features of tokens that stay, on their way to becoming a drafter's K/V: made late, and of many tokens at once."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from volley.memory.upload import upload, upload_together
+from volley.models.drafters.adapter import Adapter
+
+Write = Callable[[Tensor, Tensor, slice | Tensor, Adapter | None], object]
+"""``write(features [T, taps · H], positions [T], kv_slots [T], adapter)``."""
+Indices = NDArray[np.int64]
+
+
+class KeptRun:
+    """Consecutive tokens of one request, ``[start, end)``. A run grows from step to step until it is closed."""
+
+    __slots__ = ("adapter", "end", "kv_slots", "start")
+
+    def __init__(self, start: int, adapter: Adapter | None) -> None:
+        self.start = self.end = start
+        self.adapter = adapter
+        self.kv_slots: Indices = np.empty(0, dtype=np.int64)
+        """Of its last tokens, once it is closed: those before them have no place any more."""
+
+
+class Backlog:
+    """Each step adds its features whole, and what a token of them is worked out when all are written.
+
+    Runs are closed while their request still has the slots. So a slot that changed hands ends with what its last owner put there,
+    who closed last.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._features: list[Tensor] = []
+        self._runs: list[KeptRun] = []  # of each request in each step
+        self._counts: list[int] = []  # and how many tokens it added to its run
+        self._closed: list[KeptRun] = []
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self._num_tokens
+
+    def add(self, features: Tensor, runs: Sequence[KeptRun], counts: Sequence[int]) -> None:
+        """``features [T, taps · H]``: the next ``counts[i]`` tokens of ``runs[i]``, one run after the other."""
+        self._features.append(features)
+        self._runs += runs
+        self._counts += counts
+        self._num_tokens += len(features)
+        for run, count in zip(runs, counts, strict=True):
+            run.end += count
+
+    def close(self, run: KeptRun, kv_slots: Indices) -> None:
+        """Say where the K/V of a run's last tokens belong, all different. Nothing may be added to it afterwards."""
+        run.kv_slots = kv_slots
+        self._closed.append(run)
+
+    def write(self) -> None:
+        """Write all of it, in one product for each adapter. All runs must be closed."""
+        parts, runs, counts, closed = self._features, self._runs, self._counts, self._closed
+        self._features, self._runs, self._counts, self._closed, self._num_tokens = [], [], [], [], 0
+        if not closed:
+            return
+        rows, positions, kv_slots = _places(runs, counts, closed)
+        features = parts[0] if len(parts) == 1 else torch.cat(parts)
+        adapters = list(dict.fromkeys(run.adapter for run in closed))
+        owners = np.repeat([adapters.index(run.adapter) for run in closed], [len(run.kv_slots) for run in closed])
+        is_last = _is_last(kv_slots)
+        for number, adapter in enumerate(adapters):
+            own = is_last & (owners == number)
+            self._write_some(features, rows[own], positions[own], kv_slots[own], adapter)
+
+    def _write_some(
+        self, features: Tensor, rows: Indices, positions: Indices, kv_slots: Indices, adapter: Adapter | None
+    ) -> None:
+        if not len(rows):
+            return
+        in_order = np.argsort(rows)
+        rows, positions, kv_slots = rows[in_order], positions[in_order], kv_slots[in_order]
+        if len(rows) < len(features):
+            features = features[upload(rows, features.device)]
+        if kv_slots[-1] - kv_slots[0] == len(kv_slots) - 1 and (np.diff(kv_slots) == 1).all():
+            where = slice(int(kv_slots[0]), int(kv_slots[-1]) + 1)
+            self._write(features, upload(positions, features.device), where, adapter)
+        else:
+            places, indices = upload_together([positions, kv_slots], features.device)
+            self._write(features, places, indices, adapter)
+
+
+def _places(
+    runs: Sequence[KeptRun], counts: Sequence[int], closed: Sequence[KeptRun]
+) -> tuple[Indices, Indices, Indices]:
+    """Row, position and slot of every token that has a slot, run by run in the order of ``closed``.
+
+    Rows are laid end to end as they were added: the next ``counts[i]`` tokens of ``runs[i]``.
+    """
+    numbers = {run: number for number, run in enumerate(closed)}
+    order = np.argsort(np.repeat([numbers[run] for run in runs], counts), kind="stable")
+    rows, positions, end = list[Indices](), list[Indices](), 0
+    for run in closed:
+        end += run.end - run.start
+        rows.append(order[end - len(run.kv_slots) : end])
+        positions.append(np.arange(run.end - len(run.kv_slots), run.end))
+    return np.concatenate(rows), np.concatenate(positions), np.concatenate([run.kv_slots for run in closed])
+
+
+def _is_last(kv_slots: Indices) -> NDArray[np.bool_]:
+    """Of every slot whether it does not come again."""
+    last = np.zeros(len(kv_slots), dtype=bool)
+    last[len(kv_slots) - 1 - np.unique(kv_slots[::-1], return_index=True)[1]] = True
+    return last

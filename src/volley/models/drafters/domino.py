@@ -1,0 +1,91 @@
+"""Heads with a state, which has read all tokens of the block before a position, and corrects the position's logits.
+
+Domino: a GRU reads the embeddings of the anchor and of the tokens drafted so far. With its state g and the position's state h
+the logits grow by ``W2·silu(W1·[h; g])``. DSpark's recurrent head reads rows of a table, and its state depends on h, too. The
+correction depends on more than a pair of tokens. So a draft is walked token by token, and there are no trees.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from volley.errors import ConfigError
+from volley.memory.upload import upload_indices
+from volley.models.drafters.heads import MarkovTables, Projection
+
+
+class DominoHead(nn.Module):
+    def __init__(self, hidden_size: int, state_size: int, rank: int, rows: int, uncorrected: int) -> None:
+        """``rows`` are the tokens drafted; the first ``uncorrected`` positions of a block keep their logits."""
+        super().__init__()
+        self.uncorrected = uncorrected
+        self.prefix_gru = nn.GRU(hidden_size, state_size, bias=False)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(hidden_size + state_size, rank, bias=False), nn.SiLU(), nn.Linear(rank, rows, bias=False)
+        )
+
+    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        raise ConfigError("the drafter has Domino's head, which volley does not train; train with --head residual")
+
+    @property
+    def state_size(self) -> int:
+        return self.prefix_gru.hidden_size
+
+    def step(self, embeddings: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """States ``[n, G]`` after tokens with ``embeddings [n, H]``; corrections ``[n, N]`` of positions ``hidden [n, H]``."""
+        of_input, of_state = self.prefix_gru.all_weights[0]
+        after = torch.gru_cell(embeddings, state, of_input, of_state)
+        return after, self.embed_proj(torch.cat([hidden, after], dim=-1))
+
+
+class RecurrentMarkovTables(MarkovTables):
+    """DSpark's recurrent head, of rank r: with ``[g; c; o] = J·[s; W1_c; h]`` the logit of token j grows by ``tanh(o) · W2_j``,
+    and the state s becomes ``sigmoid(g) ∘ s + (1 − sigmoid(g)) ∘ tanh(c)``.
+    """
+
+    uncorrected = 0
+
+    def __init__(self, hidden_size: int, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, rank)
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    @property
+    def state_size(self) -> int:
+        return self.markov_w1.embedding_dim
+
+    def step(self, embeddings: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`DominoHead.step`, with ``embeddings [n, r]`` out of ``markov_w1``."""
+        gate, candidate, output = self.joint_proj(torch.cat([state, embeddings, hidden], dim=-1)).chunk(3, dim=-1)
+        return torch.lerp(candidate.tanh(), state, gate.sigmoid()), linear(output.tanh(), self.markov_w2.weight)
+
+
+class BoundRecurrent:
+    """A head with a state, and the embeddings that it reads."""
+
+    pairwise = False
+
+    def __init__(self, head: DominoHead | RecurrentMarkovTables, embed: Projection, drafted: Tensor | None) -> None:
+        """``embed`` gives what the head reads ``[T, E]`` of tokens; ``drafted [N]`` are the tokens of a reduced vocabulary."""
+        self.head, self.embed, self.drafted = head, embed, drafted
+
+    def transitions(self, hidden: Tensor, logits: Tensor, sizes: Sequence[int]) -> Callable[..., Tensor]:
+        """A function (positions, tokens, among) → logits ``[n, V]`` of these after these tokens, or of ``among [m]`` alone.
+
+        Each block is asked for in order. ``hidden [Σk, H]`` and ``logits [Σk, V]`` are those of all positions of blocks of
+        ``sizes``.
+        """
+        places = upload_indices([place for size in sizes for place in range(size)], hidden.device)
+        states = hidden.new_zeros(len(hidden), self.head.state_size)
+
+        def after(rows: list[int], token_ids: list[int] | Tensor, among: Tensor | None = None) -> Tensor:
+            where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
+            earlier = states[where - 1] * (places[where] > 0)[:, None]
+            states[where], change = self.head.step(self.embed(before), hidden[where], earlier)
+            if self.drafted is not None:
+                change = change.new_zeros(len(change), logits.shape[1]).index_copy(1, self.drafted, change)
+            corrected: Tensor = logits[where] + change * (places[where] >= self.head.uncorrected)[:, None]
+            return corrected if among is None else corrected[:, among.to(corrected.device)]
+
+        return after

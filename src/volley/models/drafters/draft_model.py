@@ -1,0 +1,220 @@
+"""A drafter at work: its K/V, its adapters, and what it borrows from its target. One class serves volley's engine and others'."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from volley import native
+from volley.errors import ConfigError, MismatchError
+from volley.memory.attention import Attention, AttentionOptions
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_store import KVStore
+from volley.models.drafters.adapter import Adapter, adapted
+from volley.models.drafters.domino import BoundRecurrent, DominoHead, RecurrentMarkovTables
+from volley.models.drafters.drafter import Drafter, read_drafter
+from volley.models.drafters.eagle import drafter_class
+from volley.models.drafters.frequent import FrequentHead, pays
+from volley.models.drafters.heads import BoundHead, MarkovTables, Projection
+from volley.models.drafters.inject import Injection
+from volley.models.layers.fingerprint import drafter_fingerprint
+from volley.models.layers.fused import FusedDecoder
+from volley.models.layers.products import choose_draft_weights
+from volley.models.layers.residency import giving_back
+from volley.models.targets.target import Target
+from volley.native import WantedDraftWeights
+
+Inject = Callable[[Tensor, Tensor, slice | Tensor], None]
+"""``inject(features [T, F], positions [T], kv_slots [T])`` writes the drafter's K/V of these tokens."""
+
+
+class DraftModel:
+    reads_next = False
+    """Whether the K/V of a token need the token after it as well (:meth:`with_next`)."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        store: KVStore,
+        attention: Attention,
+        embed: Projection,
+        head: Projection,
+        window: int | None = None,
+    ) -> None:
+        """``embed`` gives the target's embeddings, ``head`` its logits; with a ``window`` a block sees only so many tokens before
+        it.
+        """
+        config = drafter.config
+        self.drafter, self.store, self.embed, self.head = drafter, store, embed, head
+        self.window, self.windows = window, drafter.windows(window)
+        self.taps = config.target_layer_ids
+        """The layers of the target whose states it reads."""
+        self._attention = attention
+        self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
+        self._inject = self.make_injection()
+        self.bound_head: BoundHead | BoundRecurrent | None = None
+        with giving_back():
+            self._bind_head()
+
+    def _bind_head(self) -> None:
+        drafter, config, embed, head = self.drafter, self.drafter.config, self.embed, self.head
+        if isinstance(drafter.head, DominoHead):
+            self.bound_head = BoundRecurrent(drafter.head, lambda ids: drafter.embed(ids, embed), drafter.drafted)
+        elif isinstance(drafter.head, RecurrentMarkovTables):
+            self.bound_head = BoundRecurrent(drafter.head, drafter.head.markov_w1, drafter.drafted)
+        elif drafter.head is not None and config.head is not None:
+            self.bound_head = BoundHead(
+                *(drafter.head, config.head.candidates, embed, head, config.vocab_size, drafter.drafted),
+                drafter.frequent_head,
+            )
+
+    def see(self, token_ids: Iterable[int]) -> None:
+        """Tokens of texts that are drafted for: where not all of a vocabulary is drafted, those seen last are."""
+        frequent = self.drafter.frequent_head
+        if frequent is None:
+            return
+        frequent.see(token_ids)
+        if isinstance(self.bound_head, BoundHead):
+            self.bound_head.catch_up()
+
+    def make_injection(self) -> Inject:
+        """What makes K/V of features."""
+        return Injection(self.drafter, self.store)
+
+    def with_next(self, features: Tensor, token_ids: Tensor) -> Tensor:
+        """Features ``[T, taps · H]`` of tokens with what is needed of those after them, ``token_ids [T]``."""
+        return features
+
+    @property
+    def device(self) -> torch.device:
+        return self.drafter.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.drafter.fc.weight.dtype
+
+    def load_adapter(self, path: Path | str) -> Adapter:
+        """The drafter with the adapter in folder ``path``; both keep their K/V in the same store."""
+        drafter = adapted(self.drafter, path)
+        digest = bytes.fromhex(drafter_fingerprint(drafter))
+        drafter.fuse()
+        return Adapter(drafter, Injection(drafter, self.store), digest)
+
+    def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor, adapter: Adapter | None) -> None:
+        """Project the target's features ``[T, taps · H]`` of tokens that stay into K/V at ``kv_slots [T]``."""
+        injection = self._inject if adapter is None else adapter.injection
+        injection(features, positions, kv_slots)
+
+    def states(self, segments: list[Segment], token_ids: Tensor, adapter: Adapter | None = None) -> Tensor:
+        """Final states ``[Σ k, H]`` of the draft positions of blocks ``token_ids [Σ 1 + k]``, each an anchor and masks.
+
+        A drafter that samples from the anchor has a mask fewer in each block, and the anchor's state is the first position's.
+        A block's own K/V are scratch behind those of its context.
+        """
+        rows = self.draft_rows(segments)
+        batch, drafting = RaggedBatch.on_device(segments, token_ids.tolist(), rows, self.device)
+        states = self.block_states(batch, self.store, adapter)
+        if len(segments) == 1:
+            return states[len(states) - len(rows) :]
+        return states.index_select(0, drafting) if len(rows) < len(states) else states
+
+    def draft_rows(self, segments: Sequence[Segment]) -> list[int]:
+        """Which rows of blocks are draft positions: all but the anchors, unless these sample as well."""
+        ends = np.cumsum([segment.length for segment in segments])
+        rows = np.arange(ends[-1])
+        if not self.drafter.config.sample_from_anchor:
+            rows = np.delete(rows, np.concatenate(([0], ends[:-1])))
+        return rows.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether a pass launches the same operations whatever the blocks are, if they are as many of as many tokens."""
+        return not self.drafter.config.causal_layers and self.drafter.config.conv_kernel_size is None
+
+    def block_states(self, batch: RaggedBatch, store: KVStore, adapter: Adapter | None = None) -> Tensor:
+        """Final states ``[T, H]`` of every token of ``batch``, whose contexts' K/V are in ``store``."""
+        drafter = self.drafter if adapter is None else adapter.drafter
+        scale, causal = drafter.config.head_dim**-0.5, drafter.config.causal_layers
+        if causal:
+            segments = [replace(segment, causal=True) for segment in batch.segments]
+            in_order = RaggedBatch(segments, batch.token_ids, batch.positions)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen = in_order if causal and causal[layer] else batch
+            return self._attention(seen, store, layer, q, k, v, AttentionOptions(scale, self.windows[layer]))
+
+        embeddings, decoder = drafter.embed(batch.token_ids, self.embed), self._decoder(drafter)
+        if decoder is not None and decoder.serves(store) and not causal:
+            cos, sin = drafter.rotary(batch.positions, embeddings.dtype)
+            final, _ = decoder(embeddings, (cos[:, 0], sin[:, 0]), batch, store)
+            normed: Tensor = drafter.norm(final)
+            return normed
+        places = None
+        if drafter.config.conv_kernel_size is not None:
+            places = torch.cat([torch.arange(segment.length) for segment in batch.segments]).to(self.device)
+        states: Tensor = drafter(embeddings, batch.positions, attend, places)
+        return states
+
+    def accept_rates(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """How likely the tokens at positions of states ``hidden [R, H]`` are accepted, by the drafter's confidence head: ``[R]``.
+
+        ``before [R]`` are the tokens before them.
+        """
+        head, tables = self.drafter.confidence_head, self.drafter.head
+        assert head is not None
+        rows = hidden[:, :0]
+        if isinstance(tables, MarkovTables):
+            rows = tables.markov_w1(before)
+        rates: Tensor = head(hidden, rows)
+        return rates
+
+    def _decoder(self, drafter: Drafter) -> FusedDecoder | None:
+        if drafter.fused is None:
+            return None
+        if drafter not in self._decoders:
+            self._decoders[drafter] = FusedDecoder(*drafter.fused, self.windows)
+        return self._decoders[drafter]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits ``[R, V]`` of final states ``[R, H]``."""
+        return self.drafter.logits(states, self.head)
+
+
+def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraftWeights) -> Drafter:
+    """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them, or a GPU in fp8.
+
+    One that is loaded has bf16 weights, and drafts all tokens; ConfigError for others.
+    """
+    if isinstance(path, Drafter):
+        if weights not in ("auto", "bf16"):
+            raise ConfigError("draft_weights says how a drafter is loaded; give its folder instead of a loaded one")
+        return path.to(device=target.device, dtype=target.dtype).eval()
+    kind = choose_draft_weights(weights, target.kept_head, target.device, target.dtype)
+    folder, checkpoint = read_drafter(path)
+    head = target.kept_head
+    with giving_back():
+        drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
+        if drafter.lm_head is None and checkpoint.config.eagle is None and pays(head):
+            assert isinstance(head, native.Product)
+            assert kind != "fp8"
+            drafter.own_head = FrequentHead(head, kind, sorted(target.stop_token_ids))
+            drafter.fuse(kind)
+        else:
+            drafter.fuse(kind, None if kind == "bf16" else head)
+    return drafter
+
+
+def check_pair(drafter: Drafter, target: Target) -> None:
+    """Refuse a drafter that was trained for another target, or a target that no drafter can follow."""
+    if not target.can_be_tapped:
+        raise MismatchError(
+            f"{type(target).__name__} denoises canvases and gives a drafter no states of its layers; leave the drafter out, and "
+            "use DiffusionParams(mode='self') for drafts of its own"
+        )
+    drafter.config.check_target(
+        hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_layers
+    )

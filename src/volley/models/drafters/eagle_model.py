@@ -1,0 +1,66 @@
+"""An EAGLE-3 drafter with its K/V and with what it borrows from its target."""
+
+import torch
+from torch import Tensor
+
+from volley.errors import ConfigError
+from volley.memory.attention import Attention, AttentionOptions
+from volley.memory.batch import RaggedBatch
+from volley.memory.kv_store import KVStore
+from volley.models.checkpoints.eagle_format import usual_taps
+from volley.models.drafters.adapter import Adapter
+from volley.models.drafters.draft_model import DraftModel, Inject
+from volley.models.drafters.eagle import EagleDrafter
+from volley.models.drafters.heads import Projection
+
+
+class EagleModel(DraftModel):
+    """An EAGLE-3 drafter at work. Its K/V at position t are those of token t and the token after it."""
+
+    reads_next = True
+
+    def __init__(
+        self,
+        drafter: EagleDrafter,
+        store: KVStore,
+        attention: Attention,
+        embed: Projection,
+        head: Projection,
+        window: int | None,
+        num_layers: int,
+    ) -> None:
+        """``num_layers`` are the target's, which decide what is tapped where the checkpoint does not."""
+        self.eagle = drafter
+        super().__init__(drafter, store, attention, embed, head, window)
+        self.taps = drafter.config.target_layer_ids or usual_taps(num_layers)
+
+    def make_injection(self) -> Inject:
+        width = self.eagle.fc.in_features
+
+        def inject(features: Tensor, positions: Tensor, kv_slots: slice | Tensor) -> None:
+            tapped, embeddings = features[:, :width], features[:, width:]
+            states = self.eagle.fused_states(tapped)
+            self.store.write(0, kv_slots, *self.eagle.keys_values(embeddings, states, positions))
+
+        return inject
+
+    def with_next(self, features: Tensor, token_ids: Tensor) -> Tensor:
+        """Features ``[T, 3 · H]`` of tokens beside the embeddings of those after them, ``token_ids [T]``: ``[T, 4 · H]``."""
+        return torch.cat([features, self.eagle.embed(token_ids, self.embed)], dim=-1)
+
+    def load_adapter(self, path: object) -> Adapter:
+        raise ConfigError(
+            f"{path} cannot be loaded: an EAGLE-3 drafter takes no adapters; use a block drafter for them"
+        )
+
+    def advance(self, batch: RaggedBatch, store: KVStore, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits ``[T, V]`` after the tokens of ``batch``, and the states ``[T, H]`` that the next step reads."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            options = AttentionOptions(self.eagle.config.head_dim**-0.5, self.windows[layer])
+            return self._attention(batch, store, layer, q, k, v, options)
+
+        embeddings = self.eagle.embed(batch.token_ids, self.embed)
+        own = self.eagle.advance(embeddings, states, batch.positions, attend)
+        normed = self.eagle.norm(own)
+        return self.logits(normed), normed if self.eagle.switches.norm_output else own

@@ -1,0 +1,214 @@
+"""Export a drafter to another program, and what can be done to its checkpoint on the way. No weight changes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from volley.errors import ConfigError
+from volley.files import check_weights, write_atomically
+from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
+from volley.models.checkpoints.formats import (
+    Format,
+    drafter_folder,
+    read_checkpoint,
+    without_confidence,
+    write_checkpoint,
+)
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.heads import ResidualHead
+from volley.models.targets.loading import load_causal_lm, load_config, reading
+
+
+def export(
+    drafter: Path,
+    out: Path,
+    to: Format,
+    *,
+    target: str | None = None,
+    with_embeddings: bool = False,
+    draft_vocab_size: int | None = None,
+    counts: Sequence[int] | None = None,
+    drop_head: bool = False,
+) -> Checkpoint:
+    """Write the drafter in ``drafter`` to ``out`` (a folder; GGUF: a file). ``counts [V]`` of tokens choose a reduced vocabulary.
+
+    ``target`` is its folder or hub name: where weights are taken from, and what the drafter is checked against.
+    """
+    if target is None and (with_embeddings or draft_vocab_size is not None):
+        raise ConfigError("with_embeddings and draft_vocab_size copy weights of the target; name it as target")
+    if out.resolve() == drafter.resolve():
+        raise ConfigError(f"out is the drafter's own folder {drafter}; choose another")
+    checkpoint = read_checkpoint(drafter)
+    head = checkpoint.config.head
+    to_tables = to in ("speculators", "gguf") and head is not None and head.type == "markov" and not drop_head
+    if target is None and (to_tables or to == "gguf"):
+        what = (
+            "the Markov head becomes tables of the target's tokens"
+            if to_tables
+            else "the file names the target's tokens"
+        )
+        raise ConfigError(f"{what}; name it as target")
+    drafted = checkpoint.config.draft_vocab_size
+    check_weights(drafter, Drafter(checkpoint.config).state_dict(), checkpoint.tensors)
+    if drop_head:
+        checkpoint = without_head(checkpoint)
+    if target is None:
+        write_checkpoint(out, checkpoint, to)
+        _copy_certificate(drafter, out, to, is_same=not drop_head)
+        return checkpoint
+    shape = TargetShape.from_pretrained(target)
+    shape.check(checkpoint.config)
+    brings = checkpoint.config.own_embedding or checkpoint.config.draft_vocab_size
+    if brings or with_embeddings or draft_vocab_size is not None or to_tables:
+        ends = TargetEnds.from_pretrained(target)
+        if to_tables:
+            checkpoint = with_tables(checkpoint, ends)
+        if draft_vocab_size is not None:
+            checkpoint = with_vocabulary(checkpoint, ends, counts or (), draft_vocab_size)
+        if with_embeddings:
+            checkpoint = with_ends(checkpoint, ends)
+        elif to in ("sglang", "transformers"):
+            checkpoint = without_ends(checkpoint, ends)
+    write_checkpoint(out, checkpoint, to, target, shape.architectures)
+    drafts_the_same = with_embeddings or checkpoint.config.draft_vocab_size == drafted
+    is_same = drafts_the_same and draft_vocab_size is None and not drop_head
+    _copy_certificate(drafter, out, to, is_same=is_same)
+    return checkpoint
+
+
+def _copy_certificate(drafter: Path, out: Path, to: Format, *, is_same: bool) -> None:
+    """What was certified of the drafter holds for the written one if it drafts the same."""
+    certificates = [folder / "certificate.json" for folder in (drafter, drafter_folder(drafter))]
+    certificate = next((path.read_bytes() for path in certificates if path.exists()), None)
+    if certificate is not None and is_same and to != "gguf":
+        write_atomically(out / "certificate.json", certificate)
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What a target's ``config.json`` says that a drafter must fit."""
+
+    name: str
+    architectures: tuple[str, ...]
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> Self:
+        """Read the config of a folder or of a model on the hub, no weights."""
+        with reading(name, "the target's config"):
+            config = load_config(name)
+            text = config.get_text_config()
+            architectures = tuple(config.architectures or ())
+            return cls(str(name), architectures, text.hidden_size, text.vocab_size, text.num_hidden_layers)
+
+    def check(self, config: DrafterConfig) -> None:
+        """Refuse a drafter of another target."""
+        config.check_target(hidden_size=self.hidden_size, vocab_size=self.vocab_size, num_layers=self.num_layers)
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """Input embeddings and LM head ``[V, H]`` of a target."""
+
+    embedding: Tensor
+    head: Tensor
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> Self:
+        with reading(name, "the target"):
+            model = load_causal_lm(name, "auto")
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if type(embedding) is not nn.Embedding or getattr(head, "bias", None) is not None:
+            raise ConfigError(
+                f"{name} scales its embeddings or has a bias in its head, so its matrices alone do not stand for them; "
+                "export without embeddings and with the whole vocabulary"
+            )
+        return cls(embedding.weight.detach(), head.weight.detach())
+
+
+def without_head(checkpoint: Checkpoint) -> Checkpoint:
+    """The plain DFlash drafter that a sequential head was added to."""
+    plain = without_confidence(checkpoint)
+    tensors = {name: tensor for name, tensor in plain.tensors.items() if not name.startswith("head.")}
+    return Checkpoint(replace(plain.config, head=None), tensors)
+
+
+def with_tables(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
+    """The Markov head as DSpark's two tables, in the dtype of the drafter's weights."""
+    config = checkpoint.config
+    assert config.head is not None
+    head = ResidualHead(config.hidden_size, config.head.rank, with_context=False)
+    own = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("head.")}
+    head.load_state_dict({name.removeprefix("head."): tensor.float() for name, tensor in own.items()})
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in own}
+    output = target.head.float()
+    if "d2t" in tensors:
+        output = output[tensors["d2t"] + torch.arange(len(tensors["d2t"]))]
+    embedding = target.embedding
+    with torch.no_grad():
+        before, after = head.tables(lambda ids: embedding[ids].float(), lambda x: x @ output.T, len(embedding))
+    dtype = tensors["fc.weight"].dtype
+    tensors |= {"head.markov_w1.weight": before.to(dtype), "head.markov_w2.weight": after.to(dtype)}
+    return Checkpoint(replace(config, head=replace(config.head, type="dspark")), tensors)
+
+
+def with_ends(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
+    """The target's embedding, and its head (the rows of a reduced vocabulary), where the drafter has none of its own."""
+    config = checkpoint.config
+    tensors = {"embed_tokens.weight": target.embedding, **checkpoint.tensors}
+    if config.draft_vocab_size is None:
+        tensors["lm_head.weight"] = target.head
+    rows = config.draft_vocab_size or config.vocab_size
+    return Checkpoint(replace(config, own_embedding=True, draft_vocab_size=rows), tensors)
+
+
+def without_ends(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
+    """Leave out the drafter's own embedding and head where they are the target's, bit for bit."""
+    config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    if config.own_embedding and _equal(tensors["embed_tokens.weight"], target.embedding):
+        del tensors["embed_tokens.weight"]
+        config = replace(config, own_embedding=False)
+    if config.draft_vocab_size is not None:
+        d2t = tensors.get("d2t", torch.zeros(config.vocab_size, dtype=torch.long))
+        if _equal(tensors["lm_head.weight"], target.head[d2t + torch.arange(len(d2t))]):
+            del tensors["lm_head.weight"]
+            tensors.pop("d2t", None)
+            config = replace(config, draft_vocab_size=None)
+    return Checkpoint(config, tensors)
+
+
+def with_vocabulary(checkpoint: Checkpoint, target: TargetEnds, counts: Sequence[int], size: int) -> Checkpoint:
+    """Draft only the ``size`` tokens that ``counts [V]`` has most of, with the target's rows for them as head.
+
+    The text can still hold any token: one outside the reduced vocabulary is merely never proposed.
+    """
+    config = checkpoint.config
+    if config.draft_vocab_size is not None:
+        raise ConfigError(
+            "the drafter has a head of its own already; reduce the vocabulary of the one it was made from"
+        )
+    if len(counts) != config.vocab_size:
+        raise ConfigError(f"there are counts of {len(counts)} tokens for a vocabulary of {config.vocab_size}")
+    if not 0 < size < config.vocab_size:
+        raise ConfigError(f"draft_vocab_size is {size}; it must be between 1 and {config.vocab_size - 1}")
+    token_ids = torch.tensor(counts).argsort(descending=True, stable=True)[:size].sort().values
+    outputs = {
+        name: checkpoint.tensors[name][token_ids] for name in ("head.markov_w2.weight",) if name in checkpoint.tensors
+    }
+    tensors = {
+        **checkpoint.tensors,
+        **outputs,
+        "lm_head.weight": target.head[token_ids],
+        "d2t": token_ids - torch.arange(size),
+    }
+    return Checkpoint(replace(config, draft_vocab_size=size), tensors)
+
+
+def _equal(own: Tensor, of_target: Tensor) -> bool:
+    return own.shape == of_target.shape and torch.equal(own, of_target.to(own.dtype))

@@ -1,0 +1,302 @@
+"""The sequential head corrects a slot's logits once the token before it is known, so that a block's tokens fit together.
+
+The slots of a block are predicted in one pass, independently of each other. The head corrects a slot's final state h after
+token c with embedding e: ``h + Q·silu(P·e + A·h)``, of rank r. With the target's head E this adds to the logit of token j
+``u(c, h) · O_j`` with ``u = silu(P·e_c + A·h)`` and ``O = E·Q``, so a table for ``P·e`` and one for O make every transition a
+product of two short rows. The head has no tensor of the vocabulary's size.
+
+Without A it knows the token before and nothing else: a logit bias ``W1_c · W2_j`` with ``W1 = silu(P·e)`` and ``W2 = E·Q``. That
+is DSpark's Markov head. Other programs keep these two tables (:class:`MarkovTables`) instead of P and Q, perhaps with a gate on
+the first (:class:`GatedMarkovTables`). DFlash 2 keeps two tables as well, and multiplies their product with the state
+(:class:`Selector`).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from volley.errors import ConfigError
+from volley.memory.upload import upload_indices, upload_together
+from volley.models.drafters.frequent import FIRST, SEEN, FrequentHead
+from volley.models.layers.accelerate import accelerate
+from volley.types import Lattice
+
+Projection = Callable[[Tensor], Tensor]
+_TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 1024, 16
+
+
+class ResidualHead(nn.Module):
+    def __init__(self, hidden_size: int, rank: int, *, with_context: bool = True) -> None:
+        super().__init__()
+        self.previous = nn.Linear(hidden_size, rank, bias=False)
+        self.context = nn.Linear(hidden_size, rank, bias=False) if with_context else None
+        self.output = nn.Linear(rank, hidden_size, bias=False)
+        nn.init.zeros_(self.output.weight)  # training starts from DFlash
+
+    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        """Corrected states ``[R, H]``, which the target's head turns into logits; ``embeddings`` of the tokens before."""
+        inner = self.rows(embeddings)
+        if self.context is not None:
+            inner = inner + self.context(hidden)
+        corrected: Tensor = hidden + self.output(silu(inner))
+        return corrected
+
+    def rows(self, embeddings: Tensor) -> Tensor:
+        """``P·e`` ``[R, r]``."""
+        rows: Tensor = self.previous(rms_norm(embeddings, embeddings.shape[-1:]))
+        return rows
+
+    def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """``P·e`` (without a context ``W1``) and ``W2``, ``[V, r]`` each, for a target's embedding and head.
+
+        Neither matrix of the target is needed whole: W2 is what the head makes of Q's columns.
+        """
+        columns = self.output.weight.T.contiguous()
+        rows = columns.new_empty(vocab_size, len(columns))
+        for tokens in self._vocabulary(vocab_size):
+            own = self.rows(embed(tokens))
+            rows[tokens] = own if self.context is not None else silu(own)
+        outputs: Tensor | None = None
+        for place, part in enumerate(torch.split(columns, _COLUMNS_AT_ONCE)):
+            own = output(part).T
+            outputs = own.new_empty(len(own), len(columns)) if outputs is None else outputs
+            outputs[:, place * _COLUMNS_AT_ONCE :][:, : len(part)] = own
+        assert outputs is not None
+        return rows, outputs
+
+    def entries(self, token_ids: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the tables, what tokens with ``embeddings [n, H]`` and rows ``weights [n, H]`` of the target's head have there."""
+        own = self.rows(embeddings)
+        return (own if self.context is not None else silu(own)), linear(weights, self.output.weight.T)
+
+    def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        """What is multiplied with the outputs' table: ``rows`` of the tokens before, the states' share ``own``."""
+        return rows if own is None else silu(rows + own)
+
+    def _vocabulary(self, size: int) -> tuple[Tensor, ...]:
+        return torch.split(torch.arange(size, device=self.output.weight.device), _TOKENS_AT_ONCE)
+
+
+class MarkovTables(nn.Module):
+    """DSpark's Markov head as others train it: ``markov_w1 [V, r]`` and ``markov_w2 [N, r]`` of N drafted tokens."""
+
+    context: Projection | None = None
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab_size, rank), nn.Embedding(draft_vocab_size, rank)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        raise ConfigError(
+            "the drafter's Markov head is two tables, which volley does not train; train with --head markov"
+        )
+
+    def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """``W1 [V, r]`` and ``W2 [N, r]``."""
+        return self.markov_w1.weight, self.markov_w2.weight
+
+    def entries(self, token_ids: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self.markov_w1.weight[token_ids], self.markov_w2.weight[token_ids]
+
+    def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        return rows
+
+
+class GatedMarkovTables(MarkovTables):
+    """DSpark's gated head: the logit of token j after token c grows by ``(sigmoid(G·[h; W1_c]) ∘ W1_c) · W2_j``."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+        super().__init__(vocab_size, draft_vocab_size, rank)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank)
+
+    def context(self, hidden: Tensor) -> Tensor:
+        """The states' share of the gate."""
+        return linear(hidden, self.gate_proj.weight[:, : hidden.shape[-1]], self.gate_proj.bias)
+
+    def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        assert own is not None, "a gate has a context"
+        return rows * (own + linear(rows, self.gate_proj.weight[:, -rows.shape[-1] :])).sigmoid()
+
+
+class Selector(nn.Module):
+    """DFlash 2's candidate selector: the logit of token j after token c grows by ``(A_c ∘ P·h) · B_j``."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.context = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        raise ConfigError(
+            "the drafter has DFlash 2's selector, which volley does not train; train with --head residual"
+        )
+
+    def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """A and B, ``[V, r]`` each."""
+        return self.predecessor_codebook, self.successor_codebook
+
+    def entries(self, token_ids: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self.predecessor_codebook[token_ids], self.successor_codebook[token_ids]
+
+    def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
+        assert own is not None, "a selector has a context"
+        return rows * own
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark's: how likely a position's token is accepted if those before it are, ``sigmoid(w·[h; W1_c] + b)``.
+
+    ``W1_c`` is the Markov head's row of the token before, and may be left out.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Probabilities ``[R]`` in fp32 for states ``[R, H]`` and rows ``[R, r]``."""
+        features = torch.cat([hidden, rows], dim=-1)[:, : self.proj.in_features].float()
+        bias = self.proj.bias.float()
+        return linear(features, self.proj.weight.float(), bias)[:, 0].sigmoid()
+
+
+SequentialHead = ResidualHead | MarkovTables | Selector
+
+
+class BoundHead:
+    """A head with the tables it makes of its target's embeddings and head."""
+
+    pairwise = True
+    """A position depends on the token before it alone: a block's candidates are a lattice."""
+
+    def __init__(
+        self,
+        head: SequentialHead,
+        candidates: int,
+        embed: Projection,
+        output: Projection,
+        vocab_size: int,
+        drafted: Tensor | None = None,
+        frequent: FrequentHead | None = None,
+    ) -> None:
+        """``embed`` gives the target's input embeddings ``[T, H]`` of tokens ``[T]``, ``output`` its logits ``[T, V]`` of states.
+
+        ``drafted [N]`` are the tokens of a reduced vocabulary; a head's table may have rows for these alone. Where drafts
+        come from a ``frequent`` head, the tables have a row for each of its places.
+        """
+        self.head, self._embed, self._frequent, self._reduced = head, embed, frequent, drafted
+        size = vocab_size if self.drafted is None else len(self.drafted)
+        self.candidates = min(candidates, size)
+        with torch.no_grad():
+            if frequent is not None:
+                self._changes = frequent.changes
+                self.rows, self.outputs = self._entries(frequent.tokens)
+                spare = self.outputs.new_zeros(FIRST + SEEN - size, self.outputs.shape[1])
+                self.rows, self.outputs = torch.cat([self.rows, spare]), torch.cat([self.outputs, spare])
+                return
+            self.rows, self.outputs = head.tables(embed, output, vocab_size)
+            if drafted is not None and len(self.outputs) < len(self.rows):
+                self.outputs = self.outputs.new_zeros(self.rows.shape).index_copy(0, drafted, self.outputs)
+
+    @property
+    def drafted(self) -> Tensor | None:
+        """The tokens of a reduced vocabulary; ``None``: all are drafted."""
+        return self._reduced if self._frequent is None else self._frequent.tokens
+
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Take over which tokens the frequent head drafts now."""
+        if self._frequent is None or self._changes == self._frequent.changes:
+            return
+        places, self._changes = self._frequent.changed_since(self._changes), self._frequent.changes
+        self.rows[places], self.outputs[places] = self._entries(self._frequent.tokens[places])
+
+    def _entries(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of both tables, ``[n, r]`` each, for tokens of the frequent head."""
+        assert self._frequent is not None
+        weights = self._frequent.weights
+        parts = [
+            self.head.entries(some, self._embed(some), weights(some))
+            for some in torch.split(token_ids, _TOKENS_AT_ONCE)
+        ]
+        rows, outputs = zip(*parts, strict=True)
+        return torch.cat(rows), torch.cat(outputs)
+
+    def _places(self, token_ids: Tensor) -> Tensor:
+        """The rows of the tables that are tokens'."""
+        return token_ids if self._frequent is None else self._frequent.places(token_ids)
+
+    @cached_property
+    def product(self) -> nn.Linear:
+        """With the outputs' table, of which it may hold a copy laid out anew: chosen tokens after each other need it whole.
+
+        Of a frequent head's, the part that never changes.
+        """
+        outputs = self.outputs if self._frequent is None else self.outputs[:FIRST]
+        product = nn.Linear(outputs.shape[1], len(outputs), bias=False, device="meta")
+        product.weight = nn.Parameter(outputs, requires_grad=False)
+        accelerate(product)
+        return product
+
+    def transitions(self, hidden: Tensor, logits: Tensor, _: Sequence[int]) -> Callable[..., Tensor]:
+        """A function (slots, tokens, among) → logits ``[n, V]`` of these slots after these tokens, or of ``among [m]`` alone.
+
+        ``hidden [k, H]`` and ``logits [k, V]`` are those of all slots.
+        """
+        own = self._context(hidden)
+
+        def after(rows: list[int], token_ids: list[int] | Tensor, among: Tensor | None = None) -> Tensor:
+            where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
+            mixed = self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[where])
+            if among is not None:
+                among = among.to(logits.device)
+                return logits[where][:, among] + linear(mixed, self.outputs[self._places(among)])
+            corrected: Tensor = logits[where]
+            if self._frequent is None:
+                return corrected + self.product(mixed)  # type: ignore[no-any-return]
+            seen = self._frequent.tokens[FIRST:]
+            corrected[:, :FIRST] += self.product(mixed)
+            corrected[:, seen] += linear(mixed, self.outputs[FIRST : FIRST + len(seen)])
+            return corrected
+
+        return after
+
+    def _context(self, hidden: Tensor) -> Tensor | None:
+        return None if self.head.context is None else self.head.context(hidden)
+
+    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and tokens of the candidates ``[k, c]`` of each position, the best first."""
+        drafted = self.drafted
+        if drafted is None:
+            best, tokens = logits.topk(self.candidates, dim=-1)
+            return best, tokens
+        best, places = logits.index_select(1, drafted).topk(self.candidates, dim=-1)
+        return best, drafted[places]
+
+    def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
+        """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
+
+        ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them. All transitions are one product.
+        """
+        base, tokens = self._best(logits)
+        ends = np.array(sizes, dtype=np.int64).cumsum()
+        firsts, first_tokens = upload_together(
+            [ends - np.array(sizes), np.array(anchors, dtype=np.int64)], tokens.device
+        )
+        before = tokens.roll(1, dims=0)
+        before[firsts] = first_tokens[:, None]
+        own = self._context(hidden)
+        mixed = self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[:, None])
+        outputs = embedding(self._places(tokens), self.outputs)
+        scores = torch.baddbmm(base[:, None], mixed.to(base.dtype), outputs.mT.to(base.dtype))  # noise makes base fp32
+        found = torch.cat([scores.float(), tokens[:, None].float()], dim=1).cpu().numpy()  # ids below 2²⁴ are exact
+        every_token, every_score = found[:, -1].astype(np.int64), found[:, :-1]
+        return [
+            Lattice(every_token[end - size : end], every_score[end - size : end])
+            for end, size in zip(ends, sizes, strict=True)
+        ]

@@ -1,0 +1,1 @@
+"""Layers as this machine computes them fastest, whatever model they belong to."""

@@ -1,0 +1,208 @@
+"""Fewer and cheaper operations, for bf16 models on a CPU and any on a GPU. Only the instances' ``forward`` is replaced.
+
+On a GPU decoder layers of the Llama and Qwen kind are joined (:mod:`volley.models.layers.joined`). The rest is for a CPU.
+Decoder layers of the Llama and Qwen kind run on volley's own kernels (:mod:`volley.models.layers.fused`). In others, projections
+that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight laid out for
+the machine, and RMS norms written out in Python become one operation. What is replaced holds copies of the weights, which go
+stale if these are trained further.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+from transformers import PreTrainedModel
+
+from volley import native
+from volley.memory import kernels
+from volley.models.layers.fingerprint import sample
+from volley.models.layers.fused import LINEAR, FusedLayer, layers_with_rotary
+from volley.models.layers.joined import join_layers
+from volley.models.layers.products import Float8Product, Product, codes_of, is_linear, make_product
+from volley.models.layers.residency import MappedFiles, trim
+from volley.native import Weights
+
+Fill = Callable[[nn.Module], None]
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def filled(_: nn.Module) -> None:
+    """Nothing is read, as all weights are there."""
+
+
+def packing_pays(*weights: Tensor) -> bool:
+    """Whether products with such weights are computed by oneDNN or volley, which lay them out."""
+    on_cpu = all(w.device.type == "cpu" and w.dtype == torch.bfloat16 for w in weights)
+    return on_cpu and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
+class SharedProjection:
+    """Several bias-free linear layers over one input, computed together when the first of them is asked."""
+
+    def __init__(self, layers: Sequence[nn.Linear], together: Product) -> None:
+        """``together`` is the product with all their weights, one below the other."""
+        self.together = together
+        self.sizes = [layer.out_features for layer in layers]
+        self.input: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def project(self, x: Tensor, index: int) -> Tensor:
+        if x is not self.input:
+            self.outputs = torch.split(self.together(x), self.sizes, dim=-1)
+            self.input = x
+        output = self.outputs[index]
+        if index == len(self.sizes) - 1:  # layers are called in order, so no result outlives a pass
+            self.input, self.outputs = None, ()
+        return output
+
+
+def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = False, fill: Fill = filled) -> bool:
+    """Replace forwards in place where that pays; True if anything was replaced.
+
+    Linear layers compute with ``weights`` of that kind. With ``release`` the weights that only they read are given up, layer
+    by layer, so that memory holds each once; the model cannot be saved or trained any more. Modules whose forward was replaced
+    before are left alone. ``fill`` reads the weights of a module that are on the meta device.
+    """
+    if kernels.usable(next(model.parameters()).device):
+        return join_layers(model) > 0
+    if not packing_pays(*(weight for weight in model.parameters() if weight.device.type != "meta" or fill is filled)):
+        fill(model)
+        return False
+    files = MappedFiles() if release else None
+    # The largest weight comes first: not all of its file leaves memory while it is copied.
+    done = _replace_head(model, weights, files, fill)
+    done |= _fuse_layers(model, weights, files, fill)
+    done |= {module for module in model.modules() if "forward" in vars(module)}
+    fill(model)
+    for module in model.modules():
+        if module in done:
+            continue
+        for names in SIBLINGS:
+            layers = [getattr(module, name, None) for name in names]
+            if all(_is_plain(layer) for layer in layers):
+                _share([layer for layer in layers if isinstance(layer, nn.Linear)], weights, files)
+                done.update(layer for layer in layers if layer is not None)
+    for module in list(model.modules()):
+        if module not in done and isinstance(module, nn.Linear) and _is_plain(module):
+            _replace(model, module, weights, files)
+        elif module not in done and type(module).__name__.endswith("RMSNorm"):
+            _fuse_norm(module)
+    if release:
+        trim()
+    return True
+
+
+def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if not isinstance(head, nn.Linear) or not _is_plain(head):
+        return set()
+    fill(head)
+    _replace(model, head, weights, files)
+    return {head}
+
+
+def _is_plain(layer: object) -> bool:
+    return is_linear(layer) and layer.bias is None
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of a model's weights, of those included that replaced layers hold.
+
+    A drafter's may be there twice; beside codes in fp8, which are counted, its own are not, as they lie in the CPU's memory.
+    """
+    coded: list[Float8Product] = getattr(model, "float8", [])
+    if coded:
+        device = model.get_parameter("norm.weight").device
+        held = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
+        return held + sum(product.nbytes for product in coded)
+    held = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
+    products: set[native.Product] = set()
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, native.Product):
+            products.add(forward)
+        elif isinstance(forward, FusedLayer):
+            products.update(forward.weights.products)
+    fused: Any = getattr(model, "fused", None)
+    for layer in fused[0] if fused else ():
+        products.update(layer.products)
+    return held + sum(product.nbytes for product in products)
+
+
+def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
+    """Fuse the decoder layers that can be; returns these and all modules in them."""
+    done: set[nn.Module] = set()
+    for layer, rotary in layers_with_rotary(model) if native.available else ():
+        fill(layer)
+        fused = FusedLayer.of(layer, rotary, weights, files)
+        if fused is None:
+            continue
+        layer.forward = fused
+        done.update(layer.modules())
+        if files is not None:
+            for name in LINEAR:
+                _release(layer.get_submodule(name), files)
+            trim()
+    return done
+
+
+def _release(layer: nn.Module, files: MappedFiles) -> None:
+    """Give up a layer's weight; its shape stays known, and a sample for its fingerprint."""
+    weight = layer.get_parameter("weight")
+    released = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+    released.sample = sample(weight)  # type: ignore[attr-defined]
+    files.forget(weight)
+    layer.weight = released
+
+
+def _share(layers: Sequence[nn.Linear], weights: Weights, files: MappedFiles | None) -> None:
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    share(layers, make_product(weight, weights=weights, stored=codes_of(layers)))
+    if files is not None:
+        for layer in layers:
+            _release(layer, files)
+
+
+def share(layers: Sequence[nn.Linear], together: Product) -> None:
+    """Let linear layers that read the same input take their outputs from one product."""
+    shared = SharedProjection(layers, together)
+    for index, layer in enumerate(layers):
+
+        def forward(x: Tensor, index: int = index) -> Tensor:
+            return shared.project(x, index)
+
+        layer.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: MappedFiles | None) -> None:
+    """One linear layer of ``model``, whose weight may be that of an embedding as well."""
+    product = make_product(layer.weight, weights=weights, stored=codes_of([layer]), files=files)
+    layer.forward = product  # type: ignore[method-assign, assignment]
+    tied = [module for module in model.modules() if type(module) is nn.Embedding and module.weight is layer.weight]
+    if files is None or (tied and not isinstance(product, native.Product)):
+        return
+    for embedding in tied:
+        assert isinstance(product, native.Product)
+        embedding.forward = product.rows  # type: ignore[method-assign, assignment]
+    for module in (layer, *tied):
+        _release(module, files)
+
+
+def _fuse_norm(norm: nn.Module) -> None:
+    """Use the fused norm if it computes what this module computes (Gemma's, for one, scales by 1 + weight)."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return
+    scale, shape = weight.detach(), weight.shape
+
+    def forward(x: Tensor) -> Tensor:
+        if native.available and x.is_contiguous() and x.dtype == scale.dtype:
+            return native.rms_norm(x, scale, eps)
+        return rms_norm(x, shape, scale, eps)
+
+    with torch.no_grad():
+        probe = torch.linspace(-2, 3, 4 * shape[0], dtype=weight.dtype).view(4, -1)
+        if torch.allclose(forward(probe).float(), norm(probe).float(), rtol=2**-6, atol=2**-6):
+            norm.forward = forward

@@ -1,0 +1,118 @@
+"""Decoder layers of the Llama and Qwen kind in at most twelve operations, attention included, on any device.
+
+Projections of one input are one matrix, of which the layer's own weights are views: nothing is in memory twice. The operations
+between the products are in ``memory/rows.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from volley.memory.attention import AttentionOptions
+from volley.memory.rows import row_operations
+from volley.models.layers.fused import LayerForward, layer_weights, layers_with_rotary, recognise
+from volley.native import LayerShape
+
+
+class JoinedProduct(Protocol):
+    """A product with the weights of one layer or of several."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, out]`` of ``x [T, in]``."""
+
+    def add_to(self, states: Tensor, x: Tensor) -> Tensor:
+        """``states [T, out]`` plus the product with ``x [T, in]``, in place."""
+
+
+class Matrix(NamedTuple):
+    """Weight and bias of several layers as one; the layers' own become views of them."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Linear]) -> Self:
+        together: list[Tensor | None] = []
+        for name in ("weight", "bias"):
+            parts = [getattr(layer, name) for layer in layers]
+            if parts[0] is None:
+                together.append(None)
+                continue
+            whole = torch.cat([part.detach() for part in parts])
+            for layer, view in zip(layers, torch.split(whole, [len(part) for part in parts]), strict=True):
+                setattr(layer, name, nn.Parameter(view, requires_grad=False))
+            together.append(whole)
+        weight, bias = together
+        assert weight is not None
+        return cls(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def add_to(self, states: Tensor, x: Tensor) -> Tensor:
+        states.addmm_(x, self.weight.T)
+        return states if self.bias is None else states.add_(self.bias)
+
+
+class JoinedWeights:
+    """One layer's weights, and its computation on both sides of attention."""
+
+    def __init__(
+        self, layer: Any, shape: LayerShape, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of
+    ) -> None:
+        self.shape, self.weights = shape, layer_weights(layer, join)
+        self.rows = row_operations(self.weights.first_norm.device)
+
+    def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
+        of, size = self.weights, self.shape
+        _, normed = self.rows.add_norm(states, None, of.first_norm, size.eps)
+        rows = of.project(normed).view(len(states), -1, size.dim)
+        self.rows.norm_and_turn(rows, of.norms, cos, sin, size.heads, size.eps)
+        return rows
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Queries ``[T, heads, d]``, keys and values ``[T, shared, d]``."""
+        size = self.shape
+        return rows.split_with_sizes([size.heads, size.shared, size.shared], dim=1)
+
+    def after(self, states: Tensor, mixed: Tensor) -> Tensor:
+        """States ``[T, H]`` after the layer, of those before it and attention's output ``[T, heads · d]``."""
+        of = self.weights
+        states, normed = self.rows.add_norm(states, of.output(mixed), of.second_norm, self.shape.eps)
+        return of.down.add_to(states, self.rows.gated_silu(of.gate_up(normed)))
+
+
+class JoinedLayer(LayerForward):
+    """The forward of one of transformers' decoder layers."""
+
+    def __init__(self, layer: nn.Module, options: AttentionOptions) -> None:
+        super().__init__(layer, options)
+        self.joined = JoinedWeights(layer, self.shape)
+
+    @classmethod
+    def of(cls, layer: nn.Module, rotary: nn.Module) -> Self | None:
+        """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
+        seen = recognise(layer, rotary)
+        if seen is None:
+            return None
+        own = cls(layer, seen.options)
+        return own if own.computes(seen) else None
+
+    def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.joined.before(states, cos, sin)
+
+    def after(self, states: Tensor, mixed: Tensor) -> Tensor:
+        return self.joined.after(states, mixed)
+
+
+def join_layers(model: Any) -> int:
+    """Replace the forward of every layer that can be joined; returns their number."""
+    found = [(layer, JoinedLayer.of(layer, rotary)) for layer, rotary in layers_with_rotary(model)]
+    for layer, joined in found:
+        if joined is not None:
+            layer.forward = joined
+    return sum(joined is not None for _, joined in found)

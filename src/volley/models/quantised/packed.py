@@ -1,0 +1,118 @@
+"""GPTQ and AWQ: matrices of a few bits packed into int32, read from a checkpoint's files and decoded without their libraries.
+
+Both store ``W = scales · (codes − zeros)`` of the transposed weight, with a scale and a zero for a group of inputs of an output.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from volley.errors import CheckpointError, UnsupportedModelError
+from volley.files import weight_files
+
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ puts each of eight neighbouring outputs
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+Stored = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """One of the two formats: what of it cannot be read, and how a matrix ``[out, in]`` (fp32) comes out of its parts."""
+
+    check: Callable[[Mapping[str, Any]], None]
+    decode: Callable[[Stored, Mapping[str, Any]], Tensor]
+
+
+def folder_of(path: str | Path) -> Path:
+    """Where the weights of a folder or hub name are."""
+    return Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=["*.safetensors*"]))
+
+
+def open_tensors(path: str | Path) -> dict[str, Any]:
+    """The names of a folder's or hub name's tensors, with the open file of each."""
+    where: dict[str, Any] = {}
+    try:
+        for file in weight_files(folder_of(path)):
+            opened = safe_open(file, framework="pt")
+            where |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); fetch the checkpoint again") from error
+    return where
+
+
+def dense_tensors(path: str | Path, form: PackedFormat, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder or hub name by its name, packed ones decoded to fp32."""
+    where = open_tensors(path)
+    for name in where:
+        stem, _, part = name.rpartition(".")
+        if part not in _PARTS or f"{stem}.qweight" not in where:
+            yield name, where[name].get_tensor(name)
+        elif part == "qweight":
+            absent = [f"{stem}.{other}" for other in ("qzeros", "scales") if f"{stem}.{other}" not in where]
+            if absent:
+                raise CheckpointError(f"{path} has {name} and lacks {', '.join(absent)}; fetch it again")
+            names = {part: f"{stem}.{part}" for part in _PARTS if f"{stem}.{part}" in where}
+            parts = {part: where[full].get_tensor(full) for part, full in names.items()}
+            yield f"{stem}.weight", form.decode(parts, settings)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Codes ``[rows, columns · 32 / bits]`` of int32 ``[rows, columns]``, lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes: Tensor = (packed[..., None] >> shifts) & (2**bits - 1)
+    return codes.flatten(-2)
+
+
+def gptq_parts(stored: Stored, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[out, in]`` and zeros ``[groups, out]`` of a matrix, and the group ``[in]`` of each input if they are in order."""
+    codes = unpack(stored["qweight"].T.contiguous(), settings["bits"])
+    first = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1  # the older format stores zeros less one
+    zeros = unpack(stored["qzeros"], settings["bits"]) + first
+    return codes, zeros, torch.arange(codes.shape[1]) // (codes.shape[1] // len(stored["scales"]))
+
+
+def _decode_gptq(stored: Stored, settings: Mapping[str, Any]) -> Tensor:
+    codes, zeros, in_order = gptq_parts(stored, settings)
+    groups = stored.get("g_idx", in_order).long()
+    return (codes - zeros.T[:, groups]) * stored["scales"].float().T[:, groups]
+
+
+def _decode_awq(stored: Stored, _: Mapping[str, Any]) -> Tensor:
+    def outputs(packed: Tensor) -> Tensor:
+        return unpack(packed, 4).view(len(packed), -1, 8)[..., _ORDER].flatten(1)
+
+    codes, zeros, scales = outputs(stored["qweight"]), outputs(stored["qzeros"]), stored["scales"].float()
+    size = len(codes) // len(scales)
+    return ((codes - zeros.repeat_interleave(size, 0)) * scales.repeat_interleave(size, 0)).T.contiguous()
+
+
+def _check_gptq(settings: Mapping[str, Any]) -> None:
+    form = settings.get("checkpoint_format") or "gptq"
+    if settings.get("bits") not in (2, 4, 8) or form not in ("gptq", "gptq_v2") or settings.get("dynamic"):
+        raise UnsupportedModelError(
+            f"GPTQ weights of {settings.get('bits')} bits in the format {form!r}"
+            f"{', other modules having other ones' if settings.get('dynamic') else ''}, are not read; volley reads 2, 4 and "
+            "8 bits in the formats gptq and gptq_v2, the same for all modules: export the model so"
+        )
+
+
+def _check_awq(settings: Mapping[str, Any]) -> None:
+    form = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    if settings.get("bits", 4) != 4 or form != "gemm" or not settings.get("zero_point", True):
+        raise UnsupportedModelError(
+            f"AWQ weights of {settings.get('bits')} bits in the format {form!r} are not read; volley reads 4 bits in the "
+            "format gemm, with zero points: export the model so"
+        )
+
+
+FORMATS: Mapping[str, PackedFormat] = {
+    "gptq": PackedFormat(_check_gptq, _decode_gptq),
+    "awq": PackedFormat(_check_awq, _decode_awq),
+}
+"""By ``quant_method``."""

@@ -1,0 +1,295 @@
+"""Quantised checkpoints: what their configs say, and transformers' model with its weights decoded.
+
+Weights become dense numbers of the model's dtype, so every method runs on every device, in the memory of the dense model. A
+layer that rounds its inputs too goes on doing so, by the ``forward`` that the library gave it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    CompressedTensorsConfig,
+    Mxfp4Config,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from volley.errors import CheckpointError, UnsupportedModelError, unknown_key
+from volley.models.quantised.decoded import Twins, decode_tensors, has_experts, round_inputs, settle, stack_experts
+from volley.models.quantised.packed import FORMATS, dense_tensors, open_tensors
+from volley.models.quantised.scaled import decoded_float8
+
+log = getLogger(__name__)
+
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "compressed-tensors": ("compressed_tensors",),
+    "fp8": (),
+    "mxfp4": ("accelerate",),
+    "bitsandbytes": ("accelerate", "bitsandbytes"),
+    "gptq": (),
+    "awq": (),
+}
+"""The methods (``quant_method`` of a config) that volley loads, and the packages that each needs."""
+_CONVERTERS = {
+    "modelopt": "convert it with compressed-tensors' ModelOptNvfp4Converter",
+    "modelopt_fp4": "convert it with compressed-tensors' ModelOptNvfp4Converter",
+    "auto-round": "export it again in the format auto_gptq, auto_awq or llm_compressor",
+}
+_KV_SCALES = ("k_scale", "v_scale", "q_scale")
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint is quantised; ``settings`` is the ``quantization_config`` of its config."""
+
+    method: str
+    settings: Mapping[str, Any]
+
+    @property
+    def weights(self) -> str:
+        """Bits, type and groups of the weights."""
+        return "; ".join(dict.fromkeys(_DESCRIBE[self.method](self.settings)))
+
+    @property
+    def inputs(self) -> str:
+        """How the inputs of quantised layers are rounded; empty: they are not."""
+        if self.method != "compressed-tensors":
+            return ""
+        return "; ".join(dict.fromkeys(_arguments(group["input_activations"]) for group in _rounding(self.settings)))
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """Modules that are not quantised, or patterns of their names."""
+        keys = ("ignore", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
+        return [str(name) for key in keys for name in self.settings.get(key) or ()]
+
+
+def quantisation_of(config: Any) -> Quantisation | None:
+    """What a config says of its weights; ``None`` if they are plain. An error says which method cannot be loaded, and why."""
+    found = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if found is None:
+        return None
+    settings = dict(found) if isinstance(found, Mapping) else found.to_dict()
+    method = str(settings.get("quant_method", "bitsandbytes" if settings.get("load_in_4bit") else "unnamed"))
+    if method not in PACKAGES:
+        remedy = _CONVERTERS.get(method, "take the unquantised checkpoint, or one of another method")
+        known = unknown_key("quantisation", method, PACKAGES)
+        raise UnsupportedModelError(
+            f"the checkpoint is quantised by {method!r}, which volley does not load: {known}; {remedy}"
+        )
+    quantisation = Quantisation(method, settings)
+    _check(quantisation)
+    return quantisation
+
+
+def check_packages(quantisation: Quantisation) -> None:
+    """Refuse a checkpoint whose library is not installed."""
+    missing = [name.replace("_", "-") for name in PACKAGES[quantisation.method] if find_spec(name) is None]
+    if missing:
+        raise UnsupportedModelError(
+            f"a checkpoint quantised by {quantisation.method!r} needs {' and '.join(missing)}; "
+            "pip install 'volley-llm[quant]'"
+        )
+
+
+def _check(quantisation: Quantisation) -> None:
+    settings = quantisation.settings
+    if quantisation.method in FORMATS:
+        FORMATS[quantisation.method].check(settings)
+    for group in _rounding(settings) if quantisation.method == "compressed-tensors" else ():
+        inputs = group["input_activations"]
+        if inputs.get("dynamic") is True and inputs.get("strategy") == "tensor":
+            raise UnsupportedModelError(
+                "the checkpoint rounds inputs with one scale for a whole batch, so a token's logits depend on the tokens "
+                "beside it and speculation cannot be lossless; quantise it with a scale for each token or a static one"
+            )
+
+
+def load_model(
+    kind: Any,
+    path: str | Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype | str,
+    twins: Twins | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """``kind.from_pretrained`` with quantised weights decoded. ``kind`` is a class of models of transformers, or an auto class.
+
+    ``twins`` are two trees of modules over the same weights, of which compressed-tensors' codes are decoded once.
+    Raises ``CheckpointError`` if weights are missing, or left over: transformers only warns, and runs with random ones.
+    """
+    quantisation = quantisation_of(config)
+    options |= {"dtype": dtype, "config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if quantisation is None:
+        model, report = kind.from_pretrained(path, **options)
+    else:
+        check_packages(quantisation)
+        log.warning("%s: weights of %s (%s) are decoded", path, quantisation.method, quantisation.weights)
+        model, report = _LOADERS[quantisation.method](kind, path, quantisation, options, twins)
+    _check_keys(path, report, with_scales_of_kv=quantisation is not None)
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _check_keys(path: str | Path, report: Mapping[str, Any], *, with_scales_of_kv: bool) -> None:
+    """Refuse a checkpoint of other weights than the model's; scales of K/V are left unused, as volley keeps these itself."""
+    for name, stored, own in sorted(report["mismatched_keys"]):
+        raise CheckpointError(
+            f"{path}: {name} has shape {tuple(stored)}, where config.json makes it {tuple(own)}; fetch both again, or put right "
+            "what was changed in config.json"
+        )
+    missing = sorted(report["missing_keys"])
+    extra = sorted(report["unexpected_keys"])
+    if with_scales_of_kv:
+        extra = [key for key in extra if key.rpartition(".")[2] not in _KV_SCALES]
+    if missing or extra:
+        parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(extra)}, which its model does not"] * bool(
+            extra
+        )
+        raise CheckpointError(
+            f"{path} {' and '.join(parts)}; fetch it again, or convert it to a format that transformers reads"
+        )
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+
+# -- methods ------------------------------------------------------------------------------------------------------------
+
+Loaded = tuple[PreTrainedModel, Mapping[str, Any]]
+
+
+def _load_compressed(
+    kind: Any, path: str | Path, quantisation: Quantisation, options: dict[str, Any], twins: Twins | None
+) -> Loaded:
+    opened = open_tensors(path)
+    if twins is not None or has_experts(opened):
+        decoded = decode_tensors(opened, quantisation.settings, _dtype(options), twins)
+        if twins is not None:
+            stack_experts(decoded.weights)
+        model, report = _load_plain(kind, decoded.weights, options)
+        round_inputs(model, quantisation.settings, decoded.rounding, twins)
+        return model, report
+    options["config"].quantization_config = {**quantisation.settings, "kv_cache_scheme": None}
+    decode = CompressedTensorsConfig(dequantize=True)
+    model, report = kind.from_pretrained(path, quantization_config=decode, **options)
+    settle(model)
+    return model, report
+
+
+def _load_mxfp4(kind: Any, path: str | Path, _: Quantisation, options: dict[str, Any], __: Twins | None) -> Loaded:
+    model, report = kind.from_pretrained(path, quantization_config=Mxfp4Config(dequantize=True), **options)
+    return model.to(model.dtype), report  # experts come in bf16
+
+
+def _load_bitsandbytes(
+    kind: Any, path: str | Path, _: Quantisation, options: dict[str, Any], __: Twins | None
+) -> Loaded:
+    model, report = kind.from_pretrained(path, **options)
+    return model.dequantize(model.dtype), report
+
+
+def _load_packed(
+    kind: Any, path: str | Path, quantisation: Quantisation, options: dict[str, Any], _: Twins | None
+) -> Loaded:
+    dtype, settings = _dtype(options), quantisation.settings
+    form = FORMATS.get(quantisation.method)
+    tensors = decoded_float8(path, settings) if form is None else dense_tensors(path, form, settings)
+    state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors}
+    zeros = {name for name, value in state.items() if name.endswith(".bias") and not value.any()}
+    model, report = _load_plain(kind, state, options)
+    # AutoGPTQ stored a bias for every layer, of zeros where the model has none
+    return model, {**report, "unexpected_keys": set(report["unexpected_keys"]) - zeros}
+
+
+def _dtype(options: Mapping[str, Any]) -> torch.dtype:
+    found: torch.dtype = options["config"].dtype or torch.float32 if options["dtype"] == "auto" else options["dtype"]
+    return found
+
+
+def _load_plain(kind: Any, state: dict[str, Tensor], options: dict[str, Any]) -> Loaded:
+    """A model of weights that are decoded already."""
+    config, dtype = options["config"], _dtype(options)
+    options.pop("device_map", None)
+    del config.quantization_config
+    loaded: Loaded = _class_of(kind, config).from_pretrained(None, state_dict=state, **{**options, "dtype": dtype})
+    return loaded
+
+
+def _class_of(kind: Any, config: PretrainedConfig) -> Any:
+    """The class that an auto class chooses."""
+    mapping = getattr(kind, "_model_mapping", None)
+    return kind if mapping is None else mapping[type(config)]
+
+
+_LOADERS: Mapping[str, Callable[..., Loaded]] = {
+    "compressed-tensors": _load_compressed,
+    "fp8": _load_packed,
+    "mxfp4": _load_mxfp4,
+    "bitsandbytes": _load_bitsandbytes,
+    "gptq": _load_packed,
+    "awq": _load_packed,
+}
+
+
+# -- descriptions -------------------------------------------------------------------------------------------------------
+
+
+def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list((settings.get("config_groups") or {}).values())
+
+
+def _rounding(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups of compressed-tensors' settings that round inputs."""
+    return [group for group in _groups(settings) if group.get("input_activations")]
+
+
+def _arguments(of: Mapping[str, Any]) -> str:
+    """One of compressed-tensors' sets of arguments."""
+    scale = str(of.get("strategy") or "tensor").replace("_", " ")
+    size = f" of {of['group_size']}" if of.get("group_size") else ""
+    blocks = f" of {' × '.join(map(str, of['block_structure']))}" if of.get("block_structure") else ""
+    when = {True: ", found anew", "local": ", found anew"}.get(of.get("dynamic", False), "")
+    zero = "" if of.get("symmetric", True) else ", with zero points"
+    return f"{of.get('num_bits', 8)}-bit {of.get('type', 'int')}, a scale a {scale}{size}{blocks}{zero}{when}"
+
+
+def _describe_compressed(settings: Mapping[str, Any]) -> list[str]:
+    return [_arguments(group["weights"]) for group in _groups(settings) if group.get("weights")] or ["not quantised"]
+
+
+def _describe_packed(settings: Mapping[str, Any]) -> list[str]:
+    size = settings.get("group_size", 128)
+    group = "a scale a channel" if size in (None, -1) else f"a scale a group of {size}"
+    order = ", in order of activations" if settings.get("desc_act") else ""
+    return [f"{settings.get('bits', 4)}-bit int, {group}{order}"]
+
+
+def _describe_fp8(settings: Mapping[str, Any]) -> list[str]:
+    size = settings.get("weight_block_size") or ()
+    return ["8-bit float, a scale a " + (f"block of {' × '.join(map(str, size))}" if size else "tensor")]
+
+
+def _describe_bitsandbytes(settings: Mapping[str, Any]) -> list[str]:
+    if settings.get("load_in_8bit"):
+        return ["8-bit int, a scale a channel"]
+    return [f"4-bit {settings.get('bnb_4bit_quant_type', 'fp4')}, a scale a group of 64"]
+
+
+_DESCRIBE: Mapping[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "compressed-tensors": _describe_compressed,
+    "fp8": _describe_fp8,
+    "mxfp4": lambda _: ["4-bit float, a scale a group of 32"],
+    "bitsandbytes": _describe_bitsandbytes,
+    "gptq": _describe_packed,
+    "awq": _describe_packed,
+}

@@ -1,0 +1,109 @@
+"""Codes of a quantised checkpoint, handed to the int8 and int4 kernels as they are.
+
+The kernels' int8 has a scale for each output, int4 one for 64 inputs of an output; neither has zero points. So they can have the
+codes of GPTQ and of compressed-tensors' ``pack-quantized`` and ``int-quantized`` weights where these are symmetric, in the order
+of the inputs, and of scales for so many inputs or for several times as many. Weights of other layers and formats are decoded,
+and rounded anew.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from volley.files import weight_files
+from volley.models.quantised.packed import gptq_parts, unpack
+from volley.models.quantised.scheme import Quantisation
+from volley.native import GROUP, Codes, Weights
+
+_PACKINGS = ("pack-quantized", "int-quantized", "naive-quantized")
+Stored = Mapping[str, Tensor]
+
+
+def agreeing(quantisation: Quantisation) -> Weights | None:
+    """The kernels that can have the codes of most layers, by what the config says."""
+    settings = quantisation.settings
+    if quantisation.method == "gptq":
+        size = settings.get("group_size", 128)
+        plain = settings.get("sym") and not settings.get("desc_act")
+        return _kernels(settings.get("bits"), None if size in (None, -1) else size) if plain else None
+    groups = [group for group in (settings.get("config_groups") or {}).values() if group.get("weights")]
+    found = {_of_group(group, settings.get("format")) for group in groups}
+    return found.pop() if quantisation.method == "compressed-tensors" and len(found) == 1 else None
+
+
+def _of_group(group: Mapping[str, Any], form: object) -> Weights | None:
+    of = group["weights"]
+    plain = of.get("type", "int") == "int" and of.get("symmetric", True) and not of.get("actorder")
+    sizes = {"channel": None, "group": of.get("group_size")}
+    packing = group.get("format") or form
+    if not plain or group.get("input_activations") or of.get("strategy") not in sizes or packing not in _PACKINGS:
+        return None
+    return _kernels(of.get("num_bits"), sizes[of["strategy"]])
+
+
+def _kernels(bits: object, size: int | None) -> Weights | None:
+    """The kernels for codes of so many bits with a scale for ``size`` inputs, or for all."""
+    if bits == 4 and (size is None or size % GROUP == 0):
+        return "int4"
+    return "int8" if bits == 8 and size is None else None
+
+
+def attach(model: nn.Module, folder: Path, quantisation: Quantisation, weights: Weights) -> int:
+    """Let linear layers know their stored codes, if ``weights`` are of that kind; returns how many do. Read when asked for."""
+    if agreeing(quantisation) != weights:
+        return 0
+    decode = _decode_gptq if quantisation.method == "gptq" else _decode_compressed
+    bits, known = (4 if weights == "int4" else 8), 0
+    places = dict(_places(folder))
+    for name, module in model.named_modules():
+        mark = f"{name}.qweight" if quantisation.method == "gptq" else f"{name}.weight_scale"
+        if type(module) is nn.Linear and mark in places:
+            module.stored_codes = partial(_read, places[mark], name, partial(decode, quantisation.settings, bits))  # type: ignore[assignment]
+            known += 1
+    return known
+
+
+def _places(folder: Path) -> Iterator[tuple[str, Path]]:
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            yield from ((name, file) for name in opened.keys())  # noqa: SIM118
+
+
+def _read(file: Path, name: str, decode: Callable[[Stored], Codes | None]) -> Codes | None:
+    with safe_open(file, framework="pt") as opened:
+        own = [one for one in opened.keys() if one.rpartition(".")[0] == name]  # noqa: SIM118
+        return decode({one.rpartition(".")[2]: opened.get_tensor(one) for one in own})
+
+
+def _decode_compressed(_: Mapping[str, Any], bits: int, stored: Stored) -> Codes | None:
+    codes = stored.get("weight", stored.get("weight_packed"))
+    if codes is None or "weight_g_idx" in stored or stored.get("weight_zero_point", torch.zeros(1)).any():
+        return None
+    if codes.dtype == torch.int32:
+        rows, columns = stored["weight_shape"].tolist()
+        codes = (unpack(codes, bits) - 2 ** (bits - 1))[:rows, :columns].to(torch.int8)
+    return _fitted(codes, stored["weight_scale"].float(), bits) if codes.dtype == torch.int8 else None
+
+
+def _decode_gptq(settings: Mapping[str, Any], bits: int, stored: Stored) -> Codes | None:
+    if not {"qzeros", "scales"} <= stored.keys():
+        return None
+    codes, zeros, in_order = gptq_parts(stored, settings)
+    if (zeros != 2 ** (bits - 1)).any() or not torch.equal(stored.get("g_idx", in_order).long(), in_order):
+        return None
+    return _fitted((codes - 2 ** (bits - 1)).to(torch.int8), stored["scales"].T.float(), bits)
+
+
+def _fitted(codes: Tensor, scales: Tensor, bits: int) -> Codes | None:
+    """Codes ``[out, in]`` with scales ``[out, groups]`` as the kernels have them, where a group is a whole number of theirs."""
+    inputs, groups = codes.shape[1], scales.shape[1]
+    if bits == 8:
+        return Codes(codes, scales[:, 0].contiguous()) if groups == 1 else None
+    if inputs % GROUP or (inputs // groups) % GROUP:
+        return None
+    return Codes(codes, scales.repeat_interleave(inputs // groups // GROUP, dim=1))

@@ -1,0 +1,1 @@
+"""Targets: found, loaded, and run on volley's pages of K/V and states."""

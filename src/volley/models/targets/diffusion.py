@@ -1,0 +1,148 @@
+"""Block-diffusion language models: the settings of their families, and how their checkpoints are recognised and loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
+from volley.files import find_target
+from volley.memory.device import usable_device
+from volley.models.layers.accelerate import accelerate
+from volley.models.quantised.scheme import load_model
+from volley.models.targets.loading import reading, straight_to
+from volley.models.targets.target import TARGET_FILES, BlockDiffusion, Target
+from volley.native import TargetWeights
+from volley.types import DiffusionParams
+
+SDAR = BlockDiffusion(
+    mask_token_id=151669,
+    is_aligned=True,
+    defaults=DiffusionParams(canvas_length=4, strategy="low_confidence_dynamic", threshold=0.9, entropy_bound=0.35),
+)
+"""SDAR and its relatives (Efficient-DLM, a2d): mask tokens, row i of the logits is for token i, blocks are bidirectional."""
+FAST_DLLM = BlockDiffusion(
+    mask_token_id=151665,
+    is_aligned=True,
+    is_shifted=True,
+    defaults=DiffusionParams(
+        canvas_length=32, strategy="low_confidence_dynamic", threshold=0.9, sub_block=8, entropy_bound=0.35
+    ),
+)
+"""Fast-dLLM v2: the same, but row i of the logits is for token i + 1."""
+LLADA2 = BlockDiffusion(
+    mask_token_id=156895,
+    is_aligned=True,
+    defaults=DiffusionParams(
+        canvas_length=32, strategy="editing", threshold=0.95, edit_threshold=0.9, entropy_bound=0.35
+    ),
+)
+"""LLaDA2.1: as SDAR, and revealed tokens may be replaced. With an ``edit_threshold`` of 1 it is LLaDA2.0."""
+JOINT = BlockDiffusion(
+    mask_token_id=0,
+    has_causal_context=True,
+    defaults=DiffusionParams(canvas_length=8, strategy="low_confidence_dynamic", threshold=0.9, entropy_bound=0.35),
+)
+"""A causal LM that was also taught to fill masks (TiDAR, arXiv 2511.08923): finished text stays causal, and canvases begin
+anywhere. Its config says so in ``block_diffusion``: ``mask_token_id``, and the defaults of requests by their names."""
+
+_NATIVE = {"sdar": ("qwen3", SDAR), "sdar_moe": ("qwen3_moe", SDAR), "fast_dllm_qwen": ("qwen2", FAST_DLLM)}
+"""Families whose weights are those of an architecture that transformers has, by ``model_type`` in lower case."""
+_LENGTH_KEYS = ("block_size", "block_length", "bd_size")
+_REFUSED = {
+    "llada": "every token sees every other, so no K/V can be kept",
+    "dream": "every token sees every other, so no K/V can be kept",
+    "llada2_moe": "transformers has no such architecture, and volley runs no code of a checkpoint",
+}
+
+
+def load_target(
+    path: str | Path | Target,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    weights: TargetWeights = "auto",
+    *,
+    tensor_parallel: bool = False,
+) -> Target:
+    """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config.
+
+    A loaded target is returned as it is; ConfigError if ``weights`` or ``tensor_parallel`` say how it is to be loaded.
+    A causal LM whose config has ``block_diffusion`` is both kinds. ``reference-diffusion`` is the bundled one.
+    ``tensor_parallel`` divides a causal LM over the processes of torchrun (:mod:`volley.models.targets.sharded`).
+    """
+    if isinstance(path, Target):
+        if weights != "auto" or tensor_parallel:
+            raise ConfigError(
+                "weights and tensor_parallel say how a target is loaded; give its folder, or load it with them"
+            )
+        return path
+    if tensor_parallel:
+        from volley.models.targets.sharded import ShardedTarget  # which loads torch's distributed tensors
+
+        return ShardedTarget.from_pretrained(path, dtype, device, weights)
+    path = find_target(path)
+    try:
+        values, _ = PretrainedConfig.get_config_dict(path)
+    except Exception:  # what is wrong with it is for the loader of causal LMs to say
+        return Target.from_pretrained(path, dtype, device, weights)
+    kind = str(values.get("model_type", "")).lower()
+    remedy = f"give a hub name or a folder with {TARGET_FILES}"
+    if weights not in ("auto", "bf16") and (kind in _NATIVE or kind == "diffusion_gemma"):
+        raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
+    if kind in _REFUSED:
+        raise UnsupportedModelError(
+            f"{path} is a {values['model_type']} model: {_REFUSED[kind]}. Use a block-diffusion model that volley loads "
+            f"({', '.join([*_NATIVE, 'diffusion_gemma'])})"
+            + ("; or load this one yourself and give Target(model, tokenizer, LLADA2)" if kind == "llada2_moe" else "")
+        )
+    if kind == "diffusion_gemma":
+        from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
+
+        with reading(path, "the diffusion model", remedy):
+            return DiffusionGemma.from_folder(path, dtype, device)
+    if kind in _NATIVE:
+        with reading(path, "the diffusion model", remedy):
+            return _load_native(path, values, *_NATIVE[kind], dtype, device)
+    target = Target.from_pretrained(path, dtype, device, weights)
+    if (own := values.get("block_diffusion")) is not None:
+        target.diffusion = _joint(path, own, target.vocab_size)
+    return target
+
+
+def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
+    remedy = f'{path}: "block_diffusion" in config.json must be an object with the mask_token_id, a token of the model'
+    if not isinstance(own, dict) or own.get("mask_token_id") not in range(vocab_size):
+        raise CheckpointError(f"{remedy}; it is {own!r}")
+    defaults = {name: value for name, value in own.items() if name != "mask_token_id"}
+    try:
+        settings = DiffusionParams.from_mapping(defaults)
+    except ConfigError as error:
+        raise CheckpointError(f"{remedy}, and defaults of requests: {error}") from None
+    return replace(JOINT, mask_token_id=own["mask_token_id"], defaults=settings.over(JOINT.defaults))
+
+
+def _load_native(
+    path: str | Path,
+    values: dict[str, Any],
+    model_type: str,
+    family: BlockDiffusion,
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> Target:
+    plain = {name: value for name, value in values.items() if name not in ("auto_map", "model_type", "architectures")}
+    config = AutoConfig.for_model(model_type, **plain)
+    where = usable_device(device)
+    model = load_model(AutoModelForCausalLM, path, config, dtype, **straight_to(where)).to(where).eval()
+    accelerate(model)
+    tokenizer = AutoTokenizer.from_pretrained(path, config=config)
+    return Target(model, tokenizer, _as_saved(family, values, tokenizer))
+
+
+def _as_saved(family: BlockDiffusion, values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> BlockDiffusion:
+    """The family with the mask token and the block length that the checkpoint names."""
+    mask = values.get("mask_token_id", tokenizer.mask_token_id)
+    lengths = [values[key] for key in _LENGTH_KEYS if isinstance(values.get(key), int)]
+    defaults = replace(family.defaults, canvas_length=lengths[0]) if lengths else family.defaults
+    return replace(family, mask_token_id=family.mask_token_id if mask is None else mask, defaults=defaults)

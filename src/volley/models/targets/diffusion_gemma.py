@@ -1,0 +1,156 @@
+"""DiffusionGemma on volley's pages: tokens that are read and tokens that are denoised go through one stack in one pass.
+
+transformers has two module trees over the same weights, an *encoder* (causal, writes K/V) and a *decoder* (bidirectional, with
+self-conditioning). Their layers differ in one buffer, ``layer_scalar``. Here the encoder's layers run for all rows, and each row
+has the scalar of its mode. Rows that come with feedback are the decoder's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
+
+from volley.errors import InputError
+from volley.memory.attention import AttentionOptions
+from volley.memory.batch import RaggedBatch
+from volley.memory.device import usable_device
+from volley.memory.kv_store import KVStore
+from volley.memory.recurrent_pass import RecurrentPass
+from volley.models.quantised.decoded import Twins
+from volley.models.quantised.scheme import load_model
+from volley.models.targets.loading import straight_to
+from volley.models.targets.taps import Taps
+from volley.models.targets.target import AttentionCall, BlockDiffusion, Target
+from volley.types import DiffusionParams
+
+_DEFAULTS = DiffusionParams(
+    strategy="entropy_renoise",
+    max_steps=48,
+    entropy_bound=0.1,
+    t_min=0.4,
+    t_max=0.8,
+    stability_threshold=1,
+    confidence_threshold=0.005,
+)
+
+
+class _KeepsNothing:
+    """In place of transformers' cache, which the encoder always makes: it would copy K/V, and a GPU would wait twice a layer."""
+
+    @staticmethod
+    def update(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
+_TWINS = Twins("model.decoder.", "model.encoder.language_model.", own=".layer_scalar")
+
+
+class DiffusionGemma(Target):
+    can_be_tapped = False
+
+    def __init__(
+        self, model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
+        self._encoder = model.model.encoder.language_model
+        self._decoder = model.model.decoder
+        pairs = zip(self._encoder.layers, self._decoder.layers, strict=True)
+        self._scalars = [(reads.layer_scalar, denoises.layer_scalar) for reads, denoises in pairs]
+        rules = BlockDiffusion(mask_token_id=None, has_causal_context=True, defaults=_defaults(model))
+        super().__init__(model, tokenizer, rules)
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        if self.model.config.image_token_id in token_ids:
+            raise InputError("the prompt has images, which volley cannot give to DiffusionGemma; leave them out")
+
+    def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
+        self._encode(self.embed(token_ids), positions, call)
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        store: KVStore,
+        rows: Tensor,
+        taps: Taps | None = None,
+        states: RecurrentPass | None = None,
+    ) -> Tensor:
+        """Logits ``[R, V]`` (fp32) at batch rows ``rows [R]``; K/V of the whole batch end in ``store``."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+            return self.attention(batch, store, layer, q, k, v, options)
+
+        hidden = self.embed(batch.token_ids)
+        denoised = torch.zeros(len(batch), dtype=torch.bool, device=hidden.device)
+        for segment, end in zip(batch.segments, batch.offsets[1:], strict=True):
+            if segment.feedback is not None:
+                canvas = slice(end - len(segment.feedback), end)
+                denoised[canvas] = True
+                told = segment.feedback.to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
+                hidden[canvas] = self._decoder.self_conditioning(hidden[None, canvas], told)[0]
+        self._set_scalars(denoised)
+        try:
+            found = self._encode(hidden[None], batch.positions[None], attend)
+        finally:
+            self._set_scalars(None)
+        return self.head(found[0, rows])
+
+    def _encode(self, embeddings: Tensor, positions: Tensor, call: AttentionCall) -> Tensor:
+        masks = {"full_attention": None, "sliding_attention": None}
+        output = self._encoder(
+            inputs_embeds=embeddings,
+            position_ids=positions,
+            attention_mask=masks,
+            past_key_values=_KeepsNothing,
+            volley_call=call,
+        )
+        states: Tensor = output.last_hidden_state
+        return states
+
+    def _set_scalars(self, denoised: Tensor | None) -> None:
+        """Give each row of the next pass the scalar of its mode; ``None``: all rows are the encoder's."""
+        for layer, (reads, denoises) in zip(self._encoder.layers, self._scalars, strict=True):
+            layer.layer_scalar = reads if denoised is None else torch.where(denoised[None, :, None], denoises, reads)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits ``[T, V]`` (fp32, capped) of normed hidden states ``[T, H]``."""
+        logits = super().head(hidden).float()
+        cap: float = self.model.final_logit_softcapping
+        return (logits / cap).tanh() * cap
+
+    def feedback(self, logits: Tensor) -> Tensor:
+        """The mean embedding ``[L, H]`` under the distribution of ``logits [L, V]``."""
+        weight, dtype = self._decoder.embed_tokens.weight, self.dtype
+        probs = logits.to(dtype).softmax(dim=-1, dtype=torch.float32).to(dtype)
+        mean: Tensor = torch.matmul(probs, weight) * self._decoder.embed_tokens.embed_scale.to(dtype)
+        return mean
+
+    @classmethod
+    def from_folder(cls, path: str | Path, dtype: torch.dtype, device: str | torch.device) -> Self:
+        """Load model and tokenizer from a folder or the hub."""
+        where, config = usable_device(device), AutoConfig.from_pretrained(path)
+        model: DiffusionGemmaForBlockDiffusion = load_model(
+            DiffusionGemmaForBlockDiffusion, path, config, dtype, _TWINS, **straight_to(where)
+        )
+        target = cls(model.to(where).eval(), AutoTokenizer.from_pretrained(path))
+        model.model.decoder.layers = (
+            nn.ModuleList()
+        )  # the encoder's run for both, and weights of both may be held twice
+        return target
+
+
+def _defaults(model: DiffusionGemmaForBlockDiffusion) -> DiffusionParams:
+    """The checkpoint's own settings, over those of transformers."""
+    own = model.generation_config
+    sampler = own.sampler_config
+    said = DiffusionParams(
+        canvas_length=model.config.canvas_length,
+        max_steps=own.max_denoising_steps,
+        entropy_bound=None if sampler is None else sampler.entropy_bound,
+        t_min=own.t_min,
+        t_max=own.t_max,
+        stability_threshold=own.stability_threshold,
+        confidence_threshold=own.confidence_threshold,
+    )
+    return said.over(_DEFAULTS)

@@ -1,0 +1,160 @@
+"""Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, a GGUF file, or bundled."""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from volley import native
+from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
+from volley.files import find_target
+from volley.models.gguf.codes import codes_for, open_model
+from volley.models.gguf.file import GGUFFile, is_gguf
+from volley.models.gguf.target import load_model as load_gguf
+from volley.models.gguf.target import read_config
+from volley.models.gguf.tokenizer import load_gguf_tokenizer
+from volley.models.layers.accelerate import Fill, filled
+from volley.models.layers.products import check_weights
+from volley.models.quantised.packed import folder_of
+from volley.models.quantised.scheme import load_model, quantisation_of
+from volley.models.quantised.stored_codes import attach
+from volley.models.targets.folders import check_config_file
+from volley.native import TargetWeights, Weights
+
+_CPU = torch.device("cpu")
+log = logging.getLogger("volley")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@contextmanager
+def reading(
+    path: str | Path, what: str, remedy: str = "give a hub name or a folder with config.json"
+) -> Iterator[None]:
+    """Turn errors of transformers and safetensors, which are of many kinds, into a CheckpointError: ``what`` cannot be read."""
+    try:
+        yield
+    except VolleyError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: {what} cannot be read ({reason}); {remedy}") from error
+
+
+def load_config(path: str | Path) -> PretrainedConfig:
+    """The config of a causal LM; no weights are read."""
+    path = find_target(path)
+    if is_gguf(path):
+        return read_config(GGUFFile(path))
+    check_config_file(path)
+    with _own_code_refused(path, "a model whose type transformers knows"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return config
+
+
+@contextmanager
+def _own_code_refused(path: str | Path, remedy: str) -> Iterator[None]:
+    """Left to itself transformers asks on the terminal whether to run the code that a checkpoint brings."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"{path} needs Python code of its own (auto_map), which volley does not run; give {remedy}, or install a newer "
+            "transformers if that has it"
+        ) from None
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' auto class for a config: the one of causal LMs, or that of vision-language models, used for their text."""
+    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
+
+
+def load_causal_lm(
+    path: str | Path,
+    dtype: torch.dtype | str,
+    attention: str | None = None,
+    device: torch.device = _CPU,
+) -> PreTrainedModel:
+    """A causal LM in ``dtype`` on ``device``, quantised weights decoded, with ``attention`` or what transformers takes."""
+    path = find_target(path)
+    if is_gguf(path):
+        kind = torch.float32 if isinstance(dtype, str) else dtype
+        return load_gguf(path, kind, attention or "sdpa").to(device)
+    config = load_config(path)
+    model = load_model(auto_class(config), path, config, dtype, attn_implementation=attention, **straight_to(device))
+    return model.to(device)
+
+
+def choose_weights(path: str | Path, weights: TargetWeights, device: torch.device, dtype: torch.dtype) -> Weights:
+    """How the weights of a target are kept: for "auto" as codes if most of a GGUF file are and the kernels run here."""
+    if weights == "auto":
+        usable = native.available and device.type == "cpu" and dtype == torch.bfloat16
+        return codes_for(GGUFFile(path)) if usable and is_gguf(path) else "bf16"
+    check_weights(weights, device, dtype)
+    return weights
+
+
+def load_for_codes(
+    path: str | Path, dtype: torch.dtype, weights: Weights, device: torch.device
+) -> tuple[PreTrainedModel, Fill]:
+    """A causal LM whose ``weights`` will be codes or bf16, and what reads those that were not read yet."""
+    if weights != "bf16" and is_gguf(path) and "moe" not in GGUFFile(path).architecture:
+        model, unread = open_model(path, dtype, weights)
+        return model, unread.fill
+    model = load_causal_lm(path, dtype, device=device)
+    quantisation = None if weights == "bf16" or is_gguf(path) else quantisation_of(load_config(path))
+    if quantisation is not None:
+        known = attach(model, folder_of(path), quantisation, weights)
+        log.warning("%s: %s layers compute with their stored codes; others are rounded anew", path, known or "no")
+    return model, filled
+
+
+def straight_to(device: torch.device) -> dict[str, Any]:
+    """Options of ``from_pretrained`` that read weights onto ``device``, not into the CPU's memory first.
+
+    transformers needs accelerate for it; without that they take the way through the CPU.
+    """
+    return {"device_map": device} if device.type != "cpu" and find_spec("accelerate") else {}
+
+
+def drafter_path(name: str | Path) -> Path:
+    """The folder or file of a drafter: a path as it is, and a hub name's snapshot, fetched unless it is here already."""
+    path = Path(name)
+    if path.exists() or is_gguf(path) or not _HUB_NAME.fullmatch(str(name)):
+        return path
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the hub's client raises its own kinds, and those of the network
+        reason = shorten(str(error), 120, placeholder=" …")
+        raise CheckpointError(
+            f"drafter {str(name)!r} is no folder here and the hub does not give it ({reason}); check the name and the network, "
+            "or fetch it where there is one and give its folder"
+        ) from error
+
+
+def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to a model."""
+    path = find_target(path)
+    if is_gguf(path):
+        return load_gguf_tokenizer(path)
+    with _own_code_refused(path, "one with a tokenizer.json"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return tokenizer

@@ -1,0 +1,433 @@
+"""Any Hugging Face causal LM on volley's pages: the model runs as it is, only its attention function is volley's.
+
+The function is registered once with transformers' ``AttentionInterface``; the batch reaches it through the model's keyword
+arguments, so nothing is global and one process can hold many targets.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import (
+    AttentionInterface,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from volley.config import KVDtype
+from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
+from volley.files import find_target
+from volley.memory.attention import AttentionOptions
+from volley.memory.batch import RaggedBatch
+from volley.memory.device import sum_in_fp32, usable_device
+from volley.memory.kernels import attention_for
+from volley.memory.kv_store import KVStore, LatentShape, make_store
+from volley.memory.recurrent_pass import RecurrentPass
+from volley.memory.recurrent_store import RecurrentLayout
+from volley.models.layers.accelerate import accelerate
+from volley.models.layers.fused import FusedDecoder, is_gated_layer
+from volley.models.layers.products import is_linear
+from volley.models.layers.residency import giving_back
+from volley.models.targets.folders import check_files
+from volley.models.targets.latent import LatentAttention, attach_latents
+from volley.models.targets.loading import auto_tokenizer, choose_weights, load_config, load_for_codes, reading
+from volley.models.targets.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
+from volley.models.targets.rehearsal import made_up
+from volley.models.targets.taps import Taps, decoder_layers
+from volley.native import Product, TargetWeights
+from volley.types import DiffusionParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDiffusion:
+    """What a block-diffusion language model needs to be denoised; its families are in ``models/targets/diffusion.py``."""
+
+    mask_token_id: int | None
+    """The noise; ``None``: uniform random tokens."""
+    is_aligned: bool = False
+    """Canvases begin at multiples of their length, prompt included; what the prompt has of the first one is given."""
+    is_shifted: bool = False
+    """Row i of the logits predicts token i + 1, as in an autoregressive model."""
+    has_causal_context: bool = False
+    """K/V of what is committed are made causally; otherwise each block sees itself both ways."""
+    defaults: DiffusionParams
+
+
+TARGET_FILES = "config.json, model.safetensors and tokenizer files"
+AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"}
+_STATELESS_LAYERS = {"moe", "mlp"}
+_INDEXER = "an indexer that chooses which keys a token sees, with a cache of its own that volley does not keep on pages"
+_ALIBI = "ALiBi, biases by distance that do not pass through transformers' AttentionInterface"
+_REASONS = {
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl", "axk2", "hy_v4"), _INDEXER),
+    **dict.fromkeys(("bloom", "mpt"), _ALIBI),
+}
+"""Why models of some types are refused, by the type without "_text"."""
+
+
+def _volley_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    *,
+    volley_call: AttentionCall | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: queries ``[1, heads, T, d]``, keys and values ``[1, kv_heads, T, d]``.
+
+    The store keeps keys and values in one width; the narrower ones are filled up with zeros, which changes no product. Layers of
+    latents (``models/targets/latent.py``) have one key for all heads, which is the value as well.
+    """
+    if volley_call is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not get the keywords that its model is called with, so volley cannot put its K/V on "
+            "pages. Use another target"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    latent: LatentAttention | None = getattr(module, "volley_latent", None)
+    if latent is not None and latent.serves(query, key, value, scale):
+        own, shared = latent.absorb(query, key)
+        keys = shared[0].transpose(0, 1)
+        return latent.expand(volley_call(layer, own[0].transpose(0, 1), keys, keys, options)[None]), None
+    width, widest = value.shape[-1], max(value.shape[-1], key.shape[-1])
+    if width != key.shape[-1]:
+        query, key, value = (pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return volley_call(layer, *rows, options)[None, ..., :width], None
+
+
+AttentionInterface.register("volley", _volley_attention)  # and no mask function: transformers then build no masks
+
+
+class _ShapeProbe:
+    """Runs plain causal attention once and notes which layers called and with what K/V shapes."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        self.shapes[layer] = LatentShape((k.shape[1], k.shape[2])) if v is k else (k.shape[1], k.shape[2])
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed[0].transpose(0, 1)
+
+
+class Target:
+    """A causal LM whose K/V live in a :class:`KVStore`; made by :meth:`from_pretrained` or around a loaded model."""
+
+    can_be_tapped = True
+    """Whether a drafter can have the states of its layers."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        diffusion: BlockDiffusion | None = None,
+    ) -> None:
+        """``diffusion`` makes it a block-diffusion language model."""
+        check_config(model.config)
+        self.diffusion = diffusion
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
+        """Where it runs; weights that fused layers hold are on no device any more."""
+        if self.device.type == "cuda":
+            sum_in_fp32()
+        self.attention = attention_for(self.device)
+        text = model.config.get_text_config()
+        self.num_layers = len(decoder_layers(model))
+        self.hidden_size: int = text.hidden_size
+        self.context_length = _context_length(text)
+        self._embedding: nn.Module = model.get_input_embeddings()
+        self._head: nn.Module = model.get_output_embeddings()
+        self.vocab_size: int = self._head.weight.shape[0]
+        self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
+        self.fused: FusedDecoder | None = None
+        """All layers in one call, if they are fused and the model does nothing between them; used on pools that it reads."""
+        self._attach()
+        self.kv_shapes, self.recurrent = self._probe()
+        fused = FusedDecoder.of_layers(list(decoder_layers(model)))
+        if fused is not None and self._fusion_agrees(fused):
+            self.fused = fused
+
+    def _attach(self) -> None:
+        name = type(self.model).__name__
+        wrap_functions(self.model)
+        attach_latents(self.model)
+        try:
+            self.model.set_attn_implementation("volley")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"{name} does not route attention through transformers' AttentionInterface ({error}); "
+                "volley cannot put its K/V on pages"
+            ) from error
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[list[tuple[int, int]], RecurrentLayout]:
+        """K/V shape of each attention, and the recurrent states; refuses a model that keeps state anywhere else."""
+        text = self.model.config.get_text_config()
+        types = list(getattr(text, "layer_types", None) or ["full_attention"] * self.num_layers)[: self.num_layers]
+        probe, recurrent = _ShapeProbe(), LayoutProbe()
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        positions = torch.arange(2, device=self.device)[None]
+        with running(recurrent):
+            self.run_probe(tokens, positions, probe)
+        expected = [layer for layer, kind in enumerate(types) if kind in _ATTENTION_LAYERS]
+        absent = sorted(set(expected) - set(probe.shapes))
+        if absent:
+            raise UnsupportedModelError(
+                f"layers {absent} of {type(self.model).__name__} do not call the attention interface: they keep state "
+                "that cannot be rolled back by dropping pages. Use a target whose layers are all attention"
+            )
+        called = sorted(probe.shapes)  # LongCat-Flash has two attentions in each layer, with numbers of their own
+        self._places = {layer: place for place, layer in enumerate(called)}
+        return [probe.shapes[layer] for layer in called], recurrent.layout(types)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether a pass launches the same operations whatever its tokens are, if they are as many: Llama's and Qwen's layers."""
+        text: Any = self.model.config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+        by_position = not kinds & {"dynamic", "longrope"}  # these look at the positions
+        is_plain = self.diffusion is None and not self.recurrent and is_linear(self._head)
+        return is_plain and by_position and all(map(is_gated_layer, decoder_layers(self.model)))
+
+    def use_long_factors(self) -> None:
+        """Let a longrope model have its long factors at every position, so that its whole context can be used.
+
+        transformers computes one pass over a text beyond the original context so, and shorter ones with the short factors. Call
+        it before an engine is made. Raises UnsupportedModelError where there are no such factors.
+        """
+        text = self.model.config.get_text_config()
+        rotary: Any = getattr(self.model.get_decoder(), "rotary_emb", None)
+        if getattr(rotary, "rope_type", None) != "longrope":
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no second set of rotary factors for long contexts (longrope); leave the "
+                "option out"
+            )
+        beyond = text.rope_parameters["original_max_position_embeddings"] + 1
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](text, self.device, seq_len=beyond)
+        rotary.original_inv_freq = frequencies  # what transformers goes back to for short texts
+        rotary.register_buffer("inv_freq", frequencies, persistent=False)
+        self.context_length = _context_length(text, with_long_factors=True)
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Refuse a prompt that the model needs more for than its tokens."""
+
+    def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
+        """A pass over ``token_ids [1, T]`` whose attention is ``call``."""
+        self.model(input_ids=token_ids, position_ids=positions, use_cache=False, volley_call=call)
+
+    def feedback(self, logits: Tensor) -> Tensor | None:
+        """What a model with self-conditioning is told of its prediction ``logits [L, V]``: ``[L, H]``; ``None``: nothing."""
+        return None
+
+    def make_store(self, kv_dtype: KVDtype, num_slots: int) -> KVStore:
+        """A store for its K/V of ``num_slots`` tokens."""
+        return make_store(kv_dtype, self.kv_shapes, num_slots, self.dtype, self.device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Input embeddings ``[T, H]`` of ``token_ids [T]``."""
+        embeddings: Tensor = self._embedding(token_ids)
+        return embeddings
+
+    @property
+    def ends_are_fused(self) -> bool:
+        """Whether the last norm and the head are kernels, too."""
+        norm: Any = self.model.get_decoder().norm
+        return isinstance(vars(self._head).get("forward"), Product) and "forward" in vars(norm)
+
+    @property
+    def kept_head(self) -> Tensor | Product:
+        """The head's matrix ``[V, H]`` as it is in memory."""
+        forward = vars(self._head).get("forward")
+        return forward if isinstance(forward, Product) else self._head.get_parameter("weight").detach()
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix ``[V, H]``; one that is laid out for the kernels is copied for it."""
+        return self.kept_head[: self.vocab_size]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits ``[T, V]`` of normed hidden states ``[T, H]``."""
+        logits: Tensor = self._head(hidden)
+        return logits
+
+    def forward(
+        self,
+        batch: RaggedBatch,
+        store: KVStore,
+        rows: Tensor,
+        taps: Taps | None = None,
+        states: RecurrentPass | None = None,
+    ) -> Tensor:
+        """Logits ``[R, V]`` at batch rows ``rows [R]``; K/V of the whole batch end in ``store``, tapped states in ``taps``.
+
+        ``states`` computes the recurrent layers, if there are any, from the states before each segment; without it every
+        segment begins with zeros and leaves nothing.
+        """
+        if self.fused is not None and self.fused.serves(store):
+            return self._fused_forward(self.fused, batch, store, rows, taps)
+        places = self._places
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+            return self.attention(batch, store, places[layer], q, k, v, options)
+
+        if states is None and self.recurrent:
+            states = RecurrentPass(batch, self.recurrent)
+        with running(states):
+            output = self.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                volley_call=attend,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _fused_forward(
+        self, decoder: FusedDecoder, batch: RaggedBatch, store: KVStore, rows: Tensor, taps: Taps | None
+    ) -> Tensor:
+        base: Any = self.model.get_decoder()
+        states = self.embed(batch.token_ids)
+        cos, sin = base.rotary_emb(states[None], batch.positions[None])
+        states, features = decoder(states, (cos[0], sin[0]), batch, store, () if taps is None else taps.layer_ids)
+        if taps is not None:
+            taps.leave(features)
+        return self.head(base.norm(states[rows]))
+
+    @torch.inference_mode()
+    def _fusion_agrees(self, decoder: FusedDecoder) -> bool:
+        """Whether logits come out as from the model's own forward: some scale them, or norm the states elsewhere."""
+        batch, store = made_up([5], self.kv_shapes, self.dtype, self.device, causal=True, context=0)
+        if not decoder.serves(store):
+            return False
+        rows = torch.arange(5)
+        expected = self.forward(batch, store, rows).float()
+        found = self._fused_forward(decoder, batch, store, rows, None).float()
+        return bool((found - expected).norm() <= 2**-5 * expected.norm())
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "auto",
+        weights: TargetWeights = "auto",
+    ) -> Self:
+        """Load model and tokenizer from a folder, the hub or a GGUF file, or by the name of what is bundled.
+
+        On a CPU its products can compute with codes as ``weights``; "auto" takes them for a GGUF file of codes.
+        """
+        path, device = find_target(path), usable_device(device)
+        with giving_back():
+            with reading_target(path):
+                kind = choose_weights(path, weights, device, dtype)
+                check_config(load_config(path))
+                check_files(path)
+                model, fill = load_for_codes(path, dtype, kind, device)
+                tokenizer = load_tokenizer(path)
+            model.eval()
+            accelerate(model, kind, release=True, fill=fill)
+            return cls(model, tokenizer)
+
+
+@contextmanager
+def reading_target(path: str | Path) -> Iterator[None]:
+    """Errors of reading a target from ``path``, with their remedies."""
+    with reading(path, "the target", f"give a hub name or a folder with {TARGET_FILES}"):
+        try:
+            yield
+        except VolleyError:
+            raise
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"{path}: transformers cannot load this as a causal LM ({error}); give a hub name or a folder of one"
+            ) from error
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    with reading(path, "the tokenizer", "put the target's tokenizer files there again"):
+        tokenizer = auto_tokenizer(path)
+    if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
+        raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
+    return tokenizer
+
+
+def check_config(config: Any) -> None:
+    """Refuse, before weights are read, an architecture whose layers keep state that volley cannot roll back."""
+    text = config.get_text_config()
+    types = set(getattr(text, "layer_types", None) or ())
+    reason = _REASONS.get(text.model_type.removesuffix("_text")) or (_ALIBI if getattr(text, "alibi", False) else None)
+    if reason:
+        raise UnsupportedModelError(
+            f"{text.model_type} has {reason}. Use a target with full or sliding-window attention, or its latent form (MLA)"
+        )
+    check_family(text.model_type, types)
+    others = sorted(types - _ATTENTION_LAYERS - _STATELESS_LAYERS - RECURRENT_LAYERS)
+    if "chunked_attention" in others:
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers of type chunked_attention: where a chunk begins does not reach the attention "
+            "function, and its other layers scale queries by their place in the pass, not in the text. Use another target"
+        )
+    if others:
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers of type {', '.join(others)}; only full and sliding-window attention and the "
+            "recurrent layers of some families can be rolled back. Use a target whose layers are all of these"
+        )
+    if types and not types & _ATTENTION_LAYERS:
+        raise UnsupportedModelError(
+            f"{config.model_type} has no attention layer; volley keeps prefixes on pages of K/V"
+        )
+    if getattr(text, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; volley decodes causal LMs")
+
+
+def _context_length(text: Any, *, with_long_factors: bool = False) -> int:
+    """Positions whose rotary frequencies depend on nothing but the position.
+
+    A longrope model changes all frequencies once a sequence outgrows the original context, which K/V already on pages
+    (and other requests of the batch) must not feel. Such a model is used within its original context, unless it has its long
+    factors at every position.
+    """
+    limits = [getattr(text, "max_position_embeddings", None) or 2**31]
+    if with_long_factors:
+        return limits[0]
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+    return min(limits)
+
+
+def _stop_token_ids(
+    generation: GenerationConfig | None, config: Any, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    found: set[int] = set()
+    for source in (generation, config.get_text_config(), tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    return frozenset(found)

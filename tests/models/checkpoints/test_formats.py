@@ -1,0 +1,514 @@
+"""Drafters in other programs' formats: round trips, what a format cannot hold, and what can be wrong with a file."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import byte_tokenizer
+from tests.tiny import VOCAB, drafter_config, eager_model, random_drafter, target_config
+from volley.errors import CheckpointError, ConfigError, MismatchError, VolleyError
+from volley.files import load_tensors, read_json, save_tensors
+from volley.models.checkpoints.checkpoint import Checkpoint, HeadConfig
+from volley.models.checkpoints.formats import Format, parse_config, read_checkpoint, write_checkpoint
+from volley.models.diagnosis import diagnose
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import TargetEnds, TargetShape, export
+from volley.train.shape import drafter_to_adapt
+
+FORMATS: tuple[Format, ...] = ("zlab", "speculators", "sglang", "transformers")
+SLIDING = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("target")
+    eager_model(target_config()).save_pretrained(path)
+    return str(path)
+
+
+def saved(folder: Path, **changes: Any) -> Path:
+    random_drafter(**changes).save_pretrained(folder)
+    return folder
+
+
+def assert_equal(one: Checkpoint, other: Checkpoint) -> None:
+    assert one.config == other.config
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, tensor in one.tensors.items():
+        assert tensor.dtype == other.tensors[name].dtype
+        assert torch.equal(tensor, other.tensors[name]), name
+
+
+def counts() -> list[int]:
+    return [(7 * token) % VOCAB for token in range(VOCAB)]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("changes", [{}, SLIDING, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}])
+def test_a_round_trip_changes_nothing(tmp_path: Path, form: Format, changes: dict[str, Any]) -> None:
+    source = saved(tmp_path / "own", **changes)
+    export(source, tmp_path / "theirs", form)
+    assert_equal(read_checkpoint(tmp_path / "theirs"), read_checkpoint(source))
+    export(tmp_path / "theirs", tmp_path / "back", "zlab")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+    theirs, own = (Drafter.from_pretrained(tmp_path / name) for name in ("theirs", "own"))
+    assert all(torch.equal(a, b) for a, b in zip(theirs.state_dict().values(), own.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["zlab", "speculators"])
+@pytest.mark.parametrize("size", [None, 20])
+@pytest.mark.parametrize("with_embeddings", [False, True])
+def test_round_trips_of_embedding_head_and_vocabulary(
+    tmp_path: Path, target: str, form: Format, size: int | None, with_embeddings: bool
+) -> None:
+    options: dict[str, Any] = {"target": target, "with_embeddings": with_embeddings, "draft_vocab_size": size}
+    written = export(saved(tmp_path / "own"), tmp_path / "one", form, counts=counts(), **options)
+    assert_equal(read_checkpoint(tmp_path / "one"), written)
+    other: Format = "zlab" if form == "speculators" else "speculators"
+    export(tmp_path / "one", tmp_path / "two", other)
+    export(tmp_path / "two", tmp_path / "three", form, target=target)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    ends = TargetEnds.from_pretrained(target)
+    drafter = Drafter.from_pretrained(tmp_path / "one", torch.float32)
+    assert (drafter.embed_tokens is not None) == with_embeddings
+    if drafter.embed_tokens is not None:
+        assert torch.equal(drafter.embed_tokens.weight, ends.embedding)
+    for bare in ("sglang", "transformers"):  # what the target has is left out, and the drafter is the one it was
+        export(tmp_path / "one", tmp_path / bare, bare, target=target)
+        assert_equal(read_checkpoint(tmp_path / bare), read_checkpoint(tmp_path / "own"))
+
+
+def test_the_speculators_layout(tmp_path: Path, target: str) -> None:
+    export(saved(tmp_path / "own"), tmp_path, "speculators", target=target, draft_vocab_size=20, counts=counts())
+    raw, tensors = read_json(tmp_path / "config.json"), load_tensors(tmp_path / "model.safetensors")
+    assert raw["architectures"] == ["DFlashSpeculator"]
+    assert raw["speculators_config"] == {
+        "algorithm": "dflash",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+        "default_proposal_method": "greedy",
+        "verifier": {"name_or_path": target, "architectures": ["Qwen3ForCausalLM"]},
+    }
+    assert (raw["aux_hidden_state_layer_ids"], raw["draft_vocab_size"], raw["block_size"]) == ([1, 3], 20, 6)
+    assert raw["transformer_layer_config"]["vocab_size"] == VOCAB
+    kept = torch.tensor(counts()).topk(20).indices.sort().values
+    assert torch.equal(tensors["d2t"] + torch.arange(20), kept)
+    assert torch.equal(tensors["t2d"].nonzero()[:, 0], kept)
+    assert torch.equal(tensors["lm_head.weight"], TargetEnds.from_pretrained(target).head[kept])
+
+
+def test_the_block_size_stands_where_old_and_new_readers_look(tmp_path: Path) -> None:
+    raw = read_json(saved(tmp_path) / "config.json")
+    assert raw["block_size"] == raw["dflash_config"]["block_size"] == 6
+    assert "causal" not in raw["dflash_config"]
+    assert read_json(saved(tmp_path, **SLIDING) / "config.json")["dflash_config"]["causal"] is False
+
+
+def test_a_foreign_speculators_config_is_understood() -> None:
+    config = drafter_config()
+    raw = {
+        **foreign(),
+        "dflash_context_residual": False,
+        "dflash2_selector_rank": 256,
+        "speculators_version": "0.5.0",
+        "target_hidden_size": None,
+    }
+    found = parse_config(raw)
+    assert found.num_target_layers is None
+    assert found.target_layer_ids == config.target_layer_ids
+    with pytest.raises(MismatchError, match="taps layer 2, this target has 2 layers"):
+        found.check_target(hidden_size=32, vocab_size=VOCAB, num_layers=2)
+
+
+def foreign() -> dict[str, Any]:
+    """A config as the speculators library writes it, without what volley adds."""
+    layers = {k: v for k, v in drafter_config().to_json().items() if k not in ("dflash_config", "block_size", "dtype")}
+    del layers["num_target_layers"]
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {"algorithm": "dflash"},
+        "transformer_layer_config": layers,
+        "draft_vocab_size": VOCAB,
+        "block_size": 6,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "mask_token_id": 3,
+        "sample_from_anchor": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"speculators_model_type": "eagle"},
+            "speculators_model_type is 'eagle'; volley reads 'dflash', 'dflash2', 'dspark' and 'eagle3'",
+        ),
+        ({"dflash_context_residual": True}, "dflash_context_residual are not supported"),
+        ({"conv_kernel": 4}, "conv_kernel are not supported"),
+        ({"aux_hidden_state_layer_ids": None}, "lacks 'aux_hidden_state_layer_ids'"),
+        ({"aux_hidden_state_layer_ids": "1,3"}, "must be a list of layer numbers"),
+        ({"transformer_layer_config": 3}, "lacks a transformer_layer_config"),
+        ({"sample_from_anchor": True}, "only DSpark drafters predict from the anchor's slot"),
+        ({"target_hidden_size": -1}, "target_hidden_size is -1; it must be an integer of at least 1"),
+        ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size is 51; it must be between 1 and the vocabulary of 50"),
+        ({"draft_vocab_size": "many"}, "draft_vocab_size is 'many'; it must be an integer"),
+    ],
+)
+def test_wrong_speculators_configs_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**foreign(), **changes})
+
+
+# The configs of published drafters, as their authors have them.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"],
+    "attention_bias": False,
+    "dflash_config": {
+        "block_size": 8,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "mask_token_id": 154856,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "target_layer_ids": [5, 14, 24, 33, 42],
+    },
+    "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "is_causal": False,
+    "layer_types": ["sliding_attention"] * 5,
+    "max_position_embeddings": 1048576,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 45,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_window": 2048,
+    "tie_word_embeddings": False,
+    "transformers_version": "5.7.0",
+    "use_sliding_window": True,
+    "vocab_size": 154880,
+}
+
+
+def test_the_shapes_of_a_published_dflash2() -> None:
+    config = parse_config(PUBLISHED)
+    assert config.head == HeadConfig(type="selector", rank=256, candidates=16)
+    assert (config.block_size, config.sliding_window, config.causal_layers) == (8, 2048, ())
+    with torch.device("meta"):
+        state = Drafter(config).state_dict()
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in state.items() if "layers." not in name or "layers.4." in name
+    }
+    assert shapes["layers.4.attention_conv.base_kernel"] == (2, 2, 4096)
+    assert shapes["layers.4.mlp_conv.kernel_projection.weight"] == (2 * 2 * 4096 // 16, 4096)
+    assert shapes["head.predecessor_codebook"] == shapes["head.successor_codebook"] == (154880, 256)
+    assert shapes["head.context.weight"] == (256, 4096)
+    assert parse_config(config.to_json()) == config
+
+
+def test_dspark_in_the_layout_of_its_other_trainer() -> None:
+    raw = drafter_config().to_json()
+    raw["dflash_config"] |= {"projector_type": "dspark", "markov_rank": 4, "enable_confidence_head": True}
+    config = parse_config(raw)
+    assert (config.head, config.sample_from_anchor) == (HeadConfig(type="dspark", rank=4), False)
+    raw["dflash_config"]["markov_head_type"] = "looped"
+    with pytest.raises(ConfigError, match="markov_head_type is 'looped'; volley reads 'vanilla', 'gated' and 'rnn'"):
+        parse_config(raw)
+
+
+def test_the_shapes_of_a_published_domino() -> None:
+    sizes = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1, "projector_type": "domino"}
+    shape = {"hidden_size": 4096, "vocab_size": 151936, "num_target_layers": 36, "block_size": 16, "emb_dim": 256}
+    raw = {**PUBLISHED, **shape, "architectures": ["DominoDraftModel"], "layer_types": ["full_attention"] * 5}
+    raw["dflash_config"] = {
+        "mask_token_id": 151669,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        **sizes,
+        "shift_label": True,
+    }
+    config = parse_config(raw)
+    assert config.head == HeadConfig(type="domino", rank=256, state=1024, uncorrected=1)
+    assert (config.sample_from_anchor, config.block_size) == (True, 17)  # sixteen slots, each drafts a token
+    with torch.device("meta"):
+        state = Drafter(config).state_dict()
+    assert state["head.prefix_gru.weight_ih_l0"].shape == (3 * 1024, 4096)
+    assert state["head.embed_proj.0.weight"].shape == (256, 4096 + 1024)
+    assert state["head.embed_proj.2.weight"].shape == (151936, 256)
+    assert parse_config(config.to_json()) == config
+    del raw["dflash_config"]["gru_hidden_dim"]
+    with pytest.raises(ConfigError, match=r"head\.state is None; Domino's head has a state, of a positive size"):
+        parse_config(raw)
+
+
+UNTRAINED = [
+    {"head": HeadConfig(type="domino", rank=4, state=5)},
+    {"head": HeadConfig(type="selector", rank=4), "conv_kernel_size": 2, "conv_group_size": 8},
+    {"causal_layers": (True, False)},
+    {"hidden_size": 24, "target_hidden_size": 32, "own_embedding": True, "draft_vocab_size": VOCAB},
+]
+
+
+def test_a_drafter_of_another_width_needs_ends_of_its_own(tmp_path: Path) -> None:
+    assert parse_config({**foreign(), "target_hidden_size": 64}).target_hidden_size == 64
+    saved(tmp_path, hidden_size=24, target_hidden_size=32)
+    with pytest.raises(CheckpointError, match="needs an embedding and a head of its own, and the weights lack them"):
+        read_checkpoint(tmp_path)
+    assert any("needs an embedding and a head of its own" in problem for problem in diagnose(tmp_path).problems)
+
+
+@pytest.mark.parametrize("changes", UNTRAINED)
+def test_what_is_only_read_is_neither_written_nor_trained(tmp_path: Path, target: str, changes: dict[str, Any]) -> None:
+    source = saved(tmp_path / "own", **changes)
+    assert read_checkpoint(source).config == drafter_config(**changes)
+    for form in (*FORMATS, "gguf"):
+        with pytest.raises(ConfigError, match="which volley reads and does not write; serve the checkpoint it came in"):
+            export(source, tmp_path / "out", form, target=target)
+    with pytest.raises(ConfigError, match="which volley does not train; name another"):
+        drafter_to_adapt(str(source), eager_model(target_config()))
+
+
+@given(st.data())
+def test_a_damaged_config_is_a_clear_error(data: st.DataObject) -> None:
+    raw = data.draw(st.sampled_from([foreign(), drafter_config().to_json()]))
+    place = data.draw(st.sampled_from([raw, raw.get("dflash_config", raw), raw.get("transformer_layer_config", raw)]))
+    key = data.draw(st.sampled_from(sorted(place)))
+    place[key] = data.draw(st.sampled_from([None, -1, 0, 2.5, "x", True, [], ["x"], {}, {"a": 1}, [1, None]]))
+    try:
+        with torch.device("meta"):
+            Drafter(parse_config(raw))
+    except VolleyError as error:
+        assert len(str(error)) > 20  # noqa: PT017
+
+
+@pytest.mark.parametrize("raw", [{}, {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}])
+def test_what_is_no_drafter_is_refused(raw: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="this is no DFlash drafter"):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_sequential_head_fits_no_other_engine(tmp_path: Path, form: Format) -> None:
+    source = saved(tmp_path / "own", head=HeadConfig(type="residual", rank=4))
+    with pytest.raises(ConfigError, match=r"cannot be written in .*--drop-head exports the plain drafter"):
+        export(source, tmp_path / "out", form)
+    assert not (tmp_path / "out").exists()
+    plain = export(source, tmp_path / "out", form, drop_head=True)
+    assert plain.config.head is None
+    whole = read_checkpoint(source).tensors
+    assert plain.tensors.keys() == {name for name in whole if not name.startswith("head.")}
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        ("transformers", {"target_layer_ids": (-1, 2)}, "not the embedding"),
+        ("sglang", {"target_layer_ids": (-1,)}, "not the embedding"),
+        ("transformers", {"draft_vocab_size": 20}, "an embedding or a head of its own"),
+        ("sglang", {"own_embedding": True}, "an embedding or a head of its own"),
+        ("transformers", {"attention_bias": True}, "its attention has biases"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(
+    tmp_path: Path, target: str, form: Format, changes: dict[str, Any], message: str
+) -> None:
+    source = saved(tmp_path / "own", **changes)
+    with pytest.raises(ConfigError, match=message):
+        export(source, tmp_path / "out", form)
+    with pytest.raises(ConfigError, match=message):  # they are not the target's either
+        export(source, tmp_path / "out", form, target=target)
+
+
+def test_wrong_wishes_are_refused(tmp_path: Path, target: str) -> None:
+    source = saved(tmp_path / "own")
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="out is the drafter's own folder"):
+        export(source, source, "zlab")
+    with pytest.raises(ConfigError, match="name it as target"):
+        export(source, out, "zlab", with_embeddings=True)
+    with pytest.raises(ConfigError, match="draft_vocab_size is 50; it must be between 1 and 49"):
+        export(source, out, "zlab", target=target, draft_vocab_size=VOCAB, counts=counts())
+    with pytest.raises(MismatchError, match="whose vocabulary is 60, this target's is 50"):
+        export(saved(tmp_path / "other", vocab_size=60), out, "zlab", target=target)
+    with pytest.raises(CheckpointError, match=r"has no config\.json: it holds other, own; give a folder"):
+        export(source, out, "zlab", target=str(tmp_path))
+    reduced = export(source, tmp_path / "reduced", "zlab", target=target, draft_vocab_size=20, counts=counts())
+    assert reduced.config.draft_vocab_size == 20
+    with pytest.raises(ConfigError, match="has a head of its own already"):
+        export(tmp_path / "reduced", out, "zlab", target=target, draft_vocab_size=10, counts=counts())
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("d2t", "message"),
+    [
+        ([0, 0, 50], "outside the vocabulary"),
+        ([1, 0, 3], "names a token twice"),
+        ([-1, 0, 0], "outside the vocabulary"),
+    ],
+)
+def test_a_wrong_vocabulary_table_is_refused(tmp_path: Path, d2t: list[int], message: str) -> None:
+    saved(tmp_path, draft_vocab_size=3)
+    tensors = load_tensors(tmp_path / "model.safetensors")
+    save_tensors(tmp_path / "model.safetensors", {**tensors, "d2t": torch.tensor(d2t)})
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tmp_path)
+
+
+def test_tables_that_disagree_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, draft_vocab_size=3)
+    tensors = load_tensors(tmp_path / "model.safetensors")
+    wrong = {"d2t": torch.tensor([5, 5, 5]), "t2d": torch.arange(VOCAB) < 3}
+    save_tensors(tmp_path / "model.safetensors", {**tensors, **wrong})
+    with pytest.raises(CheckpointError, match="t2d and d2t do not name the same tokens"):
+        read_checkpoint(tmp_path)
+
+
+def test_sharded_weights_are_read(tmp_path: Path) -> None:
+    whole = read_checkpoint(saved(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(whole.tensors)
+    where = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(names)}
+    for file in set(where.values()):
+        save_tensors(tmp_path / file, {name: whole.tensors[name] for name in names if where[name] == file})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert_equal(read_checkpoint(tmp_path), whole)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no 'weight_map'"):
+        read_checkpoint(tmp_path)
+
+
+def test_stored_numbers_keep_their_type(tmp_path: Path) -> None:
+    fp32 = Checkpoint(drafter_config(), dict(random_drafter().state_dict()))
+    write_checkpoint(tmp_path, fp32, "speculators")
+    assert_equal(read_checkpoint(tmp_path), fp32)
+    assert read_json(tmp_path / "config.json")["dtype"] == "float32"
+
+
+def test_the_shape_of_a_target(target: str) -> None:
+    assert TargetShape.from_pretrained(target) == TargetShape(target, ("Qwen3ForCausalLM",), 32, VOCAB, 4)
+
+
+DSPARK = HeadConfig(type="dspark", rank=5)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize("size", [None, 20])
+def test_a_markov_head_in_the_speculators_format(tmp_path: Path, from_anchor: bool, size: int | None) -> None:
+    source = saved(tmp_path / "own", head=DSPARK, sample_from_anchor=from_anchor, draft_vocab_size=size)
+    export(source, tmp_path / "theirs", "speculators")
+    assert_equal(read_checkpoint(tmp_path / "theirs"), read_checkpoint(source))
+    raw, tensors = (
+        read_json(tmp_path / "theirs" / "config.json"),
+        load_tensors(tmp_path / "theirs" / "model.safetensors"),
+    )
+    assert (raw["speculators_model_type"], raw["markov_rank"], raw["markov_head_type"]) == ("dspark", 5, "vanilla")
+    assert (raw["sample_from_anchor"], raw["block_size"]) == (from_anchor, 5 if from_anchor else 6)
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    assert tensors["markov_head.markov_w1.weight"].shape == (VOCAB, 5)
+    assert tensors["markov_head.markov_w2.weight"].shape == (size or VOCAB, 5)
+
+
+def test_a_trained_markov_head_and_a_reduced_vocabulary(tmp_path: Path, target: str) -> None:
+    source = saved(tmp_path / "own", head=HeadConfig(type="markov", rank=5))
+    options: dict[str, Any] = {"target": target, "draft_vocab_size": 20, "counts": counts()}
+    one = export(source, tmp_path / "one", "speculators", target=target)
+    two = export(source, tmp_path / "two", "speculators", **options)
+    kept = torch.tensor(counts()).topk(20).indices.sort().values
+    assert torch.equal(two.tensors["head.markov_w1.weight"], one.tensors["head.markov_w1.weight"])
+    assert torch.equal(two.tensors["head.markov_w2.weight"], one.tensors["head.markov_w2.weight"][kept])
+    assert_equal(read_checkpoint(tmp_path / "two"), two)
+    for form in ("zlab", "sglang", "transformers"):
+        with pytest.raises(ConfigError, match=r"head \(markov\) has no place there; speculators and gguf can hold it"):
+            export(source, tmp_path / "other", form, target=target)  # type: ignore[arg-type]
+
+
+def deepspec() -> dict[str, Any]:
+    """A config as DeepSpec writes it: seven slots, of which the anchor's predicts too."""
+    own = drafter_config(block_size=8).to_json()
+    layers = {
+        key: value for key, value in own.items() if key not in ("dflash_config", "block_size", "num_target_layers")
+    }
+    return {
+        **layers,
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": 7,
+        "mask_token_id": 3,
+        "target_layer_ids": [0, 2],
+        "target_hidden_size": 32,
+        "markov_rank": 5,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+
+
+def test_a_foreign_dspark_drafter_is_understood(tmp_path: Path) -> None:
+    found = parse_config(deepspec())
+    assert found.block_size == 8
+    assert found.sample_from_anchor
+    assert found.head == DSPARK
+    assert found.target_layer_ids == (0, 2)
+    assert parse_config({**deepspec(), "sample_from_anchor": False}).block_size == 7
+    assert parse_config({**foreign(), "speculators_model_type": "dspark", "markov_rank": 5}).head == DSPARK
+    own = read_checkpoint(saved(tmp_path / "own", block_size=8, head=DSPARK, sample_from_anchor=True))
+    names = {f"head.markov_{name}.weight": f"markov_head.markov_{name}.weight" for name in ("w1", "w2")}
+    tensors = {names.get(name, name): tensor for name, tensor in own.tensors.items()}
+    save_tensors(tmp_path / "model.safetensors", {**tensors, "confidence_head.proj.weight": torch.ones(1, 37)})
+    (tmp_path / "config.json").write_text(json.dumps(deepspec()))
+    read = read_checkpoint(tmp_path)
+    confidence = {"confidence_head.proj.weight": torch.ones(1, 37), "confidence_head.proj.bias": torch.zeros(1)}
+    assert_equal(Checkpoint(replace(found, confidence_width=37), {**own.tensors, **confidence}), read)
+    assert Drafter.from_pretrained(tmp_path).head is not None
+    assert diagnose(tmp_path).problems == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"markov_head_type": "looped"}, "markov_head_type is 'looped'; volley reads 'vanilla', 'gated' and 'rnn'"),
+        ({"dflash_config": 3}, "dflash_config is 3; it must be an object"),
+        ({"markov_rank": 0}, r"head\.rank is 0; it must be a positive integer"),
+        ({"sample_from_anchor": "yes"}, "sample_from_anchor is 'yes'"),
+        ({"block_size": "7"}, "block_size is '7'; it must be an integer"),
+        ({"confidence_layers": 2}, "unknown drafter config key 'confidence_layers'"),
+    ],
+)
+def test_wrong_dspark_configs_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**deepspec(), **changes})
+
+
+def test_a_markov_head_is_dsparks() -> None:
+    for changes in ({"speculators_model_type": "dspark"}, {"markov_rank": 5}):
+        with pytest.raises(ConfigError, match="only dspark has one"):
+            parse_config({**foreign(), **changes})
+
+
+def test_a_mask_token_named_by_its_text(tmp_path: Path) -> None:
+    source = saved(tmp_path)
+    raw = read_json(source / "config.json")
+    del raw["dflash_config"]["mask_token_id"]
+    raw["dflash_config"]["mask_token"] = "<|mask|>"
+    (source / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"'<\|mask\|>', and there is no tokenizer\.json; put the target's"):
+        read_checkpoint(source)
+    byte_tokenizer().save_pretrained(source)
+    assert read_checkpoint(source).config.mask_token_id == 3
+    raw["dflash_config"]["mask_token"] = "<|blank|>"
+    (source / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="does not have it"):
+        read_checkpoint(source)

@@ -1,0 +1,79 @@
+"""Accelerated models compute what they computed before, and are left alone where that could not be promised."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from volley.models.layers.accelerate import SharedProjection, accelerate
+from volley.models.layers.products import make_product
+
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def make(config: transformers.PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Qwen3Config(**SIZES, head_dim=8),
+        transformers.LlamaConfig(**SIZES),
+        transformers.Qwen2Config(**SIZES),  # its q, k and v projections have biases
+        transformers.Gemma3TextConfig(**SIZES, head_dim=8, query_pre_attn_scalar=8),  # its norms scale by 1 + weight
+    ],
+    ids=lambda config: config.model_type,
+)
+@pytest.mark.parametrize("rows", [1, 5, 16, 40])
+def test_logits_stay_within_rounding(config: transformers.PretrainedConfig, rows: int) -> None:
+    plain = make(config)
+    fast = copy.deepcopy(plain)
+    assert accelerate(fast)
+    ids = 3 + torch.arange(rows)[None] % 50  # token 0 is padding, whose embedding some models zero
+    with torch.inference_mode():
+        expected, found = plain(ids).logits.float(), fast(ids).logits.float()
+    assert (found - expected).norm() / expected.norm() < 2**-5
+    changed = [name for name, module in fast.named_modules() if "forward" in vars(module)]
+    assert any(name.endswith("down_proj") for name in changed)
+    assert any(name.endswith("norm") for name in changed) == (config.model_type != "gemma3_text")
+    assert any(name.endswith("q_proj") for name in changed) == (config.model_type != "qwen2")
+
+
+def test_siblings_agree_with_their_own_weights_in_any_order() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, size, bias=False).bfloat16() for size in (8, 24, 16)]
+    shared = SharedProjection(layers, make_product(torch.cat([layer.weight for layer in layers])))
+    with torch.inference_mode():
+        for order in ((0, 1, 2), (2, 0, 1), (1, 1, 0), (2, 2, 2)):
+            for index in order:
+                x = torch.randn(3, 16).bfloat16()
+                for _ in range(2):
+                    torch.testing.assert_close(shared.project(x, index), layers[index](x), rtol=2**-6, atol=2**-6)
+
+
+def test_nothing_outlives_the_last_sibling() -> None:
+    layers = [nn.Linear(8, 8, bias=False).bfloat16() for _ in range(2)]
+    shared = SharedProjection(layers, make_product(torch.cat([layer.weight for layer in layers])))
+    x = torch.ones(1, 8).bfloat16()
+    shared.project(x, 0)
+    assert shared.input is x
+    shared.project(x, 1)
+    assert shared.input is None
+    assert shared.outputs == ()
+
+
+def test_other_dtypes_are_left_alone() -> None:
+    model = make(transformers.Qwen3Config(**SIZES, head_dim=8), torch.float32)
+    assert not accelerate(model)
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -1,0 +1,200 @@
+"""DiffusionGemma against transformers' own generate: every canvas, best, number of passes and token."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from tests.conftest import byte_tokenizer
+from tests.diffusion_gemma import CANVAS, VOCAB, TorchNoise, by_transformers, by_volley, random_model, same, settings
+from tests.tiny import random_drafter
+from volley import Engine, SamplingParams
+from volley.errors import InputError, MismatchError
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_cache import BlockTable
+from volley.memory.kv_store import make_store
+from volley.models.targets.diffusion_gemma import DiffusionGemma
+
+
+@pytest.fixture(scope="module")
+def hf() -> DiffusionGemmaForBlockDiffusion:
+    return random_model()
+
+
+@pytest.fixture(scope="module")
+def target(hf: DiffusionGemmaForBlockDiffusion) -> DiffusionGemma:
+    return DiffusionGemma(copy.deepcopy(hf))
+
+
+@pytest.mark.parametrize(("length", "page_size"), [(3, 1), (8, 4), (32, 16), (33, 4)])
+@pytest.mark.parametrize("stability", [0, 1, 2])
+def test_step_by_step_as_transformers(
+    hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma, length: int, page_size: int, stability: int
+) -> None:
+    """Contexts shorter than the window, equal to it, and four times as long; three canvases; 20 seeds by its own rule."""
+    params, options = settings(stability_threshold=stability)
+    engine = Engine(target, page_size=page_size, prefix_caching=False)
+    for seed in range(length, length + (500 if stability == 1 else 200), 100):
+        compare(hf, engine, length, seed, params, options)
+
+
+def compare(
+    hf: DiffusionGemmaForBlockDiffusion,
+    engine: Engine,
+    length: int,
+    seed: int,
+    params: SamplingParams,
+    options: dict[str, Any],
+) -> int:
+    """Passes of the answer, which must be the same."""
+    torch.manual_seed(seed)
+    prompt = torch.randint(VOCAB, (length,)).tolist()
+    theirs = by_transformers(hf, prompt, 3, seed, **options)
+    mine, request = by_volley(engine, prompt, params, seed)
+    assert same(mine, theirs)
+    assert request.stats.denoising_steps == len(theirs.bests)
+    engine.check_integrity()
+    return len(theirs.bests)
+
+
+def test_canvases_settle_after_as_many_passes_as_in_transformers() -> None:
+    hf = random_model(is_sharp=True)
+    engine = Engine(DiffusionGemma(copy.deepcopy(hf)), page_size=4)
+    params, options = settings(stability_threshold=0)
+    passes = {compare(hf, engine, 5 + 3 * seed, seed, params, options) for seed in range(6)}
+    assert len(passes) > 2
+    assert max(passes) < 18, "canvases end before the last step"
+
+
+class SkipsTheFirstNorm(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, embeddings: Tensor, signal: Tensor) -> Tensor:
+        mixed: Tensor = self.inner(embeddings, signal) if bool(signal.any()) else embeddings
+        return mixed
+
+
+def swap_scalars(model: DiffusionGemmaForBlockDiffusion) -> None:
+    for reads, denoises in zip(model.model.encoder.language_model.layers, model.model.decoder.layers, strict=True):
+        reads.layer_scalar, denoises.layer_scalar = denoises.layer_scalar.clone(), reads.layer_scalar.clone()
+
+
+def widen_window(model: DiffusionGemmaForBlockDiffusion) -> None:
+    model.model.encoder.language_model.layers[0].self_attn.sliding_window += 1
+
+
+def skip_first_norm(model: DiffusionGemmaForBlockDiffusion) -> None:
+    model.model.decoder.self_conditioning = SkipsTheFirstNorm(model.model.decoder.self_conditioning)
+
+
+def forget_feedback(model: DiffusionGemmaForBlockDiffusion) -> None:
+    model.model.decoder.embed_tokens.embed_scale.zero_()
+
+
+@pytest.mark.parametrize("fault", [swap_scalars, widen_window, skip_first_norm, forget_feedback])
+def test_a_planted_fault_is_seen(
+    hf: DiffusionGemmaForBlockDiffusion, fault: Callable[[DiffusionGemmaForBlockDiffusion], None]
+) -> None:
+    model = copy.deepcopy(hf)
+    fault(model)
+    params, options = settings()
+    torch.manual_seed(0)
+    prompt = torch.randint(VOCAB, (20,)).tolist()
+    theirs = by_transformers(hf, prompt, 2, 0, **options)
+    mine, _ = by_volley(Engine(DiffusionGemma(model)), prompt, replace(params, max_tokens=2 * CANVAS), 0)
+    assert not same(mine, theirs)
+
+
+def test_one_pass_gives_the_logits_of_encoder_and_decoder(
+    hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma
+) -> None:
+    """A canvas rides along behind its prompt; transformers reads, then denoises."""
+    torch.manual_seed(1)
+    prompt, canvas, last = torch.randint(VOCAB, (21,)), torch.randint(VOCAB, (CANVAS,)), torch.randn(CANVAS, VOCAB)
+    with torch.inference_mode():
+        theirs = hf(prompt[None], decoder_input_ids=canvas[None], self_conditioning_logits=last[None]).logits[0]
+        store = make_store("auto", target.kv_shapes, 40, torch.float32, torch.device("cpu"))
+        groups = (1,) * len(prompt) + (CANVAS,)
+        table = BlockTable(4, range(10))
+        segment = Segment(table, 0, len(prompt) + CANVAS, groups=groups, feedback=target.feedback(last))
+        batch = RaggedBatch([segment], torch.cat([prompt, canvas]))
+        mine = target.forward(batch, store, torch.arange(len(prompt), len(batch)))
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_an_end_token_ends_the_answer_inside_a_canvas(
+    hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma
+) -> None:
+    params, options = settings()
+    prompt = [5, 6, 7, 8]
+    theirs = by_transformers(hf, prompt, 3, 4, **options)
+    stop = theirs.answer[CANVAS + 5]
+    cut = theirs.answer.index(stop) + 1
+    mine, request = by_volley(Engine(target), prompt, replace(params, stop_token_ids=(stop,)), 4)
+    assert (mine.answer, request.finish_reason) == (theirs.answer[:cut], "stop")
+    mine, request = by_volley(Engine(target), prompt, replace(params, max_tokens=21), 4)
+    assert (mine.answer, request.finish_reason) == (theirs.answer[:21], "length")
+
+
+def test_tokens_per_forward_is_that_of_transformers(
+    hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma
+) -> None:
+    params, options = settings()
+    theirs = by_transformers(hf, [1, 2, 3], 3, 0, **options)
+    _, request = by_volley(Engine(target), [1, 2, 3], params, 0)
+    assert request.stats.tokens_per_forward == pytest.approx(theirs.tokens_per_forward)
+    assert request.stats.tokens_per_pass == request.stats.tokens_per_forward, "commits rode along"
+
+
+def test_streamed_drafts_are_the_bests_of_transformers(
+    hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma
+) -> None:
+    params, options = settings()
+    theirs = by_transformers(hf, [1, 2, 3], 3, 0, **options)
+    assert params.diffusion is not None
+    own = replace(params, diffusion=replace(params.diffusion, stream_drafts=True))
+    drafts: list[list[int | None]] = []
+    engine = Engine(target)
+    request = engine.add_request([1, 2, 3], own)
+    request.noise = TorchNoise()  # type: ignore[assignment]
+    torch.manual_seed(0)
+    while request.finish_reason is None:
+        engine.step()
+        drafts += [chunk.draft.token_ids for chunk in request.take_chunks() if chunk.draft is not None]
+    last = [
+        place
+        for place in range(len(theirs.bests))
+        if theirs.bests[place] in (theirs.answer[i : i + CANVAS] for i in (0, 16, 32))
+    ]
+    assert len(drafts) == len(theirs.bests) - 3
+    left = iter(theirs.bests)
+    assert all(draft in left for draft in drafts), "in their order; those that became text are not among them"
+    assert len(last) >= 3
+
+
+def test_a_folder_is_recognised(hf: DiffusionGemmaForBlockDiffusion, tmp_path: Path) -> None:
+    hf.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    engine = Engine.from_pretrained(tmp_path, dtype=torch.float32)
+    assert isinstance(engine.target, DiffusionGemma)
+    params = SamplingParams(max_tokens=5, seed=1, temperature=1.0)
+    (result,) = engine.generate([[1, 2, 3]], params)
+    (again,) = Engine(DiffusionGemma(copy.deepcopy(hf))).generate([[1, 2, 3]], params)
+    assert result.token_ids == again.token_ids
+
+
+def test_images_and_drafters_are_refused(hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma) -> None:
+    model = copy.deepcopy(hf)
+    model.config.image_token_id = 7
+    with pytest.raises(InputError, match="leave them out"):
+        Engine(DiffusionGemma(model)).add_request([1, 7, 2])
+    with pytest.raises(MismatchError, match="mode='self'"):
+        Engine(target, random_drafter())
