@@ -67,9 +67,15 @@ def test_the_device_is_at_work_whenever_a_text_is_made(
 
 
 def test_texts_that_are_made_at_once_find_the_device_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = idle_and_busy(monkeypatch, "fixed:1", GREEDY, overlaps=False)
+    busy = idle_and_busy(monkeypatch, "fixed", GREEDY, overlaps=False)
     assert len(busy["text"]) >= 12
     assert not any(busy["text"])
+
+
+def test_in_plain_decoding_even_these_find_it_at_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = idle_and_busy(monkeypatch, "fixed:1", GREEDY, overlaps=False)
+    assert len(busy["text"]) >= 12
+    assert all(busy["text"])
 
 
 def test_texts_are_the_cpus() -> None:
