@@ -19,7 +19,7 @@ from volley.prompts import Conversation, load_prompts
 from volley.recalibrate.command import reservoir
 from volley.recalibrate.options import RecalibrateConfig
 from volley.serve.config import KEY_VARIABLE, ServeConfig
-from volley.train.collect import CollectConfig, Progress
+from volley.train.collect import CollectConfig
 from volley.train.options import PilotOptions, TrainConfig
 from volley.tuning import certify, doctor, presets, tune
 from volley.vllm.command import serve_vllm
@@ -156,10 +156,7 @@ def generate(
         bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
     ] = False,
 ) -> None:
-    """Answer a prompt, or a file of them.
-
-    On a terminal, text that the drafter had proposed is coloured. Statistics go to standard error.
-    """
+    """Answer a prompt, or a file of them; a terminal colours drafted text. Statistics go to standard error."""
     _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley import console
@@ -433,14 +430,7 @@ def collect(
         engine = load_engine(models)
         source = EngineSource(engine, models.target or "bundled", config.thinking, batch, engine.target.context_length)
     errors = console.stderr()
-    shown = {"at": float("-inf")}
-
-    def report(now: Progress) -> None:
-        if now.seconds - shown["at"] >= (0.2 if errors.is_terminal else 10):
-            shown["at"] = now.seconds
-            errors.print(now.describe(), end="\r" if errors.is_terminal else "\n")
-
-    end = run(config, source, report)
+    end = run(config, source, console.progress(errors))
     errors.print(end.describe())
     for refusal in source.refusals:
         errors.print(refusal)

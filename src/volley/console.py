@@ -19,6 +19,7 @@ from volley.types import DiffusionMode, DiffusionParams, GenerationResult, Sampl
 
 if TYPE_CHECKING:
     from volley.engine.engine import Engine
+    from volley.train.collect import Progress
 
 _Way = tuple["Engine", SamplingParams]
 
@@ -284,6 +285,20 @@ def answer_all(
             if turn < len(conversations[i].turns):
                 chats[i].append({"role": "user", "content": conversations[i].turns[turn]})
     yield from zip(conversations, chats, results, strict=True)
+
+
+def progress(out: Console) -> Callable[["Progress"], None]:
+    """What prints how far a collection is, at once and then now and again: on a terminal over itself, elsewhere line by line."""
+    between, end = (0.2, "\r") if out.is_terminal else (10.0, "\n")
+    shown = -between
+
+    def show(now: "Progress") -> None:
+        nonlocal shown
+        if now.seconds - shown >= between:
+            shown = now.seconds
+            out.print(now.describe(), end=end)
+
+    return show
 
 
 def stdout() -> Console:

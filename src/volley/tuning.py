@@ -99,10 +99,13 @@ def _certify_here(
     from volley.certify.certificate import certify_pair
     from volley.engine.engine import Engine
 
+    nothing = ConfigError("there is no drafter to certify; name one with --drafter")
+    if str(drafter) == "none":
+        raise nothing
     named: dict[str, Any] = {} if drafter is None else {"drafter": drafter}
     engine = Engine.from_pretrained(target, **named, dtype=getattr(torch, dtype))
     if engine.drafter is None and engine.target.diffusion is None:
-        raise ConfigError("there is no drafter to certify; name one with --drafter")
+        raise nothing
     asked = [engine.encode([{"role": "user", "content": text}]) for text in texts]
     return certify_pair(engine, asked, config, _say)
 

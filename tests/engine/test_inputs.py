@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,7 +134,7 @@ def test_settings_are_checked_when_they_are_changed(pair: Pair) -> None:
     ]
     for name, value, message in changes:
         with pytest.raises(ConfigError, match=message):
-            setattr(engine, name, value)
+            engine.reconfigure(replace(engine.config, **{name: value}))
     assert (engine.block_size, engine.config.denoising_steps) == (4, 1)
     with pytest.raises(ConfigError, match=r"block_size 2 cannot be used; it is 1 .* with a drafter"):
         Engine(pair.target, num_pages=4).block_size = 2

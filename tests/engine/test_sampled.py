@@ -137,7 +137,8 @@ def test_noise_that_a_draft_knew_is_what_its_positions_are_sampled_with(
     monkeypatch.setattr(engine.runner, "forward", see)
     (name, value), usual = *options.items(), {"denoising_steps": 1, "tree_nodes": None}
     while request.finish_reason is None:
-        setattr(engine, name, value if len(matched) // 6 % 2 else usual[name])
+        now = value if len(matched) // 6 % 2 else usual[name]
+        engine.reconfigure(replace(engine.config, **{name: now}))
         engine.step()
     assert sum(before and not after for before, after in pairwise(matched)) >= 2
 

@@ -165,7 +165,7 @@ def test_documents_longer_than_a_batch_are_learnt_from_whole(tmp_path: Path) -> 
 
 
 PLACES = {
-    "collect": "[1/7] collect: 1 of 8",
+    "collect": "[1/7] collect: 6 responses",
     "choose": "  preset: ",
     "train": "[3/7] train: the best real",
     "measure": "[4/7] measure: T = 0",

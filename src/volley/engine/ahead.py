@@ -30,7 +30,7 @@ from volley.procedures.request import Request
 _PATIENCE = 8  # plain steps in a row after which a policy that may draft is expected to go on so
 
 
-class _Place(NamedTuple):
+class _Foreseen(NamedTuple):
     """Of a request in the pass that was launched."""
 
     row: int
@@ -39,13 +39,13 @@ class _Place(NamedTuple):
     """Where the K/V of its token are written."""
 
     @classmethod
-    def of(cls, request: Request, row: int, start: int) -> "_Place":
+    def of(cls, request: Request, row: int, start: int) -> "_Foreseen":
         return cls(row, start, request.table.pages[start // request.table.page_size])
 
 
 @dataclass(frozen=True)
 class _Launched:
-    places: dict[Request, _Place]
+    places: dict[Request, _Foreseen]
     outputs: Pass
     run: int
     """Its number among the runner's passes."""
@@ -81,7 +81,7 @@ class Ahead:
         if outputs is None:
             return
         pairs = enumerate(zip(going_on, segments, strict=True))
-        places = {work.request: _Place.of(work.request, row, segment.start) for row, (work, segment) in pairs}
+        places = {work.request: _Foreseen.of(work.request, row, segment.start) for row, (work, segment) in pairs}
         self._launched = _Launched(places, outputs, passes.num_runs)
 
     def _is_likely(self, works: Sequence[Work[Request]]) -> bool:
@@ -107,13 +107,13 @@ class Ahead:
         launched, passes = self._launched, self._runner.passes
         if launched is None or passes is None or launched.run != passes.num_runs:
             return False
-        return bool(works) and all(self._is_place(work, launched.places.get(work.request)) for work in works)
+        return bool(works) and all(self._is_foreseen(work, launched.places.get(work.request)) for work in works)
 
     @staticmethod
-    def _is_place(work: Work[Request], place: _Place | None) -> bool:
+    def _is_foreseen(work: Work[Request], place: _Foreseen | None) -> bool:
         if place is None or not _is_plain(work) or work.request.computed != place.start:
             return False
-        return place == _Place.of(work.request, place.row, place.start)
+        return place == _Foreseen.of(work.request, place.row, place.start)
 
     def serve(self, step: Step) -> bool:
         """Give a step the pass that was launched for it; False if there is none. Either way it is used now or never."""
