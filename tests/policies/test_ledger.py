@@ -41,15 +41,37 @@ def test_a_drafter_that_loses_is_tried_again_and_again() -> None:
     assert drafted == pytest.approx(12 + 50, abs=3)
 
 
-def test_gains_of_the_past_pay_for_little() -> None:
+def test_gains_of_the_past_pay_for_sixty_steps() -> None:
+    ledger = Ledger()
+    ledger.note_plain(1.0, 1.0)
+    play(ledger, 1000, tokens=4.0, seconds=2.0)
+    drafted, _ = play(ledger, 1000, tokens=1.0, seconds=2.0)
+    assert drafted == pytest.approx(60 + 10, abs=3)
+
+
+def test_before_a_plain_step_was_seen_nothing_is_gained() -> None:
     ledger = Ledger()
     play(ledger, 1000, tokens=4.0, seconds=2.0)
     drafted, _ = play(ledger, 100, tokens=1.0, seconds=2.0)
-    assert drafted <= 14
+    assert drafted == pytest.approx(12 + 11, abs=3)
+
+
+def test_an_estimate_that_drifts_is_followed_though_plain_steps_are_rare() -> None:
+    """One step in fifty is plain; what is expected of one rises to twice its time, so a draft seems to gain."""
+    ledger, drafted = Ledger(), 0
+    for number in range(5000):
+        believed = 1.0 + min(number / 1000, 1.0)
+        if number % 50 == 0 or ledger.is_spent:
+            ledger.note_plain(1.0, believed)
+        else:
+            ledger.note(2.0, 2.5, 2.5 * believed, believed)
+            drafted += 1
+    assert drafted < 250
 
 
 def test_noise_does_not_stop_what_gains_a_little() -> None:
     ledger, chance = Ledger(), random.Random(0)
+    ledger.note_plain(1.0, 1.0)
     stopped = 0
     for _ in range(20_000):
         stopped += ledger.is_spent

@@ -3,11 +3,11 @@
 A policy decides by estimates, of costs and of chances, and any of them may be wrong for long. The ledger holds whatever they say.
 """
 
+from math import inf
+
 _SHARE = 0.01  # of the time, which may be lost
-_MOST = (
-    12.0  # plain steps that may be lost at once, and a first look at a drafter takes several; gains add up to no more
-)
-_REMEMBERED = 32  # plain steps, about, by which the expected time of one is corrected
+_FIRST, _MOST = 12.0, 60.0  # plain steps: what may be lost before anything was gained, and of gains
+_REMEMBERED = 32  # steps, about, by which the expected time of a plain one is corrected
 _INTERRUPTED = 3.0  # a step that took so many times as long as expected was interrupted, and counts as this long
 
 
@@ -15,13 +15,15 @@ class Ledger:
     """A budget, in plain steps. Each step adds 1 % of one to it. A step that drafts or copies adds what it gains besides: its
     tokens for each request, which plain decoding would have made in as many steps, less its own time.
 
-    While the budget is used up everything is decoded plainly. So all that is ever lost is 1 % of the time, and what :data:`_MOST`
-    and one last step may lose.
+    While the budget is used up everything is decoded plainly. So what is lost is 1 % of the time and :data:`_FIRST`, one last
+    step, and what was gained before. The budget is wide, because what a draft brings is chance: a drafter that gains a tenth
+    would soon use up a small one.
     """
 
     def __init__(self) -> None:
-        self._budget = _MOST
+        self._budget = _FIRST
         self._ratio = 1.0  # of a plain step's time to what was expected
+        self._since = inf  # steps since the last plain one
 
     @property
     def is_spent(self) -> bool:
@@ -29,9 +31,12 @@ class Ledger:
         return self._budget < 0
 
     def note_plain(self, seconds: float, expected: float) -> None:
-        """A plain step took ``seconds`` where ``expected`` were."""
+        """A plain step took ``seconds`` where ``expected`` were. It counts for the steps before it, which were none."""
+        self._since += 1
         if expected > 0:
-            self._ratio += (min(seconds / expected, _INTERRUPTED * self._ratio) - self._ratio) / _REMEMBERED
+            own = min(seconds / expected, _INTERRUPTED * self._ratio)
+            self._ratio += (own - self._ratio) * min(1.0, self._since / _REMEMBERED)
+            self._since = 0.0
         self._budget = min(_MOST, self._budget + _SHARE)
 
     def note(self, tokens: float, seconds: float, expected: float, plain: float) -> None:
@@ -39,5 +44,9 @@ class Ledger:
 
         A plain step was expected to take ``plain`` seconds.
         """
+        self._since += 1
         own = min(seconds, _INTERRUPTED * self._ratio * expected) / max(self._ratio * plain, 1e-9)
-        self._budget = min(_MOST, self._budget + _SHARE + tokens - own)
+        gain = tokens - own
+        if self._since == inf:  # what a plain step takes was never seen
+            gain = min(gain, 0.0)
+        self._budget = min(_MOST, self._budget + _SHARE + gain)
