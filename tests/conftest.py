@@ -20,7 +20,12 @@ CHAT_TEMPLATE = (
 torch.set_num_threads(1)  # the models are too small for more
 SLOW_ON_PURPOSE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "volley", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW_ON_PURPOSE
+    "volley",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=20,  # `make test-fresh` explores
+    suppress_health_check=SLOW_ON_PURPOSE,
 )
 settings.register_profile(  # other examples in every run; `make test-fresh` prints the seed that repeats them
     "fresh",
