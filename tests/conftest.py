@@ -1,5 +1,6 @@
 """What tests share: a tiny random pair on disk."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tests import tiny
 from volley.models.drafters.drafter import Drafter
+from volley.models.layers import residency
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -37,6 +39,14 @@ settings.register_profile(  # other examples in every run; `make test-fresh` pri
     suppress_health_check=SLOW_ON_PURPOSE,
 )
 settings.load_profile("volley")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libraries_stay() -> Iterator[None]:
+    """Every test that loads a model would read them again; ``test_residency`` looks at processes of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residency, "forget_libraries", lambda: None)
+        yield
 
 
 class TinyPair(NamedTuple):
