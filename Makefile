@@ -1,5 +1,6 @@
 # make demo   install, then stream three answers from the bundled pair and compare them with plain decoding
 # make test   install, then lint, type-check, check the import contract and run the tests
+# make lint   install, then lint, type-check and check the import contract
 # make browser   install Debian's Chromium if there is no browser, for the test of the dashboard (as root)
 # make coverage   run the tests, slower, and say which lines none of them reaches
 # make test-fresh   run the property tests on examples that no run has seen; SEED=... repeats a run
@@ -21,17 +22,19 @@ GUIDELLM := .venv-guidellm
 PEERS := .peers
 LLAMA_CPP := llama_cpp_python-0.3.36
 
-.PHONY: demo test coverage browser test-fresh test-clients test-vllm test-llamacpp peers reference clean
+.PHONY: demo test lint coverage browser test-fresh test-clients test-vllm test-llamacpp peers reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/volley demo
 
-test: $(INSTALLED)
+test: lint
+	$(TESTS)
+
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(TESTS)
 
 coverage: $(INSTALLED)
 	$(TESTS) --cov --cov-report=term:skip-covered
@@ -43,7 +46,8 @@ browser:
 test-fresh: SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 test-fresh: $(INSTALLED)
 	@echo "property tests on fresh examples; to repeat them: make test-fresh SEED=$(SEED)"
-	$(TESTS) -m hypothesis --hypothesis-profile=fresh --hypothesis-seed=$(SEED) || \
+	$(TESTS) $$(grep -rl hypothesis tests --include 'test_*.py') \
+		-m hypothesis --hypothesis-profile=fresh --hypothesis-seed=$(SEED) || \
 		{ echo "failed; to repeat: make test-fresh SEED=$(SEED)"; exit 1; }
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from volley import Engine, native
 from volley.files import REFERENCE
 from volley.models.targets.rehearsal import CONTEXT, made_up
+from volley.native import decoder
 
 KINDS = {
     "attention": ("scaled_dot_product", "flash_attention", "softmax", "bmm"),
@@ -59,13 +60,13 @@ def own_kernels_timed() -> Iterator[dict[str, float]]:
 
         return wrapper
 
-    run, product = native.Decoder.run, native.Product.__call__
-    native.Decoder.run = timed(LAYERS, run)  # type: ignore[method-assign]
+    run, product = decoder.Decoder.run, native.Product.__call__
+    decoder.Decoder.run = timed(LAYERS, run)  # type: ignore[method-assign]
     native.Product.__call__ = timed("volley::linear", product)  # type: ignore[method-assign]
     try:
         yield seconds
     finally:
-        native.Decoder.run, native.Product.__call__ = run, product  # type: ignore[method-assign]
+        decoder.Decoder.run, native.Product.__call__ = run, product  # type: ignore[method-assign]
 
 
 def measure(engine: Engine, rows: int, repeats: int) -> tuple[float, dict[str, float], dict[str, float]]:

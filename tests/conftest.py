@@ -1,5 +1,6 @@
 """What tests share: a tiny random pair on disk."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tests import tiny
 from volley.models.drafters.drafter import Drafter
+from volley.models.layers import residency
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -20,7 +22,12 @@ CHAT_TEMPLATE = (
 torch.set_num_threads(1)  # the models are too small for more
 SLOW_ON_PURPOSE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "volley", deadline=None, derandomize=True, database=None, suppress_health_check=SLOW_ON_PURPOSE
+    "volley",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=20,  # `make test-fresh` explores
+    suppress_health_check=SLOW_ON_PURPOSE,
 )
 settings.register_profile(  # other examples in every run; `make test-fresh` prints the seed that repeats them
     "fresh",
@@ -32,6 +39,14 @@ settings.register_profile(  # other examples in every run; `make test-fresh` pri
     suppress_health_check=SLOW_ON_PURPOSE,
 )
 settings.load_profile("volley")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libraries_stay() -> Iterator[None]:
+    """Every test that loads a model would read them again; ``test_residency`` looks at processes of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residency, "forget_libraries", lambda: None)
+        yield
 
 
 class TinyPair(NamedTuple):

@@ -104,7 +104,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
             "/no is no folder here; give one with config.json",
         ),
         (("certify", "--drafter", "none", "--out", "o"), "there is no drafter to certify"),
-        (("certify", "--target", "t", "--out", "o"), "target 't' is no folder here"),
+        (("certify", "--target", "/no", "--out", "o"), "/no is no folder here"),
         (("train", "--target", "t", "--data", "d", "--out", "o", "--block-size", "1"), "block_size is 1"),
         (
             ("train", "--target", "t", "--data", "d", "--out", "o", "--device", "gpu"),

@@ -1,6 +1,7 @@
 """The shape of the source: one name for one class, short files and functions, and modules that say what they are."""
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +22,11 @@ PRIVATE_NAMES_THAT_TESTS_PATCH: dict[str, str] = {}
 """``file:name`` of each, and why no seam will do."""
 
 
-def modules() -> Iterator[tuple[str, str, ast.Module]]:
+@functools.cache
+def modules() -> list[tuple[str, str, ast.Module]]:
     """The path, the text and the syntax tree of every module."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        yield path.relative_to(SOURCE).as_posix(), text, ast.parse(text)
+    texts = [(path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
+    return [(path, text, ast.parse(text)) for path, text in sorted(texts)]
 
 
 def test_the_package_is_found() -> None:

@@ -4,6 +4,7 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,14 +12,20 @@ from tests.certify.faults import FAULTS
 from tests.tiny import Pair, random_prompts
 from volley import Engine
 from volley.certify.certificate import certify_pair, read_certificate
+from volley.certify.checks import Check
 from volley.certify.options import CertifyConfig
+from volley.certify.sampled import Way, check_way
 from volley.errors import CheckpointError
 from volley.models.targets.diffusion import JOINT
 from volley.models.targets.target import Target
 
 QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
-BIASES = {"temperature": 0.05, "bonus tokens": 0.06, "trees": 0.04}
-"""What finds these faults with a margin of four standard deviations; the others need no statistics."""
+BIASES = {
+    "temperature": (0.05, "sampled at T = 0.6"),
+    "bonus tokens": (0.06, "sampled"),
+    "trees": (0.04, "sampled trees"),
+}
+"""What finds these faults with a margin of four standard deviations, and where; the others need no statistics."""
 PROMPTS = random_prompts(6, longest=12)
 
 
@@ -27,9 +34,16 @@ def said(_: str) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_planted_fault_is_named(pair: Pair, fault: str) -> None:
+def test_each_planted_fault_is_named(pair: Pair, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, word = FAULTS[fault]
-    certificate = certify_pair(make(pair), PROMPTS, replace(QUICK, bias=BIASES.get(word, QUICK.bias)), said)
+    bias, where = BIASES.get(word, (QUICK.bias, ""))
+
+    def check(engine: Engine, prompts: Any, way: Way, config: CertifyConfig, tests: int) -> list[Check]:
+        """The sample that finds it where it is, and a small one elsewhere."""
+        return check_way(engine, prompts, way, replace(config, bias=bias) if way.name == where else config, tests)
+
+    monkeypatch.setattr("volley.certify.certificate.check_way", check)
+    certificate = certify_pair(make(pair), PROMPTS, QUICK, said)
     assert certificate.verdict == "not lossless"
     assert certificate.finding is not None
     assert certificate.finding.startswith(word)

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.decode import test_verify as law
@@ -79,7 +79,6 @@ def test_a_tree_whose_candidates_are_asked_for_is_the_lattices(seed: int) -> Non
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
     seed=st.integers(0, 10_000),
 )
-@settings(max_examples=150)
 def test_best_first_finds_the_best_closed_set(
     shape: tuple[int, int], num_nodes: int, sequential: bool, flatness: float, temperature: float, seed: int
 ) -> None:

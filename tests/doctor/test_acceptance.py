@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.doctor.answers import TARGET, write_answers
-from volley import Engine
-from volley.doctor.acceptance import kept_at_least
+from volley import Engine, SamplingParams
+from volley.doctor.acceptance import kept_at_least, walk
 from volley.doctor.diagnosis import Doctor
 from volley.files import REFERENCE
 
@@ -44,10 +44,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_expected_at_a_temperature_is_what_is_measured_there(rows: Path, name: str) -> None:
     """Both at T = 1: a greedy walk over the same answers expects something else."""
     physician = Doctor(TARGET, REFERENCE / name, [rows], temperature=1.0)
-    engine = Engine.from_pretrained(drafter=REFERENCE / name, dtype=torch.float32)
-    found = physician.examine(engine)
-    assert found.findings == []
-    assert found.measured is not None
-    assert found.expected == pytest.approx(found.measured, rel=0.1)
-    greedy = Doctor(TARGET, REFERENCE / name, [rows], temperature=0.0).as_it_is.tau
-    assert abs(greedy - found.measured) > abs(found.expected - found.measured)
+    engine = Engine.from_pretrained(drafter=REFERENCE / name, dtype=torch.float32, policy="fixed")
+    prompts = [row["prompt_token_ids"] for row in physician.rows]
+    results = engine.generate(prompts, SamplingParams(temperature=1.0, max_tokens=64, seed=0))
+    lengths = [length for result in results for length in result.stats.accepted_lengths]
+    measured, expected = sum(lengths) / len(lengths), physician.as_it_is.tau
+    assert expected == pytest.approx(measured, rel=0.1)
+    greedy = walk(physician.drafter, physician.target, physician.documents).tau
+    assert abs(greedy - measured) > abs(expected - measured)

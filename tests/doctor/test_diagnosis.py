@@ -96,8 +96,7 @@ def test_another_targets_weights(drafter: Path, rows: Path, tmp_path: Path) -> N
 
 
 def test_a_replaced_head_and_a_wrong_table(drafter: Path, rows: Path, tmp_path: Path) -> None:
-    counts = list(range(8192, 0, -1))
-    counts = counts[: Doctor(TARGET, drafter, [rows]).target.vocab_size]
+    counts = list(range(json.loads(Path(TARGET, "config.json").read_text())["vocab_size"], 0, -1))
     export(
         REFERENCE / "drafter-dflash",
         tmp_path / "own",
@@ -142,13 +141,10 @@ def test_a_mask_that_prompts_hold(drafter: Path, rows: Path, tmp_path: Path) -> 
 
 
 def test_what_is_served_otherwise_than_it_was_trained(drafter: Path, rows: Path, fingerprint: str) -> None:
-    trained = {"target": fingerprint}
-    for block_size in (2, 12):
-        assert names(drafter, rows, block_size=block_size) == ["block size"]
-    note(drafter, fingerprints=trained, data={"temperatures": [0.0]})
-    assert names(drafter, rows, temperature=1.0) == ["temperature not trained for"]
-    note(drafter, fingerprints=trained, data={"thinking": ["off"]})
-    assert names(drafter, rows) == ["thinking mode"]
+    assert names(drafter, rows, block_size=2) == ["block size"]
+    note(drafter, fingerprints={"target": fingerprint}, data={"temperatures": [0.0], "thinking": ["off"]})
+    found = names(drafter, rows, block_size=12, temperature=1.0)
+    assert found == ["thinking mode", "temperature not trained for", "block size"]
 
 
 def test_context_beyond_training(drafter: Path, rows: Path, fingerprint: str, tmp_path: Path) -> None:

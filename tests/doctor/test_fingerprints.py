@@ -52,8 +52,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", ["drafter", "drafter-dflash"])
-@pytest.mark.parametrize("other", ["fine-tune", "int4"])
+@pytest.mark.parametrize(("other", "name"), [("fine-tune", "drafter"), ("int4", "drafter-dflash")])
 def test_another_target_under_a_bundled_drafter_is_named_first(
     rows: Path, others: dict[str, Path], other: str, name: str
 ) -> None:

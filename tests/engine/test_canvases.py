@@ -81,7 +81,7 @@ def test_an_answer_is_the_same_in_a_batch_of_32(target: Target) -> None:
         assert answers[index] == alone(target, index, mixed(index))
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 11, 64])
+@pytest.mark.parametrize("chunk", [1, 11])
 def test_an_answer_is_the_same_under_any_chunk_size(target: Target, chunk: int) -> None:
     engine = engine_of(target, max_batch_tokens=chunk)
     requests = [engine.add_request(PROMPTS[index], mixed(index)) for index in range(4)]
@@ -102,7 +102,7 @@ def test_a_preemption_after_any_one_pass_changes_nothing(target: Target, mode: s
     assert finish(engine, requests) == [alone(target, 2, params(mode=mode))] * 40
 
 
-@pytest.mark.parametrize("fuse", [1, 2, 5])
+@pytest.mark.parametrize("fuse", [2, 5])
 def test_a_pass_that_raised_changes_nothing(target: Any, fuse: int) -> None:
     engine = engine_of(target)
     requests = [engine.add_request(PROMPTS[index], mixed(index)) for index in range(4)]

@@ -307,11 +307,9 @@ def likelihood(
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
-        ({"verification": "speculative"}, {}),
         ({"verification": "speculative"}, {"top_p": 0.8, "draft_temperature": 0.6}),
         ({"verification": "speculative", "head": True}, {}),
         ({"verification": "match"}, {}),
-        ({"tree_nodes": 8}, {}),
         ({"tree_nodes": 8, "head": True}, {"top_k": 3}),
         ({"denoising_steps": 2}, {}),
         ({"policy": "goodput", "verification": "speculative"}, {}),

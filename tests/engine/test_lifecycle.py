@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.costs import settle
@@ -89,7 +89,6 @@ def _settled() -> Iterator[None]:
     pools=st.sampled_from(POOLS),
     steps=st.sampled_from([1, 1, 2]),
 )
-@settings(max_examples=120)
 def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[no-untyped-def]
     actions, num_pages, chunk, prefix_caching, window, pools, steps
 ) -> None:

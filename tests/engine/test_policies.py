@@ -23,7 +23,7 @@ from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import PilotConfig, net_for
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.policies.base import Cycle, Policy, View
-from volley.policies.fixed import Feedback, Fixed
+from volley.policies.fixed import Fixed
 from volley.policies.goodput import Goodput
 from volley.policies.pilot import Pilot
 from volley.procedures.request import Request
@@ -90,11 +90,8 @@ def random_pilot(drafter: Drafter | None = None) -> Pilot:
 POLICIES: list[Any] = [
     "goodput",
     "feedback",
-    "fixed",
     "fixed:3",
     "fixed:1",
-    Goodput,
-    Feedback,
     Restless,
     Climbing,
     Copying,
@@ -269,7 +266,7 @@ def test_what_is_asked_for_is_what_one_gets(pair: Pair) -> None:
     assert Engine(pair.target).block_size == 1
 
 
-@pytest.mark.parametrize("num_pages", [9, 12, 16, 24, 40])
+@pytest.mark.parametrize("num_pages", [9, 16, 40])
 def test_texts_that_repeat_themselves_need_no_drafter(
     pair: Pair, num_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def test_every_family(name: str, options: dict[str, Any]) -> None:
 
 
 VARIANTS: list[dict[str, Any]] = [
-    *({"block_size": size} for size in range(1, 7)),
+    *({"block_size": size} for size in (1, 2, 6)),
     *({"policy": "fixed", "max_batch_tokens": chunk, "max_running": 3} for chunk in (3, 64)),
     {"policy": "fixed", "max_running": 1},
     {"policy": "fixed", "page_size": 1, "num_pages": 500},

@@ -56,15 +56,20 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+@functools.cache
+def drafted(verification: str) -> list[list[int]]:
+    pair = make_pair()
+    return answers(Engine(pair.target, pair.drafter, policy="fixed", verification=verification))
+
+
 @pytest.mark.parametrize("verification", ["speculative", "match"])
 @pytest.mark.parametrize("options", VARIANTS)
 def test_a_seed_gives_the_same_tokens_under_any_scheduling(
     pair: Pair, verification: str, options: dict[str, Any]
 ) -> None:
-    reference = answers(Engine(pair.target, pair.drafter, policy="fixed", verification=verification))
     engine = Engine(pair.target, pair.drafter, policy="fixed", verification=verification, **options)
-    assert answers(engine) == reference
-    assert answers(engine) == reference, "the second time with cached prefixes"
+    assert answers(engine) == drafted(verification)
+    assert answers(engine) == drafted(verification), "the second time with cached prefixes"
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 6])
@@ -198,10 +203,7 @@ def sampled(
         ({"top_p": 0.9, "temperature": 1.3, "draft_temperature": 0.7}, {"verification": "speculative"}),
         ({"temperature": 1.2, "draft_temperature": 0.8}, {"verification": "speculative", "late": True}),
         ({}, {"verification": "match"}),
-        ({}, {"verification": "match", "late": True}),
-        ({"top_k": 4}, {"denoising_steps": 2}),
-        ({"top_p": 0.95}, {"denoising_steps": 3, "denoising_threshold": 0.3}),
-        ({"temperature": 1.2}, {"tree_nodes": 7}),
+        ({"top_k": 4}, {"denoising_steps": 3, "denoising_threshold": 0.3}),
         ({"top_p": 0.9, "draft_temperature": 0.6}, {"tree_nodes": 12}),
     ],
 )
@@ -265,14 +267,11 @@ def law_with_head(params: SamplingParams, kind: str = "residual", **options: Any
     [
         ("residual", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("residual", {"verification": "speculative"}, {"top_p": 0.9, "draft_temperature": 2.0}),
-        ("residual", {"verification": "match"}, {}),
         ("residual", {"tree_nodes": 6}, {"draft_temperature": 0.8}),
         ("markov", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("dspark", {"verification": "speculative"}, {"draft_temperature": 0.6}),
-        ("dspark", {"verification": "match"}, {}),
         ("selector", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("domino", {"verification": "speculative"}, {"draft_temperature": 0.6}),
-        ("domino", {"verification": "match"}, {}),
         ("gated", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("rnn", {"verification": "speculative"}, {"draft_temperature": 0.6}),
     ],

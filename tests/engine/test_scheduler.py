@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.made_up import costs, random_path, random_tree, request, with_batch
@@ -171,7 +171,6 @@ ACTIONS = st.lists(
     max_batch_tokens=st.sampled_from([1, 3, 10, 64]),
     max_running=st.integers(1, 5),
 )
-@settings(max_examples=150)
 def test_whatever_arrives_every_schedule_is_sound_and_everybody_is_served(
     actions: list[tuple[str, int]], chance: random.Random, max_batch_tokens: int, max_running: int
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -234,7 +234,6 @@ ACTIONS = st.lists(
     window=st.sampled_from([None, None, 2, 6]),
     most_waiting=st.sampled_from([0, 9, 1000]),
 )
-@settings(max_examples=150)
 def test_whatever_arrives_and_is_preempted_what_is_kept_is_the_text_s_own(
     actions: list[str], chance: random.Random, prefix_caching: bool, window: int | None, most_waiting: int
 ) -> None:

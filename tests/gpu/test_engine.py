@@ -75,15 +75,13 @@ def answers(target: Target, drafter: Drafter | None, count: int, params: Samplin
     ("count", "params", "options"),
     [
         pytest.param(1, GREEDY, {}, id="one request"),
-        pytest.param(3, GREEDY, {}, id="several requests"),
+        pytest.param(2, GREEDY, {}, id="several requests"),
         pytest.param(2, GREEDY, {"drafter": None}, id="no drafter"),
-        pytest.param(1, GREEDY, {"tree_nodes": 8}, id="a tree"),
-        pytest.param(3, GREEDY, {"tree_nodes": 8}, id="trees"),
+        pytest.param(2, GREEDY, {"tree_nodes": 8}, id="trees"),
         pytest.param(2, SEEDED, {}, id="seeded"),
         pytest.param(2, SEEDED, {"tree_nodes": 8}, id="seeded trees"),
         pytest.param(2, RULED, {}, id="penalties and log-probabilities"),
-        pytest.param(1, GREEDY, {"draft_window": 8}, id="draft window"),
-        pytest.param(3, GREEDY, {"draft_window": 8}, id="draft windows"),
+        pytest.param(2, GREEDY, {"draft_window": 8}, id="draft windows"),
         pytest.param(2, GREEDY, {"denoising_steps": 2}, id="denoising"),
         pytest.param(2, GREEDY, {"kv_dtype": "int8", "draft_kv_dtype": "int8"}, id="int8 pools"),
         pytest.param(2, GREEDY, {"kv_dtype": "int4", "draft_kv_dtype": "int4"}, id="int4 pools"),
@@ -151,40 +149,25 @@ def coded(drafter: Drafter, target: Target) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize(
-    ("count", "options"),
-    [
-        pytest.param(1, {}, id="one request"),
-        pytest.param(3, {}, id="several requests"),
-        pytest.param(2, {"tree_nodes": 8}, id="trees"),
-        pytest.param(2, {"draft_window": 8}, id="draft windows"),
-    ],
-)
-def test_a_drafter_in_fp8_drafts_as_its_reference_does(both: Both, count: int, options: dict[str, Any]) -> None:
-    plain = answers(both.here.target, None, count, GREEDY)
-    expected = drafts(both.here.target, coded(both.here.drafter, both.here.target), count, **options)
+def test_a_drafter_in_fp8_drafts_as_its_reference_does(both: Both) -> None:
+    plain = answers(both.here.target, None, 2, GREEDY)
+    expected = drafts(both.here.target, coded(both.here.drafter, both.here.target), 2)
     assert [tokens for tokens, *_ in expected] == plain
-    assert count == 1 or expected != drafts(both.here.target, both.here.drafter, count, **options), (
-        "or codes are not seen"
-    )
+    assert expected != drafts(both.here.target, both.here.drafter, 2), "or codes are not seen"
     with pretended() as counts:
-        assert drafts(both.target, coded(both.here.drafter, both.target), count, **options) == expected
+        assert drafts(both.target, coded(both.here.drafter, both.target), 2) == expected
     assert {"_float8_kernel", "_inject_kernel"} <= counts.operations.keys()
 
 
-def test_a_trained_drafter_in_fp8_is_accepted_as_its_reference_is() -> None:
-    params, results = SamplingParams(max_tokens=12, ignore_eos=True), []
-    hf = load_causal_lm(REFERENCE / "target", torch.float32, device=CPU)
-    target, drafter = Target(copy.deepcopy(hf)), Drafter.from_pretrained(REFERENCE / "drafter", torch.float32)
+def test_a_trained_drafter_is_accepted_in_fp8_too() -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    target = Target(load_causal_lm(REFERENCE / "target", torch.float32, device=CPU))
+    drafter = coded(Drafter.from_pretrained(REFERENCE / "drafter", torch.float32), target)
     prompt = [[5, 9, 12, 40, 41, 300, 7, 22]]
     plain = next(Engine(target, num_pages=64).generate(prompt, params)).token_ids
-    results += Engine(target, coded(drafter, target), policy="fixed", num_pages=64).generate(prompt, params)
-    with pretended():
-        target = Target(move(hf))
-        results += Engine(target, coded(drafter, target), policy="fixed", num_pages=64).generate(prompt, params)
-    assert [result.token_ids for result in results] == [plain, plain]
-    assert results[0].stats.accepted_lengths == results[1].stats.accepted_lengths
-    assert results[0].stats.acceptance_length > 3
+    (result,) = Engine(target, drafter, policy="fixed", num_pages=64).generate(prompt, params)
+    assert result.token_ids == plain
+    assert result.stats.acceptance_length > 3
 
 
 def test_scales_of_other_outputs_change_drafts_alone(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +310,6 @@ def test_a_step_waits_for_its_results_alone(
     assert found == {EVENT: 1}
 
 
-@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
     ("params", "options"),
     [
@@ -338,11 +320,9 @@ def test_a_step_waits_for_its_results_alone(
         pytest.param(replace(SAMPLED, logprobs=True), {}, id="log-probabilities of sampled tokens"),
     ],
 )
-def test_what_the_host_decides_about_costs_one_wait_more(
-    both: Both, count: int, params: SamplingParams, options: Any
-) -> None:
+def test_what_the_host_decides_about_costs_one_wait_more(both: Both, params: SamplingParams, options: Any) -> None:
     """It grows trees and counts what drafts repeat; log-probabilities are of tokens that it knows."""
-    assert sum(waits_of_a_step(both.target, both.drafter, count, params, **options).values()) == 2
+    assert sum(waits_of_a_step(both.target, both.drafter, 2, params, **options).values()) == 2
 
 
 def test_several_sampled_kinds_in_a_step_are_read_at_once(both: Both) -> None:

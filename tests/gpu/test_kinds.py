@@ -65,7 +65,7 @@ def bound(params: SamplingParams, *, head: str | None = None, drafts: bool = Tru
     hf = eager_model(target_config(vocab_size=260, eos_token_id=2, **SMALL))
     changes = {"head": HeadConfig(type=head, rank=4)} if head else {}
     drafter = random_drafter(2, **DRAFTER, vocab_size=260, **changes) if drafts else None
-    own = replace(params, grammar=GRAMMAR, ignore_eos=False, max_tokens=24)
+    own = replace(params, grammar=GRAMMAR, ignore_eos=False, max_tokens=16)
     return Kind(hf, partial(Target, tokenizer=byte_tokenizer()), drafter, own, options)
 
 
@@ -95,8 +95,6 @@ KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
     "confidence head": (lambda: plain(GREEDY, {"policy": "goodput"}, confidence_width=32), 2),
     "confidence head, sampled": (lambda: plain(SEEDED, {"policy": "goodput"}, **DSPARK), 2),
     "grammar, plain": (lambda: bound(GREEDY, drafts=False), 1),
-    "grammar, plain, sampled": (lambda: bound(SEEDED, drafts=False), 1),
-    "grammar": (lambda: bound(GREEDY), 2),
     "grammar, sampled with a seed": (lambda: bound(SEEDED), 2),
     "grammar, trees": (lambda: bound(GREEDY, tree_nodes=6), 2),
     "canvas": (lambda: canvas(CANVAS), 2),

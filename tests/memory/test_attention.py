@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -182,7 +182,6 @@ SEGMENTS = st.lists(
     kind=st.sampled_from(["auto", "auto", "int8", "int4"]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=200)
 def test_random_ragged_batches(  # type: ignore[no-untyped-def]
     shapes, page_size, layout, window, heads, softcap, sinks, copy_limit, padded, trees, symmetric, kind, seed
 ) -> None:
@@ -211,7 +210,6 @@ def test_random_ragged_batches(  # type: ignore[no-untyped-def]
     kind=st.sampled_from(["auto", "auto", "int8", "int4"]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=80)
 def test_random_ring_tables(shapes, page_size, window, heads, symmetric, kind, seed) -> None:  # type: ignore[no-untyped-def]
     check(
         shapes,

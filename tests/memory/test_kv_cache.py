@@ -336,7 +336,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40)
+TestPool.settings = settings(stateful_step_count=40)
 
 
 def test_growth_spares_cached_pages_while_others_are_free() -> None:

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from volley.errors import ConfigError
@@ -35,7 +35,6 @@ WRITES = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.booleans()
     head_dim=st.sampled_from([4, 6, 16]),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=150)
 def test_what_was_written_last_is_read(kind, layout, order, writes, heads, head_dim, seed) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(seed)
     table = table_of(layout, order)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,7 +86,6 @@ def random_parents(length: int) -> tuple[int, ...]:
     with_tiles=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60)
 def test_random_ragged_batches(  # type: ignore[no-untyped-def]
     shapes, heads, window, layout, with_tiles, seed
 ) -> None:

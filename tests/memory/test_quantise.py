@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from volley.errors import ConfigError
@@ -81,7 +81,6 @@ def test_vectors_of_any_size(codec_class: type[Codec], value: float) -> None:
 
 
 @given(codec_class=st.sampled_from(CODECS), rows=st.integers(1, 9), seed=st.integers(0, 10**6))
-@settings(max_examples=50)
 def test_a_vector_is_coded_by_itself(codec_class: type[Codec], rows: int, seed: int) -> None:
     torch.manual_seed(seed)
     codec = codec_class(8, torch.float32, CPU)

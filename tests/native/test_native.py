@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
@@ -58,7 +58,6 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([1e-3, 1.0, 300.0]), seed=SEEDS)
-@settings(max_examples=40)
 def test_rms_norm(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x, weight = randn(2, rows, size) * scale, randn(size)
@@ -76,7 +75,6 @@ def test_rms_norm(rows: int, size: int, scale: float, seed: int) -> None:
     gap=st.sampled_from([0, 5]),
     seed=SEEDS,
 )
-@settings(max_examples=40)
 def test_norm_and_turn(rows: int, heads: tuple[int, int], dim: int, normed: bool, gap: int, seed: int) -> None:
     torch.manual_seed(seed)
     queries, keys = heads
@@ -99,7 +97,6 @@ def test_norm_and_turn(rows: int, heads: tuple[int, int], dim: int, normed: bool
 
 
 @given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([0.1, 3.0, 60.0]), seed=SEEDS)
-@settings(max_examples=40)
 def test_gated_silu(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = randn(rows, 2 * size) * scale
@@ -170,7 +167,6 @@ PRODUCTS = {
 
 
 @given(**PRODUCTS)
-@settings(max_examples=120)
 def test_products(  # type: ignore[no-untyped-def]
     kind: Weights, rows, outputs, inputs, biased, gap, with_tiles, seed
 ) -> None:
@@ -184,7 +180,6 @@ def test_products(  # type: ignore[no-untyped-def]
 
 
 @given(**{**PRODUCTS, "kind": st.sampled_from(["int8", "int4"])})
-@settings(max_examples=120)
 def test_products_of_stored_codes(  # type: ignore[no-untyped-def]
     kind: Weights, rows, outputs, inputs, biased, gap, with_tiles, seed
 ) -> None:
@@ -343,7 +338,6 @@ def test_a_product_is_laid_out_again_in_other_codes(of: Weights, kind: Weights) 
 
 
 @given(outputs=st.integers(1, 9), groups=st.integers(1, 4), scale=st.sampled_from([1e-4, 1.0, 1e3]), seed=SEEDS)
-@settings(max_examples=40)
 def test_errors_of_codes_are_bounded(outputs: int, groups: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     weight = randn(outputs, groups * GROUP) * scale

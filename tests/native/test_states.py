@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,7 +39,6 @@ def random_layer(runs: int, length: int, sizes: tuple[int, int, int], by_channel
     is_tree=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
 def test_moved_states_are_those_of_pytorch(
     runs: int, length: int, sizes: tuple[int, int, int], by_channel: bool, is_tree: bool, seed: int
 ) -> None:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from volley.policies.ledger import Ledger
@@ -22,7 +22,6 @@ def play(ledger: Ledger, steps: int, tokens: float, seconds: float, plain: float
     return drafted, spent / (plain * made)
 
 
-@settings(max_examples=50, deadline=None)
 @given(tokens=st.floats(1.0, 8.0), seconds=st.floats(1.0, 12.0), plain=st.sampled_from([0.5, 1.0, 2.0]))
 def test_drafts_lose_one_percent_and_no_more(tokens: float, seconds: float, plain: float) -> None:
     """Also where plain steps take half or twice of what was expected, once some were seen."""

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from volley.decode.lookup import MOST_FOUND
@@ -69,7 +69,6 @@ def expected(
 COUNTS = st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(any)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     COUNTS,
     st.tuples(st.booleans(), st.booleans()),
@@ -141,7 +140,6 @@ def test_large_passes_are_timed_only_if_they_look_best(token: float, largest: in
 
 
 @given(COUNTS, st.sampled_from([0.0, 2e-4, 2e-3, 5e-3]), st.floats(0.0, 0.2), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
 def test_while_prompts_come_no_plan_takes_much_of_the_time_of_a_first_token(
     numbers: tuple[int, int], token: float, first: float, seed: int
 ) -> None:

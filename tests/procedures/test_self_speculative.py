@@ -196,7 +196,7 @@ def exact(own: Target) -> Tensor:
     return joint
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4, None])
+@pytest.mark.parametrize("steps", [1, 4, None])
 def test_sampled_tokens_have_the_models_own_distribution(steps: int) -> None:
     own = target(vocab_size=V)
     engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.serve.running import MODEL, Running, Tiny, running
@@ -229,7 +229,6 @@ def test_a_body_without_a_length_is_cut_off_at_the_limit(server: Running) -> Non
 
 
 @given(content=st.binary(max_size=200))
-@settings(max_examples=60)
 def test_random_bytes(server: Running, content: bytes) -> None:
     assert 400 <= server.client.post("/v1/completions", content=content, headers=JSON).status_code < 500
 
@@ -243,7 +242,6 @@ FIELDS = st.sampled_from(sorted(CompletionRequest.model_fields) + sorted(Complet
 
 
 @given(extra=st.dictionaries(FIELDS | st.text(max_size=6), VALUES, max_size=4))
-@settings(max_examples=120)
 def test_random_fields(server: Running, extra: dict[str, Any]) -> None:
     response = server.post("completions", {**TEXT, **extra})
     assert response.status_code < 500

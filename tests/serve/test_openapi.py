@@ -12,7 +12,7 @@ from schemathesis.checks import not_a_server_error
 
 from tests.serve.running import Running, Tiny, running
 
-EXAMPLES = 15
+EXAMPLES = 8
 
 
 @pytest.fixture(scope="module")

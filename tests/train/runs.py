@@ -1,11 +1,8 @@
 """What the training tests share: rows for the tiny pair and a runner for trainings of a second or two."""
 
 import json
-import os
 import random
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,34 +80,6 @@ def weights(out: str | Path) -> dict[str, torch.Tensor]:
 
 def drafter_weights(out: str | Path) -> dict[str, torch.Tensor]:
     return load_tensors(Path(out) / "drafter" / "model.safetensors")
-
-
-SCRIPT = """
-import json, sys, warnings
-import torch
-torch.set_num_threads(1)
-from volley.train.loop import train
-from volley.train.options import TrainConfig
-train(TrainConfig(**json.loads(sys.argv[1])))
-"""
-
-
-def launch(options: dict[str, Any], cwd: Path) -> None:
-    """The training of ``options`` in two processes of ``torchrun``, to its end."""
-    script = cwd / "train_script.py"
-    script.write_text(SCRIPT)
-    source = Path(__file__).parents[2] / "src"
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")]),
-    }
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launcher, str(script), json.dumps(options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def start(options: dict[str, Any], **variables: str) -> Forked:

@@ -151,9 +151,6 @@ def test_the_command_leaves_a_pilot_beside_the_drafter(
     answer, _ = run("generate", "Hi", "--policy", "pilot", "--max-tokens", 8, *pair)
     plain, _ = run("generate", "Hi", "--drafter", "none", "--max-tokens", 8, *pair[:2], *FAST)
     assert answer == plain
-    run("bench", "--datasets", file, "--num-prompts", 1, "--max-tokens", 6, "--repeats", 1, "--policies", "pilot",
-        "--out", tmp_path / "bench", *pair)  # fmt: skip
-    assert "pilot" in (tmp_path / "bench" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

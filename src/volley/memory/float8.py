@@ -42,7 +42,8 @@ def product(x: Tensor, weight: Float8) -> Tensor:
     if kernels.usable(x.device):
         from volley.memory.kernels import float8
 
-        return float8.multiply(rows, weight).view(*x.shape[:-1], -1)
+        if len(rows) <= float8.MOST_ROWS:
+            return float8.multiply(rows, *weight).view(*x.shape[:-1], -1)
     return multiply(rows, weight).view(*x.shape[:-1], -1)
 
 

@@ -81,6 +81,10 @@ class BlockTable:
 
     def slot_array(self, start: int, end: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """:meth:`slots` as indices ``[n]`` in any case."""
+        if self.is_consecutive:
+            assert end <= self.capacity, "positions must lie in allocated pages"
+            offset = self.pages[0] * self.page_size
+            return np.arange(offset + start, offset + end)
         positions = np.arange(start, end)
         pages = np.asarray(self.pages, dtype=np.int64)
         blocks = positions // self.page_size

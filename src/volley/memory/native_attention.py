@@ -8,6 +8,7 @@ from volley import native
 from volley.memory.attention import AttentionOptions, IntArray, first_visible, paged_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import DenseKVStore, KVStore
+from volley.native.decoder import AttentionPlan, attends
 
 
 def native_attention(
@@ -40,11 +41,11 @@ def _is_regular(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     def packed(x: Tensor) -> bool:
         return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
-    fits = native.attends(queries.shape[1], *keys.shape[1:])
+    fits = attends(queries.shape[1], *keys.shape[1:])
     return fits and all(packed(x) and x.stride(0) == queries.stride(0) for x in (queries, keys, values))
 
 
-def attention_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
+def attention_plan(batch: RaggedBatch, window: int | None) -> AttentionPlan:
     """The plan of a batch for layers with this window; it is made once."""
     key = ("native", window)
     plan = batch.plans.get(key)
@@ -53,7 +54,7 @@ def attention_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPl
     return plan  # type: ignore[return-value]
 
 
-def _make_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
+def _make_plan(batch: RaggedBatch, window: int | None) -> AttentionPlan:
     units: list[tuple[int, int, int, int, int]] = []
     slots: list[IntArray] = []
     entries = 0
@@ -77,7 +78,7 @@ def _make_plan(batch: RaggedBatch, window: int | None) -> native.AttentionPlan:
                 slots.append(own)
                 entries += len(own)
     arrays = (written, np.array(units, dtype=np.int64), np.concatenate(slots), begins, ends)
-    return native.AttentionPlan(*(torch.from_numpy(array) for array in arrays))
+    return AttentionPlan(*(torch.from_numpy(array) for array in arrays))
 
 
 def _seen(segment: Segment, first: int, window: int | None) -> tuple[IntArray | int, IntArray | int]:

@@ -1,4 +1,4 @@
-"""Kernels in C for bf16 models on a CPU: products, what lies between them, attention over pages, whole decoder layers.
+"""Kernels in C for bf16 models on a CPU: the library, its products and what lies between them.
 
 The library is built when the package is installed, where there is a C compiler, and its products need a CPU with AVX2
 (AVX512-BF16 and AMX are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations;
@@ -7,19 +7,17 @@ A row's result depends on that row alone, to the bit. The threads are PyTorch's 
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
 from copy import copy
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from volley.native.codes import FINE, CodeSource, LaidOut, WeightSource, lay_out, picked, taken_back
 from volley.native.codes import GROUP as GROUP
 from volley.native.codes import Codes as Codes
+from volley.native.codes import CodeSource, LaidOut, WeightSource, lay_out, picked, taken_back
 from volley.native.codes import Weights as Weights
 
 TargetWeights = Literal["auto", Weights]
@@ -31,49 +29,10 @@ WantedDraftWeights = Literal["auto", DraftWeights]
 _AT_ONCE = 512  # rows of a weight that are looked up together: each brings its block of 16
 
 
-class _Product(Structure):
+class ProductStruct(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("kind", "inputs", "outputs", "group")),
         *((name, c_void_p) for name in ("codes", "scales", "bias")),
-    )
-
-
-class _Plan(Structure):
-    _fields_ = (
-        *(("written", c_void_p), ("tokens", c_int64), ("units", c_void_p), ("num_units", c_int64)),
-        *((name, c_void_p) for name in ("slots", "begins", "ends")),
-    )
-
-
-class _AttentionCall(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("queries", "keys", "values", "key_pool", "value_pool", "out")),
-        *((name, c_int64) for name in ("stride", "heads", "shared", "dim")),
-        ("scale", c_float),
-    )
-
-
-_NORMS = ("first_norm", "second_norm", "query_norm", "key_norm")
-
-
-class _Layer(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in (*_NORMS, "key_pool", "value_pool")),
-        ("plan", c_int64),
-        *((name, _Product) for name in ("project", "output", "gate_up", "down")),
-    )
-
-
-class _Shape(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("hidden", "heads", "shared", "dim", "inner")),
-        *(("eps", c_float), ("scale", c_float)),
-    )
-
-
-class _Scratch(Structure):
-    _fields_ = tuple(
-        (name, c_void_p) for name in ("normed", "rows", "mixed", "gated", "active", "codes", "scales", "sums")
     )
 
 
@@ -81,16 +40,13 @@ _SIGNATURES: dict[str, list[object]] = {
     "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float],
     "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
     "gated_silu": [c_void_p, c_void_p, c_int64, c_int64],
-    "linear": [POINTER(_Product), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
+    "linear": [POINTER(ProductStruct), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
     "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],
     "forbid": [c_void_p, c_void_p, c_int64],
     "allowed_softmax": [c_void_p, c_void_p, c_void_p, c_int64, c_float],
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
-    "paged_attention": [POINTER(_AttentionCall), POINTER(_Plan)],
-    "run_layers": [
-        *(POINTER(_Layer), c_int64, POINTER(_Shape), POINTER(_Plan)),
-        *(c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int64, POINTER(_Scratch)),
-    ],
+    "paged_attention": [c_void_p, c_void_p],
+    "run_layers": [c_void_p, c_int64, *[c_void_p] * 7, c_int64, c_void_p],
 }
 
 
@@ -131,7 +87,7 @@ def functions() -> ctypes.CDLL:
     return _library
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -155,7 +111,7 @@ def norm_and_turn(
     """
     of_queries, of_keys = norms or (None, None)
     functions().norm_and_turn(
-        *(x.data_ptr(), x.stride(0), _pointer(of_queries), _pointer(of_keys), cos.data_ptr(), sin.data_ptr()),
+        *(x.data_ptr(), x.stride(0), pointer(of_queries), pointer(of_keys), cos.data_ptr(), sin.data_ptr()),
         *(len(x), heads, shared, cos.shape[-1], eps),
     )
 
@@ -195,8 +151,8 @@ class Product:
         self._blocks = blocks
         self.shape = self.outputs, self.inputs = outputs, inputs
         number = ("bf16", "int8", "int4").index(self.kind)
-        self.struct = _Product(
-            number, self.inputs, self.outputs, self.group, *map(_pointer, (*self._blocks, self._bias))
+        self.struct = ProductStruct(
+            number, self.inputs, self.outputs, self.group, *map(pointer, (*self._blocks, self._bias))
         )
 
     @property
@@ -211,13 +167,13 @@ class Product:
             rows = rows.contiguous()
         out = torch.empty((len(rows), self.outputs), dtype=torch.bfloat16)
         if len(rows):
-            scratch = _code_scratch(len(rows), self.inputs, self.group) if self.kind != "bf16" else (None, None, None)
+            scratch = code_scratch(len(rows), self.inputs, self.group) if self.kind != "bf16" else (None, None, None)
             functions().linear(
                 *(
                     byref(self.struct),
                     rows.data_ptr(),
                     rows.stride(0),
-                    *map(_pointer, scratch),
+                    *map(pointer, scratch),
                     out.data_ptr(),
                     len(rows),
                 )
@@ -255,7 +211,7 @@ def _in_bf16(rows: Codes | Tensor) -> Tensor:
     return rows.dense().bfloat16() if isinstance(rows, Codes) else rows
 
 
-def _code_scratch(rows: int, inputs: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def code_scratch(rows: int, inputs: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the codes of inputs, their scales and their sums."""
     groups = inputs // group
     return (
@@ -263,129 +219,3 @@ def _code_scratch(rows: int, inputs: int, group: int) -> tuple[Tensor, Tensor, T
         torch.empty(rows * groups),
         torch.empty(rows * groups, dtype=torch.int32),
     )
-
-
-# -- attention ----------------------------------------------------------------------------------------------------------
-
-
-def attends(heads: int, shared: int, dim: int) -> bool:
-    """Whether the kernel has room for heads ``[dim]`` of which ``heads / shared`` share K and V."""
-    return dim % 16 == 0 and dim <= 256 and heads <= 32 * shared
-
-
-class AttentionPlan:
-    """Which tokens of a batch see which slots of a pool, worked out once for all layers that see alike.
-
-    ``written [T]``: the slot of each token's own K and V. ``units [U, 5]``: first token, tokens, first entry in ``slots``,
-    entries, and the position of the first of them. ``begins``, ``ends`` ``[T]``: the positions a token sees. All int64.
-    """
-
-    def __init__(self, written: Tensor, units: Tensor, slots: Tensor, begins: Tensor, ends: Tensor) -> None:
-        self._tensors = (written, units, slots, begins, ends)  # the struct points into them
-        self.struct = _Plan(
-            *(written.data_ptr(), len(written), units.data_ptr(), len(units)),
-            *(slots.data_ptr(), begins.data_ptr(), ends.data_ptr()),
-        )
-
-    def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, key_pool: Tensor, value_pool: Tensor, scale: float
-    ) -> Tensor:
-        """Store ``keys`` and ``values`` ``[T, shared, d]`` in the pools ``[slots, shared, d]``, then attend with ``queries
-        [T, heads, d]``; the result has their shape. All three have one stride from token to token, and none within.
-        """
-        out = torch.empty(queries.shape, dtype=torch.bfloat16)
-        call = _AttentionCall(
-            *map(_pointer, (queries, keys, values, key_pool, value_pool, out)),
-            *(queries.stride(0), queries.shape[1], keys.shape[1], queries.shape[2], scale),
-        )
-        functions().paged_attention(byref(call), byref(self.struct))
-        return out
-
-
-# -- decoder layers -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    hidden: int
-    heads: int
-    shared: int
-    """Heads of K and V."""
-    dim: int
-    inner: int
-    """Size of the gated activation."""
-    eps: float
-    scale: float
-
-
-P = TypeVar("P", bound=Callable[[Tensor], Tensor])
-
-
-@dataclass(frozen=True)
-class LayerWeights(Generic[P]):
-    """Weights ``[H]`` or ``[d]`` of the norms, and the products: q, k and v; attention's output; gate and up; down."""
-
-    first_norm: Tensor
-    second_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    project: P
-    output: P
-    gate_up: P
-    down: P
-
-    @property
-    def norms(self) -> tuple[Tensor, Tensor] | None:
-        """Those of queries and keys, if there are any."""
-        return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
-
-    @property
-    def products(self) -> tuple[P, ...]:
-        return self.project, self.output, self.gate_up, self.down
-
-
-class Decoder:
-    """Layers of one shape that run one after another in one call."""
-
-    def __init__(self, layers: Sequence[LayerWeights[Product]], shape: LayerShape) -> None:
-        self._layers, self._shape = tuple(layers), shape
-        self._array = (_Layer * len(layers))()
-        for struct, layer in zip(self._array, layers, strict=True):
-            for name in _NORMS:
-                setattr(struct, name, _pointer(getattr(layer, name)))
-            for name in ("project", "output", "gate_up", "down"):
-                setattr(struct, name, getattr(layer, name).struct)
-        self._struct = _Shape(shape.hidden, shape.heads, shape.shared, shape.dim, shape.inner, shape.eps, shape.scale)
-        self._room: tuple[int, _Scratch, list[Tensor]] = (0, _Scratch(), [])
-
-    def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], plans: Sequence[int]) -> None:
-        """Where each layer's K and V lie, ``[slots, shared, d]``, and which of a pass's plans it attends by."""
-        for struct, *pools, plan in zip(self._array, keys, values, plans, strict=True):
-            struct.key_pool, struct.value_pool = map(_pointer, pools)
-            struct.plan = plan
-
-    def run(
-        self, states: Tensor, cos: Tensor, sin: Tensor, plans: Sequence[AttentionPlan], tapped: Sequence[int] = ()
-    ) -> Tensor:
-        """States ``[T, H]``, contiguous, through all layers in place; ``cos`` and ``sin`` are ``[T, d]``.
-
-        Returns the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``.
-        """
-        structs = (_Plan * len(plans))(*(plan.struct for plan in plans))
-        features = states.new_empty(len(states), len(tapped) * states.shape[1])
-        functions().run_layers(
-            *(self._array, len(self._layers), byref(self._struct), structs),
-            *(states.data_ptr(), cos.data_ptr(), sin.data_ptr()),
-            *(features.data_ptr(), (c_int64 * len(tapped))(*tapped), len(tapped), byref(self._scratch(len(states)))),
-        )
-        return features
-
-    def _scratch(self, tokens: int) -> _Scratch:
-        if tokens > self._room[0]:
-            hidden, inner, heads = self._shape.hidden, self._shape.inner, self._shape.heads * self._shape.dim
-            widest = max(hidden, inner, heads)
-            widths = (hidden, heads + 2 * self._shape.shared * self._shape.dim, heads, 2 * inner, inner)
-            room = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
-            room += _code_scratch(tokens, -(-widest // GROUP) * GROUP, FINE)
-            self._room = (tokens, _Scratch(*map(_pointer, room)), room)
-        return self._room[1]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.memory.kernels import DEVICE
-from volley.memory import float8
+from volley.memory import float8, kernels
 from volley.memory.float8 import Float8, quantise
 from volley.memory.kernels import float8 as kernel
 
@@ -37,7 +37,7 @@ def assert_alike(found: Tensor, wanted: Tensor) -> None:
 def test_random_shapes(count: int, outputs: int, inputs: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     x, weight = made(count, outputs, inputs, dtype)
-    found = kernel.multiply(x, weight)
+    found = kernel.multiply(x, *weight)
     assert (found.shape, found.dtype) == ((count, outputs), dtype)
     assert_alike(found, float8.multiply(x, weight))
 
@@ -47,7 +47,7 @@ def test_every_code_is_decoded_exactly() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     every = every[(every & 127) != 127].view(torch.int8)
     weight = Float8(every[:, None].to(DEVICE), torch.ones(len(every), device=DEVICE))
-    found = kernel.multiply(torch.ones(1, 1, dtype=HALF, device=DEVICE), weight)
+    found = kernel.multiply(torch.ones(1, 1, dtype=HALF, device=DEVICE), *weight)
     assert torch.equal(found[0].float().cpu(), every.view(torch.float8_e4m3fn).float())
 
 
@@ -58,10 +58,10 @@ def rows_differ_by_count() -> bool:
     """
     torch.manual_seed(0)
     x, weight = made(kernel.MOST_ROWS, 40, 700, EXACT)
-    together = kernel.multiply(x, weight)
+    together = kernel.multiply(x, *weight)
     counts = (1, 2, 7, 15, 16, 17, 33, 63)
-    same = all(torch.equal(kernel.multiply(x[:count], weight), together[:count]) for count in counts)
-    return not (same and torch.equal(kernel.multiply(x[16:20], weight), together[16:20]))
+    same = all(torch.equal(kernel.multiply(x[:count], *weight), together[:count]) for count in counts)
+    return not (same and torch.equal(kernel.multiply(x[16:20], *weight), together[16:20]))
 
 
 def test_a_row_is_the_same_to_the_bit_beside_any_others() -> None:
@@ -71,9 +71,9 @@ def test_a_row_is_the_same_to_the_bit_beside_any_others() -> None:
 def test_tiles_that_depend_on_the_number_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     multiply = kernel.multiply
 
-    def planted(x: Tensor, weight: Float8) -> Tensor:
+    def planted(x: Tensor, *weight: Tensor) -> Tensor:
         monkeypatch.setattr(kernel, "INPUTS", 256 if len(x) > 16 else 64)
-        return multiply(x, weight)
+        return multiply(x, *weight)
 
     monkeypatch.setattr(kernel, "multiply", planted)
     assert rows_differ_by_count()
@@ -84,15 +84,19 @@ def test_scales_of_other_outputs_are_found() -> None:
     x, weight = made(5, 40, 300, HALF)
     wrong = weight._replace(scales=weight.scales.roll(1))
     with pytest.raises(AssertionError, match="not close"):
-        assert_alike(kernel.multiply(x, wrong), float8.multiply(x, weight))
+        assert_alike(kernel.multiply(x, *wrong), float8.multiply(x, weight))
 
 
 def test_rows_need_not_be_contiguous() -> None:
     x, weight = made(3, 10, 40, HALF)
     wide = torch.cat((x, x), dim=1)[:, :40]
-    assert torch.equal(kernel.multiply(wide, weight), kernel.multiply(x, weight))
+    assert torch.equal(kernel.multiply(wide, *weight), kernel.multiply(x, *weight))
 
 
-def test_many_rows_are_the_references() -> None:
+def test_many_rows_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "usable", lambda _: True)
     x, weight = made(kernel.MOST_ROWS + 1, 10, 40, HALF)
-    assert torch.equal(kernel.multiply(x, weight), float8.multiply(x, weight))
+    assert torch.equal(float8.product(x, weight), float8.multiply(x, weight))
+    monkeypatch.setattr(kernel, "MOST_ROWS", len(x))
+    monkeypatch.setattr(kernel, "multiply", lambda x, *_: x.new_zeros(len(x), 10))
+    assert not float8.product(x, weight).any(), "fewer are the kernel's"

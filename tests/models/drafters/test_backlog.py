@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -74,7 +74,6 @@ class Waiting:
 
 
 @given(chance=st.integers(0, 2**32 - 1).map(random.Random), count=st.integers(0, 12))
-@settings(max_examples=200)
 def test_who_closed_last_has_a_slot(chance: random.Random, count: int) -> None:
     waiting = Waiting(chance)
     for _ in range(count):

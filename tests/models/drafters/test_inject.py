@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import random_drafter
@@ -29,7 +29,6 @@ def by_layers(drafter: Drafter, kind: KVDtype, features: torch.Tensor, positions
     seed=st.integers(0, 1000),
     scattered=st.booleans(),
 )
-@settings(max_examples=60)
 def test_random_features(count: int, layers: int, kind: KVDtype, seed: int, scattered: bool) -> None:
     drafter = random_drafter(seed, num_hidden_layers=layers)
     features, positions = torch.randn(count, TAPS), torch.randint(500, (count,))

@@ -9,13 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from volley.memory import float8
-from volley.memory.float8 import Float8
 from volley.memory.kernels import launching
 
 MOST_ROWS = 64
-"""With more rows the reference is used. Each tile of rows reads the codes again, mostly from the cache: four tiles read 4 bytes a
-weight. To decode once for PyTorch's product moves 5 bytes a weight, however many rows there are."""
+"""With more rows ``memory.float8.product`` uses the reference. Each tile of rows reads the codes again, mostly from the cache:
+four tiles read 4 bytes a weight. To decode once for PyTorch's product moves 5 bytes a weight, however many rows there are."""
 ROWS, OUTPUTS, INPUTS = 16, 32, 256
 """The tile of a program: with 4,096 outputs there are 128 programs, about as many as a large GPU has processors."""
 OPTIONS = {"num_warps": 4, "num_stages": 4}
@@ -54,14 +52,12 @@ def _float8_kernel(
     tl.store(place, total.to(output.dtype.element_ty), mask=is_row[:, None] & is_own[None, :])
 
 
-def multiply(x: Tensor, weight: Float8) -> Tensor:
-    """``x [T, K] @ weight.T`` ``[T, N]`` in the type of ``x``, bf16, or another for tests."""
-    (count, size), outputs = x.shape, len(weight.scales)
-    if count > MOST_ROWS:
-        return float8.multiply(x, weight)
+def multiply(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """``x [T, K]`` times a weight's codes ``[N, K]`` and scales ``[N]``: ``[T, N]`` in the type of ``x``, bf16 but for tests."""
+    (count, size), outputs = x.shape, len(scales)
     output = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(count, ROWS), triton.cdiv(outputs, OUTPUTS))
     tile = {"SIZE": size, "ROWS": ROWS, "OUTPUTS": OUTPUTS, "INPUTS": INPUTS}
-    tensors = (x.contiguous(), *weight, output)
+    tensors = (x.contiguous(), codes, scales, output)
     launching.launch(_float8_kernel, grid, x.device, *tensors, count, outputs, **tile, **OPTIONS)
     return output

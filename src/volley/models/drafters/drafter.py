@@ -39,7 +39,8 @@ from volley.models.layers.joined import JoinedProduct, JoinedWeights, Matrix
 from volley.models.layers.products import Float8Product, is_linear, recoded_head
 from volley.models.layers.residency import MappedFiles
 from volley.models.targets.loading import drafter_path
-from volley.native import DraftWeights, LayerShape, LayerWeights, Product
+from volley.native import DraftWeights, Product
+from volley.native.decoder import LayerShape, LayerWeights
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""

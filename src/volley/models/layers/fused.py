@@ -23,7 +23,8 @@ from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
 from volley.models.layers.products import codes_of, is_linear
 from volley.models.layers.residency import MappedFiles, StackedRows
-from volley.native import LayerWeights, P, Product, Weights
+from volley.native import Product, Weights
+from volley.native.decoder import Decoder, LayerShape, LayerWeights, P, attends
 
 _TOLERANCE = 2**-6
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -65,10 +66,10 @@ def _side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
-def layer_shape(layer: Any, scale: float) -> native.LayerShape:
+def layer_shape(layer: Any, scale: float) -> LayerShape:
     attention, dim = layer.self_attn, layer.self_attn.head_dim
     norm = layer.input_layernorm
-    return native.LayerShape(
+    return LayerShape(
         hidden=norm.weight.shape[0],
         heads=attention.q_proj.out_features // dim,
         shared=attention.k_proj.out_features // dim,
@@ -250,12 +251,12 @@ class FusedDecoder:
     """All layers of a model in one call."""
 
     def __init__(
-        self, layers: Sequence[LayerWeights[Product]], shape: native.LayerShape, windows: Sequence[int | None]
+        self, layers: Sequence[LayerWeights[Product]], shape: LayerShape, windows: Sequence[int | None]
     ) -> None:
         """``windows``: each layer's, as :class:`AttentionOptions` has it."""
-        self._decoder = native.Decoder(layers, shape)
+        self._decoder = Decoder(layers, shape)
         self._scale = shape.scale
-        self._attends = native.attends(shape.heads, shape.shared, shape.dim)
+        self._attends = attends(shape.heads, shape.shared, shape.dim)
         self._windows = list(dict.fromkeys(windows))
         self._plans = [self._windows.index(window) for window in windows]
         self._store: KVStore | None = None

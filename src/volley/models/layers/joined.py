@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from volley.memory.attention import AttentionOptions
 from volley.memory.rows import row_operations
 from volley.models.layers.fused import LayerForward, layer_weights, layers_with_rotary, recognise
-from volley.native import LayerShape
+from volley.native.decoder import LayerShape
 
 
 class JoinedProduct(Protocol):

@@ -1,0 +1,174 @@
+"""Attention over pages and whole decoder layers in C, for bf16 models on a CPU."""
+
+from collections.abc import Callable, Sequence
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from volley.native import GROUP, Product, ProductStruct, code_scratch, functions, pointer
+from volley.native.codes import FINE
+
+
+class _Plan(Structure):
+    _fields_ = (
+        *(("written", c_void_p), ("tokens", c_int64), ("units", c_void_p), ("num_units", c_int64)),
+        *((name, c_void_p) for name in ("slots", "begins", "ends")),
+    )
+
+
+class _AttentionCall(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "keys", "values", "key_pool", "value_pool", "out")),
+        *((name, c_int64) for name in ("stride", "heads", "shared", "dim")),
+        ("scale", c_float),
+    )
+
+
+_NORMS = ("first_norm", "second_norm", "query_norm", "key_norm")
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in (*_NORMS, "key_pool", "value_pool")),
+        ("plan", c_int64),
+        *((name, ProductStruct) for name in ("project", "output", "gate_up", "down")),
+    )
+
+
+class _Shape(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("hidden", "heads", "shared", "dim", "inner")),
+        *(("eps", c_float), ("scale", c_float)),
+    )
+
+
+class _Scratch(Structure):
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("normed", "rows", "mixed", "gated", "active", "codes", "scales", "sums")
+    )
+
+
+def attends(heads: int, shared: int, dim: int) -> bool:
+    """Whether the kernel has room for heads ``[dim]`` of which ``heads / shared`` share K and V."""
+    return dim % 16 == 0 and dim <= 256 and heads <= 32 * shared
+
+
+class AttentionPlan:
+    """Which tokens of a batch see which slots of a pool, worked out once for all layers that see alike.
+
+    ``written [T]``: the slot of each token's own K and V. ``units [U, 5]``: first token, tokens, first entry in ``slots``,
+    entries, and the position of the first of them. ``begins``, ``ends`` ``[T]``: the positions a token sees. All int64.
+    """
+
+    def __init__(self, written: Tensor, units: Tensor, slots: Tensor, begins: Tensor, ends: Tensor) -> None:
+        self._tensors = (written, units, slots, begins, ends)  # the struct points into them
+        self.struct = _Plan(
+            *(written.data_ptr(), len(written), units.data_ptr(), len(units)),
+            *(slots.data_ptr(), begins.data_ptr(), ends.data_ptr()),
+        )
+
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, key_pool: Tensor, value_pool: Tensor, scale: float
+    ) -> Tensor:
+        """Store ``keys`` and ``values`` ``[T, shared, d]`` in the pools ``[slots, shared, d]``, then attend with ``queries
+        [T, heads, d]``; the result has their shape. All three have one stride from token to token, and none within.
+        """
+        out = torch.empty(queries.shape, dtype=torch.bfloat16)
+        call = _AttentionCall(
+            *map(pointer, (queries, keys, values, key_pool, value_pool, out)),
+            *(queries.stride(0), queries.shape[1], keys.shape[1], queries.shape[2], scale),
+        )
+        functions().paged_attention(byref(call), byref(self.struct))
+        return out
+
+
+# -- decoder layers -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    hidden: int
+    heads: int
+    shared: int
+    """Heads of K and V."""
+    dim: int
+    inner: int
+    """Size of the gated activation."""
+    eps: float
+    scale: float
+
+
+P = TypeVar("P", bound=Callable[[Tensor], Tensor])
+
+
+@dataclass(frozen=True)
+class LayerWeights(Generic[P]):
+    """Weights ``[H]`` or ``[d]`` of the norms, and the products: q, k and v; attention's output; gate and up; down."""
+
+    first_norm: Tensor
+    second_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    project: P
+    output: P
+    gate_up: P
+    down: P
+
+    @property
+    def norms(self) -> tuple[Tensor, Tensor] | None:
+        """Those of queries and keys, if there are any."""
+        return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+
+    @property
+    def products(self) -> tuple[P, ...]:
+        return self.project, self.output, self.gate_up, self.down
+
+
+class Decoder:
+    """Layers of one shape that run one after another in one call."""
+
+    def __init__(self, layers: Sequence[LayerWeights[Product]], shape: LayerShape) -> None:
+        self._layers, self._shape = tuple(layers), shape
+        self._array = (_Layer * len(layers))()
+        for struct, layer in zip(self._array, layers, strict=True):
+            for name in _NORMS:
+                setattr(struct, name, pointer(getattr(layer, name)))
+            for name in ("project", "output", "gate_up", "down"):
+                setattr(struct, name, getattr(layer, name).struct)
+        self._struct = _Shape(shape.hidden, shape.heads, shape.shared, shape.dim, shape.inner, shape.eps, shape.scale)
+        self._room: tuple[int, _Scratch, list[Tensor]] = (0, _Scratch(), [])
+
+    def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], plans: Sequence[int]) -> None:
+        """Where each layer's K and V lie, ``[slots, shared, d]``, and which of a pass's plans it attends by."""
+        for struct, *pools, plan in zip(self._array, keys, values, plans, strict=True):
+            struct.key_pool, struct.value_pool = map(pointer, pools)
+            struct.plan = plan
+
+    def run(
+        self, states: Tensor, cos: Tensor, sin: Tensor, plans: Sequence[AttentionPlan], tapped: Sequence[int] = ()
+    ) -> Tensor:
+        """States ``[T, H]``, contiguous, through all layers in place; ``cos`` and ``sin`` are ``[T, d]``.
+
+        Returns the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``.
+        """
+        structs = (_Plan * len(plans))(*(plan.struct for plan in plans))
+        features = states.new_empty(len(states), len(tapped) * states.shape[1])
+        functions().run_layers(
+            *(self._array, len(self._layers), byref(self._struct), structs),
+            *(states.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(features.data_ptr(), (c_int64 * len(tapped))(*tapped), len(tapped), byref(self._scratch(len(states)))),
+        )
+        return features
+
+    def _scratch(self, tokens: int) -> _Scratch:
+        if tokens > self._room[0]:
+            hidden, inner, heads = self._shape.hidden, self._shape.inner, self._shape.heads * self._shape.dim
+            widest = max(hidden, inner, heads)
+            widths = (hidden, heads + 2 * self._shape.shared * self._shape.dim, heads, 2 * inner, inner)
+            room = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
+            room += code_scratch(tokens, -(-widest // GROUP) * GROUP, FINE)
+            self._room = (tokens, _Scratch(*map(pointer, room)), room)
+        return self._room[1]
