@@ -2,7 +2,7 @@
 
     python benchmarks/kernel_resources.py                 a table
     python benchmarks/kernel_resources.py --json OUT      the same as a list of objects
-    python benchmarks/kernel_resources.py --arch 86 90    for some architectures
+    python benchmarks/kernel_resources.py --arch 90       for one architecture
 
 It ends with status 1 if a kernel spills registers (of fp32 more than 32 bytes a thread), or if its shared memory is too large.
 """
@@ -166,12 +166,12 @@ def compiled(case: Case, arch: int) -> Resources:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED, default=list(SHARED), help="instead of all")
+    parser.add_argument("--arch", type=int, choices=SHARED, help="one architecture instead of all")
     parser.add_argument("--json", type=Path, help="write the list here as well")
     options = parser.parse_args()
     print("| kernel | sm | registers | spilled, bytes | shared, KiB | fits |\n|---|---|---|---|---|---|")
     every = []
-    for arch in options.arch:
+    for arch in [options.arch] if options.arch else SHARED:
         for case in cases():
             used = compiled(case, arch)
             every.append(used)
