@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import Gemma2Config
 
+from tests import hybrid
 from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
 from tests.tiles import needs_kernels
 from tests.tiny import VOCAB
@@ -41,9 +42,10 @@ def test_another_family_is_not(tmp_path: Path, shared: int, begins: str) -> None
     assert foresee_exactness(tmp_path).startswith(begins)
 
 
-def test_experts_are_not(tmp_path: Path) -> None:
-    random_model("qwen3moe").config.save_pretrained(tmp_path)
-    assert foresee_exactness(tmp_path) == "no: PyTorch's operations run its experts"
+def test_experts_and_recurrent_layers_are_not(tmp_path: Path) -> None:
+    for config, part in (random_model("qwen3moe").config, "experts"), (hybrid.CONFIGS["lfm2"](), "recurrent layers"):
+        config.save_pretrained(tmp_path)
+        assert foresee_exactness(tmp_path) == f"no: PyTorch's operations run its {part}"
 
 
 def test_in_fp32_the_log_says_why_not(caplog: pytest.LogCaptureFixture) -> None:

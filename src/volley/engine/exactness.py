@@ -14,6 +14,7 @@ from volley.memory.kv_store import KVStore, make_store
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import quantisation_of
 from volley.models.targets.loading import auto_class, choose_weights, load_config
+from volley.models.targets.recurrent import RECURRENT_LAYERS
 from volley.models.targets.target import Target
 from volley.native import Weights
 
@@ -67,8 +68,11 @@ def foresee_exactness(path: str | Path) -> str:
         return "no: PyTorch's operations round the inputs of its layers"
     if quantisation is not None:
         del config.quantization_config
-    if any(getattr(config.get_text_config(), name, None) for name in _EXPERTS):
+    text = config.get_text_config()
+    if any(getattr(text, name, None) for name in _EXPERTS):
         return "no: PyTorch's operations run its experts"
+    if RECURRENT_LAYERS & set(getattr(text, "layer_types", None) or ()):
+        return "no: PyTorch's operations run its recurrent layers"
     try:
         return _try_layers(config, weights)
     except Exception as error:  # some families refuse to be cut short, each in its way
