@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from volley.files import replaced
 from volley.train.data import encode_rows, read_rows
+from volley.train.fused import keep_freed_memory
 
 ROW = 256
-PEAK_LR, WARMUP = 1e-3, 50
+PEAK_LR = 1e-3
+WARMUP = 0.05  # of the minutes
 
 
 def training_rows(responses: Path, tokenizer: PreTrainedTokenizerFast) -> Tensor:
@@ -35,12 +37,13 @@ def train(
     out: Path,
     minutes: float,
     at_once: int = 4,
-    every: int = 50,
+    every: int = 20,
 ) -> None:
     """Lower ``loss_of`` token ids ``[at_once, ROW]`` for so many minutes of CPU time.
 
     Every few steps the state is kept, and published. A run that finds its checkpoint in ``out`` goes on from it.
     """
+    keep_freed_memory()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01)
     checkpoint, state, seconds = out / "checkpoint.pt", {"step": 0, "seconds": 0.0}, 60 * minutes
     if checkpoint.exists():
@@ -54,8 +57,8 @@ def train(
         loss = loss_of(rows[at : at + at_once])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        left = 1 - state["seconds"] / seconds
-        optimizer.param_groups[0]["lr"] = PEAK_LR * min(1, (state["step"] + 1) / WARMUP) * max(0.05, left)
+        spent = state["seconds"] / seconds
+        optimizer.param_groups[0]["lr"] = PEAK_LR * min(1, max(spent, 0.002) / WARMUP) * max(0.05, 1 - spent)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -124,7 +124,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="tokens that are drafted in a row in training")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--rows", type=int, default=4, help=f"of {distil.ROW} tokens, in a step")
-    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     return parser.parse_args(arguments)
 
 
