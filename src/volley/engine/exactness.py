@@ -9,7 +9,7 @@ import torch
 
 from volley import native
 from volley.config import DecodingConfig
-from volley.errors import ConfigError
+from volley.errors import ConfigError, UnsupportedModelError
 from volley.memory.kv_store import KVStore, make_store
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import quantisation_of
@@ -60,7 +60,10 @@ def check_exact(target: Target, store: KVStore, config: DecodingConfig) -> str |
 
 
 def foresee_exactness(path: str | Path) -> str:
-    """Whether a target would be exact in bf16 on a CPU. Its config is read, and two layers are tried with made-up weights."""
+    """Whether a target would be exact in bf16 on a CPU. Its config is read, and two layers are tried with made-up weights.
+
+    Raises UnsupportedModelError where these are refused.
+    """
     config = copy.deepcopy(load_config(path))
     weights = choose_weights(path, "auto", torch.device("cpu"), torch.bfloat16)
     quantisation = quantisation_of(config)
@@ -75,6 +78,8 @@ def foresee_exactness(path: str | Path) -> str:
         return "no: PyTorch's operations run its recurrent layers"
     try:
         return _try_layers(config, weights)
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # some families refuse to be cut short, each in its way
         return f"not known before it is loaded ({error})"
 

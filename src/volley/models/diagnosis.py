@@ -91,7 +91,7 @@ def is_target(raw: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is that of a language model, and of no drafter."""
     named = raw.get("architectures")
     kinds = [str(kind) for kind in named] if isinstance(named, list) else []
-    ends = ("ForCausalLM", "ForConditionalGeneration", "ForBlockDiffusion")
+    ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForBlockDiffusion")
     return (
         bool(kinds)
         and kinds[0].endswith(ends)
