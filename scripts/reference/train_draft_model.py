@@ -1,9 +1,9 @@
 """A small draft model for the bundled target: the target's first layers, distilled to agree with it. A baseline for the bench.
 
-    python scripts/reference/train_draft_model.py --data DIR --out runs/draft-model --layers 2 --minutes 20
+    python scripts/reference/train_draft_model.py --data responses.jsonl --out runs/draft-model --layers 2 --minutes 20
 
-The draft model is an ordinary causal LM with the target's tokenizer. It learns the target's distributions on the training
-text (``corpus.py``). A run that finds its checkpoint goes on from it.
+The draft model is an ordinary causal LM with the target's tokenizer. It learns the target's distributions on the target's
+responses (``volley collect``). A run that finds its checkpoint goes on from it. ``--minutes`` are of CPU time.
 """
 
 import argparse
@@ -20,8 +20,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.reference import distil
 from volley.files import REFERENCE
-
-CHATS = 12_000
 
 
 def first_layers(target: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
@@ -55,7 +53,7 @@ def main() -> None:
     def publish() -> None:
         copy.deepcopy(student).to(torch.bfloat16).save_pretrained(options.out / "model")
 
-    rows = distil.training_rows(options.data, tokenizer, CHATS)
+    rows = distil.training_rows(options.data, tokenizer)
     distil.train(student, rows, loss_of, publish, options.out, options.minutes)
 
 

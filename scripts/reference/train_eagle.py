@@ -1,10 +1,10 @@
 """An EAGLE-3 drafter for the bundled target, written as such drafters are published. A baseline for the bench.
 
-    python scripts/reference/train_eagle.py --data DIR --out runs/eagle --minutes 20
+    python scripts/reference/train_eagle.py --data responses.jsonl --out runs/eagle --minutes 20
 
 Training-time test (Li et al. 2025, §3.2): step 0 reads the target's states, each later step what the step before it made of the
-position before. All steps see the text's own tokens and learn the target's distributions (``corpus.py`` has the text). A run that
-finds its checkpoint goes on from it.
+position before. All steps see the text's own tokens and learn the target's distributions. The text is the target's responses
+(``volley collect``). A run that finds its checkpoint goes on from it. ``--minutes`` are of CPU time.
 """
 
 import argparse
@@ -124,8 +124,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="tokens that are drafted in a row in training")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--rows", type=int, default=4, help=f"of {distil.ROW} tokens, in a step")
-    parser.add_argument("--chats", type=int, default=12_000)
-    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     return parser.parse_args(arguments)
 
 
@@ -147,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     distil.train(
         drafter,
-        distil.training_rows(options.data, tokenizer, options.chats),
+        distil.training_rows(options.data, tokenizer),
         loss,
         lambda: publish(options.out / "drafter", raw, drafter),
         options.out,

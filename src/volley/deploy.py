@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from volley.errors import ConfigError
+from volley.errors import ConfigError, UnsupportedModelError
 from volley.options import expand
 
 
@@ -46,7 +46,10 @@ def inspect(
     if found.of_target and not found.problems:
         from volley.engine.exactness import foresee_exactness
 
-        found.facts["answers are exact to the bit"] = foresee_exactness(path)
+        try:
+            found.facts["answers are exact to the bit"] = foresee_exactness(path)
+        except UnsupportedModelError as error:
+            found.problems.append(str(error))
     typer.echo(f"{path}: {found.title}")
     for name, fact in found.facts.items():
         typer.echo(f"  {name}: {fact}")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import eagle
 from tests.conftest import TinyPair
 from volley import Engine
 from volley.bench.run import run_bench
@@ -47,13 +48,34 @@ def test_a_diffusion_language_model_verifies_canvases_beside_one_token_at_a_time
     assert plain.acceptance_length == 1, "it writes token by token"
 
 
-def test_a_plain_draft_model_is_a_case_of_its_own(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
+def test_other_drafters_are_cases_of_their_own(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    file, eagle3 = tmp_path / "p.jsonl", tmp_path / "eagle"
     file.write_text('{"prompt": "Hello"}\n')
+    sizes = {"vocab_size": 260, "draft_vocab_size": 260}
+    eagle.write(eagle3, eagle.config(**sizes), eagle.tensors(vocab=260))
     engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.float32)
+    others = (tiny_pair.target, eagle3, tiny_pair.drafter)
     config = BenchConfig(
-        datasets=(str(file),), repeats=1, max_tokens=9, draft_model=str(tiny_pair.target), draft_tokens=3
+        datasets=(str(file),), repeats=1, max_tokens=9, draft_models=tuple(map(str, others)), draft_tokens=3
     )
-    *_, summary = run_bench(engine, config, {"path": str(tiny_pair.target)}).summaries
-    assert (summary.case.label, summary.identical) == ("draft-model", 1)
-    assert summary.acceptance_length == 4, "the target agrees with itself"
+    *_, plain, chain, block = run_bench(engine, config, {"path": str(tiny_pair.target)}).summaries
+    assert [one.case.label for one in (plain, chain, block)] == [path.name for path in others]
+    assert [one.case.decoding.block_size for one in (plain, chain, block)] == [4, 4, 6]
+    assert [one.identical for one in (plain, chain, block)] == [1, 1, 1]
+    assert plain.acceptance_length == 4, "the target agrees with itself"
+    with pytest.raises(ConfigError, match="called a, a; each needs a name of its own"):
+        BenchConfig(draft_models=("x/a", "y/a"))
+    with pytest.raises(ConfigError, match="none that the table has"):
+        BenchConfig(draft_models=("x/plain",))
+
+
+def test_without_a_drafter_copies_are_compared_with_plain_decoding(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "abc abc abc abc"}\n')
+    engine = Engine.from_pretrained(tiny_pair.target, dtype=torch.float32)
+    config = BenchConfig(datasets=(str(file),), repeats=1, max_tokens=40, policies=("goodput",))
+    plain, copied = run_bench(engine, config, {"path": str(tiny_pair.target)}).summaries
+    assert (plain.case.label, copied.case.label, copied.identical) == ("plain", "goodput", 1)
+    assert copied.acceptance_length > 1
+    with pytest.raises(ConfigError, match="all but policy goodput"):
+        BenchConfig(policies=("feedback",)).cases(None)

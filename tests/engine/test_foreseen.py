@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config
+from transformers import Gemma2Config, StableLmConfig, StableLmForCausalLM
+from typer.testing import CliRunner
 
+from tests import hybrid
+from tests.conftest import byte_tokenizer
 from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
 from tests.tiles import needs_kernels
-from tests.tiny import VOCAB
+from tests.tiny import SHAPE, VOCAB
 from volley import Engine
+from volley.cli import app
 from volley.engine.exactness import foresee_exactness
 from volley.files import REFERENCE
 from volley.models.diagnosis import diagnose
@@ -41,9 +45,19 @@ def test_another_family_is_not(tmp_path: Path, shared: int, begins: str) -> None
     assert foresee_exactness(tmp_path).startswith(begins)
 
 
-def test_experts_are_not(tmp_path: Path) -> None:
-    random_model("qwen3moe").config.save_pretrained(tmp_path)
-    assert foresee_exactness(tmp_path) == "no: PyTorch's operations run its experts"
+def test_experts_and_recurrent_layers_are_not(tmp_path: Path) -> None:
+    for config, part in (random_model("qwen3moe").config, "experts"), (hybrid.CONFIGS["lfm2"](), "recurrent layers"):
+        config.save_pretrained(tmp_path)
+        assert foresee_exactness(tmp_path) == f"no: PyTorch's operations run its {part}"
+
+
+def test_layers_that_would_be_refused_are_a_problem(tmp_path: Path) -> None:
+    config = StableLmConfig(**SHAPE, vocab_size=260, num_hidden_layers=2)
+    StableLmForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    found = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert found.exit_code == 1
+    assert "wrong: StableLmAttention does not get the keywords" in found.stdout
 
 
 def test_in_fp32_the_log_says_why_not(caplog: pytest.LogCaptureFixture) -> None:

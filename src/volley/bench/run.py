@@ -10,14 +10,14 @@ import torch
 from volley.bench.html import to_html
 from volley.bench.measure import Record, Runner, engine_runner, measure
 from volley.bench.report import Report, machine, to_markdown
-from volley.bench.tasks import PLAIN, SELF, BenchConfig, Case
+from volley.bench.tasks import PLAIN, SELF, BenchConfig, Case, name_of
 from volley.bench.ties import is_tie
 from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.engine import Engine
 from volley.files import write_atomically
+from volley.models.diagnosis import holds_target
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
-from volley.models.drafters.eagle import is_eagle_checkpoint
 from volley.models.targets.target import Target
 from volley.prompts import Message
 from volley.proposers.autoregressive import AutoregressiveProposer
@@ -37,13 +37,18 @@ def without_drafter(engine: Engine) -> Engine:
     return plain
 
 
-def with_draft_model(engine: Engine, path: str, tokens: int) -> Engine:
-    """An engine on the same weights for which a plain draft model, or an EAGLE-3 drafter, drafts so many tokens."""
-    target = engine.target
-    if is_eagle_checkpoint(path):
-        return _beside(engine, drafter=load_drafter(path, target, "bf16"))
-    model = Target.from_pretrained(path, target.dtype, target.device)
-    return _beside(engine, AutoregressiveProposer(model, target.vocab_size, 1 + tokens))
+def draft_model_runner(engine: Engine, path: str, tokens: int) -> tuple[Case, Runner]:
+    """A runner on the same weights for which another drafter drafts: ``tokens`` tokens, or its own block."""
+    target, size = engine.target, 1 + tokens
+    if holds_target(path):
+        model = Target.from_pretrained(path, target.dtype, target.device)
+        beside = _beside(engine, AutoregressiveProposer(model, target.vocab_size, size))
+    else:
+        drafter = load_drafter(path, target, engine.drafter_source[1] if engine.drafter_source else "auto")
+        size = size if drafter.config.eagle else drafter.config.block_size
+        beside = _beside(engine, drafter=drafter)
+    case = Case(name_of(path), replace(PLAIN.decoding, block_size=size))
+    return case, engine_runner(beside, case)
 
 
 def _beside(engine: Engine, proposer: Proposer | None = None, drafter: Drafter | None = None) -> Engine:
@@ -76,10 +81,7 @@ def run_bench(
     }
     if is_diffusion:  # canvases alone write another text: benchmarks/diffusion_curve.py has their quality and speed
         runners[SELF] = engine_runner(engine, SELF, DiffusionParams(mode="self"))
-    if config.draft_model is not None:
-        name = "eagle-3" if is_eagle_checkpoint(config.draft_model) else "draft-model"
-        case = Case(name, replace(PLAIN.decoding, block_size=1 + config.draft_tokens))
-        runners[case] = engine_runner(with_draft_model(engine, config.draft_model, config.draft_tokens), case)
+    runners |= dict(draft_model_runner(engine, path, config.draft_tokens) for path in config.draft_models)
     notes: list[str] = []
     target = engine.target
     if config.against:

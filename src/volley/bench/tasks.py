@@ -53,6 +53,11 @@ SELF = Case("self")
 """A diffusion language model that drafts canvases and verifies them."""
 
 
+def name_of(draft_model: str) -> str:
+    """What a table calls one of ``draft_models``."""
+    return Path(draft_model).name
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """A benchmark. Every case sees every prompt at every temperature, ``repeats`` times, taking turns."""
@@ -70,7 +75,8 @@ class BenchConfig:
     block_sizes: tuple[int, ...] = ()
     """Block sizes to try; empty: the drafter's own."""
     policies: tuple[str, ...] = ()
-    """Block-size policies to try beside the fixed sizes: goodput, feedback, pilot."""
+    """Block-size policies to try beside the fixed sizes: goodput, feedback, pilot. Without a drafter goodput copies from the
+    text."""
     denoising_steps: tuple[int, ...] = (1,)
     """Denoising steps to try with each block size."""
     tree_nodes: tuple[int, ...] = (0,)
@@ -89,11 +95,11 @@ class BenchConfig:
     """Sampled answers without seeds, as most requests come: chains are then sampled speculatively, and answers differ."""
     against: tuple[str, ...] = ()
     """Peers: ``transformers`` is its own generate, plain and with each speculation it offers."""
-    draft_model: str | None = None
-    """A drafter that writes token by token, to compare with: folder or hub name of a smaller causal LM with the target's
-    tokenizer, or of an EAGLE-3 drafter."""
+    draft_models: tuple[str, ...] = ()
+    """Drafters to compare with, named in the table by their folders: folders or hub names of smaller causal LMs with the
+    target's tokenizer, of EAGLE-3 drafters, or of block drafters."""
     draft_tokens: int = 4
-    """Tokens that the draft model drafts."""
+    """Tokens that each of draft_models drafts; a block drafter drafts its own block."""
     raw: bool = False
     """Send prompts without the chat template."""
     thinking: bool | None = None
@@ -120,6 +126,11 @@ class BenchConfig:
             raise ConfigError(f"tree nodes are {self.tree_nodes}; each is 0 (a chain) or at least 2, anchor included")
         if any(self.tree_nodes) and max(self.denoising_steps) > 1:
             raise ConfigError("a tree grows from one denoising step; measure trees and several steps apart")
+        names = [name_of(path) for path in self.draft_models]
+        if len({*names, "", PLAIN.name, SELF.name, "volley", "transformers"}) < len(names) + 5:
+            raise ConfigError(
+                f"draft models are called {', '.join(names)}; each needs a name of its own, and none that the table has"
+            )
         for peer in self.against:
             if peer != "transformers":
                 raise unknown_key("peer", peer, ("transformers",))
@@ -155,18 +166,19 @@ class BenchConfig:
         )
 
     def cases(self, drafter_block_size: int | None, decoding: DecodingConfig | None = None) -> list[Case]:
-        """Plain decoding, then every policy, and every block size with every step count or tree; plain alone without a
-        drafter. Whatever the cases do not vary is as in ``decoding``.
+        """Plain decoding, then every policy, and every block size with every step count or tree; without a drafter what copies
+        from the text at most. Whatever the cases do not vary is as in ``decoding``.
         """
-        if drafter_block_size is None:
-            if self.block_sizes or self.policies or any(self.tree_nodes):
-                raise ConfigError(
-                    "block sizes, policies or tree nodes were given but there is no drafter; name one, or leave them out"
-                )
-            return [PLAIN]
-        sizes = self.block_sizes or (drafter_block_size,)
         base = replace(decoding or DecodingConfig(), policy=None, block_size=None, denoising_steps=1, tree_nodes=None)
-        decided = [Case("volley", replace(base, policy=policy), drafter_block_size) for policy in self.policies]
+        decided = [Case("volley", replace(base, policy=policy), drafter_block_size or 1) for policy in self.policies]
+        if drafter_block_size is None:
+            if self.block_sizes or any(self.tree_nodes) or set(self.policies) - {"goodput"}:
+                raise ConfigError(
+                    "block sizes, tree nodes or policies were given but there is no drafter; name one, or leave out all but "
+                    "policy goodput, which copies from the text"
+                )
+            return [PLAIN, *decided]
+        sizes = self.block_sizes or (drafter_block_size,)
         fixed = [
             Case("volley", replace(base, block_size=size, denoising_steps=steps, tree_nodes=nodes or None))
             for size, steps, nodes in product(sizes, self.denoising_steps, self.tree_nodes)

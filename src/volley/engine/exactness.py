@@ -9,11 +9,12 @@ import torch
 
 from volley import native
 from volley.config import DecodingConfig
-from volley.errors import ConfigError
+from volley.errors import ConfigError, UnsupportedModelError
 from volley.memory.kv_store import KVStore, make_store
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import quantisation_of
 from volley.models.targets.loading import auto_class, choose_weights, load_config
+from volley.models.targets.recurrent import RECURRENT_LAYERS
 from volley.models.targets.target import Target
 from volley.native import Weights
 
@@ -59,7 +60,10 @@ def check_exact(target: Target, store: KVStore, config: DecodingConfig) -> str |
 
 
 def foresee_exactness(path: str | Path) -> str:
-    """Whether a target would be exact in bf16 on a CPU. Its config is read, and two layers are tried with made-up weights."""
+    """Whether a target would be exact in bf16 on a CPU. Its config is read, and two layers are tried with made-up weights.
+
+    Raises UnsupportedModelError where these are refused.
+    """
     config = copy.deepcopy(load_config(path))
     weights = choose_weights(path, "auto", torch.device("cpu"), torch.bfloat16)
     quantisation = quantisation_of(config)
@@ -67,10 +71,15 @@ def foresee_exactness(path: str | Path) -> str:
         return "no: PyTorch's operations round the inputs of its layers"
     if quantisation is not None:
         del config.quantization_config
-    if any(getattr(config.get_text_config(), name, None) for name in _EXPERTS):
+    text = config.get_text_config()
+    if any(getattr(text, name, None) for name in _EXPERTS):
         return "no: PyTorch's operations run its experts"
+    if RECURRENT_LAYERS & set(getattr(text, "layer_types", None) or ()):
+        return "no: PyTorch's operations run its recurrent layers"
     try:
         return _try_layers(config, weights)
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # some families refuse to be cut short, each in its way
         return f"not known before it is loaded ({error})"
 

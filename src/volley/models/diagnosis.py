@@ -34,7 +34,7 @@ from volley.models.gguf.target import CLASSES
 from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
 from volley.models.quantised.stored_codes import agreeing
 from volley.models.targets.folders import file_problems
-from volley.models.targets.loading import load_config
+from volley.models.targets.loading import drafter_path, load_config
 from volley.models.targets.target import check_config
 
 
@@ -91,13 +91,19 @@ def is_target(raw: Mapping[str, Any]) -> bool:
     """Whether a ``config.json`` is that of a language model, and of no drafter."""
     named = raw.get("architectures")
     kinds = [str(kind) for kind in named] if isinstance(named, list) else []
-    ends = ("ForCausalLM", "ForConditionalGeneration", "ForBlockDiffusion")
+    ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForBlockDiffusion")
     return (
         bool(kinds)
         and kinds[0].endswith(ends)
         and not {"dflash_config", "markov_rank", "speculators_config"} & set(raw)
         and not is_eagle(raw)
     )
+
+
+def holds_target(path: str | Path) -> bool:
+    """Whether a folder, GGUF file or hub name is that of a language model, and of no drafter."""
+    folder = drafter_folder(drafter_path(path))
+    return _is_gguf_target(folder) if is_gguf(folder) else is_target(read_json(folder / "config.json"))
 
 
 def _is_gguf_target(path: Path) -> bool:

@@ -301,6 +301,20 @@ def test_missing_and_unknown_weights_are_refused(change: str, said: str, scheme:
         load_causal_lm(tmp_path, torch.float32)
 
 
+@pytest.mark.parametrize("name", ["mtp.norm.weight", "model.mtp_block.0.norm.weight", "model.layers.{}.eh_proj.weight"])
+def test_layers_that_predict_further_tokens_are_left_unused(name: str, tmp_path: Path) -> None:
+    model = wide_model()
+    model.save_pretrained(tmp_path)
+    file, extra = tmp_path / "model.safetensors", name.format(model.config.num_hidden_layers)
+    save_file({**load_file(file), extra: torch.ones(1)}, file, {"format": "pt"})
+    made.edit_config(tmp_path, num_nextn_predict_layers=1)
+    assert torch.equal(logits(load_causal_lm(tmp_path, torch.float32, "eager")), logits(model))
+    if "{}" in name:
+        made.edit_config(tmp_path, num_nextn_predict_layers=0)
+        with pytest.raises(CheckpointError, match=f"has {extra}, which its model does not"):
+            load_causal_lm(tmp_path, torch.float32)
+
+
 def test_blocks_at_the_edges_are_smaller(tmp_path: Path) -> None:
     """192 inputs and 320 rows: divided into as many equal blocks as there are scales they would be of other sizes."""
     model = wide_model(hidden_size=192, intermediate_size=320)

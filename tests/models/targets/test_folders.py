@@ -113,11 +113,15 @@ def test_code_that_a_checkpoint_brings_is_not_run(folder: Path, monkeypatch: pyt
         model_type="their_own",
         auto_map={"AutoConfig": "theirs.TheirConfig", "AutoModelForCausalLM": "theirs.Theirs"},
     )
+    assert "; give it model_type 'qwen3' in its config.json" in diagnose(folder).problems[0]
+    edit(folder, architectures=["TheirsForCausalLM"])
     with pytest.raises(
         UnsupportedModelError, match=r"needs Python code of its own .*; give a model whose type transformers"
     ):
         Target.from_pretrained(folder, torch.float32)
     assert "needs Python code of its own" in diagnose(folder).problems[0]
+    edit(folder, auto_map=None)
+    assert "is of a type that transformers" in diagnose(folder).problems[0]
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()
     settings = {"tokenizer_class": "TheirTokenizer", "auto_map": {"AutoTokenizer": ["theirs.TheirTokenizer", None]}}

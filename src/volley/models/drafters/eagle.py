@@ -7,17 +7,14 @@ t − 1. Both vectors are normed and concatenated, so queries, keys and values a
 Its checkpoint formats are in ``eagle_format.py``.
 """
 
-from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from volley.files import read_json
 from volley.models.checkpoints.checkpoint import DrafterConfig
-from volley.models.checkpoints.eagle_format import NUM_TAPS, EagleConfig, is_eagle
+from volley.models.checkpoints.eagle_format import NUM_TAPS, EagleConfig
 from volley.models.drafters.drafter import Attend, DraftAttention, Drafter, DraftLayer, RMSNorm
-from volley.models.targets.loading import drafter_path
 
 
 class EagleAttention(DraftAttention):
@@ -78,12 +75,6 @@ class EagleDrafter(Drafter):
 
     def _inputs(self, embeddings: Tensor, normed: Tensor) -> Tensor:
         return torch.cat([self.layer.input_layernorm(embeddings), normed], dim=-1)
-
-
-def is_eagle_checkpoint(path: str | Path) -> bool:
-    """Whether a folder or hub name is an EAGLE-3 drafter's."""
-    folder = drafter_path(path)
-    return folder.is_dir() and is_eagle(read_json(folder / "config.json"))
 
 
 def drafter_class(config: DrafterConfig) -> type[Drafter]:

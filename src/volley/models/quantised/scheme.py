@@ -4,6 +4,7 @@ Weights become dense numbers of the model's dtype, so every method runs on every
 layer that rounds its inputs too goes on doing so, by the ``forward`` that the library gave it.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -42,6 +43,7 @@ _CONVERTERS = {
     "auto-round": "export it again in the format auto_gptq, auto_awq or llm_compressor",
 }
 _KV_SCALES = ("k_scale", "v_scale", "q_scale")
+_FURTHER_TOKENS, _LAYER = re.compile(r"(^|\.)mtp\w*\."), re.compile(r"(^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,23 @@ def load_model(
         check_packages(quantisation)
         log.warning("%s: weights of %s (%s) are decoded", path, quantisation.method, quantisation.weights)
         model, report = _LOADERS[quantisation.method](kind, path, quantisation, options, twins)
+    unused = {key for key in report["unexpected_keys"] if _predicts_further_tokens(key, config)}
+    if unused:
+        log.info("%s: its layers that predict further tokens (MTP) are left unused", path)
+    report = {**report, "unexpected_keys": set(report["unexpected_keys"]) - unused}
     _check_keys(path, report, with_scales_of_kv=quantisation is not None)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _predicts_further_tokens(key: str, config: PretrainedConfig) -> bool:
+    """Whether a weight is of layers for multi-token prediction, by the names that checkpoints give them: "mtp", or layers behind
+    the model's last. transformers knows the numbers of some published ones only."""
+    text: Any = config.get_text_config()
+    further, layer = getattr(text, "num_nextn_predict_layers", None) or 0, _LAYER.search(key)
+    return bool(_FURTHER_TOKENS.search(key)) or (
+        layer is not None and 0 <= int(layer[2]) - text.num_hidden_layers < further
+    )
 
 
 def _check_keys(path: str | Path, report: Mapping[str, Any], *, with_scales_of_kv: bool) -> None:

@@ -19,11 +19,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers import __version__ as transformers_version
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as logs
 
 from volley import native
 from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
-from volley.files import find_target
+from volley.files import find_target, read_json
 from volley.models.gguf.codes import codes_for, open_model
 from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import load_model as load_gguf
@@ -62,7 +64,7 @@ def load_config(path: str | Path) -> PretrainedConfig:
         return read_config(GGUFFile(path))
     check_config_file(path)
     try:
-        with _own_code_refused(path, "a model whose type transformers knows"):
+        with _unknown_refused(path, _known_type(path) or "a model whose type transformers knows"):
             config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except OSError as error:
         if Path(path).exists():
@@ -71,17 +73,28 @@ def load_config(path: str | Path) -> PretrainedConfig:
     return config
 
 
+def _known_type(path: str | Path) -> str | None:
+    """What to do with a config whose type transformers does not know, but whose class it does: Kimi-K2's is DeepSeek-V3's."""
+    file = Path(path) / "config.json"
+    named = read_json(file).get("architectures") if file.exists() else None
+    kind = next((own for own, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if named == [name]), None)
+    return kind and f"it model_type {kind!r} in its config.json, which {named[0]} is the class of"
+
+
 @contextmanager
-def _own_code_refused(path: str | Path, remedy: str) -> Iterator[None]:
+def _unknown_refused(path: str | Path, remedy: str) -> Iterator[None]:
     """Left to itself transformers asks on the terminal whether to run the code that a checkpoint brings."""
     try:
         yield
     except ValueError as error:
-        if "trust_remote_code" not in str(error):
+        if "trust_remote_code" in str(error):
+            what = "needs Python code of its own (auto_map), which volley does not run"
+        elif "does not recognize this architecture" in str(error):
+            what = f"is of a type that transformers {transformers_version} does not know"
+        else:
             raise
         raise UnsupportedModelError(
-            f"{path} needs Python code of its own (auto_map), which volley does not run; give {remedy}, or install a newer "
-            "transformers if that has it"
+            f"{path} {what}; give {remedy}, or install a newer transformers if that has it"
         ) from None
 
 
@@ -181,6 +194,6 @@ def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     path = find_target(path)
     if is_gguf(path):
         return load_gguf_tokenizer(path)
-    with _own_code_refused(path, "one with a tokenizer.json"):
+    with _unknown_refused(path, "one with a tokenizer.json"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return tokenizer

@@ -414,7 +414,7 @@ def check_config(config: Any) -> None:
         )
     if types and not types & _ATTENTION_LAYERS:
         raise UnsupportedModelError(
-            f"{config.model_type} has no attention layer; volley keeps prefixes on pages of K/V"
+            f"{config.model_type} has no attention layer, and volley keeps prefixes on pages of K/V. Use a target with some"
         )
     if getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{config.model_type} is an encoder-decoder; volley decodes causal LMs")
