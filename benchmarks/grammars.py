@@ -15,15 +15,17 @@ cycle of one request with such a chain, measured with ``--pair`` (a folder that 
 ``--pass-ms``. A greedy pass pays for the masks and for choices under them, a sampled one for the masks and for what
 distributions under them take beyond those of free rows.
 
-``speed`` compares the default policy with plain decoding in turn, under grammars and without, on the same prompts; it begins no
-round that --minutes would not see the end of. Free answers run on to --max-tokens where answers under a grammar end by
-themselves, and long greedy texts repeat themselves; a third row has free answers as long as those under a grammar.
+``speed`` compares the default policy with plain decoding (without a drafter, and with the same masks) on the same prompts, prompt
+by prompt in turn; each form of answers has an engine whose policy learns from it alone. It begins no round that --minutes would
+not see the end of. Free answers run on to --max-tokens where answers under a grammar end by themselves, and long greedy texts
+repeat themselves; a third row has free answers as long as those under a grammar.
 
 Each prints a Markdown table; ``valid`` exits with 1 if an answer was wrong.
 """
 
 import argparse
 import json
+import math
 import random
 import re
 import statistics
@@ -184,7 +186,7 @@ def run_valid(options: argparse.Namespace) -> int:
     kept = Kept(options.out / "valid.json", {name: getattr(options, name) for name in named})
     for concurrency in map(int, options.concurrency.split(",")):
         done = {number for row in kept.rows if row["at_once"] == concurrency for number in row["schemas"]}
-        left = [number for number in range(options.schemas) if number not in done]
+        left = [number for number in range(options.first, options.first + options.schemas) if number not in done]
         if not left:
             continue
         engine, size = load(options, max_running=concurrency), max(10, 3 * concurrency)
@@ -221,9 +223,11 @@ def valid_table(rows: list[dict[str, Any]], policy: str) -> str:
     return "\n".join(lines)
 
 
-def load(options: argparse.Namespace, **more: Any) -> Engine:
+def load(options: argparse.Namespace, *, is_plain: bool = False, **more: Any) -> Engine:
     named = {"target": options.target, "drafter": options.drafter} if options.target else {}
     policy = {"policy": options.policy} if options.policy else {}
+    if is_plain:
+        named, policy = {**named, "drafter": None}, {}
     return Engine.from_pretrained(**named, **policy, **more, dtype=getattr(torch, options.dtype))
 
 
@@ -270,7 +274,7 @@ def run_masks(options: argparse.Namespace) -> int:
     reading = time.process_time() - started
     logits, params = torch.randn(ROWS, options.vocab), SamplingParams(temperature=1.0)
     compiling, masking, choosing, free, bound, greedy, sampled = [], [], [], [], [], [], []
-    for seed in range(options.schemas):
+    for seed in range(options.first, options.first + options.schemas):
         grammar = Grammar.json_schema(make_schema(seed))
         started = time.process_time()
         grammars.compile(grammar)
@@ -304,7 +308,9 @@ def run_masks(options: argparse.Namespace) -> int:
     cycle_ms = options.pass_ms if options.pair is None else cycle_of(options.pair)
     print(f"{len(tokenizer)} tokens in the tokenizer, logits of {options.vocab}; read once in {reading:.2f} s")
     print(f"a cycle: {cycle_ms:.1f} ms, {'assumed' if options.pair is None else 'measured'}\n")
-    print("| what | median CPU ms | 90 % | 99 % | median, share of a cycle |\n|---|---|---|---|---|")
+    print(
+        "| what | median CPU ms | mean | 90 % | 99 % | share of a cycle, median | mean |\n|---|---|---|---|---|---|---|"
+    )
     for what, seconds in (
         ("compile a schema, once", compiling),
         (f"masks of {ROWS} rows", masking),
@@ -315,8 +321,9 @@ def run_masks(options: argparse.Namespace) -> int:
         ("all that masks add to a sampled pass", sampled),
     ):
         cuts = statistics.quantiles([1000 * s for s in seconds], n=100)
-        share = statistics.median(seconds) * 1000 / cycle_ms
-        print(f"| {what} | {cuts[49]:.3f} | {cuts[89]:.3f} | {cuts[98]:.3f} | {share:.1%} |")
+        middle, mean = 1000 * statistics.median(seconds), 1000 * statistics.fmean(seconds)
+        shares = f"{middle / cycle_ms:.1%} | {mean / cycle_ms:.1%}"
+        print(f"| {what} | {middle:.3f} | {mean:.3f} | {cuts[89]:.3f} | {cuts[98]:.3f} | {shares} |")
     return 0
 
 
@@ -330,6 +337,7 @@ def cycle_of(pair: Path) -> float:
 
 
 FORMS = ("grammar", "free", "free, as long")
+WARMING = 8  # prompts from which policies learn before anything is timed
 
 
 class Answer(NamedTuple):
@@ -343,8 +351,12 @@ class Answer(NamedTuple):
 
 def run_speed(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
-    engine, schemas = load(options, max_running=1), [make_schema(seed) for seed in range(options.schemas)]
-    drafting = engine.config
+    drafting, plain = (
+        {form: load(options, max_running=1) for form in FORMS},
+        load(options, max_running=1, is_plain=True),
+    )
+    numbers = range(options.first, options.first + options.schemas)
+    schemas = [make_schema(number) for number in numbers]
     answers: Answers = defaultdict(list)
     started, longest = time.monotonic(), 0.0
     for round_ in range(options.rounds + 1):
@@ -352,21 +364,17 @@ def run_speed(options: argparse.Namespace) -> int:
         if round_ > 1 and begun - started + longest > 60 * options.minutes:
             print(f"no time for round {round_} of {options.rounds}", file=sys.stderr)
             break
-        lengths: dict[str, list[int]] = {}
-        for form in FORMS:
-            for kind in ("plain", "drafting"):
-                if kind == "plain":
-                    engine.block_size = 1
-                else:
-                    engine.reconfigure(drafting)
-                asked = schemas if round_ else schemas[:3]
-                most = lengths[kind] if form == FORMS[-1] else [options.max_tokens] * len(asked)
-                found = [answer_of(engine, schema, form, own, options) for schema, own in zip(asked, most, strict=True)]
-                if form == "grammar":
-                    lengths[kind] = [answer.tokens for answer in found]
-                if round_:  # the first warms up
-                    answers[form, kind].append(found)
-        longest = max(longest, time.monotonic() - begun)
+        asked = schemas if round_ else [make_schema(numbers.stop + more) for more in range(WARMING)]
+        found: dict[tuple[str, str], list[Answer]] = defaultdict(list)
+        for schema in asked:
+            for form in FORMS:
+                most = found[FORMS[0], "drafting"][-1].tokens if form == FORMS[-1] else options.max_tokens
+                for kind, engine in (("plain", plain), ("drafting", drafting[form])):
+                    found[form, kind].append(answer_of(engine, schema, form, most, options))
+        if round_:  # the first warms up, and the policies learn
+            for own, each in found.items():
+                answers[own].append(each)
+            longest = max(longest, time.monotonic() - begun)
         print(f"round {round_}: {time.monotonic() - begun:.0f} s", file=sys.stderr)
     print(speed_table(answers))
     return 0
@@ -405,24 +413,20 @@ def speed_table(answers: Answers) -> str:
         )
         gain = statistics.median(gains_of(answers, form))
         lines.append(f"| {form} | {tokens:.0f} | {times} | {gain:.2f}× | {tau:.2f} | {cycle:.2f}× |")
-    (grammar, free), (low, high) = ratio_of_gains(answers)
+    (ratio, low, high), count = ratio_of_gains(answers), len(answers[FORMS[0], "plain"][0])
     return "\n".join(lines) + (
-        f"\n\nSpeedup under a grammar over that of free answers as long: {grammar / free:.2f}, "
-        f"90 % interval {low:.2f} to {high:.2f} (bootstrap over {len(answers[FORMS[0], 'plain'][0])} prompts)"
+        "\n\nSpeedup under a grammar over that of the free answer as long, geometric mean over "
+        f"{count} prompts: {ratio:.3f}, 90 % interval {low:.3f} to {high:.3f}"
     )
 
 
-def ratio_of_gains(answers: Answers, drawn: int = 2000) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Median speedups under a grammar and of free answers as long, and the 90 % interval of their ratio over prompts."""
-    pairs = [*zip(gains_of(answers, FORMS[0]), gains_of(answers, FORMS[-1]), strict=True)]
+def ratio_of_gains(answers: Answers, drawn: int = 2000) -> tuple[float, float, float]:
+    """The speedup of an answer under a grammar over that of the free answer as long to the same prompt: geometric mean over
+    prompts, and its 90 % interval by a bootstrap over them."""
+    logs = [math.log(one / other) for one, other in zip(*(gains_of(answers, form) for form in FORMS[::2]), strict=True)]
     chance = random.Random(0)
-
-    def medians(some: list[tuple[float, float]]) -> tuple[float, float]:
-        grammar, free = zip(*some, strict=True)
-        return statistics.median(grammar), statistics.median(free)
-
-    ratios = sorted(one / other for one, other in (medians(chance.choices(pairs, k=len(pairs))) for _ in range(drawn)))
-    return medians(pairs), (ratios[drawn // 20], ratios[-1 - drawn // 20])
+    means = sorted(statistics.fmean(chance.choices(logs, k=len(logs))) for _ in range(drawn))
+    return math.exp(statistics.fmean(logs)), math.exp(means[drawn // 20]), math.exp(means[-1 - drawn // 20])
 
 
 def answer_of(engine: Engine, schema: dict[str, Any], form: str, most: int, options: argparse.Namespace) -> Answer:
@@ -448,6 +452,7 @@ def arguments() -> argparse.Namespace:
         command = commands.add_parser(name)
         command.set_defaults(run=run)
         command.add_argument("--schemas", type=int, default={"valid": 1000, "masks": 40, "speed": 20}[name])
+        command.add_argument("--first", type=int, default=0, help="the number of the first schema")
         if name == "masks":
             source = command.add_mutually_exclusive_group(required=True)
             source.add_argument("--text", type=Path, help="folder of JSONL files to train a tokenizer on")

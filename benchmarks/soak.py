@@ -233,11 +233,12 @@ async def malformed(client: httpx.AsyncClient, ask: Ask, chance: random.Random, 
 
 
 async def references(client: httpx.AsyncClient, offered: list[Ask], options: argparse.Namespace) -> list[Any]:
-    """What plain decoding answers."""
+    """What plain decoding answers, some at once."""
     kept = Kept(options.out / "expected.json", {name: getattr(options, name) for name in ("seed", "different")})
-    for ask in offered[len(kept.rows) :]:
-        found = await read(client, ask, REFERENCE_MODEL, stream=False, leave_after=None, outcome=Outcome())
-        kept.add(choices=found)
+    while left := offered[len(kept.rows) :][: options.concurrency]:
+        asked = [read(client, ask, REFERENCE_MODEL, stream=False, leave_after=None, outcome=Outcome()) for ask in left]
+        for found in await asyncio.gather(*asked):
+            kept.add(choices=found)
     print(f"{len(kept.rows)} reference answers", file=sys.stderr)
     return [row["choices"] for row in kept.rows]
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from volley import native
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.rules import Bits, Constraint, TokenRule, allowed_choice, apply_rules, forced_tokens, make_rules
 from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
 from volley.decode.work import Ask, Rule, Shape, Work
+from volley.native.sampling import allowed_best
 from volley.types import Proposal, SamplingParams
 
 V, LEVELS = 20, 6
@@ -69,6 +71,11 @@ def following(logits: Tensor) -> Following:
     return Following(lambda at, _, among: columns(logits[at : at + 1], among), V, False)
 
 
+def looping(logits: Tensor) -> Following:
+    """The same, where a loop in C chooses."""
+    return following(logits)._replace(best=lambda at, _, bits: allowed_best(logits[at], bits, with_chance=True))
+
+
 def grown(logits: Tensor, params: SamplingParams, seed: int, count: int) -> Proposal:
     work = asked(params, seed, [Rising()], Ask(Shape.TREE, Rule.MATCH, count, LEVELS))
     return grow_constrained(following(logits), work)
@@ -108,6 +115,19 @@ def test_a_chain_is_what_a_plain_loop_draws(rule: Rule, penalty: float) -> None:
         ended += len(path) < LEVELS
         assert len(path) == LEVELS or not Rising().allowed(path)
     assert ended, "some chains ended where nothing may follow"
+
+
+@pytest.mark.skipif(not native.is_built, reason="the loop is in C")
+def test_a_loop_that_looks_at_allowed_tokens_alone_drafts_the_same() -> None:
+    for seed in range(10):
+        logits = rows(seed).bfloat16()
+        logits[2, 5:] = -torch.inf  # what the drafter cannot say
+        work = asked(SamplingParams(), seed, [Rising()], Ask(Shape.CHAIN, Rule.GREEDY, LEVELS, LEVELS))
+        found, expected = (
+            walk_constrained(own, work, with_confidence=True) for own in (looping(logits), following(logits))
+        )
+        assert found.token_ids == expected.token_ids
+        assert found.confidence == pytest.approx(expected.confidence, rel=1e-5)
 
 
 def test_a_forced_token_is_drafted_even_if_the_drafter_cannot_say_it() -> None:
@@ -173,6 +193,7 @@ def test_choices_under_a_mask_are_the_largest_allowed_logits() -> None:
         for row, path, top in zip(logits, paths, best, strict=True):
             expected = int(masked(row, path).argmax()) if Rising().allowed(path) else top
             assert allowed_choice([Rising()], row, top, path) == expected
+            assert allowed_choice([Rising()], row.bfloat16(), top, path) == expected
 
 
 def test_rows_behind_a_forbidden_token_stay_as_they_are() -> None:

@@ -261,6 +261,15 @@ def test_n_answers_are_distinct_and_repeatable(client: OpenAI) -> None:
     assert roles == [1] * 4
 
 
+def test_one_of_n_answers_reads_the_prompt_for_all(client: OpenAI, server: Running) -> None:
+    before = server.metrics()["volley:prefix_cache_hits_total"]
+    answer = client.completions.create(model=MODEL, prompt=[*range(20, 120)], n=4, max_tokens=3, temperature=1)
+    assert len(answer.choices) == 4
+    server.settle()
+    full_pages = 96  # of 100 tokens
+    assert server.metrics()["volley:prefix_cache_hits_total"] - before == 3 * full_pages
+
+
 def test_penalties_and_bias(client: OpenAI, tiny: Tiny) -> None:
     params = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
     want = tiny.answer(CHAT, max_tokens=24, **params)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.rules import Constraint, TokenRule, apply_rules, constraints, few_tokens, forced_tokens
+from volley.decode.rules import Bits, Constraint, TokenRule, apply_rules, constraints, few_tokens, forced_tokens
 from volley.decode.sampling import Purpose, confidences, draft_temperature, draw, race, token_probs
 from volley.decode.tree import CANDIDATES, coupled_logits, expand_freely
 from volley.decode.work import Rule, Work
@@ -26,6 +26,9 @@ class Following(NamedTuple):
     vocab_size: int
     is_stateful: bool
     """Whether the drafter has to be asked at every position, so that it reads all tokens."""
+    best: Callable[[int, int, Bits], tuple[int, float] | None] | None = None
+    """``best(position, token, allowed)``, where that is faster: the likeliest allowed token after a token, and its probability
+    among them; ``None`` if none can be drafted."""
 
 
 def walk_constrained(following: Following, work: Work[Any], *, with_confidence: bool = False) -> Proposal:
@@ -50,13 +53,16 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
                     following.logits(len(tokens), tokens[-1] if tokens else request.anchor, torch.tensor([token]))
                 tokens.append(token)
             continue
-        found = _row(following, request.anchor, rules, tokens)
-        if found is None:
-            break
-        row, among = found
         if ask.rule is Rule.GREEDY:
-            place, sure = _best(row, with_confidence=with_confidence)
+            chosen = _best(following, request.anchor, rules, tokens, with_confidence=with_confidence)
+            if chosen is None:
+                break
+            token, sure = chosen
         else:
+            found = _row(following, request.anchor, rules, tokens)
+            if found is None:
+                break
+            row, among = found
             probs = token_probs(row, params, draft_temperature(params))
             if ask.rule is Rule.MATCH:
                 exponentials = noise.exponentials([first + position], following.vocab_size, probs.device)
@@ -66,18 +72,32 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
                 distributions.append(_widened(probs, among, following.vocab_size, 0.0))
             if with_confidence:
                 sure = float(probs.amax() if ask.rule is Rule.SPECULATIVE else confidences(row))
+            token = place if among is None else int(among[place])
         if with_confidence:
             confidence.append(sure)
-        tokens.append(place if among is None else int(among[place]))
+        tokens.append(token)
     probs_of_draft = _stacked(distributions, following.vocab_size) if ask.rule is Rule.SPECULATIVE and tokens else None
     return Proposal(tokens, probs_of_draft, confidence=confidence if with_confidence else [])
 
 
-def _best(row: Tensor, *, with_confidence: bool) -> tuple[int, float]:
-    """The likeliest token of ``row [1, n]``, the first of equal ones, and its probability; 0 if nobody asks for that."""
+def _best(
+    following: Following, anchor: int, rules: Sequence[TokenRule], path: Sequence[int], *, with_confidence: bool
+) -> tuple[int, float] | None:
+    """The likeliest token after ``path`` under ``rules``, the first of equal ones, and its probability, if that is asked for.
+
+    ``None`` if no token can be drafted.
+    """
+    if following.best is not None and len(rules) == 1 and isinstance(rules[0], Constraint):
+        mask = rules[0].mask(path)
+        return None if mask is None else following.best(len(path), path[-1] if path else anchor, mask)
+    found = _row(following, anchor, rules, path)
+    if found is None:
+        return None
+    row, among = found
     logits = row[0].float().cpu().numpy()
     place = int(logits.argmax())
-    return place, 1 / float(np.exp(logits - logits[place]).sum()) if with_confidence else 0.0
+    sure = 1 / float(np.exp(logits - logits[place]).sum()) if with_confidence else 0.0
+    return place if among is None else int(among[place]), sure
 
 
 def _stacked(distributions: Sequence[Tensor | int], size: int) -> Tensor:

@@ -199,19 +199,26 @@ class GrammarRule(Constraint):
         self._ends = end_token_ids
         self._at: list[int] = []  # the path on which the matcher stands
         self._masks: dict[tuple[int, ...], Bits | None] = {}
+        self._allowed: set[tuple[int, ...]] = {()}  # paths known to be allowed; not all have a mask
         self._words = np.zeros_like(self._kept)
         self._address = self._words.ctypes.data, self._words.nbytes
 
     def take(self, token_id: int) -> None:
         self._masks.clear()
+        self._allowed = {()}
         if token_id in self._ends:
             return
-        self._go_to([])
-        if not self._matcher.consume_token(token_id):
-            raise InputError(
-                f"token {token_id} breaks the grammar ({_first_line(self._matcher.get_error())}); another rule or bias "
-                "of the request may leave no allowed token, or the grammar is too complex"
-            )
+        if self._at[:1] == [token_id]:
+            del self._at[0]
+            if self._at:  # the matcher stands further on, so the text can go on
+                return
+        else:
+            self._go_to([])
+            if not self._matcher.consume_token(token_id):
+                raise InputError(
+                    f"token {token_id} breaks the grammar ({_first_line(self._matcher.get_error())}); another rule or bias "
+                    "of the request may leave no allowed token, or the grammar is too complex"
+                )
         self.is_complete = self._matcher.is_stopped() or (self._matcher.is_accepting() and self.mask([]) is None)
 
     def mask(self, path: Sequence[int]) -> Bits | None:
@@ -235,18 +242,23 @@ class GrammarRule(Constraint):
         if num_valid <= len(rest):
             return False
         forced = self._matcher.compute_ff_tokens()  # a mask allows one spelling of forced text
-        return not forced or forced[0] == token_id
+        if forced and forced[0] != token_id:
+            return False
+        if key in self._allowed:
+            self._allowed.add((*key, token_id))
+        return True
 
     def forced(self, path: Sequence[int]) -> list[int]:
         """In one question for several tokens, and without a mask. It finds text that is forced, whatever its tokens are."""
         if any(token in self._ends for token in path):
             return []
         self._go_to(path)
-        run: list[int] = self._matcher.compute_ff_tokens()
-        return list(takewhile(lambda token: is_in(token, self._keeps), run))
+        run: list[int] = list(takewhile(lambda token: is_in(token, self._keeps), self._matcher.compute_ff_tokens()))
+        self._allowed.update((*path, *run[: count + 1]) for count in range(len(run)))
+        return run
 
     def _find_mask(self, path: tuple[int, ...]) -> Bits | None:
-        if path:
+        if path not in self._allowed:
             before = self.mask(path[:-1])
             if before is None or path[-1] in self._ends or not is_in(path[-1], before):
                 return None

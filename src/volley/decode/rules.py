@@ -16,7 +16,7 @@ from torch import Tensor
 from volley import native
 from volley.decode.sampling import best_tokens, token_probs
 from volley.memory.upload import upload, upload_indices
-from volley.native.sampling import allowed_softmax, forbid
+from volley.native.sampling import allowed_best, allowed_softmax, can_choose, forbid
 from volley.types import Proposal, SamplingParams
 
 _FEW_PLACES = 16  # words of 64 tokens
@@ -145,6 +145,9 @@ def allowed_choice(bound: Sequence[Constraint], row: Tensor, best: int, path: Se
     masks = [mask for rule in bound if (mask := rule.mask(path)) is not None]
     if not masks:
         return best
+    if len(masks) == 1 and can_choose(row):
+        found = allowed_best(row, masks[0])
+        return best if found is None else found[0]
     tokens = few_tokens(masks[0]) if len(masks) == 1 else None
     if tokens is None:
         return int(apply_rules(bound, row[None], [path]).argmax())

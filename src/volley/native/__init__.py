@@ -44,6 +44,10 @@ _SIGNATURES: dict[str, list[object]] = {
     "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],
     "forbid": [c_void_p, c_void_p, c_int64],
     "allowed_softmax": [c_void_p, c_void_p, c_void_p, c_int64, c_float],
+    "allowed_best": [
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+        *(c_void_p, POINTER(c_int64), POINTER(c_float)),
+    ],
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "paged_attention": [c_void_p, c_void_p],
     "run_layers": [c_void_p, c_int64, *[c_void_p] * 7, c_int64, c_void_p],

@@ -99,3 +99,41 @@ FOR_EACH_CPU void allowed_softmax(const float *restrict logits, const uint8_t *r
         for (int64_t i = start; i < end; i++) probs[i] *= share;
     }
 }
+
+static inline float dot(const bf16 *restrict row, const float *restrict x, int64_t size) {
+    float parts[16] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16)
+        for (int j = 0; j < 16; j++) parts[j] += widen(row[i + j]) * x[i + j];
+    for (int j = 0; j < 16; j++) sum += parts[j];
+    for (; i < size; i++) sum += widen(row[i]) * x[i];
+    return sum;
+}
+
+/* The allowed token with the largest logit, the first of equal ones, or −1 if no allowed token has one; and its probability
+   among the allowed tokens, if ``sure`` is not NULL. With ``outputs [n, rank]`` a logit grows by the product of ``mixed`` and
+   the token's row there, which is ``places[token]`` or the token itself. ``values`` has room for all tokens. */
+FOR_EACH_CPU void allowed_best(const bf16 *restrict logits, const uint8_t *restrict allowed, int64_t size,
+                               const bf16 *restrict outputs, const float *restrict mixed, const int64_t *restrict places,
+                               int64_t rank, float *restrict values, int64_t *best, float *sure) {
+    float largest = -INFINITY;
+    int64_t count = 0;
+    *best = -1;
+    for (int64_t start = 0; start < size; start += WORD)
+        for (uint64_t word = word_at(allowed, start, size); word; word &= word - 1) {
+            int64_t token = start + __builtin_ctzll(word);
+            float value = widen(logits[token]);
+            if (value == -INFINITY) continue;
+            if (outputs) value += dot(outputs + (places ? places[token] : token) * rank, mixed, rank);
+            if (value > largest) largest = value, *best = token;
+            values[count++] = value;
+        }
+    if (!sure) return;
+    float sums[16] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (int j = 0; j < 16; j++) sums[j] += power_of(values[i + j] - largest);
+    for (int j = 0; j < 16; j++) sum += sums[j];
+    for (; i < count; i++) sum += power_of(values[i] - largest);
+    *sure = 1 / sum;
+}

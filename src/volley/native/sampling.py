@@ -1,11 +1,14 @@
 """What sampling does to whole rows of a vocabulary."""
 
+from ctypes import byref, c_float, c_int64
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.native import functions
+from volley.native import functions, is_built
 
 
 def exponentials(seed: int, purpose: int, position: int, size: int) -> Tensor:
@@ -29,3 +32,37 @@ def allowed_softmax(row: Tensor, allowed: NDArray[np.uint8], out: Tensor, temper
     assert row.dtype == out.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
     assert 8 * allowed.nbytes >= len(row), "every token has a bit"
     functions().allowed_softmax(row.data_ptr(), allowed.ctypes.data, out.data_ptr(), len(row), 1 / temperature)
+
+
+class Added(NamedTuple):
+    """What is added to the logits of a row: for token t ``outputs[places[t]] · mixed``, or ``outputs[t] · mixed``."""
+
+    outputs: Tensor
+    """``[n, r]`` in bf16."""
+    mixed: Tensor
+    """``[r]`` in fp32."""
+    places: Tensor | None = None
+    """``[V]``"""
+
+
+def can_choose(*tensors: Tensor) -> bool:
+    """Whether :func:`allowed_best` takes rows of such tensors."""
+    return is_built and all(x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
+
+
+def allowed_best(
+    row: Tensor, allowed: NDArray[np.uint8], added: Added | None = None, *, with_chance: bool = False
+) -> tuple[int, float] | None:
+    """The likeliest token of ``row [V]`` (bf16) with a bit in ``allowed [≥ V / 8]``, the first of equal ones, and its probability
+    among these tokens, 0 if nobody asks for that. ``None`` if all of them have −∞.
+    """
+    assert 8 * allowed.nbytes >= len(row), "every token has a bit"
+    values, best, chance = np.empty(len(row), dtype=np.float32), c_int64(), c_float()
+    outputs, mixed, places = added or (None, None, None)
+    functions().allowed_best(
+        *(row.data_ptr(), allowed.ctypes.data, len(row)),
+        *(None if x is None else x.data_ptr() for x in (outputs, mixed, places)),
+        *(0 if outputs is None else outputs.shape[1], values.ctypes.data),
+        *(byref(best), byref(chance) if with_chance else None),
+    )
+    return None if best.value < 0 else (best.value, chance.value)

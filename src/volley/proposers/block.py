@@ -266,7 +266,8 @@ def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: 
     if head is None:
         return Following(lambda position, _, among: columns(logits[position : position + 1], among), size, False)
     after = head.transitions(hidden, logits, [len(hidden)])
-    return Following(lambda position, token, among: after([position], [token], among), size, not head.pairwise)
+    best = head.chooser(hidden, logits) if isinstance(head, BoundHead) else None
+    return Following(lambda position, token, among: after([position], [token], among), size, not head.pairwise, best)
 
 
 def _sizes(works: Works) -> list[int]:

@@ -5,6 +5,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -98,6 +99,17 @@ def test_a_sequential_head_corrects_as_over_all_tokens(kind: str) -> None:
         close(*after)
         some = bound.transitions(hidden, logits, [3])([1], [before], among)
         close(some, after[0][:, among])
+        for each, [row] in zip((bound, reference), after, strict=True):
+            best = each.chooser(hidden, logits)
+            assert best is not None
+            for allowed in (torch.ones(VOCAB, dtype=torch.bool), torch.arange(VOCAB) % 11 == 3):
+                chances = row.float().masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+                token, chance = best(1, before, np.packbits(allowed.numpy(), bitorder="little")) or (0, 0.0)
+                assert allowed[token]
+                assert row[token] >= row[allowed].max() - 0.25, "rows are rounded, these choices are not"
+                assert chance == pytest.approx(float(chances[token]), rel=0.3)
+            undrafted = torch.isinf(logits[1])
+            assert best(1, before, np.packbits(undrafted.numpy(), bitorder="little")) is None
 
 
 @pytest.fixture(scope="module")

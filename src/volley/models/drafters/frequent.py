@@ -60,8 +60,13 @@ class FrequentHead:
         """The tokens ``[n]`` that are drafted now, in the order of their places."""
         return self._tokens[: FIRST + min(self._kept + self.changes, SEEN)]
 
+    @property
+    def every_place(self) -> Tensor:
+        """The place ``[V]`` of each token among those drafted, 0 for all others."""
+        return self._places
+
     def places(self, token_ids: Tensor) -> Tensor:
-        """The places of tokens among those drafted, 0 for all others."""
+        """The same of some tokens."""
         return self._places[token_ids]
 
     def weights(self, token_ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
@@ -23,6 +24,7 @@ from volley.errors import ConfigError
 from volley.memory.upload import upload_indices, upload_together
 from volley.models.drafters.frequent import FIRST, SEEN, FrequentHead
 from volley.models.layers.accelerate import accelerate
+from volley.native.sampling import Added, allowed_best, can_choose
 from volley.types import Lattice
 
 Projection = Callable[[Tensor], Tensor]
@@ -265,6 +267,26 @@ class BoundHead:
             return corrected
 
         return after
+
+    def chooser(
+        self, hidden: Tensor, logits: Tensor
+    ) -> Callable[[int, int, NDArray[np.uint8]], tuple[int, float] | None] | None:
+        """A function (slot, token, allowed) → the likeliest token of that slot after this token among those with a bit in
+        ``allowed``, and its probability among them; ``None`` if none can be drafted. It goes by the logits of
+        :meth:`transitions`, unrounded.
+
+        ``None`` instead of a function where it cannot be made. ``hidden [k, H]`` and ``logits [k, V]`` are those of all slots.
+        """
+        if not can_choose(logits, self.outputs):
+            return None
+        own, places = self._context(hidden), None if self._frequent is None else self._frequent.every_place
+
+        def best(slot: int, token: int, allowed: NDArray[np.uint8]) -> tuple[int, float] | None:
+            row = self.rows[token if places is None else int(places[token])]
+            mixed = self.head.mix(row[None], None if own is None else own[slot : slot + 1])
+            return allowed_best(logits[slot], allowed, Added(self.outputs, mixed.float(), places), with_chance=True)
+
+        return best
 
     def _context(self, hidden: Tensor) -> Tensor | None:
         return None if self.head.context is None else self.head.context(hidden)
