@@ -58,6 +58,9 @@ class DiffusionParams:
             value = getattr(self, name)
             if value is not None and not (value >= least and math.isfinite(value)):
                 raise ConfigError(f"DiffusionParams.{name} is {value!r}; it must be a finite number ≥ {least}")
+        for name in ("threshold", "edit_threshold"):
+            if (value := getattr(self, name)) is not None and value > 1:
+                raise ConfigError(f"DiffusionParams.{name} is {value!r}; it is a probability, at most 1")
         if self.t_min is not None and self.t_max is not None and self.t_min > self.t_max:
             raise ConfigError(
                 f"DiffusionParams: t_min {self.t_min} is above t_max {self.t_max}; steps go from t_max down"

@@ -20,7 +20,7 @@ from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.rules import TokenRule
 from volley.engine.recovery import recover
-from volley.errors import CapacityError, ConfigError, InputError, UnsupportedModelError
+from volley.errors import CapacityError, CheckpointError, ConfigError, InputError, UnsupportedModelError
 from volley.models.targets.diffusion import FAST_DLLM, JOINT, SDAR
 from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
@@ -372,4 +372,10 @@ def test_fast_dllm_and_mixtures_are_recognised_too(tmp_path: Path) -> None:
 def test_models_without_an_exact_cache_are_refused(folder: Path, model_type: str, remedy: str) -> None:
     rename(folder, model_type=model_type)
     with pytest.raises(UnsupportedModelError, match=remedy):
+        Engine.from_pretrained(folder)
+
+
+def test_a_mask_that_is_no_token_is_refused(folder: Path) -> None:
+    rename(folder, model_type="sdar", block_size=8)  # neither config nor tokenizer names one, and SDAR's own is 151669
+    with pytest.raises(CheckpointError, match=r"vocabulary has 260 tokens.*mask_token_id"):
         Engine.from_pretrained(folder)

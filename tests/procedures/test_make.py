@@ -31,7 +31,8 @@ def test_each_mode_has_its_procedure(procedures: Procedures) -> None:
 
 def test_what_is_not_said_is_the_models_own(procedures: Procedures) -> None:
     _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(threshold=0.5)))
-    assert params.diffusion == replace(SDAR.defaults, mode="diffusion", threshold=0.5)
+    own = {"mode": "diffusion", "threshold": 0.5, "edit_threshold": 0.9, "entropy_bound": 0.35}
+    assert params.diffusion == replace(SDAR.defaults, **own), "what no strategy of the family reads is there for others"
     _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(mode="self")))
     assert params.diffusion is not None
     assert (params.diffusion.max_steps, params.diffusion.canvas_length) == (None, 4), "how many is measured"

@@ -153,6 +153,7 @@ def test_a_stop_string_ends_an_answer_inside_a_block(client: OpenAI, engine: Eng
     [
         ({"treshold": 0.5}, "diffusion.treshold", "did you mean 'threshold'"),
         ({"max_steps": 0}, "diffusion.max_steps", "greater than or equal to 1"),
+        ({"threshold": 3}, "diffusion.threshold", "less than or equal to 1"),
         ({"t_min": 0.9, "t_max": 0.5}, "diffusion", "is above t_max"),
         ({"strategy": "entropy_renoise"}, "diffusion.strategy", "begin with mask tokens"),
         ({"stream_drafts": True}, "diffusion.stream_drafts", "only allowed when stream is true"),

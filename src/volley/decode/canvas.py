@@ -70,7 +70,7 @@ class Canvas:
     """Of each slot's token under the model's unmodified distribution in the pass that chose it."""
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.tokens.numel()
 
     def draft(self) -> list[int | None]:
         """The likeliest tokens so far; ``None`` for a mask."""

@@ -67,7 +67,8 @@ class PositionNoise:
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
         """Uniform random tokens ``[length]`` for a canvas before pass ``step``."""
         name = b"%d %d %d %d" % (self.seed, Purpose.RENOISE, start, step)
-        return torch.tensor([int(uniform * vocab_size) for uniform in self._uniforms(name, length)])
+        words = np.frombuffer(shake_128(name).digest(8 * length), dtype="<u8")
+        return torch.from_numpy(((words >> np.uint64(11)) * 2.0**-53 * vocab_size).astype(np.int64))
 
 
 def exponentials(places: Sequence[tuple[PositionNoise, int]], size: int, device: torch.device) -> Tensor:

@@ -15,6 +15,9 @@ from volley.types import DiffusionMode, DiffusionParams, SamplingParams
 _SELF = DiffusionParams(mode="self", strategy="low_confidence_static")
 """Self-speculation drafts whole canvases. The passes over a draft are measured unless a request sets their number."""
 
+_MASK_DEFAULTS = DiffusionParams(threshold=0.9, edit_threshold=0.9, entropy_bound=0.35)
+"""What the strategies of mask tokens read, where a family does not say: it names what its own strategy reads."""
+
 _MASKED = ("threshold", "sub_block", "edit_threshold")
 _RENOISED = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
 """Settings of models whose canvases begin with mask tokens, and of those whose begin with random tokens: the others read none."""
@@ -66,7 +69,7 @@ class Procedures:
             if getattr(own, name) is not None:
                 told = f"{name} is not for this model: {begins}; leave it out, or set one of {', '.join(read)}"
                 raise ConfigError(told, field=f"diffusion.{name}")
-        defaults = family.defaults
+        defaults = family.defaults if renoises else family.defaults.over(_MASK_DEFAULTS)
         if mode == "self":
             defaults = replace(_SELF, strategy=defaults.strategy if renoises else _SELF.strategy).over(defaults)
         filled = replace(own, mode=mode).over(defaults)

@@ -91,10 +91,10 @@ class Diffusion(Strict):
     canvas_length: int | None = Field(None, ge=1, le=4096)
     max_steps: int | None = Field(None, ge=1, le=4096)
     strategy: Strategy | None = None
-    threshold: float | None = Field(None, ge=0)
+    threshold: float | None = Field(None, ge=0, le=1)
     sub_block: int | None = Field(None, ge=1)
     entropy_bound: float | None = Field(None, ge=0)
-    edit_threshold: float | None = Field(None, ge=0)
+    edit_threshold: float | None = Field(None, ge=0, le=1)
     t_min: float | None = Field(None, ge=1e-3)
     t_max: float | None = Field(None, ge=1e-3)
     stability_threshold: int | None = Field(None, ge=0, le=64)

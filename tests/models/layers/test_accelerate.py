@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.diffusion_gemma import random_model
 from volley.models.layers.accelerate import SharedProjection, accelerate
 from volley.models.layers.products import make_product
 
@@ -71,6 +72,24 @@ def test_nothing_outlives_the_last_sibling() -> None:
     shared.project(x, 1)
     assert shared.input is None
     assert shared.outputs == ()
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "DiffusionGemma"])
+def test_norms_of_a_model_that_is_only_run_are_one_operation_in_fp32_too(kind: str) -> None:
+    plain = (
+        random_model()
+        if kind == "DiffusionGemma"
+        else make(transformers.Qwen3Config(**SIZES, head_dim=8), torch.float32)
+    )
+    fast = copy.deepcopy(plain)
+    assert accelerate(fast, release=True)
+    changed = {name for name, module in fast.named_modules() if "forward" in vars(module)}
+    norms = {name: module for name, module in plain.named_modules() if name.endswith("norm")}
+    assert changed >= norms.keys()
+    assert all("norm" in name for name in changed)
+    for name, norm in norms.items():
+        x = torch.randn(5, len(norm.weight) if hasattr(norm, "weight") else 8)
+        torch.testing.assert_close(fast.get_submodule(name)(x), norm(x))
 
 
 def test_other_dtypes_are_left_alone() -> None:

@@ -121,12 +121,7 @@ def test_one_pass_gives_the_logits_of_encoder_and_decoder(
     prompt, canvas, last = torch.randint(VOCAB, (21,)), torch.randint(VOCAB, (CANVAS,)), torch.randn(CANVAS, VOCAB)
     with torch.inference_mode():
         theirs = hf(prompt[None], decoder_input_ids=canvas[None], self_conditioning_logits=last[None]).logits[0]
-        store = make_store("auto", target.kv_shapes, 40, torch.float32, torch.device("cpu"))
-        groups = (1,) * len(prompt) + (CANVAS,)
-        table = BlockTable(4, range(10))
-        segment = Segment(table, 0, len(prompt) + CANVAS, groups=groups, feedback=target.feedback(last))
-        batch = RaggedBatch([segment], torch.cat([prompt, canvas]))
-        mine = target.forward(batch, store, torch.arange(len(prompt), len(batch)))
+    mine = one_pass(target)
     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
@@ -189,6 +184,36 @@ def test_a_folder_is_recognised(hf: DiffusionGemmaForBlockDiffusion, tmp_path: P
     (result,) = engine.generate([[1, 2, 3]], params)
     (again,) = Engine(DiffusionGemma(copy.deepcopy(hf))).generate([[1, 2, 3]], params)
     assert result.token_ids == again.token_ids
+
+
+def test_a_loaded_model_in_bf16_has_the_logits_of_transformers(
+    hf: DiffusionGemmaForBlockDiffusion, tmp_path: Path
+) -> None:
+    """Its projections and norms are kernels then, and what only one of its modes or images need is gone."""
+    plain = copy.deepcopy(hf).bfloat16()
+    plain.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = DiffusionGemma.from_folder(tmp_path, torch.bfloat16, "cpu")
+    encoder = loaded.model.model.encoder
+    assert encoder.vision_tower is None
+    layer = encoder.language_model.layers[0]
+    assert all("forward" in vars(part) for part in (layer.self_attn.q_proj, layer.mlp.up_proj, layer.self_attn.v_norm))
+    mine, theirs = (one_pass(target) for target in (loaded, DiffusionGemma(plain)))
+    assert 0 < (mine - theirs).norm() < 2**-4 * theirs.norm()
+
+
+def one_pass(target: DiffusionGemma) -> Tensor:
+    """Logits of a canvas behind a prompt."""
+    torch.manual_seed(1)
+    prompt, canvas, last = torch.randint(VOCAB, (21,)), torch.randint(VOCAB, (CANVAS,)), torch.randn(CANVAS, VOCAB)
+    with torch.inference_mode():
+        store = make_store("auto", target.kv_shapes, 40, target.dtype, torch.device("cpu"))
+        groups = (1,) * len(prompt) + (CANVAS,)
+        segment = Segment(
+            BlockTable(4, range(10)), 0, len(prompt) + CANVAS, groups=groups, feedback=target.feedback(last)
+        )
+        batch = RaggedBatch([segment], torch.cat([prompt, canvas]))
+        return target.forward(batch, store, torch.arange(len(prompt), len(batch)))
 
 
 def test_images_and_drafters_are_refused(hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma) -> None:

@@ -1,10 +1,10 @@
-"""Fewer and cheaper operations, for bf16 models on a CPU and any on a GPU. Only the instances' ``forward`` is replaced.
+"""Fewer and cheaper operations. Only the instances' ``forward`` is replaced.
 
 On a GPU decoder layers of the Llama and Qwen kind are joined (:mod:`volley.models.layers.joined`). The rest is for a CPU.
-Decoder layers of the Llama and Qwen kind run on volley's own kernels (:mod:`volley.models.layers.fused`). In others, projections
-that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight laid out for
-the machine, and RMS norms written out in Python become one operation. What is replaced holds copies of the weights, which go
-stale if these are trained further.
+In bf16 decoder layers of the Llama and Qwen kind run on volley's own kernels (:mod:`volley.models.layers.fused`). In others,
+projections that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight laid
+out for the machine. RMS norms written out in Python become one operation, in fp32 too. What is replaced holds copies of the
+weights, which go stale if these are trained further.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,8 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
         return join_layers(model) > 0
     if not packing_pays(*(weight for weight in model.parameters() if weight.device.type != "meta" or fill is filled)):
         fill(model)
-        return False
+        norms = [module for module in model.modules() if release and _is_norm(module)]
+        return sum(map(_fuse_norm, norms)) > 0
     files = MappedFiles() if release else None
     # The largest weight comes first: not all of its file leaves memory while it is copied.
     done = _replace_head(model, weights, files, fill)
@@ -87,7 +88,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     for module in list(model.modules()):
         if module not in done and isinstance(module, nn.Linear) and _is_plain(module):
             _replace(model, module, weights, files)
-        elif module not in done and type(module).__name__.endswith("RMSNorm"):
+        elif module not in done and _is_norm(module):
             _fuse_norm(module)
     if release:
         trim()
@@ -190,19 +191,30 @@ def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: Mapped
         _release(module, files)
 
 
-def _fuse_norm(norm: nn.Module) -> None:
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm")
+
+
+def _fuse_norm(norm: nn.Module) -> bool:
     """Use the fused norm if it computes what this module computes (Gemma's, for one, scales by 1 + weight)."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not isinstance(weight, Tensor) or not isinstance(eps, float):
-        return
-    scale, shape = weight.detach(), weight.shape
+    if not isinstance(weight, Tensor | None) or not isinstance(eps, float):
+        return False
+    if weight is not None and weight.device.type != "cpu":
+        return False
+    scale = None if weight is None else weight.detach()
+    is_native = native.available and scale is not None and scale.dtype == torch.bfloat16
 
     def forward(x: Tensor) -> Tensor:
-        if native.available and x.is_contiguous() and x.dtype == scale.dtype:
+        if is_native and x.is_contiguous() and x.dtype == torch.bfloat16:
             return native.rms_norm(x, scale, eps)
-        return rms_norm(x, shape, scale, eps)
+        return rms_norm(x, x.shape[-1:], scale, eps)
 
+    dtype, size = (torch.bfloat16, 16) if scale is None else (scale.dtype, len(scale))
+    rounding = max(2 * torch.finfo(dtype).eps, 1e-6)
     with torch.no_grad():
-        probe = torch.linspace(-2, 3, 4 * shape[0], dtype=weight.dtype).view(4, -1)
-        if torch.allclose(forward(probe).float(), norm(probe).float(), rtol=2**-6, atol=2**-6):
-            norm.forward = forward
+        probe = torch.linspace(-2, 3, 4 * size, dtype=dtype).view(4, -1)
+        agrees = torch.allclose(forward(probe).float(), norm(probe).float(), rtol=rounding, atol=rounding)
+    if agrees:
+        norm.forward = forward
+    return agrees

@@ -20,30 +20,26 @@ from volley.types import DiffusionParams
 SDAR = BlockDiffusion(
     mask_token_id=151669,
     is_aligned=True,
-    defaults=DiffusionParams(canvas_length=4, strategy="low_confidence_dynamic", threshold=0.9, entropy_bound=0.35),
+    defaults=DiffusionParams(canvas_length=4, strategy="low_confidence_dynamic", threshold=0.9),
 )
 """SDAR and its relatives (Efficient-DLM, a2d): mask tokens, row i of the logits is for token i, blocks are bidirectional."""
 FAST_DLLM = BlockDiffusion(
     mask_token_id=151665,
     is_aligned=True,
     is_shifted=True,
-    defaults=DiffusionParams(
-        canvas_length=32, strategy="low_confidence_dynamic", threshold=0.9, sub_block=8, entropy_bound=0.35
-    ),
+    defaults=DiffusionParams(canvas_length=32, strategy="low_confidence_dynamic", threshold=0.9, sub_block=8),
 )
 """Fast-dLLM v2: the same, but row i of the logits is for token i + 1."""
 LLADA2 = BlockDiffusion(
     mask_token_id=156895,
     is_aligned=True,
-    defaults=DiffusionParams(
-        canvas_length=32, strategy="editing", threshold=0.95, edit_threshold=0.9, entropy_bound=0.35
-    ),
+    defaults=DiffusionParams(canvas_length=32, strategy="editing", threshold=0.95, edit_threshold=0.9),
 )
 """LLaDA2.1: as SDAR, and revealed tokens may be replaced. With an ``edit_threshold`` of 1 it is LLaDA2.0."""
 JOINT = BlockDiffusion(
     mask_token_id=0,
     has_causal_context=True,
-    defaults=DiffusionParams(canvas_length=8, strategy="low_confidence_dynamic", threshold=0.9, entropy_bound=0.35),
+    defaults=DiffusionParams(canvas_length=8, strategy="low_confidence_dynamic", threshold=0.9),
 )
 """A causal LM that was also taught to fill masks (TiDAR, arXiv 2511.08923): finished text stays causal, and canvases begin
 anywhere. Its config says so in ``block_diffusion``: ``mask_token_id``, and the defaults of requests by their names."""

@@ -22,6 +22,7 @@ from volley.memory.device import usable_device
 from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.upload import upload
+from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.decoded import Twins
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.loading import straight_to
@@ -92,14 +93,14 @@ class DiffusionGemma(Target):
                 denoised[end - len(segment.feedback) : end] = True
                 told.append(segment.feedback)
         if told:
-            canvases = upload(denoised.nonzero()[0], hidden.device)
             signal = torch.cat(told).to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
+            canvases = slice(None) if denoised.all() else upload(denoised.nonzero()[0], hidden.device)
             hidden[canvases] = self._decoder.self_conditioning(hidden[None, canvases], signal)[0]
         self._set_scalars(denoised)
         try:
             found = self._encode(hidden[None], batch.positions[None], attend)
         finally:
-            self._set_scalars(None)
+            self._set_scalars(denoised[:0])
         return self.head(found[0, rows])
 
     def _encode(self, embeddings: Tensor, positions: Tensor, call: AttentionCall) -> Tensor:
@@ -114,15 +115,13 @@ class DiffusionGemma(Target):
         states: Tensor = output.last_hidden_state
         return states
 
-    def _set_scalars(self, denoised: NDArray[np.bool_] | None) -> None:
-        """Give each row of the next pass the scalar of its mode; ``None``: all rows are the encoder's."""
-        is_mixed = denoised is not None and denoised.any() and not denoised.all()
-        rows = upload(denoised, self.device)[None, :, None] if denoised is not None and is_mixed else None
+    def _set_scalars(self, denoised: NDArray[np.bool_]) -> None:
+        """Give each row of the next pass the scalar of its mode; without rows they are the encoder's."""
+        some = bool(denoised.any())
+        rows = upload(denoised, self.device)[None, :, None] if some and not denoised.all() else None
         for layer, (reads, denoises) in zip(self._encoder.layers, self._scalars, strict=True):
-            if rows is not None:
-                layer.layer_scalar = torch.where(rows, denoises, reads)
-            else:
-                layer.layer_scalar = denoises if denoised is not None and denoised.any() else reads
+            scalar = torch.where(rows, denoises, reads) if rows is not None else denoises if some else reads
+            layer._buffers["layer_scalar"] = scalar  # a module's own way of setting it takes as long as a small product
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` (fp32, capped) of normed hidden states ``[T, H]``."""
@@ -146,9 +145,10 @@ class DiffusionGemma(Target):
             DiffusionGemmaForBlockDiffusion, path, config, dtype, _TWINS, **straight_to(where)
         )
         target = cls(model.to(where).eval(), AutoTokenizer.from_pretrained(path))
-        model.model.decoder.layers = (
-            nn.ModuleList()
-        )  # the encoder's run for both, and weights of both may be held twice
+        whole = model.model
+        whole.decoder.layers = nn.ModuleList()  # the encoder's run for both, and weights of both may be held twice
+        whole.encoder.vision_tower = whole.encoder.embed_vision = None  # images are refused
+        accelerate(model, release=True)
         return target
 
 

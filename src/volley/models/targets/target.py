@@ -158,6 +158,12 @@ class Target:
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]
+        mask = None if diffusion is None else diffusion.mask_token_id
+        if mask is not None and not 0 <= mask < self.vocab_size:
+            raise CheckpointError(
+                f"the mask token of its canvases is {mask}, and the vocabulary has {self.vocab_size} tokens; name the "
+                "model's own in config.json (mask_token_id), or in the BlockDiffusion that you give"
+            )
         self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
         self.fused: FusedDecoder | None = None
         """All layers in one call, if they are fused and the model does nothing between them; used on pools that it reads."""
