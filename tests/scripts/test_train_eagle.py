@@ -19,7 +19,6 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "reference"
 sys.path.append(str(SCRIPTS))
 
 import train_eagle as training  # noqa: E402
-from corpus import WEIGHTS  # noqa: E402
 
 
 def test_unrolled_steps_are_what_drafting_computes(pair: Pair, tmp_path: Path) -> None:
@@ -45,13 +44,8 @@ def test_unrolled_steps_are_what_drafting_computes(pair: Pair, tmp_path: Path) -
 
 
 def test_a_run_writes_a_published_checkpoint_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    rows = [json.dumps({"question": f"How many are {n} boxes?", "answer": f"{n} boxes. " * 9}) for n in range(120)]
-    for name in WEIGHTS:
-        (data / f"{name}.jsonl").write_text(
-            "\n".join(rows if name == "gsm8k_train" else []) + "\n" * (name == "gsm8k_train")
-        )
+    data = tmp_path / "responses.jsonl"
+    data.write_text(json.dumps({"prompt_token_ids": [5, 6, 7], "response_token_ids": [*range(9, 600)]}) + "\n")
     options = ["--data", str(data), "--out", str(tmp_path / "run"), "--steps", "2", "--rows", "1", "--every", "1"]
     training.main([*options, "--minutes", "0.001"])
     spent = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["state"]["seconds"]

@@ -120,7 +120,7 @@ def test_code_that_a_checkpoint_brings_is_not_run(folder: Path, monkeypatch: pyt
     ):
         Target.from_pretrained(folder, torch.float32)
     assert "needs Python code of its own" in diagnose(folder).problems[0]
-    edit(folder, auto_map=None)
+    edit(folder, auto_map={})
     assert "is of a type that transformers" in diagnose(folder).problems[0]
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir()

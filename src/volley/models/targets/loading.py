@@ -76,7 +76,7 @@ def load_config(path: str | Path) -> PretrainedConfig:
 def _known_type(path: str | Path) -> str | None:
     """What to do with a config whose type transformers does not know, but whose class it does: Kimi-K2's is DeepSeek-V3's."""
     file = Path(path) / "config.json"
-    named = read_json(file).get("architectures") if file.exists() else None
+    named: list[Any] = (read_json(file).get("architectures") if file.exists() else None) or []
     kind = next((own for own, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if named == [name]), None)
     return kind and f"it model_type {kind!r} in its config.json, which {named[0]} is the class of"
 
