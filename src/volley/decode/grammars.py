@@ -199,12 +199,14 @@ class GrammarRule(Constraint):
         self._ends = end_token_ids
         self._at: list[int] = []  # the path on which the matcher stands
         self._masks: dict[tuple[int, ...], Bits | None] = {}
+        self._runs: dict[tuple[int, ...], list[int]] = {}  # what is forced behind paths
         self._allowed: set[tuple[int, ...]] = {()}  # paths known to be allowed; not all have a mask
         self._words = np.zeros_like(self._kept)
         self._address = self._words.ctypes.data, self._words.nbytes
 
     def take(self, token_id: int) -> None:
         self._masks.clear()
+        self._runs.clear()
         self._allowed = {()}
         if token_id in self._ends:
             return
@@ -250,6 +252,12 @@ class GrammarRule(Constraint):
 
     def forced(self, path: Sequence[int]) -> list[int]:
         """In one question for several tokens, and without a mask. It finds text that is forced, whatever its tokens are."""
+        key = tuple(path)
+        if key not in self._runs:
+            self._runs[key] = self._find_run(key)
+        return self._runs[key]
+
+    def _find_run(self, path: tuple[int, ...]) -> list[int]:
         if any(token in self._ends for token in path):
             return []
         self._go_to(path)
