@@ -11,12 +11,12 @@ bundled target's weights. ``memory``: of one denoising pass of 256 slots over a 
 """
 
 import argparse
-import copy
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DiffusionGemmaTextConfig
 
+from tests.conftest import byte_tokenizer
 from tests.diffusion_gemma import random_model
 from volley import DiffusionParams, Engine, SamplingParams, Target
 from volley.decode.renoise import Renoise
@@ -31,7 +32,6 @@ from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.files import REFERENCE
 from volley.models.targets.diffusion import JOINT
-from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.proposers.scripted import ScriptedProposer
 
 CANVAS = 64
@@ -143,8 +143,11 @@ def compare_generate(repeats: int) -> None:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name, changes in SHAPES.items():
         hf = make_model(changes)
-        capacity = {"prefix_caching": False, "max_batch_tokens": 1024}
-        engine = Engine(DiffusionGemma(copy.deepcopy(hf)), **capacity)
+        capacity: dict[str, Any] = {"prefix_caching": False, "max_batch_tokens": 1024}
+        with TemporaryDirectory() as folder:  # as users do it, since loading prepares a model for decoding
+            hf.save_pretrained(folder)
+            byte_tokenizer().save_pretrained(folder)
+            engine = Engine.from_pretrained(folder, dtype=torch.float32, **capacity)
         vocab_size = hf.config.text_config.vocab_size
         for count in (1, 8):
             entropy = 0.0 if count == 1 else mean_entropy(engine, prompts(1, vocab_size)[0])

@@ -203,10 +203,10 @@ def _fuse_norm(norm: nn.Module) -> bool:
     if weight is not None and weight.device.type != "cpu":
         return False
     scale = None if weight is None else weight.detach()
-    is_native = native.available and scale is not None and scale.dtype == torch.bfloat16
+    has_kernel = native.available and scale is not None and scale.dtype == torch.bfloat16
 
     def forward(x: Tensor) -> Tensor:
-        if is_native and x.is_contiguous() and x.dtype == torch.bfloat16:
+        if scale is not None and has_kernel and x.is_contiguous() and x.dtype == torch.bfloat16:
             return native.rms_norm(x, scale, eps)
         return rms_norm(x, x.shape[-1:], scale, eps)
 
