@@ -176,6 +176,7 @@ class Placed(BlockProposer):
 
     def __init__(self, inner: BlockProposer, tokens: Mapping[int, int], page_size: int) -> None:
         super().__init__(inner.model, inner.config)
+        assert inner.passes is not None, "the engine has a page that no request has"
         self.known = torch.zeros(max(tokens) + 1, inner.model.drafter.config.vocab_size)
         for position, token in tokens.items():
             self.known[position, token] = 100.0

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from benchmarks.pretended_gpu import CUDA, EVENT, pretended_cuda
 from tests.gpu.test_engine import GREEDY, SEEDED, Both, both, pretended
 from tests.tiny import block_proposer, greedy, place, random_prompts
 from volley import Engine, SamplingParams
+from volley.engine import capacity
 from volley.memory.batch import Segment
+from volley.memory.device import Device
 from volley.memory.kv_cache import BlockTable
 
 __all__ = ["both"]
@@ -87,8 +90,8 @@ def test_tokens_are_the_cpus(both: Both, options: dict[str, Any]) -> None:
     assert counts.replayed["_attention_kernel"] > 0
 
 
-LENGTHS = (18, 7, 12)
-STOPPED = 9
+LENGTHS = (14, 5)
+STOPPED = 6
 
 
 def chains(target: Any, drafter: Any, texts: list[list[int]], **options: Any) -> Any:
@@ -97,26 +100,23 @@ def chains(target: Any, drafter: Any, texts: list[list[int]], **options: Any) ->
     place(engine, texts)
     serve, served = engine.ahead.serve, list[bool]()
     engine.ahead.serve = lambda step: served.append(serve(step)) or served[-1]  # type: ignore[method-assign]
-    prompts = random_prompts(4, longest=20, seed=1)
+    prompts = random_prompts(3, longest=20, seed=1)
     each = [SamplingParams(max_tokens=size, ignore_eos=True) for size in LENGTHS]
-    each.append(replace(each[0], stop_token_ids=(texts[3][len(prompts[3]) + STOPPED],)))
+    each.append(replace(each[0], stop_token_ids=(texts[2][len(prompts[2]) + STOPPED],)))
     results = list(engine.generate(prompts, each))
     engine.check_integrity()
     return [(own.token_ids, own.stats.accepted_lengths, own.stats.preemptions) for own in results], sum(served)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_pages": 12, "page_size": 4}, {"page_size": 4, "max_running": 2}, {"policy": "fixed:3"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"max_running": 2}, {"num_pages": 10, "page_size": 4}], ids=str)
 def test_chains_are_the_cpus(both: Both, options: dict[str, Any]) -> None:
-    texts = [prompt + greedy(both.here.hf, prompt, max(LENGTHS)) for prompt in random_prompts(4, longest=20, seed=1)]
-    expected, _ = chains(both.here.target, both.here.drafter, texts, **{**options, "cuda_graphs": True})
+    texts = [prompt + greedy(both.here.hf, prompt, max(LENGTHS)) for prompt in random_prompts(3, longest=20, seed=1)]
+    with mock.patch.object(capacity, "find_device", return_value=Device("cuda")):  # fixed memory, as on a GPU
+        expected, _ = chains(both.here.target, both.here.drafter, texts, **options)
     with pretended() as counts:
         found, served = chains(both.target, both.drafter, texts, **options)
     assert found == expected
-    assert [own[0] for own in found[:3]] == [
+    assert [own[0] for own in found[:2]] == [
         text[-max(LENGTHS) :][:size] for text, size in zip(texts, LENGTHS, strict=False)
     ]
     assert max(length for _, lengths, _ in found for length in lengths) >= 3
