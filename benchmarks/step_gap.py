@@ -1,17 +1,19 @@
-"""What the host leaves a GPU without work between two plain steps, found without a GPU.
+"""What the host leaves a GPU without work between two steps, found without a GPU.
 
     python -m benchmarks.step_gap                          a table
-    python -m benchmarks.step_gap --requests 1 8 --ms 4    other numbers of requests, and milliseconds of a pass
+    python -m benchmarks.step_gap --requests 1 8 --ms 4    other numbers of requests, and milliseconds of a plain pass
     python -m benchmarks.step_gap --json OUT               the figures as JSON too
 
 The host does all that it does on a GPU: it schedules, describes passes, commits and makes texts. A pass takes the path of CUDA
 graphs and computes nothing: it keeps a clock busy for so many milliseconds, behind the passes that were launched before. Reading
-its tokens waits until it is over. What a step takes beyond its pass is the gap, with the next pass launched behind the read of
-the last one or ahead of it (``engine/ahead.py``). The default length is the floor of a plain pass of Qwen3-8B (``gpu_ready.py``).
-Launches of a driver, copies from pinned memory and what a device does between two passes are not in it.
+its tokens waits until it is over. What a step takes beyond its passes is the gap, with the next ones launched behind the read of
+the last or ahead of it (``engine/ahead.py``). Steps of plain decoding and of greedy chains are timed; all of a draft is accepted.
+The defaults are the floors of Qwen3-8B and of a published drafter (``gpu_ready.py``). Launches of a driver, copies from pinned
+memory and what a device does between two passes are not in it.
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -24,7 +26,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_ready import models, target_seconds
+from benchmarks.gpu_ready import DRAFTERS, draft_seconds, models, target_seconds
 from volley import Engine, SamplingParams
 from volley.decode import late
 from volley.engine import capacity
@@ -33,19 +35,25 @@ from volley.memory.device import Device
 from volley.memory.kernels import launching
 from volley.models.targets.target import Target
 
+CHAIN = 5
+"""Tokens of a draft, so that those of 32 requests fit into a pass through graphs."""
+
 
 class Clock:
-    """A device that only takes time: each pass begins when it is launched and the one before is over."""
+    """A device that only takes time: each pass begins when it is launched and the one before is over.
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.free = seconds, 0.0
+    Passes take ``seconds`` in turn: those of a step, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.free = itertools.repeat(0.0), 0.0
 
     def capture(self, run: Callable[[], object], device: torch.device) -> Callable[[], None]:
         """In place of ``launching.capture``."""
         return self.launch
 
     def launch(self) -> None:
-        self.free = max(self.free, time.perf_counter()) + self.seconds
+        self.free = max(self.free, time.perf_counter()) + next(self.seconds)
 
     def download(self, values: Tensor) -> Any:
         """In place of ``Download``: the values are there when what was launched so far is over."""
@@ -63,21 +71,27 @@ class _Coming:
         return values
 
 
-def step_times(requests: int, seconds: float, steps: int, params: SamplingParams, *, is_ahead: bool) -> list[float]:
-    """Seconds of each of some steps in which all requests decode."""
-    clock = Clock(0.0)
+def step_times(
+    requests: int, seconds: Sequence[float], steps: int, params: SamplingParams, *, block: int, is_ahead: bool
+) -> list[float]:
+    """Seconds of each of some steps in which all requests decode, with passes of ``seconds``."""
+    clock = Clock()
     with (
         mock.patch.object(capacity, "find_device", return_value=Device("cuda")),
         mock.patch.object(launching, "capture", clock.capture),
         mock.patch.object(late, "Download", clock.download),
     ):
-        engine = Engine(Target(models(2, 1)[0]), num_pages=8192, max_batch_tokens=4096)
+        model, drafter = models(2, 1)
+        pages = {"num_pages": 8192, "max_batch_tokens": 4096}
+        engine = Engine(Target(model), drafter if block > 1 else None, policy=f"fixed:{block}", **pages)
         engine.ahead.is_used = is_ahead
+        if engine.proposer is not None:
+            engine.proposer.drafts_late = True  # as on a GPU
         for number in range(requests):
             engine.add_request([(number + i) % 64 for i in range(200)], params)
         while not all(own.num_output > 3 for own in engine.scheduler.running) or engine.scheduler.waiting:
             engine.step()
-        clock.seconds, found = seconds, []
+        clock.seconds, found = itertools.cycle(seconds), []
         for _ in range(steps + 3):
             started = time.perf_counter()
             engine.step()
@@ -85,30 +99,38 @@ def step_times(requests: int, seconds: float, steps: int, params: SamplingParams
         return found[3:]
 
 
-def gaps(requests: Sequence[int], seconds: float, steps: int) -> Iterator[dict[str, Any]]:
-    """Medians in microseconds beyond the pass."""
-    for temperature in (0.0, 1.0):
-        for count in requests:
-            row: dict[str, Any] = {"requests": count, "temperature": temperature}
-            for name, is_ahead in (("behind", False), ("ahead", True)):
-                params = SamplingParams(max_tokens=steps + 40, ignore_eos=True, temperature=temperature)
-                found = step_times(count, seconds, steps, params, is_ahead=is_ahead)
-                row[name] = 1e6 * (median(found) - seconds)
-            yield row
+def gaps(requests: Sequence[int], plain: float, draft: float, steps: int) -> Iterator[dict[str, Any]]:
+    """Medians in microseconds beyond the passes."""
+    kinds = [("plain, T = 0", 0.0, 1), ("plain, T = 1", 1.0, 1), (f"chains of {CHAIN}, T = 0", 0.0, 1 + CHAIN)]
+    for (kind, temperature, block), count in itertools.product(kinds, requests):
+        row: dict[str, Any] = {"kind": kind, "requests": count}
+        seconds = [plain] if block == 1 else [draft, plain]
+        for name, is_ahead in (("behind", False), ("ahead", True)):
+            params = SamplingParams(max_tokens=(steps + 40) * block, ignore_eos=True, temperature=temperature)
+            found = step_times(count, seconds, steps, params, block=block, is_ahead=is_ahead)
+            row[name] = 1e6 * (median(found) - sum(seconds))
+        yield row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--ms", type=float, default=1e3 * target_seconds(1, 1024), help="milliseconds of a pass")
+    parser.add_argument(
+        "--ms", type=float, default=1e3 * target_seconds(1, 1024), help="milliseconds of the target's pass"
+    )
+    layers, size, head_rows = next(iter(DRAFTERS.values()))  # the published one
+    published = 1e3 * draft_seconds(layers, size, 1024, head_rows)
+    parser.add_argument("--draft-ms", type=float, default=published, help="of a draft and its drafter's K/V")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path, help="where the figures go as JSON")
     options = parser.parse_args()
     table = []
-    print(f"A pass takes {options.ms:.2f} ms. Microseconds of a step beyond it:\n")
-    print("| requests | temperature | launched behind the read | ahead of it |\n|---|---|---|---|")
-    for row in gaps(options.requests, options.ms / 1e3, options.steps):
-        print("| {requests} | {temperature:g} | {behind:.0f} | {ahead:.0f} |".format(**row), flush=True)
+    print(
+        f"The target's pass takes {options.ms:.2f} ms, a draft {options.draft_ms:.2f}. Microseconds of a step beyond them:\n"
+    )
+    print("| step | requests | launched behind the read | ahead of it |\n|---|---|---|---|")
+    for row in gaps(options.requests, options.ms / 1e3, options.draft_ms / 1e3, options.steps):
+        print("| {kind} | {requests} | {behind:.0f} | {ahead:.0f} |".format(**row), flush=True)
         table.append(row)
     if options.json is not None:
         write_atomically(options.json, json.dumps(table, indent=1) + "\n")

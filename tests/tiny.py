@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from volley import Engine, GenerationResult, SamplingParams
+from volley.memory.batch import RaggedBatch
+from volley.memory.graphs import static_passes
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
@@ -164,3 +166,40 @@ def block_proposer(engine: Engine) -> BlockProposer:
 def teach(engine: Engine, answers: Answers) -> None:
     """A random drafter is never right, so without this no test would see a long acceptance."""
     engine.proposer = Taught(block_proposer(engine), answers)
+
+
+class Placed(BlockProposer):
+    """Lets the drafter run as it is, then makes it know what stands at some positions, whatever is before them.
+
+    It looks at the positions that the pass itself has, so they are right in fixed memory too.
+    """
+
+    def __init__(self, inner: BlockProposer, tokens: Mapping[int, int], page_size: int) -> None:
+        super().__init__(inner.model, inner.config)
+        assert inner.passes is not None, "the engine has a page that no request has"
+        self.known = torch.zeros(max(tokens) + 1, inner.model.drafter.config.vocab_size)
+        for position, token in tokens.items():
+            self.known[position, token] = 100.0
+        self.known = self.known.to(inner.model.device)
+        self.drafts_late = True
+        self.use_fixed_memory(page_size)
+
+    def use_fixed_memory(self, page_size: int) -> None:
+        model = self.model
+
+        def forward(batch: RaggedBatch, rows: Tensor) -> list[Tensor]:
+            states = model.block_states(batch, model.store)[rows]
+            places = batch.positions.index_select(0, rows).clamp(max=len(self.known) - 1)
+            return [model.logits(states) + self.known.index_select(0, places), states]
+
+        self.passes = static_passes(forward, model.store, page_size, model.device, self.block_size)
+
+
+def place(engine: Engine, texts: Sequence[Sequence[int]]) -> None:
+    """Of ``texts``, each a prompt and its answer, the drafter knows three tokens in turn."""
+    end = max(map(len, texts))
+    each = ((position, texts[position // 3 % len(texts)]) for position in range(end))
+    tokens = {position: text[position] for position, text in each if position < len(text)}
+    placed = Placed(block_proposer(engine), tokens, engine.capacity.page_size)
+    engine.proposer = engine.ahead.proposer = placed
+    engine.pacing.costs.drafts_late = True

@@ -233,17 +233,19 @@ def graphs(bench: Bench) -> dict[str, Any]:
 
 
 def ahead(bench: Bench) -> dict[str, Any]:
-    """Milliseconds of a plain pass, and of a step with the next pass launched behind the read of the last one or ahead of it."""
+    """Milliseconds of a step, launched behind the read of the last or ahead of it, and of its passes: plain and greedy chains."""
     from volley import Engine, SamplingParams
 
-    target, _ = bench.pair()
-    engine, table = Engine(target, num_pages=64 * max(bench.levels)), []
+    target, drafter = bench.pair()
+    engine, table = Engine(target, drafter, num_pages=128 * max(bench.levels), policy="fixed:1"), []
     steps = 4 if bench.dry else 100
-    params = SamplingParams(max_tokens=steps + 20, ignore_eos=True)
+    params = SamplingParams(max_tokens=(steps + 8) * BLOCK, ignore_eos=True)
     same = True
-    for level in bench.levels:
-        alone = 1e3 * engine.runner.seconds(level, level)
-        row, answers = {"requests": level, "pass": alone}, []
+    for level, size in [(level, size) for level in bench.levels for size in (1, BLOCK)]:
+        plain, verify, draft = bench.pass_times(engine, level)
+        alone = plain if size == 1 else verify + draft
+        engine.policy = f"fixed:{size}"
+        row, answers = {"requests": level, "block": size, "passes": alone}, []
         for name, is_ahead in (("behind", False), ("ahead", True)):
             engine.ahead.is_used = is_ahead
             engine.reset_prefix_cache()

@@ -231,7 +231,11 @@ class Late:
     """``[k]`` in double precision, or ``None`` where nobody asks for it."""
 
     def first(self, size: int) -> "Late":
-        return Late(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])
+        return self.part(0, size)
+
+    def part(self, start: int, size: int) -> "Late":
+        own = slice(start, start + size)
+        return Late(self.token_ids[own], None if self.confidence is None else self.confidence[own])
 
 
 @dataclass(slots=True)

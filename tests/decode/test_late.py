@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.made_up import decoding
-from volley.decode.late import Reading, draft_tokens, late_proposals, read_drafts
+from volley.decode.late import Reading, count_accepted, draft_tokens, late_proposals, read_drafts
+from volley.decode.verify import verify_choices
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.procedures.request import Request
 from volley.types import Proposal
@@ -58,3 +59,25 @@ def test_every_work_gets_its_part_of_tokens_and_distributions() -> None:
     assert first is not None
     assert second is not None
     assert torch.equal(torch.cat([first, second]), probs)
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.integers(0, 4), st.booleans()), min_size=1
+    ),
+    st.integers(0, 3),
+)
+def test_what_is_kept_is_counted_without_the_host(each: list[tuple[list[int], int, bool]], before: int) -> None:
+    """As the host counts it, of drafts of several lengths, some late and some read, one of them at least not empty."""
+    works, chosen, expected = list[Work[Request]](), [7] * before, list[tuple[int, int]]()
+    for choices, bits, is_late in [*each, ([0, 1], 1, True)]:
+        draft = [bits >> place & 1 for place in range(len(choices) - 1)]
+        work = Work[Request](decoding([1, 2]), replace(CHAIN, size=len(draft), positions=len(draft)))
+        work.proposal = late_proposals([work], torch.tensor(draft))[0] if is_late else Proposal(draft)
+        work.choices = len(chosen)
+        chosen += choices
+        works.append(work)
+        verdict = verify_choices(choices, draft)
+        expected.append((verdict.accepted, verdict.token_ids[-1]))
+    accepted, behind = count_accepted(works, torch.tensor(chosen))
+    assert list(zip(accepted.tolist(), behind.tolist(), strict=True)) == expected

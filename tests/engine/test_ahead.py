@@ -1,4 +1,4 @@
-"""Passes launched before the tokens of the last one are read: the same answers whatever happens, and who is served by them."""
+"""Passes launched before the tokens of the last are read: the same answers whatever happens, and who is served by them."""
 
 import functools
 from collections.abc import Iterator
@@ -6,14 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import byte_tokenizer
 from tests.costs import settle
-from tests.tiny import Pair, eager_model, make_pair, random_drafter, random_prompts, target_config
+from tests.tiny import (
+    Pair,
+    answers_and_drafts,
+    eager_model,
+    make_pair,
+    place,
+    random_drafter,
+    random_prompts,
+    target_config,
+)
 from volley import Engine, SamplingParams
-from volley.engine import capacity
+from volley.engine import ahead, capacity
 from volley.engine.engine import Engine as AnyEngine
 from volley.memory.device import Device
 from volley.models.targets.target import Target
@@ -46,7 +56,17 @@ def engine(*, drafts: bool = False, is_ahead: bool = True, **options: Any) -> En
     given = {"num_pages": 64, "page_size": 4, "max_batch_tokens": 100, "max_running": 8, **options}
     own = Engine(pair().target, pair().drafter if drafts else None, **given)
     own.ahead.is_used = is_ahead
+    if drafts:
+        place(own, texts())
     return own
+
+
+@functools.cache
+def texts() -> list[list[int]]:
+    """What drafters know something of."""
+    greedy = replace(LONG, max_tokens=40, ignore_eos=True)
+    results = engine(is_ahead=False).generate(PROMPTS[:4], greedy)
+    return [prompt + result.token_ids for prompt, result in zip(PROMPTS, results, strict=False)]
 
 
 def served(own: AnyEngine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -94,7 +114,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("step"), st.integers(1, 6)),
         st.tuples(st.just("abort"), st.integers(0, 9)),
         st.tuples(st.just("preempt"), st.integers(0, 9)),
-        st.tuples(st.just("policy"), st.sampled_from(["fixed:1", "fixed:1", "fixed:3", "goodput"])),
+        st.tuples(st.just("policy"), st.sampled_from(["fixed:1", "fixed", "fixed:3", "goodput", "feedback"])),
         st.tuples(st.just("forget"), st.none()),
         st.tuples(st.just("time"), st.none()),
     ),
@@ -110,10 +130,17 @@ ACTIONS = st.lists(
     drafts=st.booleans(),
     window=st.sampled_from([None, 5]),
     prefix_caching=st.booleans(),
+    policy=st.sampled_from(["fixed:1", "fixed", "fixed:3"]),
 )
 @settings(max_examples=100)
 def test_whatever_happens_every_answer_is_the_one_given_alone(
-    actions: list[tuple[str, Any]], num_pages: int, chunk: int, drafts: bool, window: int | None, prefix_caching: bool
+    actions: list[tuple[str, Any]],
+    num_pages: int,
+    chunk: int,
+    drafts: bool,
+    window: int | None,
+    prefix_caching: bool,
+    policy: str,
 ) -> None:
     own = engine(
         drafts=drafts,
@@ -123,7 +150,7 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(
         draft_window=window if drafts else None,
         prefix_caching=prefix_caching,
         verification="match",
-        policy="fixed:1",
+        policy=policy if drafts else "fixed:1",
     )
     requests: list[tuple[Request, int, int]] = []
 
@@ -253,13 +280,105 @@ def test_many_wait_and_the_running_go_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == ([False] * 2 + [True] * 4) * 2
 
 
-@pytest.mark.parametrize("policy", ["fixed:3", "goodput"])
-def test_a_policy_that_drafts_is_not_expected_to_decode_plainly(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = engine(drafts=True, policy=policy)
+@pytest.mark.parametrize(
+    "options", [{"policy": "goodput"}, {"policy": "feedback"}, {"draft_window": 5}, {"tree_nodes": 6}]
+)
+def test_drafts_that_change_and_those_of_other_kinds_are_read_first(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = engine(drafts=True, **{"policy": "fixed", **options})
     found = served(own, monkeypatch)
     results = list(own.generate(PROMPTS[:1], replace(LONG, max_tokens=12, ignore_eos=True)))
     assert max(results[0].stats.block_sizes) > 1
     assert not any(found)
+
+
+def test_drafts_of_sampled_requests_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = engine(drafts=True, policy="fixed")
+    found = served(own, monkeypatch)
+    list(own.generate(PROMPTS[:2], [replace(LONG, max_tokens=4, ignore_eos=True), replace(SEEDED, ignore_eos=True)]))
+    assert not any(found)
+
+
+def chains(count: int, *, is_ahead: bool, params: SamplingParams = LONG, **options: Any) -> Any:
+    """Tokens, what was accepted, and every draft, of requests that come one after the other."""
+    own = engine(drafts=True, is_ahead=is_ahead, **{"policy": "fixed", **options})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found = served(own, monkeypatch)
+        results, drafts = answers_and_drafts(own, PROMPTS[:count], params)
+    own.check_integrity()
+    return [(own.token_ids, own.stats.accepted_lengths, own.stats.preemptions) for own in results], drafts, found
+
+
+@pytest.mark.parametrize("policy", ["fixed", "fixed:3"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_every_cycle_of_greedy_chains_behind_the_first_is_served(policy: str, count: int) -> None:
+    """To their ends, where less is asked for than was launched; drafts are the same, too."""
+    params = replace(LONG, max_tokens=24, ignore_eos=True)
+    results, drafts, found = chains(count, is_ahead=True, policy=policy, params=params)
+    assert (results, drafts) == chains(count, is_ahead=False, policy=policy, params=params)[:2]
+    assert found == [False] * 2 + [True] * (len(found) - 2)
+    lengths = [length for _, own, _ in results for length in own]
+    assert min(lengths) < max(lengths)
+    assert max(lengths) >= 3
+    assert [own[0] for own in results] == [text[len(PROMPTS[i]) :][:24] for i, text in enumerate(texts()[:count])]
+
+
+@pytest.mark.parametrize("options", [{"num_pages": 20}, {"page_size": 1}, {"max_running": 2}], ids=str)
+def test_chains_where_pages_or_places_run_out(options: dict[str, Any]) -> None:
+    params = replace(LONG, max_tokens=24, ignore_eos=True)
+    results, _, found = chains(4, is_ahead=True, params=params, **options)
+    assert results == chains(4, is_ahead=False, params=params, **options)[0]
+    assert any(found)
+    assert (sum(own[2] for own in results) > 0) == ("max_running" not in options)
+
+
+def test_a_prompt_comes_after_the_cycle_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = engine(drafts=True, policy="fixed")
+    found = served(own, monkeypatch)
+    own.add_request(PROMPTS[0], replace(LONG, max_tokens=40, ignore_eos=True))
+    for _ in range(4):
+        own.step()
+    second = own.add_request(PROMPTS[1], replace(LONG, max_tokens=40, ignore_eos=True))
+    for _ in range(4):
+        own.step()
+    assert second.num_output > 1
+    assert found == [False, False, True, True, True, False, False, True]
+
+
+@pytest.mark.parametrize("wrong", ["accepted", "behind"])
+def test_chains_launched_with_a_wrong_guess_are_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: how much was accepted, or the token behind it, is not that of the step before."""
+    count = ahead.count_accepted
+
+    def miscount(works: Any, tokens: Any) -> Any:
+        accepted, behind = count(works, tokens)
+        return (accepted * 0, behind) if wrong == "accepted" else (accepted, behind * 0)
+
+    monkeypatch.setattr(ahead, "count_accepted", miscount)
+    results, *_ = chains(1, is_ahead=True, params=replace(LONG, max_tokens=24, ignore_eos=True))
+    assert results[0][0] != texts()[0][len(PROMPTS[0]) :][:24]
+
+
+def draft_context(*, is_ahead: bool, forgets: bool = False) -> list[torch.Tensor]:
+    """The drafter's K/V of all tokens known after a few cycles of several requests."""
+    own = engine(drafts=True, is_ahead=is_ahead, policy="fixed")
+    requests = [own.add_request(prompt, replace(LONG, max_tokens=40, ignore_eos=True)) for prompt in PROMPTS[:3]]
+    model = own.draft_model
+    assert model is not None
+    for step in range(6):
+        own.step()
+        if forgets and step == 2:
+            model.keep = lambda *_: None  # type: ignore[method-assign]
+    own.sequences.settle()
+    return [part for own in requests for part in model.store.extract(0, own.draft_table, 0, own.computed)]
+
+
+def test_the_context_of_drafts_is_the_same() -> None:
+    expected = draft_context(is_ahead=False)
+    torch.testing.assert_close(draft_context(is_ahead=True), expected)
+    with pytest.raises(AssertionError):  # planted
+        torch.testing.assert_close(draft_context(is_ahead=True, forgets=True), expected)
 
 
 def test_a_policy_that_has_ceased_to_draft_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,28 +1,35 @@
-"""A pretended GPU has its next plain pass before the host waits for the tokens of the last one; they are the CPU's."""
+"""A pretended GPU has its next passes before the host waits for the tokens of the last ones; they are the CPU's."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import EVENT, pretended_cuda
+from benchmarks.pretended_gpu import CUDA, EVENT, pretended_cuda
 from tests.gpu.test_engine import GREEDY, SEEDED, Both, both, pretended
-from tests.tiny import random_prompts
+from tests.tiny import block_proposer, greedy, place, random_prompts
 from volley import Engine, SamplingParams
+from volley.engine import capacity
+from volley.memory.batch import Segment
+from volley.memory.device import Device
+from volley.memory.kv_cache import BlockTable
 
 __all__ = ["both"]
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 SAMPLED = replace(LONG, temperature=1.0)
 
 
-def watched(both: Both, count: int, params: SamplingParams, *, is_ahead: bool = True) -> tuple[list[int], list[int]]:
+def watched(
+    both: Both, count: int, params: SamplingParams, *, drafts: bool = False, is_ahead: bool = True
+) -> tuple[list[int], list[int]]:
     """Launches that the device has left: when the host has the tokens of a step, and when it commits them."""
     with pretended_cuda() as counts:
-        engine = Engine(both.target, num_pages=64)
+        engine = Engine(both.target, both.drafter if drafts else None, num_pages=64, policy="fixed")
         if not is_ahead:
             engine.procedure.meanwhile = None  # the order before: a pass is launched when the last one has been read
         for prompt in random_prompts(count, longest=20, seed=1):
@@ -37,7 +44,7 @@ def watched(both: Both, count: int, params: SamplingParams, *, is_ahead: bool = 
             engine.step()
         assert counts.waits.total() == 4, "one a step"
         assert {kind for kind, _ in counts.waits} == {EVENT}
-        assert counts.operations["a graph"] == 4
+        assert counts.operations["a graph"] == (8 if drafts else 4)
         return counts.left, committing
 
 
@@ -47,6 +54,13 @@ def test_the_device_has_its_next_pass_when_the_host_has_its_tokens(
     both: Both, count: int, params: SamplingParams
 ) -> None:
     left, committing = watched(both, count, params)
+    assert len(left) == 4
+    assert min(left + committing) > 0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_so_it_has_its_next_cycle_of_greedy_chains(both: Both, count: int) -> None:
+    left, committing = watched(both, count, LONG, drafts=True)
     assert len(left) == 4
     assert min(left + committing) > 0
 
@@ -74,6 +88,67 @@ def test_tokens_are_the_cpus(both: Both, options: dict[str, Any]) -> None:
     with pretended() as counts:
         assert found(both.target, each, **options) == expected
     assert counts.replayed["_attention_kernel"] > 0
+
+
+LENGTHS = (14, 5)
+STOPPED = 6
+
+
+def chains(target: Any, drafter: Any, texts: list[list[int]], **options: Any) -> Any:
+    """Tokens and acceptance of requests that end by length and unforeseen, and how many cycles had been launched before."""
+    engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
+    place(engine, texts)
+    serve, served = engine.ahead.serve, list[bool]()
+    engine.ahead.serve = lambda step: served.append(serve(step)) or served[-1]  # type: ignore[method-assign]
+    prompts = random_prompts(3, longest=20, seed=1)
+    each = [SamplingParams(max_tokens=size, ignore_eos=True) for size in LENGTHS]
+    each.append(replace(each[0], stop_token_ids=(texts[2][len(prompts[2]) + STOPPED],)))
+    results = list(engine.generate(prompts, each))
+    engine.check_integrity()
+    return [(own.token_ids, own.stats.accepted_lengths, own.stats.preemptions) for own in results], sum(served)
+
+
+@pytest.mark.parametrize("options", [{"max_running": 2}, {"num_pages": 10, "page_size": 4}], ids=str)
+def test_chains_are_the_cpus(both: Both, options: dict[str, Any]) -> None:
+    texts = [prompt + greedy(both.here.hf, prompt, max(LENGTHS)) for prompt in random_prompts(3, longest=20, seed=1)]
+    with mock.patch.object(capacity, "find_device", return_value=Device("cuda")):  # fixed memory, as on a GPU
+        expected, _ = chains(both.here.target, both.here.drafter, texts, **options)
+    with pretended() as counts:
+        found, served = chains(both.target, both.drafter, texts, **options)
+    assert found == expected
+    assert [own[0] for own in found[:2]] == [
+        text[-max(LENGTHS) :][:size] for text, size in zip(texts, LENGTHS, strict=False)
+    ]
+    assert max(length for _, lengths, _ in found for length in lengths) >= 3
+    assert (sum(own[2] for own in found) > 0) == ("num_pages" in options)
+    assert served >= 4
+    assert counts.replayed["_attention_kernel"] > 0
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_a_pass_that_is_moved_is_the_pass_at_that_place(both: Both, window: int | None) -> None:
+    """The same bits, of the target and of drafts with and without a window, on pages in any order."""
+    with pretended():
+        engine = Engine(both.target, both.drafter, num_pages=64, page_size=4, draft_window=window)
+        passes, drafting = engine.runner.passes, block_proposer(engine).passes
+        assert passes is not None
+        assert drafting is not None
+        tables = [BlockTable(4, [7, 3, 9, 5, 2, 8, 14, 10]), BlockTable(4, [4, 12, 13, 11, 15, 16, 17, 1])]
+        starts, moved, length = [13, 6], torch.tensor([3, 5], device=CUDA), 5
+        tokens = torch.arange(10, 20, device=CUDA)
+        for own, causal in ((passes, True), (drafting, False)):
+            runs = []
+            for by in (None, moved):
+                before = [Segment(table, 0, 24, causal) for table in tables]
+                own(before, list(range(48)), [0])
+                places = starts if by is not None else [16, 11]
+                segments = [Segment(table, start, length, causal) for table, start in zip(tables, places, strict=True)]
+                found = own(segments, [0] * 10, range(10), {0: tokens}, by)
+                assert found is not None
+                batch, (logits, *_) = found
+                runs.append((batch.positions.tolist(), logits[:10].clone()))
+            assert runs[0][0] == runs[1][0]
+            assert torch.equal(runs[0][1], runs[1][1])
 
 
 def test_tokens_that_are_read_before_they_came_are_seen(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,4 +39,4 @@ def test_an_attention_target_has_none() -> None:
     metrics = Metrics(1, {})
     metrics.state(engine)
     assert set(values(metrics).values()) == {0}
-    assert list(memory(engine)) == ["kv_mib"]
+    assert list(memory(engine)) == ["target_mib", "kv_mib"]

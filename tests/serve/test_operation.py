@@ -12,6 +12,7 @@ from tests.conftest import TinyPair
 from tests.models.drafters.test_adapter import make_adapter
 from tests.serve.running import MODEL, Running, Tiny, running
 from volley.engine import capacity
+from volley.engine.start import graph_bytes
 from volley.errors import ConfigError
 from volley.memory.device import Device
 from volley.serve.config import ServeConfig
@@ -141,3 +142,8 @@ def test_graphs_are_captured_before_a_server_listens(tiny: Tiny, monkeypatch: py
     assert engine.runner.passes is not None
     assert service.memory["cuda_graphs"] == engine.runner.passes.num_graphs == 2, "of one request and of two"
     assert service.memory["cuda_graphs_seconds"] >= 0
+    assert {"target_mib", "kv_mib", "graphs_mib"} <= service.memory.keys()
+    graphs = service.metrics.memory.labels("graphs")
+    graphs.set(0)
+    service.metrics.state(engine)
+    assert graphs._value.get() == graph_bytes(engine) > 0

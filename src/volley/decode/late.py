@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from volley.decode.work import Work
-from volley.memory.upload import Download, upload_indices
+from volley.memory.upload import Download, upload_indices, upload_together
 from volley.types import Late, Proposal
 
 
@@ -88,6 +88,24 @@ def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:
             parts.append(uploaded[start : start + len(proposal.token_ids)])
             start += len(proposal.token_ids)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def count_accepted(works: Sequence[Work[Any]], chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens of each draft are kept, and the token behind them: ``[n]`` each, where only the device knows.
+
+    :func:`volley.decode.verify.verify_choices` for chains, some of which have a token; ``chosen`` are all tokens that the host
+    will read, those of each work from its ``choices`` on.
+    """
+    sizes = np.array([len(work.proposal.token_ids) for work in works])[:, None]
+    firsts = np.array([work.choices for work in works], dtype=np.int64)[:, None]
+    place, ends = np.arange(sizes.max() + 1), sizes.cumsum()[:, None]
+    of_drafts = np.minimum(ends - sizes + place[:-1], ends[-1] - 1)
+    given = [firsts + np.minimum(place, sizes), of_drafts, (place[:-1] < sizes).astype(np.int64)]
+    of_chosen, of_drafts, exists = upload_together(given, chosen.device)
+    own = chosen.index_select(0, of_chosen.flatten()).view(of_chosen.shape)
+    drafts = draft_tokens(works, chosen.device).index_select(0, of_drafts.flatten()).view(of_drafts.shape)
+    accepted = ((own[:, :-1] == drafts) * exists).cumprod(dim=1).sum(dim=1)
+    return accepted, own.gather(1, accepted[:, None])[:, 0]
 
 
 def read_drafts(works: Iterable[Work[Any]]) -> None:

@@ -114,7 +114,7 @@ class Engine:
         self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
         policy, can_rest = self._make_policy(self.config, costs), self.sequences.can_rest
         self.pacing = Pacing(policy, costs, can_grow_trees=self._can_grow_trees, can_rest=can_rest)
-        self.ahead = Ahead(self.scheduler, self.runner, self.pacing, self.target.device)
+        self.ahead = Ahead(self.scheduler, self.runner, self.pacing, proposer, self.draft_model)
 
     def _make_states(self) -> DraftModel | None:
         """Make pages and K/V for the target and the drafter, the scheduler and the runner; returns the drafter at work."""
@@ -179,13 +179,14 @@ class Engine:
         if not step.works:
             return []
         self.sequences.prepare(step)  # the drafter's K/V that were put off, if anything drafts
-        if self.pacing.gives_way(step):  # a prompt came meanwhile, and is read first
-            return []
-        propose(step, self.proposer)  # drafts: from the drafter, or from the text
-        if self.pacing.gives_way(step):
-            return []
+        if not (is_launched := self.ahead.serve(step)):  # drafts and the target's pass, launched within the last step
+            if self.pacing.gives_way(step):  # a prompt came meanwhile, and is read first
+                return []
+            propose(step, self.proposer)  # drafts: from the drafter, or from the text
+            if self.pacing.gives_way(step):
+                return []
         self.pacing.trim(step)  # how much of each is worth verifying
-        if not self.ahead.serve(step):  # it was launched within the last step
+        if not is_launched:
             self.runner.forward(step)  # one target pass: logits
         self.overlap.run()  # texts of the step before, while a GPU works
         accept(step)  # verdicts: tokens that come out, K/V that stay; the next pass is launched ahead of reading them

@@ -1,9 +1,8 @@
 """What the host does while a GPU works on a step: the texts of the tokens of the step before, and what others add to that.
 
-A step ends when its verdicts are read, and the next one cannot be launched before unless it decodes plainly (``ahead.py``):
-positions, slots and drafts follow from how much was accepted. Texts do not, nor does telling a client of them. On a GPU they wait
-until the target's pass of the next step is launched. A CPU would only do them later, so there texts are made at once and nothing
-waits.
+A step ends when its verdicts are read, and most kinds of steps are launched only then (the others: ``ahead.py``): positions,
+slots and drafts follow from how much was accepted. Texts do not, nor does telling a client of them. On a GPU they wait until the
+target's pass of the next step is launched. A CPU would only do them later, so there texts are made at once and nothing waits.
 """
 
 from collections.abc import Callable

@@ -35,15 +35,15 @@ class Pass(NamedTuple):
         step.batch, step.logits, features = self
         step.features = features if step.awake else None
 
-    def only(self, rows: Sequence[int]) -> "Pass":
-        """The outputs of some of its segments, all of which have one token and its logits."""
-        batch, indices = self.batch, upload_indices(rows, self.logits.device)
-        segments, features = [batch.segments[row] for row in rows], self.features
-        return Pass(
-            RaggedBatch(segments, *(own.index_select(0, indices) for own in (batch.token_ids, batch.positions))),
-            self.logits.index_select(0, indices),
-            None if features is None else features.index_select(0, indices),
-        )
+    def only(self, rows: Sequence[int], segments: list[Segment]) -> "Pass":
+        """The outputs of some of its ``rows``, all of which have logits, as those of ``segments``."""
+        batch, features = self.batch, self.features
+        given = [batch.token_ids, batch.positions, self.logits, *([] if features is None else [features])]
+        if list(rows) != list(range(len(batch))):
+            indices = upload_indices(rows, self.logits.device)
+            given = [own.index_select(0, indices) for own in given]
+        token_ids, positions, logits, *kept = given
+        return Pass(RaggedBatch(segments, token_ids, positions), logits, kept[0] if kept else None)
 
 
 class Runner:
@@ -114,13 +114,18 @@ class Runner:
                 step.features = taps.take()[0]
 
     def replay(
-        self, segments: list[Segment], tokens: list[int], rows: Sequence[int], late: Mapping[int, Tensor]
+        self,
+        segments: list[Segment],
+        tokens: list[int],
+        rows: Sequence[int],
+        late: Mapping[int, Tensor],
+        moved: Tensor | None = None,
     ) -> Pass | None:
-        """A small pass in fixed memory, with the arguments of :meth:`RaggedBatch.on_device`; ``None`` if that cannot be.
+        """A small pass in fixed memory, with the arguments of :class:`StaticPasses`; ``None`` if that cannot be.
 
         Its logits are valid until the next pass.
         """
-        found = None if self.passes is None else self.passes(segments, tokens, rows, late)
+        found = None if self.passes is None else self.passes(segments, tokens, rows, late, moved)
         if found is None:
             return None
         batch, (logits, *features) = found

@@ -54,7 +54,8 @@ class Scheduler:
     ) -> Step:
         """The next step; it has no works only if there is nothing to do.
 
-        ``is_launched`` tells whether the device is at just these works already. Prompts are read after them, then.
+        ``is_launched`` tells whether the device is at just these works already, before they have pages. Prompts are read after
+        them, then.
         """
         started = time.perf_counter()
         works: list[Work[Request]] = []
@@ -64,7 +65,8 @@ class Scheduler:
             (decoding if request.is_decoding else unread).append(request)
         commits = [work for request in unread if (work := _read(request, most)).kind is Kind.COMMIT]
         decided = pacing.decide(decoding, under_way)
-        may_sit_out = self._are_prompts_due(self._clock())
+        is_under_way = is_launched([*decided, *commits])
+        may_sit_out = self._are_prompts_due(self._clock()) and not is_under_way
         drafting = [work for work in decided if may_sit_out and _drafts(work)]
         others = [work for work in decided if not (may_sit_out and _drafts(work))]
         for work in self._in_turn([*others, *commits]):
@@ -72,7 +74,7 @@ class Scheduler:
         self._share_out(works)
         committing = {work.request for work in commits}
         unread = [request for request in unread if request not in committing]
-        reads = not is_launched(works) and self._read_prompts(pacing, works, unread, under_way)
+        reads = not is_under_way and self._read_prompts(pacing, works, unread, under_way)
         self._drafts_sat_out = reads and bool(drafting)
         if drafting and not self._drafts_sat_out:
             for work in drafting:

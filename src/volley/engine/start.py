@@ -44,9 +44,14 @@ def memory_of(engine: "Engine") -> dict[str, int]:
     held, model = {"target": weight_bytes(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
     if model is not None:
         held |= {"drafter": weight_bytes(model.drafter), "draft_kv": model.store.nbytes}
-    if graphs := _static(engine):
-        held["graphs"] = sum(passes.nbytes for passes in graphs)
+    if size := graph_bytes(engine):
+        held["graphs"] = size
     return held
+
+
+def graph_bytes(engine: "Engine") -> int:
+    """Bytes of the CUDA graphs captured so far, and of their fixed memory."""
+    return sum(passes.nbytes for passes in _static(engine))
 
 
 def describe_memory(engine: "Engine") -> str:

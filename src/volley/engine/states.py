@@ -195,7 +195,7 @@ class DraftContext(SequenceState):
 
     def keep(self, step: Step) -> None:
         works = step.awake
-        if not works:
+        if not works or step.has_draft_kv:
             return
         runs = [self._open.get(work.request) or self._begin_run(work.request) for work in works]
         counts = [work.num_kept for work in works]

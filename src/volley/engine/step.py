@@ -49,6 +49,8 @@ class Step:
     """Seconds before drafting that were spent on K/V of earlier steps' tokens."""
     drafting: float = 0.0
     """Seconds that drafting took, without ``settling``."""
+    has_draft_kv: bool = False
+    """Whether the drafter's K/V of its tokens have been made within the step."""
     is_late: bool = False
     """Whether drafts went to the target unread. Then the host does not know when drafting ended: the device was still at work."""
     cycles: list[Cycle] = field(default_factory=list)

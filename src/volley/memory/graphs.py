@@ -10,7 +10,7 @@ of requests has the same number of rows in every pass, however few tokens each v
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -23,7 +23,7 @@ from volley.memory.kernels import launching
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore
 from volley.memory.tiles import PART, TiledBatch, Tiling, most_parts, segment_arrays, tile_array
-from volley.memory.upload import refill
+from volley.memory.upload import refill, upload_together
 
 MOST_ROWS = 256
 """Most rows of a pass. With more, computing takes a GPU longer than reading the weights, and launches hardly matter."""
@@ -133,18 +133,24 @@ class StaticPasses:
         token_ids: Sequence[int],
         rows: Sequence[int],
         late: Mapping[int, Tensor] | None = None,
+        moved: Tensor | None = None,
     ) -> tuple[RaggedBatch, list[Tensor]] | None:
         """The batch and the outputs of a pass; ``None`` if it is too large.
 
         It takes the arguments of :meth:`RaggedBatch.on_device`. Outputs have all rows of the bucket, real ones first. They are
-        valid until the next pass.
+        valid until the next pass. If only the device knows where the segments begin, these are chains of one length, and each
+        begins ``moved [n]`` tokens further on than it says: at most its length, and within its table's pages.
         """
+        if moved is not None and self.device.type == "cpu":  # where attention reads the segments
+            segments = [replace(own, start=own.start + by) for own, by in zip(segments, moved.tolist(), strict=True)]
+            moved = None
         bucket = Bucket.of([segment.length for segment in segments], self._least)
         if bucket is None:
             return None
         static = _Input.of(self._buffer, bucket, self.tilings)
         self._batch = self._filled_up(segments, static)
-        host, parts = self._described(bucket, static, token_ids, rows, late or {})
+        margin = 0 if moved is None else segments[0].length
+        host, parts = self._described(bucket, static, token_ids, rows, late or {}, margin)
         if len(host) > len(self._buffer):
             return None
         refill(self._buffer, host)
@@ -152,9 +158,24 @@ class StaticPasses:
             each = list(late.values())
             runs = each[0] if len(each) == 1 else torch.cat(each)
             static.sources[bucket.rows : bucket.rows + len(runs)].copy_(runs)
+        if moved is not None:
+            self._move(static, segments, moved)
         self._replay(bucket._replace(parts=parts), static)
         batch = RaggedBatch(list(segments), static.sources[: len(token_ids)], static.positions[: len(token_ids)])
         return batch, [output[: bucket.rows] for output in self._outputs]
+
+    def _move(self, static: _Input, segments: Sequence[Segment], moved: Tensor) -> None:
+        """Let the segments of the buffer begin further on. Windows are exact in the kernel, so lower bounds of keys may stay."""
+        count, length = len(segments), segments[0].length
+        reachable = np.stack([own.table.slot_array(own.start, own.start + 2 * length) for own in segments])
+        slots, inside = upload_together([reachable, np.arange(length)], self.device)
+        by = moved[:, None]
+        static.slots[: count * length].view(count, length).copy_(slots.gather(1, by + inside))
+        static.positions[: count * length].view(count, length).add_(by)
+        static.segments[:count, 1].add_(moved)
+        for tiles, tiling in zip(static.tiles, self.tilings, strict=True):
+            each = -(-length // tiling.tokens)
+            tiles[: count * each].view(count, each, 4)[:, :, 3].add_(by)
 
     def made_up(self, lengths: Sequence[int], context: int, *, causal: bool) -> Callable[[], Tensor] | None:
         """A pass over made-up text that returns its first output; ``None`` if it is too large.
@@ -202,9 +223,15 @@ class StaticPasses:
         return RaggedBatch([*segments, *more], static.sources[: len(static.positions)], static.positions)
 
     def _described(
-        self, bucket: Bucket, static: _Input, token_ids: Sequence[int], rows: Sequence[int], late: Mapping[int, Tensor]
+        self,
+        bucket: Bucket,
+        static: _Input,
+        token_ids: Sequence[int],
+        rows: Sequence[int],
+        late: Mapping[int, Tensor],
+        margin: int,
     ) -> tuple[Tensor, int]:
-        """The contents of the buffer for the batch, and the number of parts of keys."""
+        """The contents of the buffer for the batch, and the number of parts that hold its keys and ``margin`` more."""
         segments, parts = self._batch.segments, 1
         described, cells = segment_arrays(self._batch) if self.tilings else (None, np.zeros(0, dtype=np.int32))
         buffer = torch.zeros(len(self._buffer) - len(static.cells) + len(cells), dtype=torch.int32)
@@ -222,7 +249,7 @@ class StaticPasses:
             tiles[:, 0] = bucket.segments + 1  # a segment without tokens
             _put(tiles, own)
             if launching.leaves_idle(len(tiles) * tiling.kv_heads, self.device):
-                parts = max(parts, most_parts(own))
+                parts = max(parts, most_parts(own + np.array([0, 0, 0, margin])))
         return buffer, 1 << (parts - 1).bit_length()
 
     def _replay(self, bucket: Bucket, static: _Input) -> None:

@@ -78,6 +78,8 @@ class Policy(ABC):
     """Whether it uses :attr:`costs`, which are then learnt from every step."""
     uses_prefill = False
     """Whether it needs :meth:`prefilled`."""
+    is_steady = False
+    """Whether it asks the same of every cycle."""
     block_size = 0
     """The largest block it asks for, anchor included. Before :meth:`attach`, 0 stands for the drafter's own."""
     costs: Costs | None = None

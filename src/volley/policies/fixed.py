@@ -10,6 +10,8 @@ from volley.policies.base import Cycle, Policy, View
 class Fixed(Policy):
     """The same block for everyone; 1 is plain decoding."""
 
+    is_steady = True
+
     def __init__(self, block_size: int = 0) -> None:
         """``block_size`` 0 is the drafter's own."""
         self.block_size = block_size

@@ -4,9 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from volley.config import DecodingConfig
 from volley.decode.work import Work
+from volley.memory.batch import Segment
 from volley.memory.graphs import StaticPasses
+from volley.types import Late
 
 Works = Sequence[Work[Any]]
 
@@ -31,6 +35,15 @@ class Proposer(ABC):
         with ``draft_probs``, the distributions that its tokens were drawn from, is verified with these; without them its tokens
         are compared with those that the target draws. ``with_confidence`` asks for ``Proposal.confidence``.
         """
+
+    def propose_unread(
+        self, segments: Sequence[Segment], anchors: Tensor, moved: Tensor, *, with_confidence: bool
+    ) -> Late | None:
+        """Greedy chains ``[n · k]`` behind ``anchors [n]`` that only the device knows; ``None`` if they cannot be made so.
+
+        ``segments``, all of 1 + k tokens, are where they will be verified, ``moved [n]`` tokens further on than they say.
+        """
+        return None
 
     def see(self, token_ids: Sequence[int]) -> None:
         """Tokens of a prompt that it will draft for."""

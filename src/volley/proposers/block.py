@@ -39,7 +39,7 @@ from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.heads import BoundHead
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
-from volley.types import Proposal
+from volley.types import Late, Proposal
 
 
 class BlockProposer(Proposer):
@@ -192,6 +192,23 @@ class BlockProposer(Proposer):
         rows = self.model.draft_rows(segments)
         found = self.passes(segments, token_ids.tolist(), rows)
         return None if found is None else (found[1][0][: len(rows)], found[1][1][: len(rows)])
+
+    def propose_unread(
+        self, segments: Sequence[Segment], anchors: Tensor, moved: Tensor, *, with_confidence: bool
+    ) -> Late | None:
+        config = self.model.drafter.config
+        if self.passes is None or not self.drafts_late or self.config.denoising_steps > 1:
+            return None
+        length = segments[0].length - config.sample_from_anchor
+        blocks = [Segment(own.table, own.start, length, causal=False) for own in segments]
+        masks = torch.full((len(blocks), length - 1), config.mask_token_id, device=anchors.device)
+        token_ids = torch.cat([anchors[:, None], masks], dim=1).flatten()
+        rows = self.model.draft_rows(blocks)
+        found = self.passes(blocks, [0] * len(token_ids), rows, {0: token_ids}, moved)
+        if found is None:
+            return None
+        logits = found[1][0][: len(rows)]
+        return Late(likeliest(logits), confidences(logits) if with_confidence else None)
 
     def _denoise(self, works: Works, blocks: list[Tensor]) -> Tensor:
         """Draft in several denoising steps; returns the logits ``[Σ k, V]`` of the first step."""

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.metrics_core import Metric
 
 from volley.engine.engine import Engine
+from volley.engine.start import graph_bytes
 from volley.procedures.request import Request
 from volley.types import Proposal, Verdict
 
@@ -138,6 +139,8 @@ class Metrics:
         self.waiting.set(now.waiting)
         self.pages_used.set(now.pages_used)
         self.usage.set(now.pages_used / now.num_pages)
+        if size := graph_bytes(engine):  # one may have been captured
+            self.memory.labels("graphs").set(size)
         if engine.recurrent is not None:
             self.states.set(engine.recurrent.store.num_slots)
             self.states_used.set(engine.recurrent.num_held)

@@ -37,8 +37,8 @@ log = logging.getLogger("volley.serve")
 
 
 def memory(engine: Engine) -> dict[str, float]:
-    """MiB of what the engine keeps of its requests: the target's K/V, and the recurrent states of a hybrid target."""
-    sizes = {"kv_mib": engine.runner.store.nbytes}
+    """MiB of weights, pools and graphs by part, and of the recurrent states of a hybrid target."""
+    sizes = {f"{part}_mib": size for part, size in memory_of(engine).items()}
     if engine.recurrent is not None:
         sizes["recurrent_states_mib"] = engine.recurrent.store.nbytes
         sizes["recurrent_state_mib"] = engine.recurrent.store.bytes_per_state
