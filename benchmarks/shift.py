@@ -64,6 +64,8 @@ LEAST_LOSS = 0.05
 """Of τ: what is less is no shift."""
 PART = 10
 """Batches that a part of a steady run has."""
+LATE, PAUSE = 24, 0.12
+"""Requests of which latency is measured, over and over, and the seconds of a pause before each."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -356,7 +358,7 @@ class Servers:
     def turn(self, name: str) -> None:
         """Let training go on, or not, and pause."""
         os.kill(self.child, signal.SIGCONT if name == "training" else signal.SIGSTOP)
-        time.sleep(0.25)
+        time.sleep(PAUSE)
 
     def ask(self, name: str, bodies: Sequence[dict[str, Any]]) -> tuple[int, float]:
         """All at once; tokens, and seconds until the last has come."""
@@ -369,12 +371,15 @@ class Servers:
 
 def latency(arguments: argparse.Namespace) -> None:
     """Latency of one request after another while training goes on in the pauses, and without training: twice, so that the second
-    shows what equal servers differ by."""
+    shows what equal servers differ by.
+
+    Ratios are of latencies by what the same request usually takes without training: a long request is no late one.
+    """
     names, found = ("training", "plain", "control"), list[list[float]]()
     source = prompts(arguments.data, arguments.workload, 3)
-    bodies = [{"messages": next(source), "max_tokens": 48, "temperature": 0} for _ in range(64)]
+    bodies = [{"messages": next(source), "max_tokens": 48, "temperature": 0} for _ in range(LATE)]
     with Servers(arguments, arguments.out / "latency", names) as servers:
-        servers.begin(bodies[:24])
+        servers.begin(bodies)
         before, end = _cpu_seconds(servers.child), time.monotonic() + len(names) * arguments.seconds
         while time.monotonic() < end:
             turns, seconds = len(found) % len(names), {}
@@ -384,11 +389,16 @@ def latency(arguments: argparse.Namespace) -> None:
             found.append([seconds[name] for name in names])
         trained = round(_cpu_seconds(servers.child) - before, 1)
     figures: dict[str, Any] = {"requests": len(found), "cpu_seconds_trained": trained}
-    for share in (50, 99):
+    usual = [
+        statistics.median(value for row in found[body::LATE] for value in row[1:])
+        for body in range(min(LATE, len(found)))
+    ]
+    late = [[value / usual[index % LATE] for value in row] for index, row in enumerate(found)]
+    for share in (50, 95, 99):
         at = {name: _percentile([row[place] for row in found], share) for place, name in enumerate(names)}
         figures[f"p{share}_ms"] = {name: round(1000 * value, 2) for name, value in at.items()}
         for place, name in ((0, "training"), (2, "control")):
-            ratio = bootstrap(found, partial(_ratio_at, place=place, share=share))
+            ratio = bootstrap(late, partial(_ratio_at, place=place, share=share))
             figures[f"p{share}_{name}_to_plain"] = ratio
     note(arguments.out, {"step": "latency", "workload": arguments.workload, **figures})
 

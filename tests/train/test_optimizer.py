@@ -5,8 +5,13 @@ import math
 
 import torch
 from torch import nn
+from torch.nn.functional import cosine_similarity
 
+from volley import native
 from volley.train.optimizer import Muon, MuonWithAdamW
+
+LONGEST = 1.7 if native.has_dot_products else 1.28
+"""Of what Muon has made equally long: products in bf16 are rounded."""
 
 
 def make() -> tuple[nn.Linear, MuonWithAdamW]:
@@ -53,11 +58,21 @@ def test_updates_of_muon_are_nearly_orthogonal() -> None:
     weight.grad = torch.randn(24, 16, generator=torch.Generator().manual_seed(4))
     optimizer.step()
     sizes = torch.linalg.svdvals(weight.detach()) / (0.2 * math.sqrt(24))
-    assert bool(((sizes > 0.6) & (sizes < 1.3)).all())
+    assert bool(((sizes > 0.7) & (sizes < LONGEST)).all())
 
 
-def test_muon_goes_the_way_of_torch_within_its_rounding() -> None:
-    """Torch's iterates in bf16; weights of two shapes, three of them alike, one tall."""
+def test_few_directions_and_many_become_equally_long() -> None:
+    """Singular values from a hundredth of the bound on; a matrix of rank 1 has its bound for its own."""
+    torch.manual_seed(0)
+    sides = torch.linalg.qr(torch.randn(2, 48, 24)).Q
+    for values in (torch.logspace(-1.9, 0, 24), torch.eye(24)[0]):
+        made = Muon([nn.Parameter(torch.zeros(1, 1))], lr=1.0).orthogonal((sides[0] * values @ sides[1].mT)[None])
+        sizes = torch.linalg.svdvals(made[0].float())[: int((values > 0).sum())]
+        assert bool(((sizes > 0.7) & (sizes < LONGEST)).all())
+
+
+def test_muon_goes_the_way_of_torch() -> None:
+    """Torch takes five steps in bf16, which end elsewhere near 1; weights of two shapes, three of them alike, one tall."""
     torch.manual_seed(0)
     shapes = [(16, 24), (24, 16), (16, 24), (16, 24), (8, 8)]
     own = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -71,4 +86,5 @@ def test_muon_goes_the_way_of_torch_within_its_rounding() -> None:
         for optimizer in optimizers:
             optimizer.step()
     for first, a, b in zip(start, own, theirs, strict=True):
-        assert (a - b).norm() < 0.03 * (a - first).norm()
+        assert cosine_similarity((a - first).flatten(), (b - first).flatten(), dim=0) > 0.97
+        assert 0.9 < (a - first).norm() / (b - first).norm() < 1.4

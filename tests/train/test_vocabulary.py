@@ -14,9 +14,19 @@ from volley.models.checkpoints.formats import read_checkpoint
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.train.documents import Document
+from volley.train.features import FrozenTarget
 from volley.train.loop import train
+from volley.train.losses import Objective, block_loss
 from volley.train.options import TrainConfig
-from volley.train.vocabulary import choose_vocabulary, coverage, response_counts
+from volley.train.vocabulary import (
+    DRAWN,
+    LOOKED_AT,
+    LossTokens,
+    choose_vocabulary,
+    coverage,
+    loss_tokens,
+    response_counts,
+)
 
 from .. import tiny
 from ..conftest import TinyPair, byte_tokenizer
@@ -132,3 +142,32 @@ def test_another_head_cannot_be_trained_on(tiny_pair: TinyPair, tmp_path: Path) 
         TrainConfig(**reduced_run(tiny_pair, tmp_path) | {"draft_vocab_size": -1})
     with pytest.raises(ConfigError, match="draft_vocab_size is 260; it must be between 1 and 259"):
         train(TrainConfig(**{**options, "draft_vocab_size": 260, "out": str(tmp_path / "third")}))
+
+
+def test_a_loss_on_some_tokens_is_on_average_the_loss_on_all() -> None:
+    """Also with a bias in the head. Every other token is drawn equally often, the labels are always there."""
+    torch.manual_seed(0)
+    vocabulary, width = LOOKED_AT + 4 * DRAWN, 8
+    counts = torch.zeros(vocabulary)
+    counts[torch.randperm(vocabulary)[:LOOKED_AT]] = 1
+    tokens, states = LossTokens(counts), torch.randn(3, width)
+    for head in (torch.randn(vocabulary, width) / 2, torch.randn(vocabulary, width + 1) / 2):
+        sums = []
+        for number in range(64):
+            labels = torch.tensor([number, 31 * number, 5])
+            rows, places = tokens(head, labels, width)
+            assert len(rows) <= LOOKED_AT + DRAWN + 3
+            torch.testing.assert_close(rows[places, :width], head[labels, :width])
+            losses = block_loss(states, rows, places, torch.ones(3), Objective(), measure=False)[1]
+            logits = block_loss(states, head, labels, torch.ones(3), Objective(), measure=False)[1] - losses
+            sums.append(logits.exp())  # how much of the sum under the softmax these rows stand for
+        torch.testing.assert_close(torch.stack(sums).reciprocal().mean(0), torch.ones(3), atol=0.02, rtol=0)
+
+
+def test_the_loss_looks_at_all_of_few_tokens_and_where_logits_are_capped(tiny_pair: TinyPair) -> None:
+    target = FrozenTarget(str(tiny_pair.target), torch.float32, torch.device("cpu"))
+    assert loss_tokens(documents(5), target) is None
+    target.vocab_size = LARGE
+    assert loss_tokens(documents(5), target) is not None
+    target.softcap = 30.0
+    assert loss_tokens(documents(5), target) is None

@@ -23,6 +23,7 @@ from volley.models.checkpoints.formats import read_checkpoint
 from volley.models.drafters.export import export
 from volley.models.targets.target import load_tokenizer
 from volley.train.data import TrainingData, read_rows
+from volley.tune import run
 from volley.tune.data import held_out_prompts
 from volley.tune.options import TuneConfig
 from volley.tune.run import Tuning, batch_tokens, tune
@@ -130,7 +131,8 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert not (tmp_path / "reduced" / "certificate.json").exists()
 
 
-def test_documents_longer_than_a_batch_are_learnt_from_whole(tmp_path: Path) -> None:
+def test_documents_longer_than_a_batch_are_learnt_from_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a response has blocks by its length once the target has read all; many where it must read during the training."""
     rows = [{"prompt_token_ids": [4 + i] * 40, "response_token_ids": list(range(5, 25 + i))} for i in range(8)]
     data = tmp_path / "responses.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -141,6 +143,13 @@ def test_documents_longer_than_a_batch_are_learnt_from_whole(tmp_path: Path) -> 
     found = TrainingData(replace(tuning.base, tokens_per_batch=16), tuning.frozen)
     lengths = sorted(len(row["prompt_token_ids"]) + len(row["response_token_ids"]) for row in rows)
     assert sorted([*found.lengths, *map(len, found.held_out)]) == lengths
+    monkeypatch.setattr(run, "READ_SHARE", 0.0)
+    assert tuning.read(found)[1] == run.ANCHORS
+    monkeypatch.setattr(run, "READ_SHARE", 1000.0)
+    assert tuning.read(found)[1] == 3
+    tuning.frozen.remembered.clear()
+    tuning.frozen.remembered.budget = 0
+    assert tuning.read(found)[1] == run.ANCHORS
 
 
 PLACES = {

@@ -24,6 +24,7 @@ from volley.train.report import Reporter
 from volley.train.schedule import Interval, Schedule, learning_rate_scale
 from volley.train.state import SavedRun
 from volley.train.step import StepFunction
+from volley.train.vocabulary import loss_tokens
 
 _CLEARLY_WORSE = 0.97
 
@@ -62,7 +63,8 @@ class Trainer:
         self.data = TrainingData(config, target)
         self.schedule = Schedule(config, self.data.lengths, ranks)
         self.learner = Learner(config, target, self.data, ranks)
-        self.step_function = StepFunction(config, target, self.learner.shape, self.learner.model)
+        tokens = loss_tokens(self.data.documents, target)
+        self.step_function = StepFunction(config, target, self.learner.shape, self.learner.model, tokens)
         self.optimizer = make_optimizer(config, self.learner.parameters(), ranks.sharded)
         facts = {"target": target.fingerprint, "data": self.data.fingerprint}
         if self.learner.adapter is not None:

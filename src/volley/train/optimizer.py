@@ -23,11 +23,15 @@ def make_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter], shar
 class Muon(torch.optim.Optimizer):
     """Nesterov's momentum, made nearly orthogonal by Newton-Schulz steps; updates have AdamW's size (RMS 0.2).
 
-    torch.optim.Muon iterates in bf16, which a CPU without bf16 products does 40 times as slowly as in fp32. This one iterates
-    in bf16 where the machine multiplies it, over all matrices of one shape at once.
+    torch.optim.Muon takes five steps of one polynomial in bf16, which a CPU without bf16 products does 40 times as slowly as in
+    fp32. This one takes three steps of three polynomials, in bf16 where the machine multiplies it, over all matrices of one
+    shape at once. A step's polynomial is the one that brings what the step before leaves nearest to 1 (Polar Express, arXiv
+    2505.16932), for singular values from a hundredth of the largest on: they end between 0.73 and 1.27.
     """
 
-    COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+    COEFFICIENTS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
+    ABOVE = 1.02
+    """By how much the largest singular value is overestimated: beyond 1 the polynomials grow fast, and products are rounded."""
 
     def __init__(
         self,
@@ -36,10 +40,9 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         momentum: float = 0.95,
-        steps: int = 5,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
-        self.momentum, self.steps = momentum, steps
+        self.momentum = momentum
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -64,12 +67,14 @@ class Muon(torch.optim.Optimizer):
 
     def orthogonal(self, x: Tensor) -> Tensor:
         """Matrices like ``x`` (matrices, rows, columns) whose singular values are near 1."""
-        a, b, c = self.COEFFICIENTS
         is_tall = x.shape[1] > x.shape[2]
         x = (x.mT if is_tall else x).to(torch.bfloat16 if x.is_cuda or native.has_dot_products else torch.float32)
         x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-        for _ in range(self.steps):
+        for number, (a, b, c) in enumerate(self.COEFFICIENTS):
             gram = x @ x.mT
+            if number == 0:  # Σ σ⁴ is its squared norm, so no σ² is above the norm
+                most = gram.norm(dim=(1, 2), keepdim=True).clamp(min=1e-14) * self.ABOVE**2
+                gram, x = gram / most, x / most.sqrt()
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x.mT if is_tall else x
 

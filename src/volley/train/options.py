@@ -151,7 +151,7 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient."""
     warmup: float = 0.04
-    """Share of the run over which the learning rate rises; a cosine brings it to zero over the rest."""
+    """Share of the run over which the learning rate rises; a straight line brings it to zero over the rest."""
     epochs: int | None = None
     """Passes over the data, at most. By default 6, or as many as ``max_steps`` and ``max_minutes`` allow where one is given."""
     max_steps: int | None = None

@@ -1,6 +1,5 @@
 """Where a run stands: the next batch, the progress of the run, and the learning rate at that progress."""
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -14,10 +13,8 @@ DEFAULT_EPOCHS = 6
 
 
 def learning_rate_scale(progress: float, warmup: float) -> float:
-    """Linear rise over ``warmup`` (from a hundredth), cosine to zero over the rest; ``progress`` in [0, 1]."""
-    if progress < warmup:
-        return max(progress / warmup, 0.01)
-    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+    """Linear rise over ``warmup`` (from a hundredth), then a straight line to zero; ``progress`` in [0, 1]."""
+    return max(progress / warmup, 0.01) if progress < warmup else (1 - progress) / (1 - warmup)
 
 
 class Schedule:

@@ -15,6 +15,7 @@ from volley.train.documents import Document, pad
 from volley.train.features import Features, FrozenTarget
 from volley.train.losses import Objective, block_loss, slot_weights
 from volley.train.options import TrainConfig
+from volley.train.vocabulary import LossTokens
 
 CPU_ROWS = 4096  # rows per pass on a CPU: larger tensors are mapped anew each time, which costs more than arithmetic
 
@@ -68,8 +69,17 @@ class StepResult:
 class StepFunction:
     """Computes the loss of documents and anchors; holds what stays the same between steps."""
 
-    def __init__(self, config: TrainConfig, target: FrozenTarget, shape: DrafterConfig, model: BlockForward) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        target: FrozenTarget,
+        shape: DrafterConfig,
+        model: BlockForward,
+        tokens: LossTokens | None = None,
+    ) -> None:
+        """``tokens`` chooses those that the loss of a training step looks at; ``None``: all."""
         self.target = target
+        self.tokens = tokens
         self.model = model
         self.block_size = shape.block_size
         self.mask_token_id = shape.mask_token_id
@@ -163,10 +173,12 @@ class StepFunction:
         if final is not None:
             source = blocks.positions.to(device)[document, block, slot]  # slot k = index k − 1 predicts a + k
             final = final.to(device)[document, source]
-        labels = blocks.labels.to(device)[valid]
+        head, labels = self.target.head, blocks.labels.to(device)[valid]
+        if self.tokens is not None and torch.is_grad_enabled() and not measure:
+            head, labels = self.tokens(head, labels, slots.shape[-1])
         loss, losses, correct = block_loss(
             slots[valid],
-            self.target.head,
+            head,
             labels,
             weights,
             self.objective,

@@ -186,7 +186,7 @@ class Tuning:
             self.ranks.device.type == "cpu"
         ):  # elsewhere the target reads in every step: one reading shall serve many blocks
             data = TrainingData(self.base, self.frozen)
-            read, anchors = self._remember(data), self._anchors(data)
+            read, anchors = self.read(data)
         if "batch" not in self.progress:
             self.progress["read"], self.progress["anchors"] = read, anchors
             self.base = replace(self.base, anchors_per_sequence=anchors)
@@ -222,16 +222,13 @@ class Tuning:
         said = {"chosen": chosen, "why": why, "blocks": blocks, "drafted": drafted}
         return {"options": options, **said, "trials": len(trials)}
 
-    def _anchors(self, data: TrainingData) -> int:
-        """Blocks of a response whose features are there already: as many as predict each of its tokens about once an epoch.
+    def read(self, data: TrainingData) -> tuple[float, int]:
+        """Have the target read the responses before any trial, so that none pays for the others.
 
-        More of them are alike, and cost as much as blocks of other responses, which teach more.
+        Returns the minutes, and how many blocks a response shall have. Where all features are there already, these are as many as
+        predict each of its tokens about once an epoch: more are alike, and cost as much as blocks of other responses, which teach
+        more. What the target reads during the training costs as much as many blocks, and one reading serves all of a response.
         """
-        tokens = [len(document) - document.response_start for document in data.documents]
-        return min(ANCHORS, max(1, round(sum(tokens) / len(tokens) / self.base.block_size)))
-
-    def _remember(self, data: TrainingData) -> float:
-        """Have the target read the responses before any trial, so that none pays for the others; returns the minutes."""
         own = preset_for(self.frozen.text_config).taps
         layers, tokens = sorted({*own, *more_taps(self.frozen)}), sum(map(len, [*data.held_out, *data.documents]))
         size = (len(layers) + 1) * tokens * self.frozen.text_config.hidden_size * self.dtype.itemsize
@@ -246,7 +243,11 @@ class Tuning:
                 self.say(f"the target has read {count} of {len(documents)} responses; the rest it reads when they come")
                 break
             features([document], [0])
-        return (time.monotonic() - started) / 60
+        anchors = ANCHORS
+        if self.frozen.remembered.of(documents[-1]):
+            answered = sum(len(document) - document.response_start for document in data.documents)
+            anchors = min(ANCHORS, max(1, round(answered / len(data.documents) / self.base.block_size)))
+        return (time.monotonic() - started) / 60, anchors
 
     def _batch(self) -> tuple[int, int]:
         """Tokens of a step, so that the training has enough steps, and how many it has; a few of them are timed."""
