@@ -3,8 +3,8 @@
 
 #if X86
 #define AHEAD 2048
-#define MOST_ROWS 6  /* whose sums stay in registers */
-#define WIDENED 4096 /* inputs of all rows that are in fp32 at once: half of the nearest cache */
+#define MOST_ROWS 6   /* whose sums stay in registers */
+#define WIDENED 16384 /* inputs of all rows that are in fp32 at once: they stay in the second cache */
 
 static const int32_t second_halves[8] __attribute__((aligned(32))) = {-65536, -65536, -65536, -65536, -65536, -65536, -65536, -65536};
 
@@ -29,7 +29,7 @@ AVX2 INLINE void few_rows(const uint8_t *codes, const float *x, int64_t stride, 
         for (int h = 0; h < 2; h++) own[r][h] = _mm256_loadu_ps(sums[r] + 8 * h);
     for (int64_t at = 0; at < size; at += 2) {
         const __m256i *line = (const __m256i *)(codes + at * 32);
-        _mm_prefetch((const char *)line + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)line + 4 * AHEAD, _MM_HINT_T0);
         __m256 weights[2];
         for (int h = 0; h < 2; h++) weights[h] = first_of(_mm256_loadu_si256(line + h));
         for (int r = 0; r < count; r++) {
@@ -71,8 +71,8 @@ AVX2 static void widen_row(const bf16 *x, int64_t size, float *to) {
 /* Inputs are widened once for several blocks, a part of them at a time; sums go on where they stopped, so parts change no bit. */
 AVX2 void blocks_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t blocks, int64_t rows,
                       float (*sums)[MOST][BLOCK]) {
-    static _Thread_local float wide[2 * WIDENED + 16 * MOST] __attribute__((aligned(64)));
-    int64_t part = (rows > 8 ? WIDENED : 2 * WIDENED) / rows / 32 * 32, spread = part + 16; /* rows not a power of two apart */
+    static _Thread_local float wide[WIDENED + 16 * MOST] __attribute__((aligned(64)));
+    int64_t part = WIDENED / rows / 32 * 32, spread = part + 16; /* rows not a power of two apart */
     for (int64_t block = 0; block < blocks; block++) memset(sums[block], 0, rows * sizeof(sums[0][0]));
     for (int64_t at = 0; at < inputs; at += part) {
         int64_t size = inputs - at < part ? inputs - at : part;
