@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from volley.native.codes import BLOCK as BLOCK
 from volley.native.codes import GROUP as GROUP
 from volley.native.codes import Codes as Codes
 from volley.native.codes import CodeSource, LaidOut, WeightSource, lay_out, picked, taken_back
@@ -189,6 +190,19 @@ class Product:
         part = copy(self)
         part._take(self._blocks.first(outputs), outputs, self.inputs)
         return part
+
+    @classmethod
+    def unset(cls, outputs: int, inputs: int) -> "Product":
+        """A product in bf16 whose rows are :meth:`put` into it later; ``outputs`` is a multiple of 16."""
+        product = cls.__new__(cls)
+        product.kind, product.group, product._bias = "bf16", GROUP, None
+        product._take(LaidOut.unset(outputs, inputs), outputs, inputs)
+        return product
+
+    def put(self, places: Tensor, rows: Tensor) -> None:
+        """Replace rows of a weight in bf16: ``rows [n, in]`` are its rows ``places [n]`` from now on."""
+        assert self.kind == "bf16", "codes are not replaced"
+        self._blocks.codes[places // BLOCK, :, places % BLOCK] = rows.view(len(rows), -1, 2)
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows ``[..., in]`` of the weight, as the product has it, for ``indices [...]``: an embedding's lookup."""

@@ -85,6 +85,11 @@ class LaidOut(NamedTuple):
     scales: Tensor | None
     """``[out]``, or ``[out / 16, groups, 16]``."""
 
+    @classmethod
+    def unset(cls, outputs: int, inputs: int) -> "LaidOut":
+        """Room for a weight in bf16 of so many outputs, a multiple of 16."""
+        return cls(torch.empty(outputs // BLOCK, inputs // 2, BLOCK, 2, dtype=torch.bfloat16), None)
+
     def first(self, outputs: int) -> "LaidOut":
         """Of the first outputs, a multiple of 16, in the same memory."""
         assert outputs % BLOCK == 0, f"{outputs} is within a block"

@@ -252,23 +252,28 @@ FOR_EACH_CPU static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const
 
 void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised codes, int64_t rows, bf16 *out, int64_t add,
               int64_t begin, int64_t end) {
-    static _Thread_local float sums[MOST][BLOCK] __attribute__((aligned(64)));
-    int amx = has_tiles && (product->kind == BF16 || rows > DIRECT);
+    static _Thread_local float sums[TOGETHER][MOST][BLOCK] __attribute__((aligned(64)));
+    int amx = has_tiles && (product->kind == BF16 || rows > DIRECT), several = product->kind == BF16 && !amx && !has_dot;
     int64_t inputs = product->inputs, configured = 0, together = product->kind == BF16 ? 64 : product->group;
     int64_t bytes = inputs * BLOCK * 2 >> product->kind; /* of a block: 2, 1, 1/2 for each weight */
     int64_t of_scales = product->group == FINE ? inputs / FINE * BLOCK * 2 : product->kind == INT4 ? inputs / GROUP * BLOCK * 4 : BLOCK * 4;
-    for (int64_t block = begin; block < end; block++) {
+    for (int64_t block = begin, blocks; block < end; block += blocks) {
         const uint8_t *own = product->codes + block * bytes;
         const void *scales = product->kind == BF16 ? 0 : (const uint8_t *)product->scales + block * of_scales;
+        blocks = !several ? 1 : end - block < TOGETHER ? end - block : TOGETHER;
         for (int64_t from = 0; from < rows; from += MOST) {
             int64_t count = rows - from < MOST ? rows - from : MOST;
             if (amx && count != configured) configure(configured = count, together);
-            if (product->kind == BF16)
-                (amx ? block_amx : has_dot ? block_dot : block_avx2)(own, x + from * stride, stride, inputs, count, sums);
+            if (several)
+                blocks_avx2(own, x + from * stride, stride, inputs, blocks, count, sums);
+            else if (product->kind == BF16)
+                (amx ? block_amx : block_dot)(own, x + from * stride, stride, inputs, count, sums[0]);
             else
-                (amx ? block_codes_amx : has_dot ? block_codes : block_codes_avx2)(product, own, scales, codes, from, count, sums);
-            if (product->kind == INT8 && product->group == GROUP) scale_outputs(sums, count, scales);
-            for (int64_t r = 0; r < count; r++) finish(product, sums[r], out + (from + r) * product->outputs, add, block);
+                (amx ? block_codes_amx : has_dot ? block_codes : block_codes_avx2)(product, own, scales, codes, from, count, sums[0]);
+            if (product->kind == INT8 && product->group == GROUP) scale_outputs(sums[0], count, scales);
+            for (int64_t i = 0; i < blocks; i++)
+                for (int64_t r = 0; r < count; r++)
+                    finish(product, sums[i][r], out + (from + r) * product->outputs, add, block + i);
         }
     }
     if (configured) release_tiles();

@@ -22,7 +22,8 @@ typedef struct { /* inputs of an int8 or int4 product */
     int32_t *sums; /* [rows, inputs / group] of codes, times -8 for int4 and -128 for int8: the codes of weights begin there */
 } Quantised;
 
-#define MOST 64 /* rows that share one look at a block */
+#define MOST 64     /* rows that share one look at a block */
+#define TOGETHER 16 /* blocks of bf16 that share inputs widened by AVX2 */
 
 /* ``ROWS(four, group, r, count)`` for up to four rows at a time; ``four`` (int4), ``group`` and ``count`` are constants. */
 #define ROWS_INT4(r, count) ROWS(1, GROUP, r, count)
@@ -47,8 +48,9 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
               int64_t begin, int64_t end);
 
 #if X86
-/* Sums [rows][16] of a block, with AVX2: of bf16 weights, and of codes of rows from ``row`` on. */
-void block_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t rows, float (*sums)[BLOCK]);
+/* Sums [rows][16] with AVX2: of several blocks of bf16 weights, and of a block of codes, of rows from ``row`` on. */
+void blocks_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t blocks, int64_t rows,
+                 float (*sums)[MOST][BLOCK]);
 void block_codes_avx2(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row, int64_t rows,
                       float (*sums)[BLOCK]);
 #endif

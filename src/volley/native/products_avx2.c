@@ -3,13 +3,13 @@
 
 #if X86
 #define AHEAD 2048
-#define MOST_ROWS 5 /* whose sums stay in registers */
+#define MOST_ROWS 6   /* whose sums stay in registers */
+#define WIDENED 16384 /* inputs of all rows that are in fp32 at once: they stay in the second cache */
 
-/* Of two bf16 numbers side by side, the first and the second in fp32. */
+static const int32_t second_halves[8] __attribute__((aligned(32))) = {-65536, -65536, -65536, -65536, -65536, -65536, -65536, -65536};
+
+/* Of two bf16 numbers side by side, the first in fp32; the second is what ``second_halves`` leaves. */
 AVX2 INLINE __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
-AVX2 INLINE __m256 second_of(__m256i pairs) {
-    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int32_t)0xffff0000)));
-}
 
 AVX2 INLINE __m256i broadcast(const void *four_bytes) {
     int32_t value;
@@ -17,23 +17,30 @@ AVX2 INLINE __m256i broadcast(const void *four_bytes) {
     return _mm256_set1_epi32(value);
 }
 
-AVX2 INLINE void few_rows(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int count, float (*sums)[BLOCK]) {
+/* Sums go on in place. GCC copies and spills them around its own multiply-adds where registers are few. */
+#define ADD_PRODUCT(sum, one, two) __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(one), "x"(two))
+
+/* Products of ``size`` inputs, added to the sums of rows; each input is loaded where it is used. */
+AVX2 INLINE void few_rows(const uint8_t *codes, const float *x, int64_t stride, int64_t size, int count, float (*sums)[BLOCK]) {
     __m256 own[MOST_ROWS][2];
-    for (int r = 0; r < count; r++) own[r][0] = own[r][1] = _mm256_setzero_ps();
-    for (int64_t at = 0; at < inputs; at += 2) {
+    const float *mask = (const float *)second_halves;
+    __asm__("" : "+r"(mask)); /* not known to be constant, so it stays in memory */
+    for (int r = 0; r < count; r++)
+        for (int h = 0; h < 2; h++) own[r][h] = _mm256_loadu_ps(sums[r] + 8 * h);
+    for (int64_t at = 0; at < size; at += 2) {
         const __m256i *line = (const __m256i *)(codes + at * 32);
-        _mm_prefetch((const char *)line + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)line + 4 * AHEAD, _MM_HINT_T0);
         __m256 weights[2];
         for (int h = 0; h < 2; h++) weights[h] = first_of(_mm256_loadu_si256(line + h));
         for (int r = 0; r < count; r++) {
-            __m256 one = first_of(broadcast(x + r * stride + at));
-            for (int h = 0; h < 2; h++) own[r][h] = _mm256_fmadd_ps(one, weights[h], own[r][h]);
+            __m256 one = _mm256_broadcast_ss(x + r * stride + at);
+            for (int h = 0; h < 2; h++) ADD_PRODUCT(own[r][h], one, weights[h]);
         }
         __asm__ volatile("" ::: "memory"); /* loaded once more, instead of kept: there are too few registers */
-        for (int h = 0; h < 2; h++) weights[h] = second_of(_mm256_loadu_si256(line + h));
+        for (int h = 0; h < 2; h++) weights[h] = _mm256_and_ps(_mm256_loadu_ps((const float *)(line + h)), _mm256_load_ps(mask));
         for (int r = 0; r < count; r++) {
-            __m256 two = second_of(broadcast(x + r * stride + at));
-            for (int h = 0; h < 2; h++) own[r][h] = _mm256_fmadd_ps(two, weights[h], own[r][h]);
+            __m256 two = _mm256_broadcast_ss(x + r * stride + at + 1);
+            for (int h = 0; h < 2; h++) ADD_PRODUCT(own[r][h], two, weights[h]);
         }
     }
     for (int r = 0; r < count; r++)
@@ -41,18 +48,37 @@ AVX2 INLINE void few_rows(const uint8_t *codes, const bf16 *x, int64_t stride, i
 }
 
 /* Even groups of rows: a group of one takes almost as long as one of four. */
-AVX2 void block_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t rows, float (*sums)[BLOCK]) {
+AVX2 static void add_block(const uint8_t *codes, const float *x, int64_t stride, int64_t size, int64_t rows, float (*sums)[BLOCK]) {
     int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t group = 0; group < groups; group++) {
         int64_t from = rows * group / groups, count = rows * (group + 1) / groups - from;
-        const bf16 *own = x + from * stride;
+        const float *own = x + from * stride;
         switch (count) {
-            case 1: few_rows(codes, own, stride, inputs, 1, sums + from); break;
-            case 2: few_rows(codes, own, stride, inputs, 2, sums + from); break;
-            case 3: few_rows(codes, own, stride, inputs, 3, sums + from); break;
-            case 4: few_rows(codes, own, stride, inputs, 4, sums + from); break;
-            default: few_rows(codes, own, stride, inputs, 5, sums + from);
+            case 1: few_rows(codes, own, stride, size, 1, sums + from); break;
+            case 2: few_rows(codes, own, stride, size, 2, sums + from); break;
+            case 3: few_rows(codes, own, stride, size, 3, sums + from); break;
+            case 4: few_rows(codes, own, stride, size, 4, sums + from); break;
+            case 5: few_rows(codes, own, stride, size, 5, sums + from); break;
+            default: few_rows(codes, own, stride, size, 6, sums + from);
         }
+    }
+}
+
+AVX2 static void widen_row(const bf16 *x, int64_t size, float *to) {
+    for (int64_t i = 0; i < size; i++) to[i] = widen(x[i]);
+}
+
+/* Inputs are widened once for several blocks, a part of them at a time; sums go on where they stopped, so parts change no bit. */
+AVX2 void blocks_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t blocks, int64_t rows,
+                      float (*sums)[MOST][BLOCK]) {
+    static _Thread_local float wide[WIDENED + 16 * MOST] __attribute__((aligned(64)));
+    int64_t part = WIDENED / rows / 32 * 32, spread = part + 16; /* rows not a power of two apart */
+    for (int64_t block = 0; block < blocks; block++) memset(sums[block], 0, rows * sizeof(sums[0][0]));
+    for (int64_t at = 0; at < inputs; at += part) {
+        int64_t size = inputs - at < part ? inputs - at : part;
+        for (int64_t r = 0; r < rows; r++) widen_row(x + r * stride + at, size, wide + r * spread);
+        for (int64_t block = 0; block < blocks; block++)
+            add_block(codes + (block * inputs + at) * 32, wide, spread, size, rows, sums[block]);
     }
 }
 

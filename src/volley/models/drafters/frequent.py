@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from volley import native
 from volley.native import Weights
@@ -41,7 +40,7 @@ class FrequentHead:
         kind = weights if head.inputs % native.GROUP == 0 else "bf16"
         self._shares = head.kind == kind
         self._first = head.first(FIRST) if self._shares else native.Product(_FirstRows(head), None, kind)
-        self._seen = torch.empty(SEEN, head.inputs, dtype=torch.bfloat16)
+        self._seen = native.Product.unset(SEEN, head.inputs)
         self._tokens = torch.arange(FIRST + SEEN)
         self._places = torch.zeros(head.outputs, dtype=torch.long)
         self._places[:FIRST] = self._tokens[:FIRST]
@@ -87,7 +86,7 @@ class FrequentHead:
         for token in new:
             known[token] = 1
         self._tokens[places], self._places[tokens] = tokens, places
-        self._seen[places - FIRST] = self.weights(tokens)
+        self._seen.put(places - FIRST, self.weights(tokens))
 
     def changed_since(self, changes: int) -> Tensor:
         """The places ``[n]`` that were given to other tokens since there were so many :attr:`changes`."""
@@ -98,8 +97,9 @@ class FrequentHead:
         """Logits ``[R, V]`` of states ``[R, H]``."""
         logits = hidden.new_full((len(hidden), self.vocab_size), -torch.inf)
         logits[:, :FIRST] = self._first(hidden)
-        seen = self.tokens[FIRST:]
-        logits[:, seen] = linear(hidden, self._seen[: len(seen)])
+        if len(seen := self.tokens[FIRST:]):
+            blocks = -(-len(seen) // native.BLOCK)
+            logits[:, seen] = self._seen.first(blocks * native.BLOCK)(hidden)[:, : len(seen)]
         return logits
 
 

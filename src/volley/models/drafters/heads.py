@@ -297,8 +297,17 @@ class BoundHead:
         if drafted is None:
             best, tokens = logits.topk(self.candidates, dim=-1)
             return best, tokens
-        best, places = logits.index_select(1, drafted).topk(self.candidates, dim=-1)
-        return best, drafted[places]
+        if self._frequent is None:
+            best, places = logits.index_select(1, drafted).topk(self.candidates, dim=-1)
+            return best, drafted[places]
+        best, tokens = logits[:, :FIRST].topk(self.candidates, dim=-1)
+        seen = drafted[FIRST:]
+        if len(seen):  # columns are picked only here: to pick all takes longer than to find the best of them
+            best = torch.cat([best, logits.index_select(1, seen)], dim=1)
+            tokens = torch.cat([tokens, seen.expand(len(tokens), -1)], dim=1)
+            best, places = best.topk(self.candidates, dim=-1)
+            tokens = tokens.gather(1, places)
+        return best, tokens
 
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
