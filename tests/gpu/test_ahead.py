@@ -121,7 +121,7 @@ def test_chains_are_the_cpus(both: Both, options: dict[str, Any]) -> None:
     ]
     assert max(length for _, lengths, _ in found for length in lengths) >= 3
     assert (sum(own[2] for own in found) > 0) == ("num_pages" in options)
-    assert served >= 4
+    assert served >= (1 if "num_pages" in options else 4)
     assert counts.replayed["_attention_kernel"] > 0
 
 
