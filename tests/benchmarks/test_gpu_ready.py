@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from benchmarks import gpu_ready
 from benchmarks.pretended_gpu import OnDevice, pretended_cuda
-from volley.engine.ahead import Ahead
-from volley.engine.runner import Runner
-from volley.engine.step import Step
+from volley.engine.ahead import Ahead, Works
 
 
 def good() -> dict[str, Any]:
@@ -94,14 +93,14 @@ def test_a_step_reads_once_and_the_gate_says_so(name: str, policy: str, requests
     assert gpu_ready.missed(good() | {"waits": [asdict(found)]}) == []
 
 
-def test_a_wait_before_the_targets_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Runner.forward
+def test_a_wait_before_the_next_passes_are_launched_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Ahead.launch
 
-    def late(self: Runner, step: Step) -> None:
+    def late(self: Ahead, works: Works, tokens: Tensor) -> None:
         torch.ones(1, device="cuda").item()
-        forward(self, step)
+        launch(self, works, tokens)
 
-    monkeypatch.setattr(Runner, "forward", late)
+    monkeypatch.setattr(Ahead, "launch", late)
     found = gpu_ready.count_waits(*gpu_ready.models(2, 1), "greedy", "fixed:16", 2)
     assert (found.waits, found.before_last) == (2, 1)
     assert any(where.startswith("a value is read, ") for where in found.places)
