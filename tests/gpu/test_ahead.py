@@ -18,6 +18,7 @@ from volley.engine import capacity
 from volley.memory.batch import Segment
 from volley.memory.device import Device
 from volley.memory.kv_cache import BlockTable
+from volley.memory.kv_store import DenseKVStore
 
 __all__ = ["both"]
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -129,18 +130,22 @@ def test_chains_are_the_cpus(both: Both, options: dict[str, Any]) -> None:
 def test_a_pass_that_is_moved_is_the_pass_at_that_place(both: Both, window: int | None) -> None:
     """The same bits, of the target and of drafts with and without a window, on pages in any order."""
     with pretended():
-        engine = Engine(both.target, both.drafter, num_pages=64, page_size=4, draft_window=window)
+        options = {"policy": "fixed", "num_pages": 64, "page_size": 4}
+        engine = Engine(both.target, both.drafter, draft_window=window, **options)
         passes, drafting = engine.runner.passes, block_proposer(engine).passes
         assert passes is not None
         assert drafting is not None
         tables = [BlockTable(4, [7, 3, 9, 5, 2, 8, 14, 10]), BlockTable(4, [4, 12, 13, 11, 15, 16, 17, 1])]
         starts, moved, length = [13, 6], torch.tensor([3, 5], device=CUDA), 5
         tokens = torch.arange(10, 20, device=CUDA)
-        for own, causal in ((passes, True), (drafting, False)):
+        model = engine.draft_model
+        assert model is not None
+        for own, store, causal in ((passes, engine.runner.store, True), (drafting, model.store, False)):
+            assert isinstance(store, DenseKVStore)
             runs = []
+            for pool in (*store.keys, *store.values):
+                pool.normal_()
             for by in (None, moved):
-                before = [Segment(table, 0, 24, causal) for table in tables]
-                own(before, list(range(48)), [0])
                 places = starts if by is not None else [16, 11]
                 segments = [Segment(table, start, length, causal) for table, start in zip(tables, places, strict=True)]
                 found = own(segments, [0] * 10, range(10), {0: tokens}, by)
