@@ -48,6 +48,22 @@ def test_gains_of_the_past_pay_for_sixty_steps() -> None:
     assert drafted == pytest.approx(60 + 10, abs=3)
 
 
+def test_what_few_requests_gained_pays_for_little_of_many() -> None:
+    """Their plain steps take sixteen times as long: twelve of those may be lost, and four more in place of sixty short ones."""
+    ledger = Ledger()
+    ledger.note_plain(1.0, 1.0)
+    for _ in range(1000):
+        ledger.note(4.0, 2.0, 2.0, 1.0)
+    drafted = 0
+    for _ in range(100):
+        if ledger.is_spent:
+            ledger.note_plain(16.0, 16.0)
+        else:
+            ledger.note(1.0, 32.0, 32.0, 16.0)
+            drafted += 1
+    assert drafted == pytest.approx(12 + 4, abs=2)
+
+
 def test_before_a_plain_step_was_seen_nothing_is_gained() -> None:
     ledger = Ledger()
     play(ledger, 1000, tokens=4.0, seconds=2.0)

@@ -6,22 +6,23 @@ A policy decides by estimates, of costs and of chances, and any of them may be w
 from math import inf
 
 _SHARE = 0.01  # of the time, which may be lost
-_FIRST, _MOST = 12.0, 60.0  # plain steps: what may be lost before anything was gained, and of gains
+_FIRST, _MOST = 12.0, 60.0  # of the longest plain steps: what may be lost before anything was gained, and of gains
 _REMEMBERED = 32  # steps, about, by which the expected time of a plain one is corrected
 _INTERRUPTED = 3.0  # a step that took so many times as long as expected was interrupted, and counts as this long
 
 
 class Ledger:
-    """A budget, in plain steps. Each step adds 1 % of one to it. A step that drafts or copies adds what it gains besides: its
-    tokens for each request, which plain decoding would have made in as many steps, less its own time.
+    """A budget of seconds. Each step adds 1 % of a plain one's. A step that drafts or copies adds what it gains besides: the time
+    in which plain decoding would have made its tokens, less its own.
 
-    While the budget is used up everything is decoded plainly. So what is lost is 1 % of the time and :data:`_FIRST`, one last
-    step, and what was gained before. The budget is wide, because what a draft brings is chance: a drafter that gains a tenth
-    would soon use up a small one.
+    While the budget is used up everything is decoded plainly. So what is lost is 1 % of the time, :data:`_FIRST` of the longest
+    plain steps so far, one last step, and what was gained before. The budget is wide, because what a draft brings is chance: a
+    drafter that gains a tenth would soon use up a small one. It is of seconds and not of steps: the steps of many requests are
+    longer, and what a few have gained shall not pay for as many of them.
     """
 
     def __init__(self) -> None:
-        self._budget = _FIRST
+        self._budget = self._longest = 0.0  # seconds; the longest is that of a plain step so far
         self._ratio = 1.0  # of a plain step's time to what was expected
         self._since = inf  # steps since the last plain one
 
@@ -37,7 +38,7 @@ class Ledger:
             own = min(seconds / expected, _INTERRUPTED * self._ratio)
             self._ratio += (own - self._ratio) * min(1.0, self._since / _REMEMBERED)
             self._since = 0.0
-        self._budget = min(_MOST, self._budget + _SHARE)
+        self._add(self._ratio * expected, 0.0)
 
     def note(self, tokens: float, seconds: float, expected: float, plain: float) -> None:
         """A step that drafted or copied made ``tokens`` for each request in ``seconds``, where ``expected`` were.
@@ -45,8 +46,14 @@ class Ledger:
         A plain step was expected to take ``plain`` seconds.
         """
         self._since += 1
-        own = min(seconds, _INTERRUPTED * self._ratio * expected) / max(self._ratio * plain, 1e-9)
-        gain = tokens - own
+        plain *= self._ratio
+        gain = tokens * plain - min(seconds, _INTERRUPTED * self._ratio * expected)
         if self._since == inf:  # what a plain step takes was never seen
             gain = min(gain, 0.0)
-        self._budget = min(_MOST, self._budget + _SHARE + gain)
+        self._add(plain, gain)
+
+    def _add(self, plain: float, gain: float) -> None:
+        """``gain`` seconds by a step, which takes ``plain`` where nothing is drafted."""
+        longer = max(plain - self._longest, 0.0)
+        self._longest += longer
+        self._budget = min(_MOST * self._longest, self._budget + _FIRST * longer + _SHARE * plain + gain)
