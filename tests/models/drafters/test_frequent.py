@@ -101,7 +101,7 @@ def test_a_sequential_head_corrects_as_over_all_tokens(kind: str) -> None:
         some = bound.transitions(hidden, logits, [3])([1], [before], among)
         close(some, after[0][:, among])
         for each, [row] in zip((bound, reference), after, strict=True):
-            best = each.chooser(hidden, logits)
+            best = each.chooser(hidden, logits.bfloat16())
             assert best is not None
             for allowed in (torch.ones(VOCAB, dtype=torch.bool), torch.arange(VOCAB) % 11 == 3):
                 chances = row.float().masked_fill(~allowed, -torch.inf).softmax(dim=-1)
