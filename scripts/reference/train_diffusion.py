@@ -233,7 +233,7 @@ class Trainer(Resumable):
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "layers" in n]
         others = [p for n, p in self.model.named_parameters() if not (p.ndim == 2 and "layers" in n)]
         self.optimizers = [
-            Muon(matrices, PEAK_LR, momentum=0.9, steps=4),
+            Muon(matrices, PEAK_LR, momentum=0.9),
             torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
         self.state = {"step": 0, "seconds": 0.0, "epoch": 0, "position": 0, "tokens": 0, "noisy": 0}
