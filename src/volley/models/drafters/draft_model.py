@@ -57,9 +57,8 @@ class DraftModel:
         self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
         self._inject = self.make_injection()
         self.bound_head: BoundHead | BoundRecurrent | None = None
-        if drafter.head is not None:
-            with giving_back():
-                self._bind_head()
+        with giving_back():
+            self._bind_head()
 
     def _bind_head(self) -> None:
         drafter, config, embed, head = self.drafter, self.drafter.config, self.embed, self.head
