@@ -7,7 +7,6 @@ with others therefore cannot change what it samples, and sample-and-match gives 
 from collections.abc import Sequence
 from enum import IntEnum
 from hashlib import shake_128
-from struct import unpack
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -51,8 +50,9 @@ class PositionNoise:
 
     @staticmethod
     def _uniforms(name: bytes, count: int) -> list[float]:
-        stream = shake_128(name).digest(8 * count)
-        return [(word >> 11) * 2.0**-53 for word in unpack(f"<{count}Q", stream)]
+        words = np.frombuffer(shake_128(name).digest(8 * count), dtype="<u8")
+        found: list[float] = ((words >> np.uint64(11)) * 2.0**-53).tolist()
+        return found
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         """A token of each row of ``probs [L, V]``, for a pass over the canvas that begins at position ``start``; ``[L]``."""
@@ -67,8 +67,7 @@ class PositionNoise:
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
         """Uniform random tokens ``[length]`` for a canvas before pass ``step``."""
         name = b"%d %d %d %d" % (self.seed, Purpose.RENOISE, start, step)
-        words = np.frombuffer(shake_128(name).digest(8 * length), dtype="<u8")
-        return torch.from_numpy(((words >> np.uint64(11)) * 2.0**-53 * vocab_size).astype(np.int64))
+        return torch.tensor(self._uniforms(name, length), dtype=torch.float64).mul(vocab_size).long()
 
 
 def exponentials(places: Sequence[tuple[PositionNoise, int]], size: int, device: torch.device) -> Tensor:

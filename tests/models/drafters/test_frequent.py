@@ -54,7 +54,7 @@ def test_the_tokens_seen_last_are_drafted() -> None:
         assert frequent.changes == changes, "they were known"
     last = torch.cat(texts)[-(SEEN - 1) :]
     assert sorted(frequent.tokens.tolist()) == [*range(FIRST), RARE[0], *last.tolist()]
-    assert torch.equal(frequent.tokens[frequent.places(last)], last)
+    assert torch.equal(frequent.tokens[frequent.places[last]], last)
     torch.testing.assert_close(frequent(hidden)[:, last], whole(hidden)[:, last])
     assert frequent(hidden)[0, FIRST + 100] == -torch.inf
     frequent.see(range(FIRST, VOCAB))  # more than there is room for, at once

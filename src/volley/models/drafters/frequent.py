@@ -60,13 +60,9 @@ class FrequentHead:
         return self._tokens[: FIRST + min(self._kept + self.changes, SEEN)]
 
     @property
-    def every_place(self) -> Tensor:
+    def places(self) -> Tensor:
         """The place ``[V]`` of each token among those drafted, 0 for all others."""
         return self._places
-
-    def places(self, token_ids: Tensor) -> Tensor:
-        """The same of some tokens."""
-        return self._places[token_ids]
 
     def weights(self, token_ids: Tensor) -> Tensor:
         """The rows ``[n, H]`` of the target's head."""

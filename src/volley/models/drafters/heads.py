@@ -231,7 +231,7 @@ class BoundHead:
 
     def _places(self, token_ids: Tensor) -> Tensor:
         """The rows of the tables that are tokens'."""
-        return token_ids if self._frequent is None else self._frequent.places(token_ids)
+        return token_ids if self._frequent is None else self._frequent.places[token_ids]
 
     @cached_property
     def product(self) -> nn.Linear:
@@ -279,7 +279,7 @@ class BoundHead:
         """
         if not can_choose(logits, self.outputs):
             return None
-        own, places = self._context(hidden), None if self._frequent is None else self._frequent.every_place
+        own, places = self._context(hidden), None if self._frequent is None else self._frequent.places
 
         def best(slot: int, token: int, allowed: NDArray[np.uint8]) -> tuple[int, float] | None:
             row = self.rows[token if places is None else int(places[token])]

@@ -69,8 +69,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
         return join_layers(model) > 0
     if not packing_pays(*(weight for weight in model.parameters() if weight.device.type != "meta" or fill is filled)):
         fill(model)
-        norms = [module for module in model.modules() if release and _is_norm(module)]
-        return sum(map(_fuse_norm, norms)) > 0
+        return release and sum(_fuse_norm(module) for module in model.modules() if _is_norm(module)) > 0
     files = MappedFiles() if release else None
     # The largest weight comes first: not all of its file leaves memory while it is copied.
     done = _replace_head(model, weights, files, fill)
