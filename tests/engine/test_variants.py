@@ -196,16 +196,14 @@ def walk_domino(pair: Pair, tensors: Tensors, states: Tensor, logits: Tensor, an
 
 
 def walk_markov(tensors: Tensors, states: Tensor, logits: Tensor, anchor: int) -> list[int]:
-    """DSpark's heads with a gate, which choose among 32 candidates, and with a state."""
+    """DSpark's heads with a gate, and with a state."""
     own = {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items() if "markov_head" in name}
     tokens, carried = [anchor], torch.zeros(RANK)
     for state, row in zip(states, logits, strict=True):
         before = own["markov_w1.weight"][tokens[-1]]
         if "gate_proj.weight" in own:
             gate = own["gate_proj.weight"] @ torch.cat([state, before]) + own["gate_proj.bias"]
-            best = row.topk(32).indices
-            scores = (row + own["markov_w2.weight"] @ (torch.sigmoid(gate) * before))[best]
-            tokens.append(int(best[scores.argmax()]))
+            tokens.append(int((row + own["markov_w2.weight"] @ (torch.sigmoid(gate) * before)).argmax()))
         else:
             joint = own["joint_proj.weight"] @ torch.cat([carried, before, state]) + own["joint_proj.bias"]
             gate, candidate, output = joint.chunk(3)

@@ -49,6 +49,10 @@ _SIGNATURES: dict[str, list[object]] = {
         *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
         *(c_void_p, POINTER(c_int64), POINTER(c_float)),
     ],
+    "follow": [
+        *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
+    ],
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "paged_attention": [c_void_p, c_void_p],
     "run_layers": [c_void_p, c_int64, *[c_void_p] * 7, c_int64, c_void_p],

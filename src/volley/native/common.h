@@ -80,4 +80,14 @@ static inline float exponential(float x) { /* relative error below 3e-7 for x in
     return p * power;
 }
 
+static inline float dot(const bf16 *restrict row, const float *restrict x, int64_t size) {
+    float parts[16] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16)
+        for (int j = 0; j < 16; j++) parts[j] += widen(row[i + j]) * x[i + j];
+    for (int j = 0; j < 16; j++) sum += parts[j];
+    for (; i < size; i++) sum += widen(row[i]) * x[i];
+    return sum;
+}
+
 #endif

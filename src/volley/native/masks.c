@@ -100,16 +100,6 @@ FOR_EACH_CPU void allowed_softmax(const float *restrict logits, const uint8_t *r
     }
 }
 
-static inline float dot(const bf16 *restrict row, const float *restrict x, int64_t size) {
-    float parts[16] = {0}, sum = 0;
-    int64_t i = 0;
-    for (; i + 16 <= size; i += 16)
-        for (int j = 0; j < 16; j++) parts[j] += widen(row[i + j]) * x[i + j];
-    for (int j = 0; j < 16; j++) sum += parts[j];
-    for (; i < size; i++) sum += widen(row[i]) * x[i];
-    return sum;
-}
-
 /* The allowed token with the largest logit, the first of equal ones, or −1 if no allowed token has one; and its probability
    among the allowed tokens, if ``sure`` is not NULL. With ``outputs [n, rank]`` a logit grows by the product of ``mixed`` and
    the token's row there, which is ``places[token]`` or the token itself. ``values`` has room for all tokens. */

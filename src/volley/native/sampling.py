@@ -1,6 +1,8 @@
 """What sampling does to whole rows of a vocabulary."""
 
+from collections.abc import Sequence
 from ctypes import byref, c_float, c_int64
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +48,7 @@ class Added(NamedTuple):
 
 
 def can_choose(*tensors: Tensor) -> bool:
-    """Whether :func:`allowed_best` takes rows of such tensors."""
+    """Whether :func:`allowed_best` and :func:`follow` take such tensors."""
     return is_built and all(x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
 
 
@@ -66,3 +68,45 @@ def allowed_best(
         *(byref(best), byref(chance) if with_chance else None),
     )
     return None if best.value < 0 else (best.value, chance.value)
+
+
+class Tables(NamedTuple):
+    """A sequential head: the logit of token j after token c grows by ``outputs[j] · u``, with ``u = rows[c]``, or
+    ``silu(rows[c] + own)`` where the state of a position has a share ``own`` of its own. All in bf16."""
+
+    rows: Tensor
+    """``[n, r]``"""
+    outputs: Tensor
+    """``[n, r]``"""
+    own: Tensor | None
+    """``[R, r]``"""
+
+
+def follow(
+    logits: Tensor,
+    tables: Tables,
+    anchors: Sequence[int],
+    sizes: Sequence[int],
+    most: int,
+    drafted: Tensor | None = None,
+    *,
+    by_place: bool = False,
+) -> tuple[list[int], list[float]]:
+    """Greedy chains: the likeliest token of every position after the one before it, and its probability, among the ``most``
+    tokens of the largest ``logits [R, V]`` (bf16). ``R`` is the sum of ``sizes``.
+
+    ``drafted [N]`` are the tokens there are, all of them by default. A table has a row for each token, or with ``by_place`` for
+    each of ``drafted``. ``anchors`` are the rows of the tokens before the chains.
+    """
+    count = logits.shape[1] if drafted is None else len(drafted)
+    starts, before = np.array([0, *accumulate(sizes)]), np.array(anchors)
+    tokens, sure = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.float32)
+    chosen, values = np.empty((len(sizes), count), dtype=np.int32), np.empty((len(sizes), count), dtype=np.float32)
+    rows, outputs, own = tables
+    functions().follow(
+        *(logits.data_ptr(), logits.shape[1], None if drafted is None else drafted.data_ptr(), count, most, by_place),
+        *(rows.data_ptr(), None if own is None else own.data_ptr(), outputs.data_ptr(), outputs.shape[1]),
+        *(starts.ctypes.data, before.ctypes.data, len(sizes)),
+        *(chosen.ctypes.data, values.ctypes.data, tokens.ctypes.data, sure.ctypes.data),
+    )
+    return tokens.tolist(), sure.tolist()

@@ -6,7 +6,7 @@ Without a sequential head every draft position is predicted by itself. With one,
 
 import time
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.heads import BoundHead
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
-from volley.types import Late, Proposal
+from volley.types import Late, Lattice, Proposal
 
 
 class BlockProposer(Proposer):
@@ -255,7 +255,8 @@ class BlockProposer(Proposer):
             logits = model.logits(states)
             head = model.bound_head
             if isinstance(head, BoundHead):
-                head.lattices(states, logits, [0] * requests, sizes)
+                walk = head.chains if logits.device.type == "cpu" else head.lattices
+                walk(states, logits, [0] * requests, sizes)
             elif head is not None:
                 after = head.transitions(states, logits, sizes)
                 for place in range(sizes[0]):
@@ -371,29 +372,38 @@ def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits
     """Drafts with a sequential head; returns the seconds it took."""
     started, sizes = time.perf_counter(), _sizes(works)
 
-    def walked_alike(work: Work[Any]) -> tuple[Any, ...] | None:
-        on_lattice = head.pairwise and (work.ask.shape is Shape.TREE or work.ask.rule is Rule.GREEDY)
-        return None if on_lattice else (work.ask.rule, work.request.params.distribution)
+    def walked_alike(work: Work[Any]) -> tuple[Any, ...]:
+        is_tree, is_greedy = work.ask.shape is Shape.TREE, work.ask.rule is Rule.GREEDY
+        if isinstance(head, BoundHead) and (is_tree or is_greedy):
+            return (_walk_trees if is_tree else _walk_chains,)
+        return _walk_distributions, work.ask.rule, work.request.params.distribution
 
     groups, parts = group_by(works, walked_alike), [torch.split(rows, sizes) for rows in (hidden, logits)]
-    for key, members in groups.items():
+    for (walk, *_), members in groups.items():
         own = [hidden, logits] if len(groups) == 1 else [torch.cat([each[i] for i in members]) for each in parts]
-        group = [works[i] for i in members]
-        if key is None and isinstance(head, BoundHead):
-            _walk_lattices(group, head, *own)
-        else:
-            _walk_distributions(group, head, *own)
+        walk([works[i] for i in members], head, *own)
     return time.perf_counter() - started
 
 
-def _walk_lattices(works: list[Work[Any]], head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
-    """Trees and greedy chains."""
-    lattices = head.lattices(hidden, logits, [work.request.anchor for work in works], _sizes(works))
-    for work, lattice in zip(works, lattices, strict=True):
-        if work.ask.shape is Shape.TREE:
-            work.proposal = expand(lattice, work.ask.size, draft_temperature(work.request.params))
-        else:
+def _walk_trees(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
+    for work, lattice in zip(works, _lattices(works, head, hidden, logits), strict=True):
+        work.proposal = expand(lattice, work.ask.size, draft_temperature(work.request.params))
+
+
+def _walk_chains(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
+    """Greedy chains: on the host token by token, and on a device by one product for a few candidates of all positions."""
+    if logits.device.type != "cpu":
+        for work, lattice in zip(works, _lattices(works, head, hidden, logits), strict=True):
             work.proposal = walk_greedy(lattice)
+        return
+    sizes = _sizes(works)
+    tokens, sure = head.chains(hidden, logits, [work.request.anchor for work in works], sizes)
+    for work, size, end in zip(works, sizes, accumulate(sizes), strict=True):
+        work.proposal = Proposal(tokens[end - size : end], confidence=sure[end - size : end])
+
+
+def _lattices(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> list[Lattice]:
+    return head.lattices(hidden, logits, [work.request.anchor for work in works], _sizes(works))
 
 
 def _walk_distributions(

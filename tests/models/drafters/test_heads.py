@@ -1,22 +1,33 @@
 """Sequential heads: what they say against a slow reference, the distribution they are trained for, and their checkpoints."""
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.tiny import VOCAB, drafter_config, random_drafter
+from volley import native
 from volley.errors import CheckpointError, ConfigError
 from volley.files import load_tensors, save_tensors
 from volley.models.checkpoints.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafters.domino import BoundRecurrent, DominoHead
 from volley.models.drafters.drafter import Drafter
-from volley.models.drafters.heads import BoundHead, ResidualHead
+from volley.models.drafters.heads import BoundHead, ResidualHead, SequentialHead
+from volley.native.sampling import Tables, follow
 
 H = 32
+
+
+def bind(drafter: Drafter, candidates: int) -> BoundHead:
+    embedding, output = torch.randn(VOCAB, H), torch.randn(VOCAB, H)
+    assert isinstance(drafter.head, SequentialHead)
+    return BoundHead(drafter.head, candidates, lambda ids: embedding[ids], lambda x: x @ output.T, VOCAB)
 
 
 def make(candidates: int = VOCAB) -> tuple[ResidualHead, torch.Tensor, torch.Tensor, BoundHead]:
@@ -68,6 +79,71 @@ def test_few_candidates_are_the_best_of_the_base() -> None:
     assert torch.equal(torch.from_numpy(lattice.tokens), logits.topk(4).indices)
     expected = trained_logits(head, hidden[2], int(lattice.tokens[1, 3]), embedding, output)[lattice.tokens[2]]
     torch.testing.assert_close(torch.from_numpy(lattice.scores[2, 3]), expected)
+
+
+@pytest.mark.parametrize("kind", ["residual", "markov", "gated", "selector"])
+def test_a_greedy_chain_has_the_likeliest_token_of_each_slot_after_the_one_before(kind: str) -> None:
+    head = HeadConfig(type=kind, rank=5, candidates=VOCAB)  # type: ignore[arg-type]
+    bound = bind(random_drafter(head=head), VOCAB)
+    hidden = torch.randn(5, H)
+    logits = torch.randn(5, VOCAB)
+    tokens, sure = bound.chains(hidden, logits, [7, 11], [3, 2])
+    after = bound.transitions(hidden, logits, [3, 2])
+    for slot, before in enumerate([7, *tokens[:2], 11, tokens[3]]):
+        law = after([slot], [before])[0].softmax(-1)
+        assert tokens[slot] == int(law.argmax())
+        assert sure[slot] == pytest.approx(float(law.max()), rel=1e-5)
+
+
+def test_a_selector_chooses_among_as_many_candidates_as_its_checkpoint_says() -> None:
+    bounds = [
+        bind(random_drafter(head=HeadConfig(type=kind, rank=5, candidates=2)), 2) for kind in ("selector", "markov")
+    ]
+    assert [bound.most for bound in bounds] == [2, VOCAB]
+    hidden, logits = torch.randn(40, H), torch.randn(40, VOCAB)
+    tokens, _ = bounds[0].chains(hidden, logits, [7], [40])
+    best = logits.topk(2).indices.tolist()
+    assert all(token in few for token, few in zip(tokens, best, strict=True))
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    vocab=st.sampled_from([20, 300, 1500]),
+    most=st.sampled_from([1, 7, 64, 2000]),
+    steps=st.sampled_from([1, 64, 2**20]),
+    kind=st.sampled_from(["residual", "markov"]),
+    drafted=st.sampled_from(["all", "reduced", "by place"]),
+)
+@pytest.mark.skipif(not native.is_built, reason="the library was not built")
+def test_chains_in_c_are_those_of_the_reference(
+    seed: int, vocab: int, most: int, steps: int, kind: str, drafted: str
+) -> None:
+    """Few ``steps`` make logits that are equal: then more than ``most`` of them may be looked at."""
+    torch.manual_seed(seed)
+    sizes, rank = [3, 1, 6], 20
+    logits = ((torch.randn(10, vocab) * steps).round() / steps + 0.0).bfloat16()  # no -0
+    tokens = None if drafted == "all" else torch.randperm(vocab)[: vocab // 2]
+    rows, outputs = (torch.randn(vocab, rank).bfloat16() for _ in range(2))
+    own = torch.randn(10, rank).bfloat16() if kind == "residual" else None
+    tables, by_place = Tables(rows, outputs, own), drafted == "by place"
+    found, sure = follow(logits, tables, [3, 0, 9], sizes, most, tokens, by_place=by_place)
+    known = torch.arange(vocab) if tokens is None else tokens
+    slots, at = iter(range(10)), 0
+    for size, anchor in zip(sizes, [3, 0, 9], strict=True):
+        before = anchor
+        for slot in islice(slots, size):
+            base = logits[slot, known].float()
+            least = base.topk(min(most, len(known))).values[-1]
+            places = (base >= least).nonzero()[:, 0]
+            mixed = rows[before].float()
+            mixed = mixed if own is None else torch.nn.functional.silu(mixed + own[slot].float())
+            own_rows = outputs[places if by_place else known[places]].float()
+            scores = base[places] + own_rows @ mixed
+            (place,) = (known[places] == found[at]).nonzero()[:, 0].tolist()  # it is one of the candidates
+            assert scores[place] >= scores.max() - 1e-4
+            assert sure[at] == pytest.approx(float(scores.softmax(-1)[place]), rel=1e-3)
+            before = int(places[place]) if by_place else found[at]
+            at += 1
 
 
 def test_a_head_with_a_state_gives_the_same_of_a_few_tokens() -> None:

@@ -13,6 +13,7 @@ the first (:class:`GatedMarkovTables`). DFlash 2 keeps two tables as well, and m
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 import torch
@@ -24,11 +25,14 @@ from volley.errors import ConfigError
 from volley.memory.upload import upload_indices, upload_together
 from volley.models.drafters.frequent import FIRST, SEEN, FrequentHead
 from volley.models.layers.accelerate import accelerate
-from volley.native.sampling import Added, allowed_best, can_choose
+from volley.native.sampling import Added, Tables, allowed_best, can_choose, follow
 from volley.types import Lattice
 
 Projection = Callable[[Tensor], Tensor]
 _TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 1024, 16
+CHAIN_CANDIDATES = 512
+"""Tokens of the largest logits before the head's correction among which a greedy chain chooses: the head of a drafter that was
+trained for minutes corrects so much that few of them are not enough."""
 
 
 class ResidualHead(nn.Module):
@@ -194,6 +198,7 @@ class BoundHead:
         self.head, self._embed, self._frequent, self._reduced = head, embed, frequent, drafted
         size = vocab_size if self.drafted is None else len(self.drafted)
         self.candidates = min(candidates, size)
+        self.most = self.candidates if isinstance(head, Selector) else min(max(candidates, CHAIN_CANDIDATES), size)
         with torch.no_grad():
             if frequent is not None:
                 self._changes = frequent.changes
@@ -291,30 +296,60 @@ class BoundHead:
     def _context(self, hidden: Tensor) -> Tensor | None:
         return None if self.head.context is None else self.head.context(hidden)
 
-    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and tokens of the candidates ``[k, c]`` of each position, the best first."""
+    def _best(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Logits and tokens of the ``count`` candidates ``[k, c]`` of each position, the best first."""
         drafted = self.drafted
         if drafted is None:
-            best, tokens = logits.topk(self.candidates, dim=-1)
+            best, tokens = logits.topk(count, dim=-1)
             return best, tokens
         if self._frequent is None:
-            best, places = logits.index_select(1, drafted).topk(self.candidates, dim=-1)
+            best, places = logits.index_select(1, drafted).topk(count, dim=-1)
             return best, drafted[places]
-        best, tokens = logits[:, :FIRST].topk(self.candidates, dim=-1)
+        best, tokens = logits[:, :FIRST].topk(count, dim=-1)
         seen = drafted[FIRST:]
         if len(seen):  # columns are picked only here: to pick all takes longer than to find the best of them
             best = torch.cat([best, logits.index_select(1, seen)], dim=1)
             tokens = torch.cat([tokens, seen.expand(len(tokens), -1)], dim=1)
-            best, places = best.topk(self.candidates, dim=-1)
+            best, places = best.topk(count, dim=-1)
             tokens = tokens.gather(1, places)
         return best, tokens
+
+    def chains(
+        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """Greedy chains on the host: the likeliest token of every slot after the one before it, and its probability.
+
+        The arguments are those of :meth:`lattices`; a slot chooses among ``most`` candidates. DFlash 2 defines its own number.
+        """
+        is_plain = isinstance(self.head, ResidualHead) or type(self.head) is MarkovTables
+        if not is_plain or not can_choose(logits, self.rows, self.outputs):
+            return self._chains(hidden, logits, anchors, sizes)
+        places, own = self._places(torch.tensor(anchors)).tolist(), self._context(hidden)
+        tables = Tables(self.rows, self.outputs, own)
+        return follow(logits, tables, places, sizes, self.most, self.drafted, by_place=self._frequent is not None)
+
+    def _chains(
+        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """The reference of :meth:`chains`, for any head and data type."""
+        after, (_, candidates) = self.transitions(hidden, logits, sizes), self._best(logits, self.most)
+        tokens, sure, slots = [], [], iter(range(sum(sizes)))
+        for anchor, size in zip(anchors, sizes, strict=True):
+            token = anchor
+            for slot in islice(slots, size):
+                among = candidates[slot]
+                chance, place = after([slot], [token], among)[0].float().softmax(-1).max(-1)
+                token = int(among[place])
+                tokens.append(token)
+                sure.append(float(chance))
+        return tokens, sure
 
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
 
         ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them. All transitions are one product.
         """
-        base, tokens = self._best(logits)
+        base, tokens = self._best(logits, self.candidates)
         ends = np.array(sizes, dtype=np.int64).cumsum()
         firsts, first_tokens = upload_together(
             [ends - np.array(sizes), np.array(anchors, dtype=np.int64)], tokens.device

@@ -1,0 +1,78 @@
+/* Greedy chains of a sequential head: each token is the likeliest one after the token before it. */
+#include "common.h"
+
+/* Numbers of bf16 in their order, but NaN. */
+static inline uint32_t in_order(bf16 x) { return x ^ ((0u - (x >> 15) | 0x8000u) & 0xffffu); }
+
+/* The places of the ``most`` largest of ``logits`` among ``drafted [count]``, and of those equal to the last of them. */
+static inline int64_t pick(const bf16 *restrict logits, const int64_t *restrict drafted, int64_t count, int64_t most,
+                           int32_t *restrict chosen) {
+    int64_t found = 0;
+    if (count <= most) {
+        for (; found < count; found++) chosen[found] = (int32_t)found;
+        return found;
+    }
+#define KEY(i) in_order(logits[drafted ? drafted[i] : (i)])
+    uint32_t parts[8][256] = {0}, high[256], low[256] = {0}, first = 255, second = 255;
+    for (int64_t i = 0; i < count; i++) parts[i % 8][KEY(i) >> 8]++; /* most are alike: one counter would wait for itself */
+    for (int b = 0; b < 256; b++) {
+        high[b] = 0;
+        for (int part = 0; part < 8; part++) high[b] += parts[part][b];
+    }
+    int64_t left = most;
+    while (high[first] < left) left -= high[first--];
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t key = KEY(i);
+        low[key & 255] += key >> 8 == first;
+    }
+    while (low[second] < left) left -= low[second--];
+    uint32_t least = first << 8 | second;
+    for (int64_t i = 0; i < count; i++) {
+        chosen[found] = (int32_t)i;
+        found += KEY(i) >= least;
+    }
+    return found;
+}
+
+/* One chain of ``slots`` tokens. ``logits [slots, width]``; ``drafted [count]`` are the tokens that may be drafted, NULL for the
+   first ``count``; a table's row is that of the token, or with ``by_place`` of its place among them. A token's logit grows by
+   ``outputs[it] · u`` with ``u = rows[the one before]``, or ``silu(rows[…] + own)`` where there is ``own [slots, rank]``. Only the
+   ``most`` tokens of the largest logits are looked at. ``sure`` is a token's probability among them. */
+FOR_EACH_CPU void follow_one(const bf16 *restrict logits, int64_t width, const int64_t *restrict drafted, int64_t count,
+                             int64_t most, int64_t by_place, const bf16 *restrict rows, const bf16 *restrict own,
+                             const bf16 *restrict outputs, int64_t rank, int64_t before, int64_t slots,
+                             int32_t *restrict chosen, float *restrict values, int64_t *restrict tokens,
+                             float *restrict sure) {
+    float mixed[rank];
+    for (int64_t slot = 0; slot < slots; slot++, logits += width) {
+        for (int64_t i = 0; i < rank; i++) {
+            float x = widen(rows[before * rank + i]);
+            if (own) x += widen(own[slot * rank + i]), x /= 1.0f + exponential(-x);
+            mixed[i] = x;
+        }
+        int64_t few = pick(logits, drafted, count, most, chosen), best = 0;
+        for (int64_t i = 0; i < few; i++) {
+            int64_t token = drafted ? drafted[chosen[i]] : chosen[i];
+            int64_t row = by_place ? chosen[i] : token;
+            values[i] = widen(logits[token]) + dot(outputs + row * rank, mixed, rank);
+            if (values[i] > values[best]) best = i;
+        }
+        float sum = 0;
+        for (int64_t i = 0; i < few; i++) sum += exponential(values[i] - values[best]);
+        tokens[slot] = drafted ? drafted[chosen[best]] : chosen[best];
+        before = by_place ? chosen[best] : tokens[slot];
+        sure[slot] = 1 / sum;
+    }
+}
+
+/* ``blocks`` chains, one after the other in ``logits`` and ``own``; chain b has the slots from ``starts[b]`` to ``starts[b + 1]``
+   and begins after the token of the row ``anchors[b]``. ``chosen`` and ``values`` have room for all chains. */
+void follow(const bf16 *logits, int64_t width, const int64_t *drafted, int64_t count, int64_t most, int64_t by_place,
+            const bf16 *rows, const bf16 *own, const bf16 *outputs, int64_t rank, const int64_t *starts,
+            const int64_t *anchors, int64_t blocks, int32_t *chosen, float *values, int64_t *tokens, float *sure) {
+#pragma omp parallel for schedule(dynamic) if (blocks > 1)
+    for (int64_t b = 0; b < blocks; b++)
+        follow_one(logits + starts[b] * width, width, drafted, count, most, by_place, rows,
+                   own ? own + starts[b] * rank : NULL, outputs, rank, anchors[b], starts[b + 1] - starts[b],
+                   chosen + b * count, values + b * count, tokens + starts[b], sure + starts[b]);
+}
