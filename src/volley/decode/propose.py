@@ -1,8 +1,8 @@
 """From the drafter's logits to draft tokens, and to the distributions they were drawn from, where these are known.
 
 The positions of one draft pass are independent given the context. With a sequential head each depends on the token before it, so
-they are *walked*: greedily over a few candidates of each position, or by draws from whole distributions, because a sampled target
-often chooses a token that is no candidate. Tokens are drawn from exactly ``q(d_i | d_<i)``, so speculative sampling is lossless.
+they are *walked*: greedily over candidates of each position, or by draws from whole distributions, because a sampled target often
+chooses a token that is no candidate. Tokens are drawn from exactly ``q(d_i | d_<i)``, so speculative sampling is lossless.
 """
 
 from collections.abc import Callable, Sequence
