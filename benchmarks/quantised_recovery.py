@@ -1,6 +1,6 @@
 """What a drafter regains by being trained further on its target's quantised checkpoint.
 
-    python benchmarks/quantised_recovery.py --data DIR --out runs/recovery --schemes bf16 W4A16 --steps 300
+    python benchmarks/quantised_recovery.py --data DIR --out runs/recovery --schemes bf16 W4A16
 
 For each scheme the bundled target is quantised (``benchmarks/quantised.py``), answers training questions, and the bundled drafter
 is trained on these answers. ``bf16`` is the same without quantisation: what more training alone gives. Then τ is measured with
@@ -40,10 +40,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemes", nargs="+", choices=("bf16", *SCHEMES), default=["bf16", "W4A16"])
     parser.add_argument("--drafter", type=Path, default=REFERENCE / "drafter")
-    parser.add_argument("--answers", type=int, default=600, help="training questions that are answered")
+    parser.add_argument("--answers", type=int, default=300, help="training questions that are answered")
     parser.add_argument("--num-prompts", type=int, default=80)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--steps", type=int, default=200, help="of training")
     parser.add_argument("--learning-rate", type=float, default=6e-4)
     return parser.parse_args(arguments)
 
