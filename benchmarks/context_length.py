@@ -7,7 +7,8 @@ The files are JSONL with a ``text`` in each row, or plain text. Each passage is 
 and continued for ``--max-tokens``, so that the context ends at the length named; lengths beyond the target's context are left
 out. ``--stretch 4`` runs a copy of the target whose rotary embedding reaches four times as far (YaRN), untrained. A draft window
 of 0 is the whole context, "own" what the drafter brings. With ``--plain`` every passage is continued without a drafter as well.
-Every row is printed, and saved to ``--out``, as soon as it is measured.
+``--reader`` names the target that ``--target`` was inflated from: it reads the passages (``benchmarks/reader.py``), and the time
+to a first token is worked out from two chunks. Every row is printed, and saved to ``--out``, as soon as it is measured.
 """
 
 import argparse
@@ -22,10 +23,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.reader import ReadTarget
 from benchmarks.stretch import stretch
 from volley import Engine, GenerationResult, SamplingParams, Target
 from volley.engine.states import DraftRing
-from volley.files import REFERENCE, write_atomically
+from volley.files import REFERENCE, read_json, write_atomically
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -34,6 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("bench/context-length.json"))
     parser.add_argument("--target", type=Path, default=REFERENCE / "target")
     parser.add_argument("--drafter", default=str(REFERENCE / "drafter"))
+    parser.add_argument(
+        "--reader", type=Path, help="reads the passages in the place of a target that was inflated from it"
+    )
     parser.add_argument("--lengths", default="128,256,512,1024,4096,8192")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -118,10 +123,30 @@ class Bench:
                 if "plain" in results
                 else None
             )
-            row["first_token_seconds"] = median(result.stats.time_to_first_token for result in found)
+            target = self.engines[name].target
+            row["first_token_seconds"] = (
+                target.reading_seconds(length)
+                if isinstance(target, ReadTarget)
+                else median(result.stats.time_to_first_token for result in found)
+            )
             row["draft_kib"] = 0 if name == "plain" else draft_kib(self.engines[name], length)
             rows.append(row)
         return rows
+
+
+def load(arguments: argparse.Namespace, place: Path) -> Target:
+    """The target, stretched in the folder ``place``; with its reader if there is one."""
+
+    def folder(own: Path, name: str) -> Path:
+        return own if arguments.stretch == 1 else stretch(own, arguments.stretch, place / name)
+
+    path, dtype = folder(arguments.target, "target"), getattr(torch, arguments.dtype)
+    if arguments.reader is None:
+        return Target.from_pretrained(path, dtype, arguments.device)
+    target = ReadTarget.from_pretrained(path, dtype, "cpu")
+    tapped = read_json(Path(arguments.drafter) / "config.json")["dflash_config"]["target_layer_ids"]
+    target.read_by(Target.from_pretrained(folder(arguments.reader, "reader"), torch.float32, "cpu"), tuple(tapped))
+    return target
 
 
 def to_line(row: dict[str, object]) -> str:
@@ -136,10 +161,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as place:
-        folder = arguments.target
-        if arguments.stretch != 1:
-            folder = stretch(folder, arguments.stretch, Path(place) / "target")
-        target = Target.from_pretrained(folder, getattr(torch, arguments.dtype), arguments.device)
+        target = load(arguments, Path(place))
         lengths = sorted(map(int, arguments.lengths.split(",")))
         lengths = [length for length in lengths if length <= target.context_length]
         bench = Bench(target, arguments, max(lengths, default=1))

@@ -1,17 +1,23 @@
 """Is a drafter for a hybrid target as good as one for an all-attention target? Two tiny targets of one size, on one text.
 
-    python benchmarks/hybrid_drafter.py --data DIR --out runs/hybrid-drafter
+    python benchmarks/hybrid_drafter.py --data DIR --out runs/hybrid-drafter --seeds 0 1
 
 A tokenizer of 1,024 pieces and two targets are trained on GSM8K's training questions, for as many steps of the same rows: one
-has attention in every layer, the other gated delta nets in three of four. Each target answers the same questions greedily, and
-a drafter is trained on these answers for as many steps. τ is measured on questions of the test set from the 41st on. Every
-stage is kept in ``--out``: a run that was stopped goes on. DIR has gsm8k_train.jsonl and gsm8k_test.jsonl.
+has attention in every layer, the other gated delta nets in three of four. Each target answers the same questions at T = 0.7, and
+a drafter is trained on these answers for as many steps. τ is measured on questions of the test set from the 41st on. A seed
+draws both targets, the order of their rows, the answers and the drafters.
+
+Such small models repeat themselves when they are greedy. A drafter learns a loop at once, and τ then tells how soon a target
+falls into one. So greedy answers count only as far as no run of eight tokens has come a second time. Every stage is kept in
+``--out``: a run that was stopped goes on. DIR has gsm8k_train.jsonl and gsm8k_test.jsonl.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -27,10 +33,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from volley import Engine, SamplingParams
+from volley import Engine, GenerationResult, SamplingParams
 from volley.files import write_atomically
 from volley.prompts import read_jsonl
 from volley.train.loop import train
+from volley.train.optimizer import MuonWithAdamW
 from volley.train.options import TrainConfig
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
@@ -39,6 +46,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VOCAB, ROW, LAYERS, SKIPPED = 1024, 256, 8, 40
+RATE, WARMUP = 4e-3, 0.1  # of targets: the highest learning rate, and the share of the steps until it is reached
+TEMPERATURES, RUN = (0.0, 0.7, 1.0), 8
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -69,11 +78,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target-steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--target-steps", type=int, default=300)
     parser.add_argument("--rows", type=int, default=8, help=f"of {ROW} tokens, in a step of a target's training")
     parser.add_argument("--answers", type=int, default=500, help="questions that each target answers")
     parser.add_argument("--drafter-steps", type=int, default=500)
-    parser.add_argument("--num-prompts", type=int, default=48)
+    parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args(arguments)
@@ -118,58 +128,65 @@ def loss_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def train_target(name: str, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> tuple[int, float]:
+def train_target(name: str, seed: int, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> list[float]:
     """Train a target, unless it is there; its number of weights and its loss on the test set's text."""
-    folder, facts = options.out / name / "target", options.out / name / "target.json"
+    folder = options.out / f"{name}-{seed}"
+    facts = folder / "target.json"
     if not facts.exists():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
         rows = token_rows(tokenizer, options.data / "gsm8k_train.jsonl")
-        rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, options.target_steps, pct_start=0.1)
+        rows = rows[torch.randperm(len(rows))]
+        weights = list(model.named_parameters())
+        matrices = [weight for name, weight in weights if weight.ndim == 2 and "layers" in name]
+        others = [weight for name, weight in weights if not (weight.ndim == 2 and "layers" in name)]
+        optimizer = MuonWithAdamW(matrices, others, RATE, weight_decay=0.01)
         for step in range(options.target_steps):
+            done = step / options.target_steps
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * min(1, (done + 1 / options.target_steps) / WARMUP) * (1 - done)
             at = step * options.rows % (len(rows) - options.rows)
             loss = loss_of(model, rows[at : at + options.rows])
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            schedule.step()
             if step % 25 == 24:
                 print(f"{name}: step {step + 1}, loss {loss.item():.3f}", flush=True)
         model.eval()
         with torch.inference_mode():
             held_out = float(loss_of(model, token_rows(tokenizer, options.data / "gsm8k_test.jsonl")[:64]))
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder / "target")
+        tokenizer.save_pretrained(folder / "target")
         write_atomically(facts, json.dumps([sum(p.numel() for p in model.parameters()), held_out]))
-    size, held_out = json.loads(facts.read_text(encoding="utf-8"))
-    return size, held_out
+    found: list[float] = json.loads(facts.read_text(encoding="utf-8"))
+    return found
 
 
-def answer(name: str, options: argparse.Namespace) -> Path:
+def answer(folder: Path, seed: int, options: argparse.Namespace) -> Path:
     """The target's own answers to training questions, as rows for ``volley train``."""
-    path: Path = options.out / name / "answers.jsonl"
+    path = folder / "answers.jsonl"
     if not path.exists():
-        engine = Engine.from_pretrained(options.out / name / "target", dtype=torch.float32, max_running=32)
+        engine = Engine.from_pretrained(folder / "target", dtype=torch.float32, max_running=32)
         chats = questions(options.data / "gsm8k_train.jsonl", 0, options.answers)
-        params = SamplingParams(max_tokens=options.max_tokens)
-        found = engine.generate(chats, params)
+        params = [
+            SamplingParams(max_tokens=options.max_tokens, temperature=0.7, seed=1000 * seed + i)
+            for i in range(len(chats))
+        ]
         rows = [
             {"messages": [*chat, {"role": "assistant", "content": result.text}]}
-            for chat, result in zip(chats, found, strict=True)
+            for chat, result in zip(chats, engine.generate(chats, params), strict=True)
         ]
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def train_drafter(name: str, data: Path, options: argparse.Namespace) -> Path:
+def train_drafter(folder: Path, data: Path, seed: int, options: argparse.Namespace) -> Path:
     return train(
         TrainConfig(
-            target=str(options.out / name / "target"),
+            target=str(folder / "target"),
             data=(str(data),),
-            out=str(options.out / name / "run"),
+            out=str(folder / "run"),
             num_layers=1,
             block_size=8,
             taps=(1, 3, 5),
@@ -186,21 +203,42 @@ def train_drafter(name: str, data: Path, options: argparse.Namespace) -> Path:
             eval_prompts=0,
             dtype="float32",
             threads=options.threads,
+            seed=seed,
         )
     )
 
 
-def acceptance(name: str, drafter: Path, temperature: float, options: argparse.Namespace) -> tuple[float, int]:
-    """Mean τ over all cycles of all answers, and how many cycles."""
+def repeats_from(tokens: Sequence[int]) -> int:
+    """Where the first run of ``RUN`` tokens ends that stood in ``tokens`` before, or their number."""
+    seen = set[tuple[int, ...]]()
+    for end in range(RUN, len(tokens) + 1):
+        run = tuple(tokens[end - RUN : end])
+        if run in seen:
+            return end
+        seen.add(run)
+    return len(tokens)
+
+
+def new_cycles(result: GenerationResult) -> list[int]:
+    """Tokens of each cycle that ended before the answer began to repeat itself; the prompt's pass made the first token."""
+    lengths, end = result.stats.accepted_lengths, repeats_from(result.token_ids)
+    return [n for n, last in zip(lengths, accumulate(lengths, initial=1), strict=False) if last + n <= end]
+
+
+def acceptance(folder: Path, drafter: Path, options: argparse.Namespace) -> list[tuple[float, int]]:
+    """τ over the cycles of all answers that repeat nothing, and how many these are, at each temperature."""
     engine = Engine.from_pretrained(
-        options.out / name / "target", drafter=drafter, dtype=torch.float32, policy="fixed", max_running=16
+        folder / "target", drafter=drafter, dtype=torch.float32, policy="fixed", max_running=16
     )
     chats = questions(options.data / "gsm8k_test.jsonl", SKIPPED, options.num_prompts)
-    params = [
-        SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=seed) for seed in range(len(chats))
-    ]
-    lengths = [n for result in engine.generate(chats, params) for n in result.stats.accepted_lengths]
-    return sum(lengths) / len(lengths), len(lengths)
+    found = []
+    for temperature in TEMPERATURES:
+        params = [
+            SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=i) for i in range(len(chats))
+        ]
+        lengths = [n for result in engine.generate(chats, params) for n in new_cycles(result)]
+        found.append((mean(lengths), len(lengths)))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -208,18 +246,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(options.data, options.out / "tokenizer")
-    lines, found = [], dict[str, list[float]]()
-    for name in CONFIGS:
-        size, loss = train_target(name, tokenizer, options)
-        drafter = train_drafter(name, answer(name, options), options)
-        measured = [acceptance(name, drafter, temperature, options) for temperature in (0.0, 1.0)]
-        found[name] = [tau for tau, _ in measured]
-        cells = (f"{tau:.2f} ({cycles})" for tau, cycles in measured)
-        lines.append(f"| {name} | {size:,} | {loss:.3f} | {' | '.join(cells)} |")
-    print("| target | weights | loss on the test set | τ, T = 0 (cycles) | τ, T = 1 |\n|---|---|---|---|---|")
-    print("\n".join(lines))
-    ratios = (b / a for a, b in zip(found["attention"], found["hybrid"], strict=True))
-    print("hybrid ÷ attention: " + ", ".join(f"{ratio:.2f}" for ratio in ratios))
+    print(f"| seed | target | weights | loss on the test set |{''.join(f' τ, T = {t:g} |' for t in TEMPERATURES)}")
+    print("|---" * (4 + len(TEMPERATURES)) + "|")
+    ratios = list[list[float]]()
+    for seed in options.seeds:
+        taus = list[list[float]]()
+        for name in CONFIGS:
+            size, loss = train_target(name, seed, tokenizer, options)
+            folder = options.out / f"{name}-{seed}"
+            drafter = train_drafter(folder, answer(folder, seed, options), seed, options)
+            measured = acceptance(folder, drafter, options)
+            taus.append([tau for tau, _ in measured])
+            cells = " | ".join(f"{tau:.2f} ({cycles:,})" for tau, cycles in measured)
+            print(f"| {seed} | {name} | {size:,} | {loss:.3f} | {cells} |", flush=True)
+        ratios.append([hybrid / attention for attention, hybrid in zip(*taus, strict=True)])
+        print(f"| {seed} | hybrid ÷ attention | | | {' | '.join(f'{ratio:.2f}' for ratio in ratios[-1])} |", flush=True)
+    print(f"| all | hybrid ÷ attention | | | {' | '.join(f'{mean(own):.2f}' for own in zip(*ratios, strict=True))} |")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class Widening:
             "head.output.weight": (reader, None),  # writes final states
             "d2t": (None,),
         }
-        self._write, self._read = write, reader
+        self.write, self._read = write, reader
 
     def _states(self, old: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of each new channel: the old one, the factor it is held with, and the factor it is read with."""
@@ -163,7 +163,7 @@ class Widening:
             return norm
         if name == "fc.weight":
             taps = tensor.view(len(tensor), -1, self.config["hidden_size"])
-            return self._write.widen(self._read.widen(taps, 2).flatten(1), 0)
+            return self.write.widen(self._read.widen(taps, 2).flatten(1), 0)
         found = [axes for ending, axes in self.axes.items() if name.endswith(ending)]
         if not found:
             raise ConfigError(f"{name}: a tensor that this script cannot widen; teach it the tensor's axes")

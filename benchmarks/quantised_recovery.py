@@ -1,6 +1,6 @@
 """What a drafter regains by being trained further on its target's quantised checkpoint.
 
-    python benchmarks/quantised_recovery.py --data DIR --out runs/recovery --schemes bf16 W4A16 --minutes 20
+    python benchmarks/quantised_recovery.py --data DIR --out runs/recovery --schemes bf16 W4A16
 
 For each scheme the bundled target is quantised (``benchmarks/quantised.py``), answers training questions, and the bundled drafter
 is trained on these answers. ``bf16`` is the same without quantisation: what more training alone gives. Then τ is measured with
@@ -26,6 +26,11 @@ from volley.chat import encode_chat
 from volley.files import REFERENCE, write_atomically
 from volley.prompts import read_jsonl
 
+RECIPE = (  # that of the bundled drafter's last training
+    *("--optimizer", "muon", "--loss-decay", "pace", "--soft-targets", 0.3, "--total-variation", 0.5),
+    *("--tokens-per-batch", 2048, "--anchors-per-sequence", 32, "--dtype", "float32"),
+    *("--epochs", 1000, "--eval-prompts", 0, "--eval-share", 0),
+)
 HEADER = "| weights | τ of the drafter as it was | after training | answers to train on |\n|---|---|---|---|"
 
 
@@ -35,11 +40,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemes", nargs="+", choices=("bf16", *SCHEMES), default=["bf16", "W4A16"])
     parser.add_argument("--drafter", type=Path, default=REFERENCE / "drafter")
-    parser.add_argument("--answers", type=int, default=2000, help="training questions that are answered")
-    parser.add_argument("--num-prompts", type=int, default=24)
+    parser.add_argument("--answers", type=int, default=300, help="training questions that are answered")
+    parser.add_argument("--num-prompts", type=int, default=80)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--minutes", type=float, default=20, help="of training")
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--steps", type=int, default=200, help="of training")
+    parser.add_argument("--learning-rate", type=float, default=6e-4)
     return parser.parse_args(arguments)
 
 
@@ -86,20 +91,13 @@ def train(folder: Path, options: argparse.Namespace) -> int:
         write_atomically(prompts, "".join(json.dumps({"messages": chat}) + "\n" for chat in rows))
         shared = ("--target", folder / "target")
         volley(
-            "collect",
-            *shared,
-            "--drafter",
-            options.drafter,
-            "--prompts",
-            prompts,
-            "--out",
-            answers,
-            "--max-tokens",
-            192,
+            *("collect", *shared, "--drafter", options.drafter, "--prompts", prompts, "--out", answers),
+            *("--max-tokens", 192, "--temperatures", "0,1"),
         )
         volley(
             *("train", *shared, "--data", answers, "--out", folder / "run", "--init", options.drafter, "--keep-shape"),
-            *("--max-minutes", options.minutes, "--learning-rate", options.learning_rate),
+            *RECIPE,
+            *("--max-steps", options.steps, "--learning-rate", options.learning_rate),
         )
         write_atomically(done, "")
     return sum(1 for _ in answers.open(encoding="utf-8"))

@@ -67,3 +67,32 @@ def test_a_model_that_counts_tokens_itself_is_refused() -> None:
     )
     with pytest.raises(UnsupportedModelError, match=r"BartForCausalLM takes no position_ids.* Use another target"):
         Target(eager_model(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (
+            "phimoe",
+            {**SLIDING, "num_local_experts": 4},
+            r"layers \[0, 1, 2, 3\].* a sliding window of 8 tokens that does not",
+        ),
+        (
+            "qwen2_moe",
+            {**SLIDING, "use_sliding_window": True, "max_window_layers": 3},
+            r"layers \[0, 2\].* a sliding window",
+        ),
+        ("diffllama", {}, r"layers \[0, 1, 2, 3\] of DiffLlamaForCausalLM call attention more than once"),
+        ("doge", {}, "DogeAttention gives attention a mask of its own"),
+    ],
+)
+def test_attention_that_volley_would_compute_otherwise_is_refused(
+    name: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{said}.* Use another target"):
+        Target(eager_model(AutoConfig.for_model(name, **{**COMMON, **changes})))
+
+
+def test_a_window_as_long_as_the_context_hides_nothing() -> None:
+    context = COMMON["max_position_embeddings"]
+    Target(eager_model(AutoConfig.for_model("phimoe", **{**COMMON, "sliding_window": context, "num_local_experts": 4})))

@@ -1,6 +1,7 @@
 """Drafters in other programs' formats: round trips, what a format cannot hold, and what can be wrong with a file."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -504,10 +505,13 @@ def test_a_mask_token_named_by_its_text(tmp_path: Path) -> None:
     del raw["dflash_config"]["mask_token_id"]
     raw["dflash_config"]["mask_token"] = "<|mask|>"
     (source / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=r"'<\|mask\|>', and there is no tokenizer\.json; put the target's"):
+    missing = r"'<\|mask\|>', and there is no tokenizer\.json; put the target's"
+    with pytest.raises(ConfigError, match=missing):
         read_checkpoint(source)
+    assert re.search(missing, diagnose(source).problems[0])
     byte_tokenizer().save_pretrained(source)
     assert read_checkpoint(source).config.mask_token_id == 3
+    assert diagnose(source).problems == []
     raw["dflash_config"]["mask_token"] = "<|blank|>"
     (source / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match="does not have it"):

@@ -4,6 +4,7 @@ The function is registered once with transformers' ``AttentionInterface``; the b
 arguments, so nothing is global and one process can hold many targets.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,6 +99,10 @@ def _volley_attention(
             f"{type(module).__name__} does not get the keywords that its model is called with, so volley cannot put its K/V on "
             "pages. Use another target"
         )
+    if attention_mask is not None:  # transformers makes none for this function
+        raise UnsupportedModelError(
+            f"{type(module).__name__} gives attention a mask of its own, which volley would leave out. Use another target"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -117,12 +122,16 @@ AttentionInterface.register("volley", _volley_attention)  # and no mask function
 
 
 class _ShapeProbe:
-    """Runs plain causal attention once and notes which layers called and with what K/V shapes."""
+    """Runs plain causal attention once and notes which layers called, with what K/V shapes, and which of them have windows."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int]] = {}
+        self.windowed, self.again = set[int](), set[int]()
+        """Layers with a window, and those that called more than once."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        self.windowed |= set() if options.window is None else {layer}
+        self.again |= {layer} & set(self.shapes)
         self.shapes[layer] = LatentShape((k.shape[1], k.shape[2])) if v is k else (k.shape[1], k.shape[2])
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -211,6 +220,17 @@ class Target:
             raise UnsupportedModelError(
                 f"layers {absent} of {type(self.model).__name__} do not call the attention interface: they keep state "
                 "that cannot be rolled back by dropping pages. Use a target whose layers are all attention"
+            )
+        if probe.again:
+            raise UnsupportedModelError(
+                f"layers {sorted(probe.again)} of {type(self.model).__name__} call attention more than once with values of their "
+                "own, and volley keeps the K/V of one call. Use another target"
+            )
+        hidden = _hidden_windows(self.model, types) - probe.windowed
+        if hidden:
+            raise UnsupportedModelError(
+                f"layers {sorted(hidden)} of {type(self.model).__name__} have a sliding window of {text.sliding_window} tokens "
+                "that does not reach the attention function. Use another target, or one whose window is its whole context"
             )
         called = sorted(probe.shapes)  # LongCat-Flash has two attentions in each layer, with numbers of their own
         self._places = {layer: place for place, layer in enumerate(called)}
@@ -373,6 +393,18 @@ class Target:
             model.eval()
             accelerate(model, kind, release=True, fill=fill)
             return cls(model, tokenizer)
+
+
+def _hidden_windows(model: PreTrainedModel, types: Sequence[str]) -> set[int]:
+    """Layers that see a window shorter than the context, by their ``types`` or by the masks that transformers would make."""
+    text: Any = model.config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    if not window or window >= _context_length(text):
+        return set()
+    if getattr(text, "layer_types", None):
+        return {layer for layer, kind in enumerate(types) if kind == "sliding_attention"}
+    masked = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
+    return set(range(len(types))) if masked else set()
 
 
 @contextmanager
