@@ -6,7 +6,7 @@ from tests.serve.running import Tiny
 
 
 def test_mixed_load_with_clients_that_leave_and_preemptions(tiny_pair: TinyPair) -> None:
-    outcome, metrics = serve_load.run(Tiny(tiny_pair), requests=200, concurrency=32, policy="fixed")
+    outcome, metrics = serve_load.run(Tiny(tiny_pair), requests=200, concurrency=32)
     assert outcome.problems == []
     assert outcome.counts["left"] > 5
     assert outcome.counts["greedy"] > 30
