@@ -57,6 +57,8 @@ class Counts:
     """Of the launches, those that the host knows to be done: what it waited for came after them."""
     left: list[int] = field(default_factory=list)
     """Launches that were unfinished right after each wait: work that the device has meanwhile."""
+    compiled: set[tuple[object, ...]] = field(default_factory=set)
+    """What Triton would have compiled so far; :meth:`clear` leaves it."""
 
     @property
     def unfinished(self) -> int:
@@ -309,7 +311,22 @@ class PretendedCuda(TorchDispatchMode):
         if any(isinstance(x, Tensor) and not isinstance(x, OnDevice) for x in given):
             raise ValueError(f"Pointer argument cannot be accessed from Triton (cpu tensor?) at {place()}")
         plain = [x.inner if isinstance(x, OnDevice) else x for x in given]
+        self.counts.compiled.add(_specialised(kernel, plain, constants))
         self.do(kernel.fn.__name__, lambda: kernel[grid](*plain, **constants) if self._runs_kernels else None)
+
+
+def _specialised(kernel: Any, given: list[Any], constants: dict[str, Any]) -> tuple[object, ...]:
+    """What Triton compiles a kernel anew for: constants, types, numbers that are 1 or multiples of 16, and aligned memory."""
+    spared = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
+    kinds = list[object]()
+    for name, value in zip(kernel.arg_names, given, strict=False):
+        if isinstance(value, Tensor):
+            kinds.append((value.dtype, value.data_ptr() % 16 == 0))
+        elif isinstance(value, int):
+            kinds.append((value.bit_length() < 32, *(() if name in spared else (value == 1, value % 16 == 0))))
+        else:
+            kinds.append(type(value))
+    return (kernel.fn.__name__, *kinds, *sorted(constants.items()))
 
 
 def _is_view(result: Any, given: list[Any]) -> bool:

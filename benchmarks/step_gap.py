@@ -7,7 +7,7 @@
 The host does all that it does on a GPU: it schedules, describes passes, commits and makes texts. A pass takes the path of CUDA
 graphs and computes nothing: it keeps a clock busy for so many milliseconds, behind the passes that were launched before. Reading
 its tokens waits until it is over. What a step takes beyond its passes is the gap, with the next ones launched behind the read of
-the last or ahead of it (``engine/ahead.py``). Steps of plain decoding and of greedy chains are timed; all of a draft is accepted.
+the last or ahead of it (``engine/ahead.py``). Steps of plain decoding and of chains are timed; all of a draft is accepted.
 The defaults are the floors of Qwen3-8B and of a published drafter (``gpu_ready.py``). Launches of a driver, copies from pinned
 memory and what a device does between two passes are not in it.
 """
@@ -101,7 +101,11 @@ def step_times(
 
 def gaps(requests: Sequence[int], plain: float, draft: float, steps: int) -> Iterator[dict[str, Any]]:
     """Medians in microseconds beyond the passes."""
-    kinds = [("plain, T = 0", 0.0, 1), ("plain, T = 1", 1.0, 1), (f"chains of {CHAIN}, T = 0", 0.0, 1 + CHAIN)]
+    kinds = [
+        (f"{kind}, T = {temperature:g}", temperature, block)
+        for kind, block in (("plain", 1), (f"chains of {CHAIN}", 1 + CHAIN))
+        for temperature in (0.0, 1.0)
+    ]
     for (kind, temperature, block), count in itertools.product(kinds, requests):
         row: dict[str, Any] = {"kind": kind, "requests": count}
         seconds = [plain] if block == 1 else [draft, plain]

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -233,19 +234,23 @@ def graphs(bench: Bench) -> dict[str, Any]:
 
 
 def ahead(bench: Bench) -> dict[str, Any]:
-    """Milliseconds of a step, launched behind the read of the last or ahead of it, and of its passes: plain and greedy chains."""
+    """Milliseconds of a step, launched behind the read of the last or ahead of it, and of its passes: plain and chains.
+
+    Sampled chains are verified by speculative sampling. With a seed they are the same both ways.
+    """
     from volley import Engine, SamplingParams
 
     target, drafter = bench.pair()
-    engine, table = Engine(target, drafter, num_pages=128 * max(bench.levels), policy="fixed:1"), []
+    pages = 128 * max(bench.levels)
+    engine, table = Engine(target, drafter, num_pages=pages, policy="fixed:1", verification="speculative"), []
     steps = 4 if bench.dry else 100
-    params = SamplingParams(max_tokens=(steps + 8) * BLOCK, ignore_eos=True)
     same = True
-    for level, size in [(level, size) for level in bench.levels for size in (1, BLOCK)]:
+    for level, size, temperature in product(bench.levels, (1, BLOCK), (0.0, 1.0)):
+        params = SamplingParams(max_tokens=(steps + 8) * BLOCK, ignore_eos=True, temperature=temperature, seed=3)
         plain, verify, draft = bench.pass_times(engine, level)
         alone = plain if size == 1 else verify + draft
         engine.policy = f"fixed:{size}"
-        row, answers = {"requests": level, "block": size, "passes": alone}, []
+        row, answers = {"requests": level, "block": size, "T": temperature, "passes": alone}, []
         for name, is_ahead in (("behind", False), ("ahead", True)):
             engine.ahead.is_used = is_ahead
             engine.reset_prefix_cache()

@@ -231,11 +231,7 @@ class Late:
     """``[k]`` in double precision, or ``None`` where nobody asks for it."""
 
     def first(self, size: int) -> "Late":
-        return self.part(0, size)
-
-    def part(self, start: int, size: int) -> "Late":
-        own = slice(start, start + size)
-        return Late(self.token_ids[own], None if self.confidence is None else self.confidence[own])
+        return Late(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])
 
 
 @dataclass(slots=True)
@@ -256,6 +252,12 @@ class Proposal:
     probability given the token before, among the candidates. In a tree it is each node's probability, ancestors included."""
     late: Late | None = None
     """Where the tokens are until the host has read them; ``token_ids`` are zeros till then."""
+
+    def first(self, size: int) -> "Proposal":
+        """The first tokens of a chain. What is known of the confidences stays known of all."""
+        known, late = self.draft_probs, self.late
+        probs = None if known is None else known[:size]
+        return Proposal(self.token_ids[:size], probs, confidence=self.confidence, late=late and late.first(size))
 
 
 @dataclass(slots=True)

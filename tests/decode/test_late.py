@@ -63,21 +63,27 @@ def test_every_work_gets_its_part_of_tokens_and_distributions() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.integers(0, 4), st.booleans()), min_size=1
+        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.integers(0, 4), st.booleans(), st.booleans()),
+        min_size=1,
     ),
     st.integers(0, 3),
 )
-def test_what_is_kept_is_counted_without_the_host(each: list[tuple[list[int], int, bool]], before: int) -> None:
-    """As the host counts it, of drafts of several lengths, some late and some read, one of them at least not empty."""
+def test_what_is_kept_is_counted_without_the_host(each: list[tuple[list[int], int, bool, bool]], before: int) -> None:
+    """As the host counts it, of drafts of several lengths, some late and some read, one of them at least not empty.
+
+    Of some the device has counted it before.
+    """
     works, chosen, expected = list[Work[Request]](), [7] * before, list[tuple[int, int]]()
-    for choices, bits, is_late in [*each, ([0, 1], 1, True)]:
+    for choices, bits, is_late, is_counted in [*each, ([0, 1], 1, True, False)]:
         draft = [bits >> place & 1 for place in range(len(choices) - 1)]
         work = Work[Request](decoding([1, 2]), replace(CHAIN, size=len(draft), positions=len(draft)))
         work.proposal = late_proposals([work], torch.tensor(draft))[0] if is_late else Proposal(draft)
-        work.choices = len(chosen)
-        chosen += choices
-        works.append(work)
         verdict = verify_choices(choices, draft)
         expected.append((verdict.accepted, verdict.token_ids[-1]))
+        if is_counted:
+            work.kept, choices = len(chosen), list(expected[-1])
+        work.choices = len(chosen) + is_counted
+        chosen += choices
+        works.append(work)
     accepted, behind = count_accepted(works, torch.tensor(chosen))
     assert list(zip(accepted.tolist(), behind.tolist(), strict=True)) == expected

@@ -54,7 +54,8 @@ def test_every_path_gives_the_same_numbers_to_rounding(path: str, size: int, mon
         pytest.importorskip("triton")
         monkeypatch.setattr(noise, "usable", lambda _: path == "kernel")
         with pretended_cuda(runs_kernels=True) as counts:
-            there = noise.exponentials(SEEDS, 0, positions, size, CUDA)
+            moved = torch.full((len(SEEDS),), 2, device=CUDA)
+            there = noise.exponentials(SEEDS, 0, [position - 2 for position in positions], size, CUDA, moved)
             assert isinstance(there, OnDevice)
             assert counts.waits.total() == 0
             assert ("_exponentials_kernel" in counts.operations) is (path == "kernel")

@@ -9,7 +9,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.chi_square import chi_square_p
-from volley.decode.sampling import PositionNoise, Purpose, draw, logprobs_of, race, token_probs
+from volley.decode.sampling import (
+    PositionNoise,
+    Purpose,
+    draw,
+    exponentials,
+    logprobs_of,
+    moved_uniforms,
+    race,
+    token_probs,
+)
 from volley.errors import ConfigError
 from volley.types import SamplingParams
 
@@ -127,6 +136,15 @@ def test_noise_belongs_to_seed_purpose_and_position() -> None:
         assert not set(uniforms) & set(PositionNoise(seed).uniforms(purpose, first, 3))
     assert not torch.isclose(both[0], both[1]).any()
     assert not torch.isclose(both[0], PositionNoise(8).exponentials([3], 10)).any()
+
+
+def test_numbers_of_a_cycle_whose_place_only_the_device_knows() -> None:
+    cycles, moved = [(PositionNoise(7), 5), (PositionNoise(8), 20)], torch.tensor([3, 0])
+    there = [(PositionNoise(7), 8), (PositionNoise(8), 20)]
+    expected = [number for own, first in there for number in own.uniforms(Purpose.DRAFT, first, 4)]
+    assert moved_uniforms(cycles, 4, Purpose.DRAFT, moved).tolist() == expected
+    cpu = torch.device("cpu")
+    assert torch.equal(exponentials(cycles, 10, cpu, moved), exponentials(there, 10, cpu))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])

@@ -10,11 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.chi_square import chi_square_p, joint_counts
 from tests.conftest import byte_tokenizer
 from tests.costs import settle
+from tests.engine.test_sampled import PROMPT, V, exact_law, soft_scored
 from tests.tiny import (
     Pair,
     answers_and_drafts,
+    block_proposer,
     eager_model,
     make_pair,
     place,
@@ -28,6 +31,7 @@ from volley.engine.engine import Engine as AnyEngine
 from volley.memory.device import Device
 from volley.models.targets.target import Target
 from volley.procedures.request import Request
+from volley.proposers import block
 
 PROMPTS = random_prompts(5, longest=22, seed=4)
 PROMPTS += [PROMPTS[0] + [7], PROMPTS[1] + PROMPTS[2][:3]]
@@ -293,14 +297,7 @@ def test_drafts_that_change_and_those_of_other_kinds_are_read_first(
     assert not any(found)
 
 
-def test_drafts_of_sampled_requests_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = engine(drafts=True, policy="fixed")
-    found = served(own, monkeypatch)
-    list(own.generate(PROMPTS[:2], [replace(LONG, max_tokens=4, ignore_eos=True), replace(SEEDED, ignore_eos=True)]))
-    assert not any(found)
-
-
-def chains(count: int, *, is_ahead: bool, params: SamplingParams = LONG, **options: Any) -> Any:
+def chains(count: int, *, is_ahead: bool, params: Any = LONG, **options: Any) -> Any:
     """Tokens, what was accepted, and every draft, of requests that come one after the other."""
     own = engine(drafts=True, is_ahead=is_ahead, **{"policy": "fixed", **options})
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -322,6 +319,66 @@ def test_every_cycle_of_greedy_chains_behind_the_first_is_served(policy: str, co
     assert min(lengths) < max(lengths)
     assert max(lengths) >= 3
     assert [own[0] for own in results] == [text[len(PROMPTS[i]) :][:24] for i, text in enumerate(texts()[:count])]
+
+
+COLD = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.05, draft_temperature=15.0, seed=2)
+KINDS = {
+    "several that sample alike": [replace(COLD, seed=seed) for seed in range(4)],
+    "of all kinds": [
+        COLD,
+        replace(COLD, top_p=0.9),
+        replace(COLD, temperature=0.0),
+        replace(COLD, draft_temperature=0.1),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("verification", ["match", "speculative"])
+def test_every_cycle_of_sampled_chains_is_served(verification: str, kind: str) -> None:
+    """With the same noise for the same drafts. Speculative sampling with a seed is read first where less is asked for."""
+    each = KINDS[kind]
+    own = {"params": each, "verification": verification}
+    results, drafts, found = chains(len(each), is_ahead=True, **own)
+    assert (results, drafts) == chains(len(each), is_ahead=False, **own)[:2]
+    lengths = [length for _, own, _ in results for length in own]
+    assert max(lengths) >= 2
+    assert sum(found) > len(found) / 3
+    assert all(found[2:]) == (verification == "match")
+
+
+@pytest.mark.parametrize("is_biased", [False, True], ids=["exact", "biased"])
+def test_sampled_chains_have_the_law_of_the_target(is_biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a seed, where the first tokens of longer drafts are verified near an end. Planted: greedy drafts, scored softly."""
+    if is_biased:
+        monkeypatch.setattr(block, "propose_sampled", soft_scored)
+    params, tokens = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True), list[list[int]]()
+    small = {"num_hidden_layers": 1, "vocab_size": V}
+    drafter = {"block_size": 4, "mask_token_id": 5, "num_target_layers": 1, "target_layer_ids": (0,)}
+    pair = make_pair(2, {**small, **drafter}, **small, initializer_range=0.2)
+    own = Engine(pair.target, pair.drafter, policy="fixed", num_pages=200, page_size=8)
+    own.ahead.is_used = block_proposer(own).drafts_late = True
+    found = served(own, monkeypatch)
+    while len(tokens) < 448:
+        tokens += [result.token_ids for result in own.generate([PROMPT] * 64, params)]
+    assert sum(found) > len(found) / 4
+    p = chi_square_p(joint_counts(torch.tensor(tokens)[:, 2:], V), exact_law(params, pair).view(-1, V**2).sum(dim=0))
+    assert p < 1e-6 if is_biased else p > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["match", "speculative"])
+def test_noise_of_other_positions_is_seen(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: drafts are drawn as if nothing of the last ones had been kept."""
+    own = {"params": COLD, "verification": rule}
+    expected = chains(1, is_ahead=True, **own)[1]
+    name = "propose_coupled" if rule == "match" else "moved_uniforms"
+    right = getattr(block, name)
+
+    def unmoved(*given: Any) -> Any:
+        return right(*given[:3], None if given[3] is None else given[3] * 0)
+
+    monkeypatch.setattr(block, name, unmoved)
+    assert chains(1, is_ahead=True, **own)[1] != expected
 
 
 @pytest.mark.parametrize("options", [{"num_pages": 20}, {"page_size": 1}, {"max_running": 2}], ids=str)

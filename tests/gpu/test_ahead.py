@@ -59,9 +59,12 @@ def test_the_device_has_its_next_pass_when_the_host_has_its_tokens(
     assert min(left + committing) > 0
 
 
+@pytest.mark.parametrize(
+    "params", [LONG, replace(SAMPLED, top_p=0.9), replace(SAMPLED, seed=3)], ids=["greedy", "sampled", "seeded"]
+)
 @pytest.mark.parametrize("count", [1, 3])
-def test_so_it_has_its_next_cycle_of_greedy_chains(both: Both, count: int) -> None:
-    left, committing = watched(both, count, LONG, drafts=True)
+def test_so_it_has_its_next_cycle_of_chains(both: Both, count: int, params: SamplingParams) -> None:
+    left, committing = watched(both, count, params, drafts=True)
     assert len(left) == 4
     assert min(left + committing) > 0
 
@@ -95,34 +98,42 @@ LENGTHS = (14, 5)
 STOPPED = 6
 
 
-def chains(target: Any, drafter: Any, texts: list[list[int]], **options: Any) -> Any:
+def chains(target: Any, drafter: Any, texts: list[list[int]], own: dict[str, Any], **options: Any) -> Any:
     """Tokens and acceptance of requests that end by length and unforeseen, and how many cycles had been launched before."""
     engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
     place(engine, texts)
     serve, served = engine.ahead.serve, list[bool]()
     engine.ahead.serve = lambda step: served.append(serve(step)) or served[-1]  # type: ignore[method-assign]
     prompts = random_prompts(3, longest=20, seed=1)
-    each = [SamplingParams(max_tokens=size, ignore_eos=True) for size in LENGTHS]
+    each = [SamplingParams(max_tokens=size, ignore_eos=True, **own) for size in LENGTHS]
     each.append(replace(each[0], stop_token_ids=(texts[2][len(prompts[2]) + STOPPED],)))
     results = list(engine.generate(prompts, each))
     engine.check_integrity()
     return [(own.token_ids, own.stats.accepted_lengths, own.stats.preemptions) for own in results], sum(served)
 
 
-@pytest.mark.parametrize("options", [{"max_running": 2}, {"num_pages": 10, "page_size": 4}], ids=str)
-def test_chains_are_the_cpus(both: Both, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("own", "options"),
+    [
+        ({}, {"max_running": 2}),
+        ({}, {"num_pages": 10, "page_size": 4}),
+        ({"temperature": 0.3, "seed": 3}, {"max_running": 2}),
+        ({"temperature": 0.3, "seed": 3}, {"max_running": 2, "verification": "speculative"}),
+    ],
+    ids=["greedy", "few pages", "matched", "speculative"],
+)
+def test_chains_are_the_cpus(both: Both, own: dict[str, Any], options: dict[str, Any]) -> None:
     texts = [prompt + greedy(both.here.hf, prompt, max(LENGTHS)) for prompt in random_prompts(3, longest=20, seed=1)]
     with mock.patch.object(capacity, "find_device", return_value=Device("cuda")):  # fixed memory, as on a GPU
-        expected, _ = chains(both.here.target, both.here.drafter, texts, **options)
+        expected, _ = chains(both.here.target, both.here.drafter, texts, own, **options)
     with pretended() as counts:
-        found, served = chains(both.target, both.drafter, texts, **options)
+        found, served = chains(both.target, both.drafter, texts, own, **options)
     assert found == expected
-    assert [own[0] for own in found[:2]] == [
-        text[-max(LENGTHS) :][:size] for text, size in zip(texts, LENGTHS, strict=False)
-    ]
+    greedily = [text[-max(LENGTHS) :][:size] for text, size in zip(texts, LENGTHS, strict=False)]
+    assert [tokens for tokens, *_ in found[:2]] == greedily or own
     assert max(length for _, lengths, _ in found for length in lengths) >= 3
-    assert (sum(own[2] for own in found) > 0) == ("num_pages" in options)
-    assert served >= (1 if "num_pages" in options else 4)
+    assert (sum(preempted for *_, preempted in found) > 0) == ("num_pages" in options)
+    assert served >= (1 if {"num_pages", "verification"} & options.keys() else 4)
     assert counts.replayed["_attention_kernel"] > 0
 
 

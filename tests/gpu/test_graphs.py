@@ -1,6 +1,7 @@
 """CUDA graphs on a pretended GPU: a replay runs what was captured and no Python, and answers are the plain CPU's."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,8 @@ from tests.hybrid import target as hybrid_target
 from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
 from volley.engine import capacity
-from volley.engine.start import memory_of, report_memory, warm_up
+from volley.engine.holdings import memory_of, report_memory
+from volley.engine.start import warm_up
 from volley.memory import graphs
 from volley.memory.device import Device
 from volley.memory.graphs import Bucket
@@ -116,6 +118,33 @@ def test_no_graph_is_captured_while_a_warm_engine_serves(both: Both, options: di
             some_load(engine, start=7)
         assert not captured
         engine.check_integrity()
+
+
+def test_no_kernel_is_compiled_again_for_other_sizes(both: Both) -> None:
+    """Once each has been used: with other numbers of requests, longer texts and drafts that were accepted elsewhere."""
+    with pretended_cuda() as counts:
+        engine = Engine(both.target, both.drafter, policy="fixed", **WARM)
+        warm_up(engine)
+        list(engine.generate(random_prompts(1, longest=20, seed=1), SEEDED))
+        before = set(counts.compiled)
+        assert {str(name) for name, *_ in before} >= {"_attention_kernel", "_inject_kernel", "_exponentials_kernel"}
+        prompts = [[(number + i) % 50 for i in range(size)] for number, size in enumerate((300, 16, 33, 7, 48))]
+        list(engine.generate(prompts, [SEEDED, GREEDY, SEEDED, SEEDED, GREEDY]))
+        assert counts.compiled == before
+
+
+@pytest.mark.parametrize("spared", [[], ["count"]])
+def test_a_kernel_that_is_compiled_again_is_seen(spared: list[str]) -> None:
+    """For a number that is 1 or a multiple of 16, unless it is spared that, and for memory that is not aligned."""
+    named = SimpleNamespace(__name__="planted")
+    kernel = SimpleNamespace(fn=named, arg_names=["x", "count"], kwargs={"do_not_specialize": spared})
+    with pretended_cuda() as counts:
+        x = torch.zeros(40, device=CUDA)
+        for count in (1, 2, 3, 16, 32):
+            launching.launch(kernel, (1,), CUDA, x, count, SIZE=4)
+        assert len(counts.compiled) == (1 if spared else 3)
+        launching.launch(kernel, (1,), CUDA, x[1:], 2, SIZE=4)
+        assert len(counts.compiled) == (2 if spared else 4)
 
 
 def note_captures(captured: list[Any]) -> Any:

@@ -12,7 +12,7 @@ from tests.conftest import TinyPair
 from tests.models.drafters.test_adapter import make_adapter
 from tests.serve.running import MODEL, Running, Tiny, running
 from volley.engine import capacity
-from volley.engine.start import graph_bytes
+from volley.engine.holdings import graph_bytes
 from volley.errors import ConfigError
 from volley.memory.device import Device
 from volley.serve.config import ServeConfig

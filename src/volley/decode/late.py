@@ -93,18 +93,24 @@ def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:
 def count_accepted(works: Sequence[Work[Any]], chosen: Tensor) -> tuple[Tensor, Tensor]:
     """How many tokens of each draft are kept, and the token behind them: ``[n]`` each, where only the device knows.
 
-    :func:`volley.decode.verify.verify_choices` for chains, some of which have a token; ``chosen`` are all tokens that the host
-    will read, those of each work from its ``choices`` on.
+    :func:`volley.decode.verify.verify_choices` for chains, some of which have a token; ``chosen`` are all numbers that the host
+    will read, the tokens of each work from its ``choices`` on. What was counted already (``kept``) is taken from there.
     """
     sizes = np.array([len(work.proposal.token_ids) for work in works])[:, None]
     firsts = np.array([work.choices for work in works], dtype=np.int64)[:, None]
+    is_counted = np.array([work.kept is not None for work in works])[:, None]
     place, ends = np.arange(sizes.max() + 1), sizes.cumsum()[:, None]
+    of_chosen = firsts + np.where(is_counted, 0, np.minimum(place, sizes))
     of_drafts = np.minimum(ends - sizes + place[:-1], ends[-1] - 1)
-    given = [firsts + np.minimum(place, sizes), of_drafts, (place[:-1] < sizes).astype(np.int64)]
-    of_chosen, of_drafts, exists = upload_together(given, chosen.device)
-    own = chosen.index_select(0, of_chosen.flatten()).view(of_chosen.shape)
-    drafts = draft_tokens(works, chosen.device).index_select(0, of_drafts.flatten()).view(of_drafts.shape)
+    given = [of_chosen, of_drafts, ((place[:-1] < sizes) & ~is_counted).astype(np.int64)]
+    if is_counted.any():
+        given += [np.array([work.kept or 0 for work in works]), is_counted[:, 0].astype(np.int64)]
+    at, drafts_at, exists, *counted = upload_together(given, chosen.device)
+    own = chosen.index_select(0, at.flatten()).view(at.shape)
+    drafts = draft_tokens(works, chosen.device).index_select(0, drafts_at.flatten()).view(drafts_at.shape)
     accepted = ((own[:, :-1] == drafts) * exists).cumprod(dim=1).sum(dim=1)
+    if counted:
+        accepted = accepted.addcmul(chosen.index_select(0, counted[0]), counted[1])
     return accepted, own.gather(1, accepted[:, None])[:, 0]
 
 

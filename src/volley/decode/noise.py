@@ -30,12 +30,24 @@ SMALLEST, LARGEST = 2.0**-63, 1 - 2.0**-24
 
 
 def exponentials(
-    seeds: Sequence[int], purpose: int, positions: Sequence[int], size: int, device: torch.device
+    seeds: Sequence[int],
+    purpose: int,
+    positions: Sequence[int],
+    size: int,
+    device: torch.device,
+    moved: Tensor | None = None,
 ) -> Tensor:
-    """Unit exponentials ``[R, size]`` (fp32) of R pairs of seed and position."""
+    """Unit exponentials ``[R, size]`` (fp32) of R pairs of seed and position.
+
+    If only the device knows the positions, each is ``moved [R]`` further on than it says.
+    """
     if device.type == "cpu":
+        if moved is not None:
+            positions = [position + by for position, by in zip(positions, moved.tolist(), strict=True)]
         return torch.stack([_row(*pair, purpose, size) for pair in zip(seeds, positions, strict=True)])
     places = upload(np.array([seeds, positions], dtype=np.int64), device)
+    if moved is not None:
+        places[1].add_(moved)
     if usable(device):
         from volley.memory.kernels.noise import fill_exponentials
 

@@ -24,7 +24,9 @@ Transitions = Callable[[list[int], list[int] | Tensor], Tensor]
 are on the host, or on the device of the logits."""
 
 
-def propose_sampled(logits: Tensor, params: SamplingParams, uniforms: Sequence[float]) -> tuple[Tensor, Tensor]:
+def propose_sampled(
+    logits: Tensor, params: SamplingParams, uniforms: Sequence[float] | Tensor
+) -> tuple[Tensor, Tensor]:
     """Draw every position from its own distribution, for speculative sampling: tokens ``[R]`` and distributions ``[R, V]``.
 
     ``logits [R, V]`` may belong to several requests that sample alike; each row has one of ``uniforms [R]``.
@@ -33,12 +35,15 @@ def propose_sampled(logits: Tensor, params: SamplingParams, uniforms: Sequence[f
     return draw(probs, uniforms), probs
 
 
-def propose_coupled(logits: Tensor, params: SamplingParams, places: Sequence[tuple[PositionNoise, int]]) -> Tensor:
+def propose_coupled(
+    logits: Tensor, params: SamplingParams, places: Sequence[tuple[PositionNoise, int]], moved: Tensor | None = None
+) -> Tensor:
     """Draw every position with the noise that the target will use there, for sample-and-match only; tokens ``[R]``.
 
-    ``places`` has the noise and the position of each row of ``logits [R, V]``.
+    ``places`` has the noise and the position of each row of ``logits [R, V]``, which is ``moved [R]`` further on if only the
+    device knows that.
     """
-    return race(draft_probs(logits, params), exponentials(places, logits.shape[-1], logits.device))
+    return race(draft_probs(logits, params), exponentials(places, logits.shape[-1], logits.device, moved))
 
 
 def walk_greedy(lattice: Lattice) -> Proposal:

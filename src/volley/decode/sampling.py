@@ -70,16 +70,31 @@ class PositionNoise:
         return torch.tensor(self._uniforms(name, length), dtype=torch.float64).mul(vocab_size).long()
 
 
-def exponentials(places: Sequence[tuple[PositionNoise, int]], size: int, device: torch.device) -> Tensor:
-    """:meth:`PositionNoise.exponentials` of several requests, each at a position: ``[len(places), size]`` on ``device``."""
+def exponentials(
+    places: Sequence[tuple[PositionNoise, int]], size: int, device: torch.device, moved: Tensor | None = None
+) -> Tensor:
+    """:meth:`PositionNoise.exponentials` of several requests, each at a position: ``[len(places), size]`` on ``device``.
+
+    If only the device knows the positions, each is ``moved [len(places)]`` further on than it says.
+    """
     seeds, positions = [own.seed for own, _ in places], [position for _, position in places]
-    return noise.exponentials(seeds, Purpose.TARGET, positions, size, device)
+    return noise.exponentials(seeds, Purpose.TARGET, positions, size, device, moved)
 
 
 def uniforms_of(cycles: Sequence[tuple[PositionNoise, int]], sizes: Sequence[int], purpose: Purpose) -> list[float]:
     """:meth:`PositionNoise.uniforms` of several cycles, each given by noise and first position; ``sizes`` are their counts."""
     pairs = zip(cycles, sizes, strict=True)
     return [uniform for (own, first), size in pairs for uniform in own.uniforms(purpose, first, size)]
+
+
+def moved_uniforms(cycles: Sequence[tuple[PositionNoise, int]], size: int, purpose: Purpose, moved: Tensor) -> Tensor:
+    """The same, ``size`` of each, where only the device knows that each begins ``moved [n]`` positions further on than it says.
+
+    These are at most ``size``. The host makes the numbers of all places, and ``[n · size]`` are taken of them on the device.
+    """
+    places = [(own, first + by) for own, first in cycles for by in range(size + 1)]
+    table = np.array(uniforms_of(places, [size] * len(places), purpose)).reshape(len(cycles), 1 + size, size)
+    return upload(table, moved.device).gather(1, moved[:, None, None].expand(-1, 1, size)).flatten()
 
 
 def likeliest(logits: Tensor) -> Tensor:

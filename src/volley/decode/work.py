@@ -111,6 +111,8 @@ class Work(Generic[R]):
     verdict: Verdict = field(default_factory=lambda: Verdict(0, []))
     choices: int | None = None
     """Where the target's own tokens of its rows begin among what the host reads of this pass, if the device chooses them."""
+    kept: int | None = None
+    """Where the number of its kept tokens is among these, if the device counts them; then only the token behind them is there."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 

@@ -2,9 +2,9 @@
 
 All that they need and the host does not know yet is how many tokens of each draft are kept and which token is behind them, and
 both are on the device (``decode/late.py``). So the device has its next passes when these end, and the host commits, makes texts,
-schedules and describes passes while it works. For plain decoding that is one pass, each request going on by one token. For greedy
-chains it is the drafter's K/V, a draft and its verification. Their passes are described as if nothing was accepted, and moved on
-the device (``memory/graphs.py``).
+schedules and describes passes while it works. For plain decoding that is one pass, each request going on by one token. For chains
+it is the drafter's K/V, a draft and its verification. Their passes are described as if nothing was accepted, and moved on the
+device (``memory/graphs.py``), as is the noise of sampled drafts.
 
 The launch is a guess: the next step is as long as this one. It is scheduled as ever, once the tokens are known, and takes what
 was launched if that has what it asks, on the same pages; else it launches passes of its own, which write the same K/V again. So
@@ -16,14 +16,14 @@ so after that.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.late import count_accepted
+from volley.decode.late import count_accepted, draft_tokens
 from volley.decode.work import Kind, Rule, Shape, Work
 from volley.engine.pacing import Pacing
 from volley.engine.runner import Pass, Runner
@@ -35,7 +35,7 @@ from volley.memory.upload import upload, upload_indices
 from volley.models.drafters.draft_model import DraftModel
 from volley.procedures.request import Request
 from volley.proposers.base import Proposer
-from volley.types import Late, Proposal
+from volley.types import Proposal
 
 _PATIENCE = 8  # steps alike in a row after which a policy that may change its mind is expected to go on so
 
@@ -58,8 +58,8 @@ class _Launched:
     places: dict[Request, _Foreseen]
     size: int
     """Tokens of each draft."""
-    drafts: Late | None
-    """``[n · size]``"""
+    drafts: list[Proposal]
+    """Of each request, if they are drafted for."""
     outputs: Pass
     run: int
     """Its number among the runner's passes."""
@@ -101,18 +101,21 @@ class Ahead:
         if not all(pages.reserve(work.request, end) for work, end in zip(going_on, ends, strict=True)):
             return
         segments = [Segment(work.request.table, start, 1 + size) for work, start in zip(going_on, starts, strict=True)]
-        drafts, outputs = self._launch_chains(step, going_on, tokens, segments) if size else (None, None)
-        if not size:
+        guesses = [Work(own.request, replace(own.ask, size=size, positions=size)) for own in going_on]
+        if size:
+            outputs = self._launch_chains(step, going_on, guesses, tokens, segments)
+        else:
             outputs = self._replay(segments, _chosen(going_on, tokens))
         if outputs is None or self._runner.passes is None:
             return
         each = enumerate(zip(going_on, starts, strict=True))
         places = {own.request: _Foreseen(i, own, start, list(own.request.table.pages)) for i, (own, start) in each}
+        drafts = [own.proposal for own in guesses]
         self._launched = _Launched(places, size, drafts, outputs, self._runner.passes.num_runs)
 
     def _launch_chains(
-        self, step: Step, going_on: Works, tokens: Tensor, segments: list[Segment]
-    ) -> tuple[Late | None, Pass | None]:
+        self, step: Step, going_on: Works, guesses: Works, tokens: Tensor, segments: list[Segment]
+    ) -> Pass | None:
         """The drafter's K/V of ``step``, the next drafts, and their verification in ``segments`` if none was kept of the last."""
         assert step.batch is not None
         assert step.features is not None
@@ -124,11 +127,10 @@ class Ahead:
         self._model.keep(step.features, step.batch.positions, upload(slots, tokens.device), None)
         step.has_draft_kv = True
         accepted, anchors = count_accepted(going_on, tokens)
-        drafts = self.proposer.propose_unread(segments, anchors, accepted, with_confidence=step.with_confidence)
-        if drafts is None:
-            return None, None
-        blocks = torch.cat([anchors[:, None], drafts.token_ids.view(len(anchors), -1)], dim=1)
-        return drafts, self._replay(segments, blocks.flatten(), accepted)
+        if not self.proposer.propose_unread(guesses, segments, anchors, accepted, with_confidence=step.with_confidence):
+            return None
+        drafts = draft_tokens(guesses, tokens.device).view(len(anchors), -1)
+        return self._replay(segments, torch.cat([anchors[:, None], drafts], dim=1).flatten(), accepted)
 
     def _replay(self, segments: list[Segment], tokens: Tensor, moved: Tensor | None = None) -> Pass | None:
         return self._runner.replay(segments, [0] * len(tokens), range(len(tokens)), {0: tokens}, moved)
@@ -136,7 +138,7 @@ class Ahead:
     def _is_likely(self, step: Step, works: Works, size: int) -> bool:
         """Whether the next step is like this one, with drafts of up to ``size`` tokens, and can be launched.
 
-        Rules and log-probabilities need tokens that the host knows. Greedy chains of the drafter itself alone can be drafted on.
+        Rules and log-probabilities need tokens that the host knows. Chains of the drafter itself alone can be drafted on.
         """
         is_alike = all(
             _is_chain(work) and work.choices is not None and not (work.request.rules or work.request.params.logprobs)
@@ -184,14 +186,14 @@ class Ahead:
         with step.timings.count("verify"):
             rows, segments = list[int](), list[Segment]()
             for work, place in zip(step.works, places, strict=True):
-                size, drafts = work.ask.size, launched.drafts
-                if drafts is not None and size:
-                    work.proposal = Proposal([0] * size, late=drafts.part(place.number * launched.size, size))
+                if size := work.ask.size:
+                    work.proposal = launched.drafts[place.number].first(size)
                     step.is_late = True
                 work.rows = slice(len(rows), len(rows) + 1 + size)
                 rows += range(first := place.number * (1 + launched.size), first + 1 + size)
                 segments.append(Segment(work.request.table, work.request.computed, 1 + size))
             launched.outputs.only(rows, segments).give(step)
+        step.foresee()
         return True
 
 
@@ -200,16 +202,19 @@ def _is_chain(work: Work[Request]) -> bool:
 
 
 def _is_drafted_by_drafter(request: Request) -> bool:
-    """Greedily, without an adapter and without a window, whose ring has no room for two blocks."""
-    return request.params.temperature == 0 and request.adapter is None and request.draft_table is request.table
+    """Without an adapter and without a window, whose ring has no room for two blocks."""
+    return request.adapter is None and request.draft_table is request.table
 
 
 def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:
     place, ask = launched.places.get(work.request), work.ask
     if place is None or not _is_chain(work) or ask.size > launched.size:
         return False
-    is_late = ask.rule is Rule.GREEDY and work.may_be_late
-    return work.request.computed == place.start + place.before.verdict.accepted and (is_late or not ask.size)
+    is_usable = ask.rule is place.before.ask.rule and work.may_be_late
+    # The first tokens of a longer block are others than those of a shorter one. Here alone, answers depend on which they are.
+    if ask.rule is Rule.SPECULATIVE and work.request.params.seed is not None:
+        is_usable = is_usable and ask.size == launched.size
+    return work.request.computed == place.start + place.before.verdict.accepted and (is_usable or not ask.size)
 
 
 def _chosen(works: Works, tokens: Tensor) -> Tensor:

@@ -17,13 +17,13 @@ from volley.decode.work import Kind
 from volley.engine.ahead import Ahead
 from volley.engine.capacity import fit_engine
 from volley.engine.exactness import check_exact
+from volley.engine.holdings import report_memory
 from volley.engine.overlap import Overlap
 from volley.engine.pacing import Pacing
 from volley.engine.recurrent import make_recurrent
 from volley.engine.requests import check_tokens, make_request
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
-from volley.engine.start import report_memory
 from volley.engine.states import (
     DraftContext,
     DraftRing,

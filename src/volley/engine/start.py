@@ -1,23 +1,18 @@
-"""What is done before an engine serves: time passes, capture CUDA graphs, and log how much memory is in use."""
+"""What is done before an engine serves: CUDA graphs are captured and passes timed."""
 
-import logging
 import time
-from typing import TYPE_CHECKING
 
 from volley.decode.lookup import MOST_FOUND
-from volley.memory.graphs import MOST_SEGMENTS, StaticPasses
-from volley.models.layers.accelerate import weight_bytes
+from volley.engine.engine import Engine
+from volley.engine.holdings import static_passes_of
+from volley.memory.graphs import MOST_SEGMENTS
 from volley.policies.cost import MOST_TIMED
 
-if TYPE_CHECKING:
-    from volley.engine.engine import Engine
-
-log = logging.getLogger("volley")
 REACH = 4096
 """Tokens of the longest text whose passes are captured ahead. Longer texts have theirs captured when they come."""
 
 
-def warm_up(engine: "Engine") -> tuple[int, float]:
+def warm_up(engine: Engine) -> tuple[int, float]:
     """Capture the CUDA graphs that ``engine`` will need, so that no step waits for it; returns their number and the seconds.
 
     Graphs serve as many requests as may run at once, texts of up to :data:`REACH` tokens, and drafts as the policy makes them.
@@ -36,36 +31,4 @@ def warm_up(engine: "Engine") -> tuple[int, float]:
     seconds = time.perf_counter() - started
     if policy.uses_costs:
         engine.pacing.costs.rehearse(engine.capacity.max_batch_tokens)
-    return sum(passes.num_graphs for passes in _static(engine)), seconds
-
-
-def memory_of(engine: "Engine") -> dict[str, int]:
-    """Bytes in use, by part: weights of target and drafter, their K/V pools, and the CUDA graphs captured so far."""
-    held, model = {"target": weight_bytes(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
-    if model is not None:
-        held |= {"drafter": weight_bytes(model.drafter), "draft_kv": model.store.nbytes}
-    if size := graph_bytes(engine):
-        held["graphs"] = size
-    return held
-
-
-def graph_bytes(engine: "Engine") -> int:
-    """Bytes of the CUDA graphs captured so far, and of their fixed memory."""
-    return sum(passes.nbytes for passes in _static(engine))
-
-
-def describe_memory(engine: "Engine") -> str:
-    """:func:`memory_of` as a line of text."""
-    parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory_of(engine).items())
-    return f"memory of {engine.target.device}: {parts}"
-
-
-def report_memory(engine: "Engine") -> None:
-    """Log :func:`describe_memory`, unless the device is the CPU."""
-    if engine.target.device.type != "cpu":
-        log.info(describe_memory(engine))
-
-
-def _static(engine: "Engine") -> list[StaticPasses]:
-    owners = (engine.runner, engine.proposer)
-    return [own.passes for own in owners if own is not None and own.passes is not None]
+    return sum(passes.num_graphs for passes in static_passes_of(engine)), seconds

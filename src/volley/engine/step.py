@@ -73,6 +73,12 @@ class Step:
         """The works that the policy decides about. All others read prompts, or belong to a procedure that drafts by itself."""
         return [work for work in self.works if work.kind is Kind.DECODE]
 
+    def foresee(self) -> None:
+        """Note up to which position a draft has known the noise of each request."""
+        for work in self.works:
+            if work.ask.positions and work.ask.rule is Rule.MATCH:
+                work.request.foreseen = max(work.request.foreseen, work.request.length + work.ask.positions)
+
 
 def propose(step: Step, drafter: Proposer | None) -> None:
     """Fill in the proposal of every work that asks for one."""
@@ -87,9 +93,7 @@ def propose(step: Step, drafter: Proposer | None) -> None:
         if drafting:
             assert drafter is not None, "a policy drafts nothing without a drafter"
             step.timings.walk = drafter.propose(drafting, with_confidence=step.with_confidence)
-        for work in drafting:
-            if work.ask.rule is Rule.MATCH:
-                work.request.foreseen = max(work.request.foreseen, work.request.length + work.ask.positions)
+        step.foresee()
     step.drafting = step.timings.draft - step.settling
 
 

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_ALIGNED = 16  # bytes: Triton compiles a kernel anew for memory that begins elsewhere
+
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     """``array`` as a tensor on ``device``: on a CPU the same memory, on a GPU one asynchronous copy from pinned memory."""
@@ -24,9 +26,13 @@ def upload_together(arrays: Sequence[NDArray[np.signedinteger[Any]]], device: to
     """Several arrays of one type in one copy; the results are views of one tensor, in the arrays' shapes."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    joined = upload(np.concatenate([array.ravel() for array in arrays]), device)
-    parts = torch.split(joined, [array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    items = _ALIGNED // arrays[0].itemsize
+    starts = np.cumsum([0, *(-(-array.size // items) * items for array in arrays)]).tolist()
+    host = np.zeros(starts[-1], dtype=arrays[0].dtype)
+    for array, start in zip(arrays, starts, strict=False):
+        host[start : start + array.size] = array.ravel()
+    joined = upload(host, device)
+    return [joined[start : start + own.size].view(own.shape) for own, start in zip(arrays, starts, strict=False)]
 
 
 def refill(memory: Tensor, values: Tensor) -> None:

@@ -40,12 +40,4 @@ def _cut(proposal: Proposal, size: int) -> Proposal:
     assert size >= 0, "a policy verifies no fewer than no tokens"
     if size >= len(proposal.token_ids):
         return proposal
-    if proposal.parents is not None:
-        return prune(proposal, size)
-    known, late = proposal.draft_probs, proposal.late
-    return Proposal(
-        proposal.token_ids[:size],
-        None if known is None else known[:size],
-        confidence=proposal.confidence,
-        late=late and late.first(size),
-    )
+    return proposal.first(size) if proposal.parents is None else prune(proposal, size)

@@ -229,7 +229,9 @@ def _sample(works: Works, logits: Tensor, reading: Reading) -> None:
     judged = verify_speculative(probs, torch.cat(drawn_from), draft_tokens(works, probs.device), sizes, accepting)
     of_rows = upload(np.array(_uniforms(works)), probs.device)
     bonus = draw(judged.weights, of_rows.index_select(0, judged.rows))
-    reading.add(torch.cat([judged.kept, bonus]), partial(_keep_first, works))
+    start = reading.add(torch.cat([judged.kept, bonus]), partial(_keep_first, works))
+    for place, work in enumerate(works, start):
+        work.kept, work.choices = place, place + len(works)
 
 
 def _keep_first(works: Works, values: list[int]) -> None:

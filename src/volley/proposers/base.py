@@ -10,7 +10,6 @@ from volley.config import DecodingConfig
 from volley.decode.work import Work
 from volley.memory.batch import Segment
 from volley.memory.graphs import StaticPasses
-from volley.types import Late
 
 Works = Sequence[Work[Any]]
 
@@ -37,13 +36,14 @@ class Proposer(ABC):
         """
 
     def propose_unread(
-        self, segments: Sequence[Segment], anchors: Tensor, moved: Tensor, *, with_confidence: bool
-    ) -> Late | None:
-        """Greedy chains ``[n · k]`` behind ``anchors [n]`` that only the device knows; ``None`` if they cannot be made so.
+        self, works: Works, segments: Sequence[Segment], anchors: Tensor, moved: Tensor, *, with_confidence: bool
+    ) -> bool:
+        """:meth:`propose` late chains of k tokens each, behind texts whose ends only the device knows; False if it cannot.
 
-        ``segments``, all of 1 + k tokens, are where they will be verified, ``moved [n]`` tokens further on than they say.
+        Each text goes on by ``moved [n]`` tokens and then by ``anchors [n]``. ``segments`` are where the chains would be verified
+        if ``moved`` were 0.
         """
-        return None
+        return False
 
     def see(self, token_ids: Sequence[int]) -> None:
         """Tokens of a prompt that it will draft for."""

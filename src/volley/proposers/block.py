@@ -26,6 +26,7 @@ from volley.decode.sampling import (
     confidences,
     draft_temperature,
     likeliest,
+    moved_uniforms,
     uniforms_of,
 )
 from volley.decode.tree import coupled_logits, expand, position_lattices
@@ -33,13 +34,13 @@ from volley.decode.work import Drafted, Rule, Shape, Work, group_by
 from volley.errors import ConfigError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import static_passes
-from volley.memory.upload import upload, upload_together
+from volley.memory.upload import upload, upload_indices, upload_together
 from volley.models.drafters.domino import BoundRecurrent
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.heads import BoundHead
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
-from volley.types import Late, Lattice, Proposal
+from volley.types import Lattice, Proposal
 
 
 class BlockProposer(Proposer):
@@ -194,11 +195,11 @@ class BlockProposer(Proposer):
         return None if found is None else (found[1][0][: len(rows)], found[1][1][: len(rows)])
 
     def propose_unread(
-        self, segments: Sequence[Segment], anchors: Tensor, moved: Tensor, *, with_confidence: bool
-    ) -> Late | None:
+        self, works: Works, segments: Sequence[Segment], anchors: Tensor, moved: Tensor, *, with_confidence: bool
+    ) -> bool:
         config = self.model.drafter.config
         if self.passes is None or not self.drafts_late or self.config.denoising_steps > 1:
-            return None
+            return False
         length = segments[0].length - config.sample_from_anchor
         blocks = [Segment(own.table, own.start, length, causal=False) for own in segments]
         masks = torch.full((len(blocks), length - 1), config.mask_token_id, device=anchors.device)
@@ -206,9 +207,12 @@ class BlockProposer(Proposer):
         rows = self.model.draft_rows(blocks)
         found = self.passes(blocks, [0] * len(token_ids), rows, {0: token_ids}, moved)
         if found is None:
-            return None
+            return False
         logits = found[1][0][: len(rows)]
-        return Late(likeliest(logits), confidences(logits) if with_confidence else None)
+        _choose(works, logits, moved)
+        if with_confidence:
+            _note_confidence(works, logits)
+        return True
 
     def _denoise(self, works: Works, blocks: list[Tensor]) -> Tensor:
         """Draft in several denoising steps; returns the logits ``[Σ k, V]`` of the first step."""
@@ -319,12 +323,12 @@ def _draw(request: Drafted, logits: Tensor) -> Tensor:
     """Tokens ``[k]`` that will be verified by comparing choices."""
     if request.params.temperature == 0:
         return logits.argmax(dim=-1)
-    return propose_coupled(logits, request.params, _places([request], [len(logits)]))
+    return propose_coupled(logits, request.params, _places([(request.noise, request.length)], [len(logits)]))
 
 
-def _places(requests: Sequence[Drafted], sizes: Sequence[int]) -> list[tuple[PositionNoise, int]]:
-    """The noise and the position of each draft position."""
-    return [(own.noise, own.length + i) for own, size in zip(requests, sizes, strict=True) for i in range(size)]
+def _places(cycles: Sequence[tuple[PositionNoise, int]], sizes: Sequence[int]) -> list[tuple[PositionNoise, int]]:
+    """The noise and the position of each draft position of cycles, each given by its noise and its first."""
+    return [(noise, first + i) for (noise, first), size in zip(cycles, sizes, strict=True) for i in range(size)]
 
 
 def _can_be_late(work: Work[Any]) -> bool:
@@ -332,8 +336,11 @@ def _can_be_late(work: Work[Any]) -> bool:
     return work.may_be_late and work.ask.shape is Shape.CHAIN and not work.request.rules
 
 
-def _choose(works: Works, logits: Tensor) -> None:
-    """Drafts of positions that are independent of each other. The tokens of chains stay on the device."""
+def _choose(works: Works, logits: Tensor, moved: Tensor | None = None) -> None:
+    """Drafts of positions that are independent of each other. The tokens of chains stay on the device.
+
+    Chains of one size can be drafted behind ``moved [n]`` tokens and an anchor that the host does not know yet.
+    """
 
     def chosen_alike(work: Work[Any]) -> tuple[Any, ...]:
         if work.ask.shape is Shape.TREE:
@@ -343,26 +350,33 @@ def _choose(works: Works, logits: Tensor) -> None:
 
     groups, parts = group_by(works, chosen_alike), torch.split(logits, _sizes(works))
     for (choose, *_), members in groups.items():
-        rows = logits if len(groups) == 1 else torch.cat([parts[index] for index in members])
-        choose([works[index] for index in members], rows)
+        rows, ahead = logits, moved
+        if len(groups) > 1:
+            rows = torch.cat([parts[index] for index in members])
+            ahead = None if moved is None else moved.index_select(0, upload_indices(members, moved.device))
+        choose([works[index] for index in members], rows, ahead)
 
 
-def _choose_trees(works: Works, logits: Tensor) -> None:
+def _choose_trees(works: Works, logits: Tensor, _: Tensor | None) -> None:
     for work, lattice in zip(works, position_lattices(logits, _sizes(works)), strict=True):
         work.proposal = expand(lattice, work.ask.size, draft_temperature(work.request.params))
 
 
-def _choose_chains(works: Works, logits: Tensor) -> None:
+def _choose_chains(works: Works, logits: Tensor, moved: Tensor | None) -> None:
     """Chains with one rule, of requests that sample alike."""
-    requests, sizes, rule = [work.request for work in works], _sizes(works), works[0].ask.rule
-    params = requests[0].params
+    sizes, rule, params = _sizes(works), works[0].ask.rule, works[0].request.params
+    cycles = [(work.request.noise, work.request.length + (moved is not None)) for work in works]
     probs = None
     if rule is Rule.GREEDY:
         tokens = likeliest(logits)
     elif rule is Rule.MATCH:
-        tokens = propose_coupled(logits, params, _places(requests, sizes))
+        each = None if moved is None else moved.repeat_interleave(sizes[0])
+        tokens = propose_coupled(logits, params, _places(cycles, sizes), each)
     else:
-        numbers = uniforms_of([(own.noise, own.length) for own in requests], sizes, Purpose.DRAFT)
+        if moved is None:
+            numbers = upload(np.array(uniforms_of(cycles, sizes, Purpose.DRAFT)), logits.device)
+        else:
+            numbers = moved_uniforms(cycles, sizes[0], Purpose.DRAFT, moved)
         tokens, probs = propose_sampled(logits, params, numbers)
     for work, proposal in zip(works, late_proposals(works, tokens, probs), strict=True):
         work.proposal = proposal

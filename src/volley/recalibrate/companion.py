@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from volley.engine.engine import Engine
+from volley.engine.holdings import memory_of
 from volley.engine.reload import replace_drafter
-from volley.engine.start import memory_of
 from volley.errors import ConfigError
 from volley.files import REFERENCE, write_atomically
 from volley.models.drafters.draft_model import load_drafter

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.metrics_core import Metric
 
 from volley.engine.engine import Engine
-from volley.engine.start import graph_bytes
+from volley.engine.holdings import graph_bytes
 from volley.procedures.request import Request
 from volley.types import Proposal, Verdict
 

@@ -12,7 +12,8 @@ from volley.chat import Prompt, render_chat
 from volley.decode.rules import AtLeast
 from volley.decode.thinking import ThinkingBudget
 from volley.engine.engine import Engine
-from volley.engine.start import memory_of, warm_up
+from volley.engine.holdings import memory_of
+from volley.engine.start import warm_up
 from volley.errors import ConfigError, VolleyError
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter

@@ -42,7 +42,8 @@ def test_no_kernel_spills_and_all_fit(resources: list[dict[str, Any]], arch: int
         *("attention", "join", "inject", "norm", "turn", "gate", "float8", "noise")
     }
     assert all(used["registers"] > 0 for used in every)
-    assert all(used["spilled"] == 0 for used in every if "float32" not in used["kernel"])
+    assert {used["spilled"] for used in every} == {0}
+    assert sum("float32" in used["kernel"] for used in every) >= 4
 
 
 def test_a_tile_that_is_too_large_is_found(cache: Path) -> None:

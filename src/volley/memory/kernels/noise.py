@@ -29,7 +29,7 @@ def _exponential(word):
     return tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / (1.0 - tl.where(rest == 1.0, 0.0, rest))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _exponentials_kernel(places, output, count, size, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row and ``BLOCK`` counters."""
     row = tl.program_id(0).to(tl.int64)

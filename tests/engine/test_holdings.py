@@ -1,0 +1,34 @@
+"""What an engine tells of its memory."""
+
+import pytest
+
+from tests.tiny import make_pair
+from volley import Engine
+from volley.engine.holdings import describe_memory, memory_of, report_memory
+
+
+def test_memory_is_that_of_weights_and_pools() -> None:
+    pair = make_pair()
+    alone, both = Engine(pair.target, num_pages=20), Engine(pair.target, pair.drafter, num_pages=20)
+    held = memory_of(both)
+    assert memory_of(alone) == {name: held[name] for name in ("target", "kv")}
+    assert held["kv"] == both.runner.store.nbytes
+    assert held["target"] >= sum(weight.nbytes for weight in pair.target.model.parameters())
+    assert held["drafter"] > 0 < held["draft_kv"]
+    twice = memory_of(Engine(pair.target, pair.drafter, num_pages=40))
+    assert (twice["kv"], twice["target"]) == (2 * held["kv"], held["target"])
+
+
+def test_memory_as_text_names_the_device_and_every_part() -> None:
+    pair = make_pair()
+    line = describe_memory(Engine(pair.target, pair.drafter, num_pages=20))
+    assert line.startswith("memory of cpu: target ")
+    assert all(f"{name} " in line for name in ("target", "kv", "drafter", "draft_kv"))
+
+
+def test_a_cpu_has_nothing_to_report(caplog: pytest.LogCaptureFixture) -> None:
+    pair = make_pair()
+    engine = Engine(pair.target, pair.drafter, num_pages=20)
+    with caplog.at_level("INFO", "volley"):
+        report_memory(engine)
+    assert not caplog.text
