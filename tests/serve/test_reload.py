@@ -30,7 +30,7 @@ def from_folder(tiny: Tiny, tiny_pair: TinyPair, tmp_path: Path) -> Iterator[tup
     folder = tmp_path / "drafter"
     shutil.copytree(tiny_pair.drafter, folder)
     engine = Engine.from_pretrained(tiny.target, folder, policy="fixed")
-    with running(engine) as server:
+    with running(engine, {"plain": Engine(tiny.target, num_pages=64)}) as server:
         yield server, folder
         server.settle()
 
@@ -45,7 +45,7 @@ def test_a_server_reloads_its_drafter_under_load(from_folder: tuple[Running, Pat
     found: list[str] = []
 
     def ask() -> None:
-        body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        body = {"model": MODEL, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
         found.append(server.complete("Hello", **body).json()["choices"][0]["text"])
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -59,14 +59,16 @@ def test_a_server_reloads_its_drafter_under_load(from_folder: tuple[Running, Pat
     for thread in threads:
         thread.join()
     assert found == [want] * 4
+    server.service.worker.loop.call_soon_threadsafe(server.server.reload)  # as the signal does
+    wait_until(lambda: server.metrics()['volley:drafter_reloads_total{result="done"}'] == 2)
     now = server.engine.drafter
     (folder / "model.safetensors").write_bytes(b"torn")
     assert not reload(server)
     assert server.engine.drafter is now
     seen = server.metrics()
-    assert seen['volley:drafter_reloads_total{result="done"}'] == 1
     assert seen['volley:drafter_reloads_total{result="refused"}'] == 1
-    assert server.complete("Hello", max_tokens=4).status_code == 200
+    assert not any("drafter_reloads_total{" in name and "plain" in name for name in seen), "it has no drafter"
+    assert server.complete("Hello", model=MODEL, max_tokens=4).status_code == 200
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])

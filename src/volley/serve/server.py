@@ -107,8 +107,8 @@ class Server(uvicorn.Server):
         self.drain()
 
     def reload(self) -> None:
-        """Read the drafters of all models again."""
-        for service in self.models:
+        """Read the drafters of all models again that came from a folder; where none did, each says so."""
+        for service in [own for own in self.models if own.has_drafter_files] or self.models:
             self._reloading.append(asyncio.create_task(service.reload_drafter()))
         self._reloading = [task for task in self._reloading if not task.done()]
 

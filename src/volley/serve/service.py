@@ -83,6 +83,11 @@ class Service:
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
 
+    @property
+    def has_drafter_files(self) -> bool:
+        """Whether :meth:`reload_drafter` has anything to read."""
+        return self._engine.drafter_source is not None
+
     async def reload_drafter(self) -> bool:
         """Read the drafter and its adapters again from where they were loaded, while requests go on; whether it was accepted."""
         fields = {"model": self.model}
