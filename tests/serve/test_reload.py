@@ -45,7 +45,7 @@ def test_a_server_reloads_its_drafter_under_load(from_folder: tuple[Running, Pat
     found: list[str] = []
 
     def ask() -> None:
-        body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        body = {"model": MODEL, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
         found.append(server.complete("Hello", **body).json()["choices"][0]["text"])
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -68,7 +68,7 @@ def test_a_server_reloads_its_drafter_under_load(from_folder: tuple[Running, Pat
     seen = server.metrics()
     assert seen['volley:drafter_reloads_total{result="refused"}'] == 1
     assert not any("drafter_reloads_total{" in name and "plain" in name for name in seen), "it has no drafter"
-    assert server.complete("Hello", max_tokens=4).status_code == 200
+    assert server.complete("Hello", model=MODEL, max_tokens=4).status_code == 200
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
