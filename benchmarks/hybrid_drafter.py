@@ -1,6 +1,6 @@
 """Is a drafter for a hybrid target as good as one for an all-attention target? Two tiny targets of one size, on one text.
 
-    python benchmarks/hybrid_drafter.py --data DIR --out runs/hybrid-drafter --seeds 0 1
+    python benchmarks/hybrid_drafter.py --data DIR --out runs/hybrid-drafter
 
 A tokenizer of 1,024 pieces and two targets are trained on GSM8K's training questions, for as many steps of the same rows: one
 has attention in every layer, the other gated delta nets in three of four. Each target answers the same questions at T = 0.7, and
@@ -78,11 +78,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--target-steps", type=int, default=300)
-    parser.add_argument("--rows", type=int, default=8, help=f"of {ROW} tokens, in a step of a target's training")
-    parser.add_argument("--answers", type=int, default=500, help="questions that each target answers")
-    parser.add_argument("--drafter-steps", type=int, default=500)
+    parser.add_argument("--rows", type=int, default=4, help=f"of {ROW} tokens, in a step of a target's training")
+    parser.add_argument("--answers", type=int, default=250, help="questions that each target answers")
+    parser.add_argument("--drafter-steps", type=int, default=250)
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=1)
