@@ -347,6 +347,22 @@ def test_every_cycle_of_sampled_chains_is_served(verification: str, kind: str) -
     assert all(found[2:]) == (verification == "match")
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.05])
+def test_goodput_is_served_once_it_has_asked_for_one_size_for_long(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(monkeypatch, token=0.02)
+    params = replace(COLD, max_tokens=90, temperature=temperature, draft_temperature=None)
+    (plain,) = engine(is_ahead=False).generate(PROMPTS[0], params)
+    own = engine(drafts=True, policy="goodput:drafts")
+    place(own, [PROMPTS[0] + plain.token_ids])
+    found = served(own, monkeypatch)
+    (result,) = own.generate(PROMPTS[0], params)
+    assert result.token_ids == plain.token_ids
+    assert not any(found[:9])
+    assert sum(found) >= 4
+
+
 @pytest.mark.parametrize("is_biased", [False, True], ids=["exact", "biased"])
 def test_sampled_chains_have_the_law_of_the_target(is_biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a seed, where the first tokens of longer drafts are verified near an end. Planted: greedy drafts, scored softly."""
