@@ -98,6 +98,7 @@ def follow(
     ``drafted [N]`` are the tokens there are, all of them by default. A table has a row for each token, or with ``by_place`` for
     each of ``drafted``. ``anchors`` are the rows of the tokens before the chains.
     """
+    assert drafted is None or (drafted.dtype == torch.int64 and drafted.is_contiguous())
     count = logits.shape[1] if drafted is None else len(drafted)
     starts, before = np.array([0, *accumulate(sizes)]), np.array(anchors)
     tokens, sure = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.float32)
