@@ -71,7 +71,7 @@ def walk_sampled(after: Transitions, works: Works) -> list[Proposal]:
 
     def choose(distributions: Tensor, rows: Tensor, _: Works, __: int) -> Tensor:
         if not drawn:
-            drawn.append(upload(np.array(numbers), distributions.device))
+            drawn.append(upload(numbers, distributions.device))
             drawn.append(distributions.new_empty(len(numbers), distributions.shape[-1]))
         drawn[1].index_copy_(0, rows, distributions)
         return draw(distributions, drawn[0].index_select(0, rows))

@@ -11,12 +11,14 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.decode import noise
 from volley.memory.upload import upload, upload_indices
 from volley.types import SamplingParams
 
+Numbers = Sequence[float] | NDArray[np.float64]
 _CPU = torch.device("cpu")
 _PART = 128  # tokens in each part of a vocabulary, of which one is drawn first
 
@@ -46,12 +48,12 @@ class PositionNoise:
 
         They belong to the cycle. Another cycle begins elsewhere and shares none of them, even where it covers the same positions.
         """
-        return self._uniforms(b"%d %d %d" % (self.seed, purpose, first), count)
+        found: list[float] = uniforms_of([(self, first)], [count], purpose).tolist()
+        return found
 
     @staticmethod
     def _uniforms(name: bytes, count: int) -> list[float]:
-        words = np.frombuffer(shake_128(name).digest(8 * count), dtype="<u8")
-        found: list[float] = ((words >> np.uint64(11)) * 2.0**-53).tolist()
+        found: list[float] = _from_words(shake_128(name).digest(8 * count)).tolist()
         return found
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
@@ -81,10 +83,18 @@ def exponentials(
     return noise.exponentials(seeds, Purpose.TARGET, positions, size, device, moved)
 
 
-def uniforms_of(cycles: Sequence[tuple[PositionNoise, int]], sizes: Sequence[int], purpose: Purpose) -> list[float]:
+def uniforms_of(
+    cycles: Sequence[tuple[PositionNoise, int]], sizes: Sequence[int], purpose: Purpose
+) -> NDArray[np.float64]:
     """:meth:`PositionNoise.uniforms` of several cycles, each given by noise and first position; ``sizes`` are their counts."""
     pairs = zip(cycles, sizes, strict=True)
-    return [uniform for (own, first), size in pairs for uniform in own.uniforms(purpose, first, size)]
+    names = ((b"%d %d %d" % (own.seed, purpose, first), size) for (own, first), size in pairs)
+    return _from_words(b"".join(shake_128(name).digest(8 * size) for name, size in names))
+
+
+def _from_words(words: bytes) -> NDArray[np.float64]:
+    """A uniform in [0, 1) of each 8 bytes."""
+    return (np.frombuffer(words, dtype="<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def moved_uniforms(cycles: Sequence[tuple[PositionNoise, int]], size: int, purpose: Purpose, moved: Tensor) -> Tensor:
@@ -93,7 +103,7 @@ def moved_uniforms(cycles: Sequence[tuple[PositionNoise, int]], size: int, purpo
     These are at most ``size``. The host makes the numbers of all places, and ``[n · size]`` are taken of them on the device.
     """
     places = [(own, first + by) for own, first in cycles for by in range(size + 1)]
-    table = np.array(uniforms_of(places, [size] * len(places), purpose)).reshape(len(cycles), 1 + size, size)
+    table = uniforms_of(places, [size] * len(places), purpose).reshape(len(cycles), 1 + size, size)
     return upload(table, moved.device).gather(1, moved[:, None, None].expand(-1, 1, size)).flatten()
 
 
@@ -129,7 +139,7 @@ def race(probs: Tensor, exponentials: Tensor) -> Tensor:
     return (probs / exponentials).argmax(dim=-1)
 
 
-def draw(weights: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
+def draw(weights: Tensor, uniforms: Numbers | Tensor) -> Tensor:
     """Draw one token a row by inverting the sums of ``weights [R, V]``, which need not add up to 1; tokens ``[R]``.
 
     First a part of the vocabulary is drawn, then a token in it, because running sums over all of it are slow. ``uniforms [R]``

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from volley.decode.sampling import Numbers
 from volley.memory.upload import upload_together
 from volley.types import Verdict
 
@@ -55,7 +56,7 @@ class Judged(NamedTuple):
 
 
 def verify_speculative(
-    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, sizes: Sequence[int], uniforms: Sequence[float]
+    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, sizes: Sequence[int], uniforms: Numbers
 ) -> Judged:
     """Block verification (Sun et al. 2024, arXiv 2403.10444): keep the longest acceptable prefix of each draft; the token behind
     it is drawn from the residual distribution. The host reads nothing.

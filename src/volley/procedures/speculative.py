@@ -13,6 +13,7 @@ from volley.config import DecodingConfig
 from volley.decode.late import Reading, draft_tokens
 from volley.decode.rules import Constraint, allowed_choice, allowed_probs, apply_rules, constraints, paths_of
 from volley.decode.sampling import (
+    Numbers,
     PositionNoise,
     Purpose,
     Scores,
@@ -258,9 +259,10 @@ def _places(works: Works) -> list[tuple[PositionNoise, int]]:
     return [(work.request.noise, work.request.length + depth) for work in works for depth in depths_of(work.proposal)]
 
 
-def _uniforms(works: Works) -> list[float]:
+def _uniforms(works: Works) -> Numbers:
     """The uniform of each row's position."""
-    return [noise.uniforms(Purpose.TARGET, at, 1)[0] for noise, at in _places(works)]
+    places = _places(works)
+    return uniforms_of(places, [1] * len(places), Purpose.TARGET)
 
 
 def _walk(work: Work[Request], rows: Tensor, _: list[int]) -> None:

@@ -374,7 +374,7 @@ def _choose_chains(works: Works, logits: Tensor, moved: Tensor | None) -> None:
         tokens = propose_coupled(logits, params, _places(cycles, sizes), each)
     else:
         if moved is None:
-            numbers = upload(np.array(uniforms_of(cycles, sizes, Purpose.DRAFT)), logits.device)
+            numbers = upload(uniforms_of(cycles, sizes, Purpose.DRAFT), logits.device)
         else:
             numbers = moved_uniforms(cycles, sizes[0], Purpose.DRAFT, moved)
         tokens, probs = propose_sampled(logits, params, numbers)
