@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,14 +15,14 @@ from volley.decode.propose import (
     Transitions,
     propose_coupled,
     propose_sampled,
+    walk_best,
     walk_coupled,
-    walk_greedy,
     walk_sampled,
 )
 from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.procedures.request import Request
-from volley.types import Lattice, Proposal, SamplingParams
+from volley.types import Proposal, SamplingParams
 
 VOCAB = 5
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
@@ -54,15 +52,6 @@ def random_transitions(positions: int, seed: int) -> tuple[Tensor, Transitions]:
     return table, lambda rows, tokens: table[rows, tokens]
 
 
-def lattice_of(table: Tensor, anchor: int, seed: int) -> Lattice:
-    """All tokens as candidates, in an order of their own in each position."""
-    generator = np.random.default_rng(seed)
-    tokens = np.stack([generator.permutation(VOCAB) for _ in table])
-    before = [np.full(VOCAB, anchor), *tokens[:-1]]
-    scores = [table[position].numpy()[before[position]][:, tokens[position]] for position in range(len(table))]
-    return Lattice(tokens, np.stack(scores))
-
-
 @given(positions=st.integers(1, 7), anchor=st.integers(0, VOCAB - 1), seed=st.integers(0, 99))
 def test_walks_equal_choosing_slot_by_slot(positions: int, anchor: int, seed: int) -> None:
     table, after = random_transitions(positions, seed)
@@ -76,10 +65,8 @@ def test_walks_equal_choosing_slot_by_slot(positions: int, anchor: int, seed: in
     (found,) = read_walk(walk_coupled, after, [block(positions, anchor, seed, first)])
     assert found.token_ids == expected
     assert found.draft_probs is None
-    walked = walk_greedy(lattice_of(table, anchor, seed))
+    (walked,) = read_walk(walk_best, after, [block(positions, anchor, seed, first, SamplingParams())])
     assert walked.token_ids == greedy[1:]
-    sure = [float(table[position, before].softmax(0).max()) for position, before in enumerate(greedy[:-1])]
-    assert walked.confidence == pytest.approx(sure, rel=1e-5)
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 99))

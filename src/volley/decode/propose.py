@@ -15,7 +15,7 @@ from volley.decode.late import late_proposals
 from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, exponentials, race, uniforms_of
 from volley.decode.work import Rule, Work
 from volley.memory.upload import upload, upload_indices
-from volley.types import Lattice, Proposal, SamplingParams
+from volley.types import Proposal, SamplingParams
 
 Works = Sequence[Work[Any]]
 
@@ -44,18 +44,6 @@ def propose_coupled(
     device knows that.
     """
     return race(draft_probs(logits, params), exponentials(places, logits.shape[-1], logits.device, moved))
-
-
-def walk_greedy(lattice: Lattice) -> Proposal:
-    """The likeliest candidate of every position after the one chosen before it, with its probability as confidence."""
-    tokens, before, last = [], [], 0
-    for candidates, row in zip(lattice.tokens.tolist(), lattice.scores.argmax(axis=-1).tolist(), strict=True):
-        before.append(last)
-        last = row[last]
-        tokens.append(candidates[last])
-    followed = lattice.scores[np.arange(len(before)), before]
-    odds = np.exp(followed - followed.max(axis=-1, keepdims=True))
-    return Proposal(tokens, confidence=(1 / odds.sum(axis=-1)).tolist())
 
 
 def walk_best(after: Transitions, works: Works) -> list[Proposal]:

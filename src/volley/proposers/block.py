@@ -17,7 +17,7 @@ from volley.config import DraftingConfig
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
 from volley.decode.late import Reading, draft_tokens, late_proposals, read_drafts
-from volley.decode.propose import WALKS, propose_coupled, propose_sampled, walk_greedy
+from volley.decode.propose import WALKS, propose_coupled, propose_sampled
 from volley.decode.rules import Constraint, apply_rules, constraints
 from volley.decode.sampling import (
     PositionNoise,
@@ -40,7 +40,7 @@ from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.heads import BoundHead
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
-from volley.types import Lattice, Proposal
+from volley.types import Proposal
 
 
 class BlockProposer(Proposer):
@@ -259,8 +259,7 @@ class BlockProposer(Proposer):
             logits = model.logits(states)
             head = model.bound_head
             if isinstance(head, BoundHead):
-                walk = head.chains if logits.device.type == "cpu" else head.lattices
-                walk(states, logits, [0] * requests, sizes)
+                head.chains(states, logits, [0] * requests, sizes, paired=logits.device.type != "cpu")
             elif head is not None:
                 after = head.transitions(states, logits, sizes)
                 for place in range(sizes[0]):
@@ -400,24 +399,17 @@ def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits
 
 
 def _walk_trees(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
-    for work, lattice in zip(works, _lattices(works, head, hidden, logits), strict=True):
+    lattices = head.lattices(hidden, logits, [work.request.anchor for work in works], _sizes(works))
+    for work, lattice in zip(works, lattices, strict=True):
         work.proposal = expand(lattice, work.ask.size, draft_temperature(work.request.params))
 
 
 def _walk_chains(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
-    """Greedy chains: on the host token by token, and on a device by one product for a few candidates of all positions."""
-    if logits.device.type != "cpu":
-        for work, lattice in zip(works, _lattices(works, head, hidden, logits), strict=True):
-            work.proposal = walk_greedy(lattice)
-        return
-    sizes = _sizes(works)
-    tokens, sure = head.chains(hidden, logits, [work.request.anchor for work in works], sizes)
+    """Greedy chains."""
+    sizes, anchors = _sizes(works), [work.request.anchor for work in works]
+    tokens, sure = head.chains(hidden, logits, anchors, sizes, paired=logits.device.type != "cpu")
     for work, size, end in zip(works, sizes, accumulate(sizes), strict=True):
         work.proposal = Proposal(tokens[end - size : end], confidence=sure[end - size : end])
-
-
-def _lattices(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> list[Lattice]:
-    return head.lattices(hidden, logits, [work.request.anchor for work in works], _sizes(works))
 
 
 def _walk_distributions(

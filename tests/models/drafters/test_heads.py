@@ -81,13 +81,14 @@ def test_few_candidates_are_the_best_of_the_base() -> None:
     torch.testing.assert_close(torch.from_numpy(lattice.scores[2, 3]), expected)
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("kind", ["residual", "markov", "gated", "selector"])
-def test_a_greedy_chain_has_the_likeliest_token_of_each_slot_after_the_one_before(kind: str) -> None:
+def test_a_greedy_chain_has_the_likeliest_token_of_each_slot_after_the_one_before(kind: str, paired: bool) -> None:
     head = HeadConfig(type=kind, rank=5, candidates=VOCAB)  # type: ignore[arg-type]
     bound = bind(random_drafter(head=head), VOCAB)
     hidden = torch.randn(5, H)
     logits = torch.randn(5, VOCAB)
-    tokens, sure = bound.chains(hidden, logits, [7, 11], [3, 2])
+    tokens, sure = bound.chains(hidden, logits, [7, 11], [3, 2], paired=paired)
     after = bound.transitions(hidden, logits, [3, 2])
     for slot, before in enumerate([7, *tokens[:2], 11, tokens[3]]):
         law = after([slot], [before])[0].softmax(-1)

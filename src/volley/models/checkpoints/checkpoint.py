@@ -33,7 +33,7 @@ class HeadConfig:
     ``domino`` (``domino.py``)."""
     rank: int
     candidates: int = 32
-    """Tokens of each slot that trees are made of, and chains on a GPU; DFlash 2's selector chooses among so many anywhere."""
+    """Tokens of each slot that trees are made of; DFlash 2's selector chooses among so many in chains, too."""
     state: int | None = None
     """Size of Domino's state."""
     uncorrected: int = 0

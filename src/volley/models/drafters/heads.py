@@ -13,7 +13,7 @@ the first (:class:`GatedMarkovTables`). DFlash 2 keeps two tables as well, and m
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 import torch
@@ -30,9 +30,9 @@ from volley.types import Lattice
 
 Projection = Callable[[Tensor], Tensor]
 _TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 1024, 16
-CHAIN_CANDIDATES = 512
-"""Tokens of the largest logits before the head's correction among which a greedy chain chooses: the head of a drafter that was
-trained for minutes corrects so much that few of them are not enough."""
+CHAIN_CANDIDATES, PAIRED_CANDIDATES = 512, 128
+"""Tokens of the largest logits before the head's correction among which a greedy chain chooses, one by one and by pairs: the head
+of a drafter that was trained for minutes corrects so much that few of them are not enough."""
 
 
 class ResidualHead(nn.Module):
@@ -315,12 +315,15 @@ class BoundHead:
         return best, tokens
 
     def chains(
-        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]
+        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int], *, paired: bool = False
     ) -> tuple[list[int], list[float]]:
-        """Greedy chains on the host: the likeliest token of every slot after the one before it, and its probability.
+        """Greedy chains: the likeliest token of every slot after the one before it, and its probability among the candidates.
 
-        The arguments are those of :meth:`lattices`; a slot chooses among ``most`` candidates. DFlash 2 defines its own number.
+        The other arguments are those of :meth:`lattices`. The host chooses one token after the other; a device would make it
+        wait for each, so it is asked for all pairs of fewer candidates (``paired``). DFlash 2 defines their number.
         """
+        if paired:
+            return self._paired_chains(hidden, logits, anchors, sizes)
         is_plain = isinstance(self.head, ResidualHead) or type(self.head) is MarkovTables
         if not is_plain or not can_choose(logits, self.rows, self.outputs):
             return self._chains(hidden, logits, anchors, sizes)
@@ -333,7 +336,7 @@ class BoundHead:
     ) -> tuple[list[int], list[float]]:
         """The reference of :meth:`chains`, for any head and data type."""
         after, (_, candidates) = self.transitions(hidden, logits, sizes), self._best(logits, self.most)
-        tokens, sure, slots = [], [], iter(range(sum(sizes)))
+        tokens, sure, slots = list[int](), list[float](), iter(range(sum(sizes)))
         for anchor, size in zip(anchors, sizes, strict=True):
             token = anchor
             for slot in islice(slots, size):
@@ -344,25 +347,46 @@ class BoundHead:
                 sure.append(float(chance))
         return tokens, sure
 
+    def _paired_chains(
+        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """The best token of each slot after every candidate of the slot before, in one copy."""
+        scores, candidates = self._pairs(hidden, logits, anchors, sizes, min(self.most, PAIRED_CANDIDATES))
+        chances, best = scores.float().softmax(-1).max(-1)
+        found = torch.stack([candidates.float(), best.float(), chances], dim=1).cpu().numpy()  # ids below 2²⁴ are exact
+        tokens, sure, slots = list[int](), list[float](), iter(found)
+        for size in sizes:
+            place = 0  # all are alike behind an anchor
+            for own_tokens, own_best, own_chances in islice(slots, size):
+                sure.append(float(own_chances[place]))
+                place = int(own_best[place])
+                tokens.append(int(own_tokens[place]))
+        return tokens, sure
+
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
 
         ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them. All transitions are one product.
         """
-        base, tokens = self._best(logits, self.candidates)
-        ends = np.array(sizes, dtype=np.int64).cumsum()
-        firsts, first_tokens = upload_together(
-            [ends - np.array(sizes), np.array(anchors, dtype=np.int64)], tokens.device
-        )
+        scores, tokens = self._pairs(hidden, logits, anchors, sizes, self.candidates)
+        found = torch.cat([scores.float(), tokens[:, None].float()], dim=1).cpu().numpy()  # ids below 2²⁴ are exact
+        every_token, every_score = found[:, -1].astype(np.int64), found[:, :-1]
+        return [
+            Lattice(every_token[end - size : end], every_score[end - size : end])
+            for end, size in zip(accumulate(sizes), sizes, strict=True)
+        ]
+
+    def _pairs(
+        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int], count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Logits ``[Σk, c, c]`` of each candidate after each one of the slot before, and the ``count`` candidates ``[Σk, c]``."""
+        base, tokens = self._best(logits, count)
+        starts = np.array(sizes, dtype=np.int64).cumsum() - np.array(sizes)
+        firsts, first_tokens = upload_together([starts, np.array(anchors, dtype=np.int64)], tokens.device)
         before = tokens.roll(1, dims=0)
         before[firsts] = first_tokens[:, None]
         own = self._context(hidden)
         mixed = self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[:, None])
         outputs = embedding(self._places(tokens), self.outputs)
         scores = torch.baddbmm(base[:, None], mixed.to(base.dtype), outputs.mT.to(base.dtype))  # noise makes base fp32
-        found = torch.cat([scores.float(), tokens[:, None].float()], dim=1).cpu().numpy()  # ids below 2²⁴ are exact
-        every_token, every_score = found[:, -1].astype(np.int64), found[:, :-1]
-        return [
-            Lattice(every_token[end - size : end], every_score[end - size : end])
-            for end, size in zip(ends, sizes, strict=True)
-        ]
+        return scores, tokens
