@@ -27,7 +27,7 @@ TAU_PROMPTS = [  # written for this test: no setting was chosen on them
     "Explain “Lifetimes” in Rust.",
     "What should I know about “Backwards Compatibility” in a PEP?",
 ]
-TAU = 4.277  # 148 cycles, as docs/benchmarks/bundled-pair.md has it
+TAU = 4.620  # 137 cycles, as docs/benchmarks/bundled-pair.md has it
 CHATS = [[{"role": "user", "content": text}] for text in QUESTIONS]
 
 

@@ -65,7 +65,7 @@ def test_a_healthy_pair_gets_silence_and_its_tau_is_foretold(rows: Path, name: s
     found = Doctor(TARGET, drafter, [rows], temperature=0.0, block_size=8).examine(engine)
     assert found.findings == []
     assert found.measured is not None
-    assert found.expected == pytest.approx(found.measured, rel=0.1)
+    assert found.expected == pytest.approx(found.measured, rel=0.02)
 
 
 def test_taps_that_are_off_by_one(drafter: Path, rows: Path) -> None:

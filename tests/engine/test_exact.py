@@ -116,6 +116,9 @@ def test_prefix_hits(weights: Weights) -> None:
 @pytest.mark.parametrize("draft_weights", ["int8", "int4"])
 def test_draft_weights_change_drafts_alone(draft_weights: Weights) -> None:
     engine = Engine.from_pretrained(loaded("bf16").target, REFERENCE / "drafter", draft_weights=draft_weights)
+    assert engine.drafter is not None
+    assert engine.drafter.fused is not None
+    assert {product.kind for layer in engine.drafter.fused[0] for product in layer.products} == {draft_weights}
     results = list(engine.generate(CHATS, GREEDY))
     assert tokens(results) == plain("bf16", GREEDY)
     plainly = Engine.from_pretrained(engine.target, REFERENCE / "drafter", draft_weights="bf16", policy="fixed")
@@ -123,7 +126,6 @@ def test_draft_weights_change_drafts_alone(draft_weights: Weights) -> None:
     drafted, lengths = (
         [result.stats.acceptance_length for result in each.generate(CHATS, GREEDY)] for each in (plainly, coded)
     )
-    assert lengths != drafted
     assert sum(lengths) > 0.8 * sum(drafted)
 
 

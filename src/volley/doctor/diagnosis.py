@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volley.doctor.acceptance import Walk, walk, with_bias
+from volley.doctor.acceptance import MOST_ANCHORS, Walk, walk, with_bias
 from volley.doctor.counters import Counters
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, InputError
@@ -316,12 +316,16 @@ class Doctor:
             )
 
     def _decode(self, engine: Engine) -> float:
-        """τ of decoding the prompts with chains of the drafter's block."""
-        prompts = [prompt_ids(self.target.tokenizer, row) for row in self.rows]
+        """τ of decoding the prompts with chains of the drafter's block, as many tokens as their answers have."""
+        prompts = [document.token_ids[: document.response_start].tolist() for document in self.documents]
+        answered = [len(document) - document.response_start for document in self.documents]
         before = engine.config
         engine.block_size = engine.proposer.block_size if engine.proposer else 1
         try:
-            params = SamplingParams(temperature=self.temperature or 0.0, max_tokens=64, seed=0)
+            params = [
+                SamplingParams(temperature=self.temperature or 0.0, max_tokens=min(count, MOST_ANCHORS), seed=0)
+                for count in answered
+            ]
             results = list(engine.generate(prompts, params))
         finally:
             engine.reconfigure(before)
