@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from volley.decode.late import late_proposals
-from volley.decode.sampling import PositionNoise, Purpose, draft_probs, draw, exponentials, race, uniforms_of
+from volley.decode.sampling import Numbers, PositionNoise, Purpose, draft_probs, draw, exponentials, race, uniforms_of
 from volley.decode.work import Rule, Work
 from volley.memory.upload import upload, upload_indices
 from volley.types import Proposal, SamplingParams
@@ -24,9 +24,7 @@ Transitions = Callable[[list[int], list[int] | Tensor], Tensor]
 are on the host, or on the device of the logits."""
 
 
-def propose_sampled(
-    logits: Tensor, params: SamplingParams, uniforms: Sequence[float] | Tensor
-) -> tuple[Tensor, Tensor]:
+def propose_sampled(logits: Tensor, params: SamplingParams, uniforms: Numbers | Tensor) -> tuple[Tensor, Tensor]:
     """Draw every position from its own distribution, for speculative sampling: tokens ``[R]`` and distributions ``[R, V]``.
 
     ``logits [R, V]`` may belong to several requests that sample alike; each row has one of ``uniforms [R]``.

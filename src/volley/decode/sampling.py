@@ -4,7 +4,7 @@ Every random number is a function of (seed, purpose, position). Preempting a req
 with others therefore cannot change what it samples, and sample-and-match gives the very tokens plain decoding gives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from hashlib import shake_128
 from typing import NamedTuple, Self
@@ -51,11 +51,6 @@ class PositionNoise:
         found: list[float] = uniforms_of([(self, first)], [count], purpose).tolist()
         return found
 
-    @staticmethod
-    def _uniforms(name: bytes, count: int) -> list[float]:
-        found: list[float] = _from_words(shake_128(name).digest(8 * count)).tolist()
-        return found
-
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         """A token of each row of ``probs [L, V]``, for a pass over the canvas that begins at position ``start``; ``[L]``."""
         uniforms = self.canvas_uniforms(start, step, len(probs))
@@ -64,12 +59,13 @@ class PositionNoise:
 
     def canvas_uniforms(self, start: int, step: int, length: int) -> list[float] | None:
         """What :meth:`choose` gives to :func:`draw`; ``None`` if it chooses in another way."""
-        return self._uniforms(b"%d %d %d %d" % (self.seed, Purpose.CANVAS, start, step), length)
+        found: list[float] = _uniforms([(b"%d %d %d %d" % (self.seed, Purpose.CANVAS, start, step), length)]).tolist()
+        return found
 
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
         """Uniform random tokens ``[length]`` for a canvas before pass ``step``."""
         name = b"%d %d %d %d" % (self.seed, Purpose.RENOISE, start, step)
-        return torch.tensor(self._uniforms(name, length), dtype=torch.float64).mul(vocab_size).long()
+        return torch.from_numpy((_uniforms([(name, length)]) * vocab_size).astype(np.int64))
 
 
 def exponentials(
@@ -88,12 +84,12 @@ def uniforms_of(
 ) -> NDArray[np.float64]:
     """:meth:`PositionNoise.uniforms` of several cycles, each given by noise and first position; ``sizes`` are their counts."""
     pairs = zip(cycles, sizes, strict=True)
-    names = ((b"%d %d %d" % (own.seed, purpose, first), size) for (own, first), size in pairs)
-    return _from_words(b"".join(shake_128(name).digest(8 * size) for name, size in names))
+    return _uniforms((b"%d %d %d" % (own.seed, purpose, first), size) for (own, first), size in pairs)
 
 
-def _from_words(words: bytes) -> NDArray[np.float64]:
-    """A uniform in [0, 1) of each 8 bytes."""
+def _uniforms(streams: Iterable[tuple[bytes, int]]) -> NDArray[np.float64]:
+    """Uniforms in [0, 1), so many of each stream, by its name."""
+    words = b"".join(shake_128(name).digest(8 * count) for name, count in streams)
     return (np.frombuffer(words, dtype="<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
