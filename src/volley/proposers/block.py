@@ -259,7 +259,7 @@ class BlockProposer(Proposer):
             logits = model.logits(states)
             head = model.bound_head
             if isinstance(head, BoundHead):
-                head.chains(states, logits, [0] * requests, sizes, paired=logits.device.type != "cpu")
+                head.chains(states, logits, [0] * requests, sizes)
             elif head is not None:
                 after = head.transitions(states, logits, sizes)
                 for place in range(sizes[0]):
@@ -407,7 +407,7 @@ def _walk_trees(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -
 def _walk_chains(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
     """Greedy chains."""
     sizes, anchors = _sizes(works), [work.request.anchor for work in works]
-    tokens, sure = head.chains(hidden, logits, anchors, sizes, paired=logits.device.type != "cpu")
+    tokens, sure = head.chains(hidden, logits, anchors, sizes)
     for work, size, end in zip(works, sizes, accumulate(sizes), strict=True):
         work.proposal = Proposal(tokens[end - size : end], confidence=sure[end - size : end])
 

@@ -88,7 +88,8 @@ def test_a_greedy_chain_has_the_likeliest_token_of_each_slot_after_the_one_befor
     bound = bind(random_drafter(head=head), VOCAB)
     hidden = torch.randn(5, H)
     logits = torch.randn(5, VOCAB)
-    tokens, sure = bound.chains(hidden, logits, [7, 11], [3, 2], paired=paired)
+    chains = bound.paired_chains if paired else bound.chains
+    tokens, sure = chains(hidden, logits, [7, 11], [3, 2])
     after = bound.transitions(hidden, logits, [3, 2])
     for slot, before in enumerate([7, *tokens[:2], 11, tokens[3]]):
         law = after([slot], [before])[0].softmax(-1)

@@ -315,15 +315,15 @@ class BoundHead:
         return best, tokens
 
     def chains(
-        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int], *, paired: bool = False
+        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[int], list[float]]:
         """Greedy chains: the likeliest token of every slot after the one before it, and its probability among the candidates.
 
-        The other arguments are those of :meth:`lattices`. The host chooses one token after the other; a device would make it
-        wait for each, so it is asked for all pairs of fewer candidates (``paired``). DFlash 2 defines their number.
+        The arguments are those of :meth:`lattices`. On a CPU one token is chosen after the other. A device would make the host
+        wait for each, and is asked for all pairs of fewer candidates. DFlash 2 defines their number.
         """
-        if paired:
-            return self._paired_chains(hidden, logits, anchors, sizes)
+        if logits.device.type != "cpu":
+            return self.paired_chains(hidden, logits, anchors, sizes)
         is_plain = isinstance(self.head, ResidualHead) or type(self.head) is MarkovTables
         if not is_plain or not can_choose(logits, self.rows, self.outputs):
             return self._chains(hidden, logits, anchors, sizes)
@@ -347,10 +347,10 @@ class BoundHead:
                 sure.append(float(chance))
         return tokens, sure
 
-    def _paired_chains(
+    def paired_chains(
         self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[int], list[float]]:
-        """The best token of each slot after every candidate of the slot before, in one copy."""
+        """:meth:`chains` on a device: the best token of each slot after every candidate of the slot before, in one copy."""
         scores, candidates = self._pairs(hidden, logits, anchors, sizes, min(self.most, PAIRED_CANDIDATES))
         chances, best = scores.float().softmax(-1).max(-1)
         found = torch.stack([candidates.float(), best.float(), chances], dim=1).cpu().numpy()  # ids below 2²⁴ are exact
