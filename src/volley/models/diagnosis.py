@@ -22,9 +22,9 @@ from volley.models.checkpoints.formats import (
     own_name,
     parse_config,
     read_checkpoint,
-    read_raw,
     vocabulary_problem,
     width_problem,
+    with_mask_number,
     with_stored,
 )
 from volley.models.drafters.eagle import drafter_class
@@ -68,7 +68,7 @@ def diagnose(path: Path, target: str | None = None) -> Diagnosis:
             return _diagnose_target(path)
         form = detect(raw)
         found.title = "an EAGLE-3 drafter" if form == "eagle3" else f"a DFlash drafter in {TITLES[form]}"
-        config = parse_config(read_raw(path))
+        config = parse_config(with_mask_number(raw, path))
     except VolleyError as error:
         found.problems.append(str(error))
     tensors = _stored_tensors(path, found.problems)

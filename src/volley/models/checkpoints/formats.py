@@ -101,8 +101,12 @@ def parse_config(raw: Mapping[str, Any]) -> DrafterConfig:
 
 
 def read_raw(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a drafter's folder; a mask token that it names by text gets its number from a tokenizer beside it."""
-    raw = read_json(folder / "config.json")
+    """``config.json`` of a drafter's folder, :func:`with_mask_number`."""
+    return with_mask_number(read_json(folder / "config.json"), folder)
+
+
+def with_mask_number(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """``raw``, in which a mask token that is named by its text gets its number from the tokenizer in ``folder``."""
     for place in (raw, raw.get("dflash_config")):
         name = place.pop("mask_token", None) if isinstance(place, dict) else None
         if name is None or not isinstance(place, dict) or place.get("mask_token_id") is not None:
