@@ -137,9 +137,9 @@ def train_target(name: str, seed: int, tokenizer: PreTrainedTokenizerFast, optio
         model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
         rows = token_rows(tokenizer, options.data / "gsm8k_train.jsonl")
         rows = rows[torch.randperm(len(rows))]
-        weights = list(model.named_parameters())
-        matrices = [weight for name, weight in weights if weight.ndim == 2 and "layers" in name]
-        others = [weight for name, weight in weights if not (weight.ndim == 2 and "layers" in name)]
+        matrices, others = list[Tensor](), list[Tensor]()
+        for place, weight in model.named_parameters():
+            (matrices if weight.ndim == 2 and "layers" in place else others).append(weight)
         optimizer = MuonWithAdamW(matrices, others, RATE, weight_decay=0.01)
         for step in range(options.target_steps):
             done = step / options.target_steps

@@ -122,7 +122,7 @@ AttentionInterface.register("volley", _volley_attention)  # and no mask function
 
 
 class _ShapeProbe:
-    """Runs plain causal attention once and notes which layers called, with what K/V shapes, and which of them have windows."""
+    """Runs plain causal attention once and notes which layers called, their K/V shapes and windows."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int]] = {}
