@@ -71,6 +71,25 @@ def test_before_a_plain_step_was_seen_nothing_is_gained() -> None:
     assert drafted == pytest.approx(12 + 11, abs=3)
 
 
+def test_what_is_expected_of_plain_steps_changes_and_their_time_does_not() -> None:
+    """Costs that were thrice too low are corrected by the steps, as those of a draft are that gains nothing."""
+    ledger = Ledger()
+    ledger.note_plain(1.0, 0.3)
+    ledger.note_change(1 / 0.3)
+    drafted, _ = play(ledger, 100, tokens=1.0, seconds=2.0)
+    assert drafted == pytest.approx(12 + 1, abs=3)
+
+
+def test_a_first_plain_step_takes_back_what_a_guess_allowed() -> None:
+    """Plain steps were believed to take four times as long."""
+    ledger = Ledger()
+    ledger.note(1.0, 8.0, 8.0, 4.0)
+    ledger.note_plain(1.0, 4.0)
+    ledger.note_change(1 / 4)
+    drafted, _ = play(ledger, 100, tokens=1.0, seconds=2.0)
+    assert drafted == pytest.approx(12 - 4 + 1, abs=3)
+
+
 def test_an_estimate_that_drifts_is_followed_though_plain_steps_are_rare() -> None:
     """One step in fifty is plain; what is expected of one rises to twice its time, so a draft seems to gain."""
     ledger, drafted = Ledger(), 0

@@ -119,8 +119,8 @@ def test_a_drafter_that_pays_is_never_worse_than_none_whatever_it_claims(world: 
 def test_a_drafter_that_knows_how_often_it_is_right_is_used_nearly_as_well_as_by_the_best_fixed_size(
     world: World,
 ) -> None:
-    """Of 360 such worlds at random the worst reached 0.89 of the best size."""
+    """Of 200 such worlds at random the worst reached 0.93 of the best size."""
     world = replace(world, claimed=world.right)
     best = max(map(world.rate, range(BLOCK)))
     if best > 1.2:
-        assert world.play(CYCLES, warm_up=300) >= 0.82 * best
+        assert world.play(CYCLES, warm_up=300) >= 0.85 * best

@@ -158,6 +158,7 @@ class Costs:
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
         self.arrivals = arrivals or Arrivals()
         self.ledger = Ledger()
+        self._plain = 0, 0.0  # requests of the last plain step, and the seconds that were last expected of it
 
     def rehearse(self, most: int) -> None:
         """Time what passes of up to ``most`` tokens take, as :meth:`PassCost.rehearse` does."""
@@ -194,7 +195,13 @@ class Costs:
         if read:  # what that takes is known too roughly
             return
         plain = self.target.rough(requests, requests)
+        last, before = self._plain
+        now = self.target.rough(last, last) if before else 0.0
+        if now:
+            self.ledger.note_change(now / before)
+            self._plain = last, now
         if not drafted[1] and tokens == requests:
+            self._plain = requests, plain
             self.ledger.note_plain(passing, plain)
         else:
             expected = self.target.rough(*verified) + (self.draft.rough(*drafted) if drafted[1] else 0.0)

@@ -31,12 +31,20 @@ class Ledger:
         """Whether nothing should be drafted or copied now."""
         return self._budget < 0
 
+    def note_change(self, factor: float) -> None:
+        """From now on ``factor`` times as long is expected of the plain steps that were seen, which took what they took."""
+        self._ratio /= factor
+
     def note_plain(self, seconds: float, expected: float) -> None:
         """A plain step took ``seconds`` where ``expected`` were. It counts for the steps before it, which were none."""
         self._since += 1
         if expected > 0:
             own = min(seconds / expected, _INTERRUPTED * self._ratio)
             self._ratio += (own - self._ratio) * min(1.0, self._since / _REMEMBERED)
+            if self._since == inf:  # what was thought of plain steps until now may have allowed too much
+                guessed = max(self._longest - self._ratio * expected, 0.0)
+                self._longest -= guessed
+                self._budget = min(self._budget, max(self._budget - _FIRST * guessed, 0.0))
             self._since = 0.0
         self._add(self._ratio * expected, 0.0)
 

@@ -1,6 +1,6 @@
 """Plans of the goodput policy: what would have paid most with the last blocks, for the requests that there are now."""
 
-from operator import itemgetter
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,26 +83,33 @@ class Planner:
                 return plan
 
     def _search(self) -> Any:
-        """The best option for one kind of requests after the other.
+        """The options of the best plan that drafts: first one for all kinds, then the best pair for every two kinds in turn.
 
-        Drafting may pay for all kinds and for none alone, so one way begins with the best option for all kinds at once. Two begin
-        with plain decoding, as it matters which kind comes first.
+        Drafting may pay for two kinds together and for neither alone. With one or two kinds no plan is better.
         """
         present = self._counts.nonzero()[0].tolist()
-        each = [[kind] for kind in present]
-        ways = [[present, *each], each, each[::-1]] if len(present) > 1 else [each]
-        return max(map(self._follow, ways), key=itemgetter(0))[1]
+        every = np.arange(self._options.shape[2])
+        chosen = self._best_of(np.where(self._counts[:, None] > 0, every, PLAIN))
+        for one, other in combinations(present, 2):
+            first, second = np.meshgrid(self._worthy(one), self._worthy(other), indexing="ij")
+            trial = np.tile(chosen[:, None], first.size)
+            trial[[one, other]] = first.ravel(), second.ravel()
+            chosen = self._best_of(trial)
+        return chosen
 
-    def _follow(self, way: list[list[int]]) -> tuple[float, Any]:
-        """The rate of the best plan that drafts, 0 if there is none, and its options: for the kinds of each stage in turn."""
-        chosen, rate = np.full(KINDS, PLAIN), 0.0
-        for changing in way:
-            trial = np.tile(chosen[:, None], self._options.shape[2])
-            trial[changing] = np.arange(self._options.shape[2])
-            rates, _, waiting = self._expect(trial)
-            rates = rates * trial.any(axis=0) * (waiting <= self.most_seconds)
-            chosen, rate = trial[:, rates.argmax()], rates.max()
-        return rate, chosen
+    def _best_of(self, plans: Any) -> Any:
+        """The best of ``plans [kinds, plans]`` that draft and keep no prompt waiting too long; the first one if there is none."""
+        rates, _, waiting = self._expect(plans)
+        return plans[:, (rates * plans.any(axis=0) * (waiting <= self.most_seconds)).argmax()]
+
+    def _worthy(self, kind: int) -> Any:
+        """A kind's options: plain, and those that no other draft beats or equals in tokens and in all that they cost."""
+        slots, prices, tokens, verified = self._options[:, kind]
+        costs = np.stack([slots, prices > 0, verified, *self._spread[:, kind], -tokens])
+        beaten = (costs[:, :, None] <= costs[:, None]).all(axis=0)  # [by, option]
+        beaten &= (costs[:, :, None] < costs[:, None]).any(axis=0) | ~np.tri(len(slots), dtype=bool)
+        beaten[PLAIN] = False
+        return (~beaten.any(axis=0)).nonzero()[0]
 
     def _expect(self, options: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Rate, seconds and waiting of plans ``[plans]`` that follow ``options [kinds, plans]``."""
