@@ -109,7 +109,7 @@ class Planner:
         beaten = (costs[:, :, None] <= costs[:, None]).all(axis=0)  # [by, option]
         beaten &= (costs[:, :, None] < costs[:, None]).any(axis=0) | ~np.tri(len(slots), dtype=bool)
         beaten[PLAIN] = False
-        return (~beaten.any(axis=0)).nonzero()[0]
+        return np.flatnonzero(~beaten.any(axis=0))
 
     def _expect(self, options: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Rate, seconds and waiting of plans ``[plans]`` that follow ``options [kinds, plans]``."""
