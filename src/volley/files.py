@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError
@@ -111,10 +111,18 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file; a truncated one is a clear error.
 
     Tensors have memory of their own: mapped ones would change, or end the process, when another file is copied over this one.
+    The file is mapped anew for each, so that memory never holds it beside them.
     """
+
+    def read(name: str) -> Tensor:
+        with safe_open(path, "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor.clone()
+
     try:
-        tensors: dict[str, Tensor] = load(path.read_bytes())
-        return tensors
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+        return {name: read(name) for name in names}
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None
     except (SafetensorError, OSError) as error:

@@ -16,6 +16,7 @@ from volley.memory.graphs import StaticPasses, static_passes
 from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload_indices
 from volley.models.drafters.draft_model import DraftModel
+from volley.models.layers.residency import trimmed
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.models.targets.taps import Taps
 from volley.models.targets.target import Target
@@ -132,6 +133,7 @@ class Runner:
         # Features may be read after the next pass.
         return Pass(batch, logits[: len(rows)], features[0][: len(tokens)].clone() if features else None)
 
+    @trimmed()
     def seconds(self, tokens: int, requests: int) -> float:
         """Seconds of a pass that verifies ``tokens`` of made-up text, spread over ``requests``."""
         target, lengths = self.target, spread(tokens, requests)

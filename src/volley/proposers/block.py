@@ -38,6 +38,7 @@ from volley.memory.upload import upload, upload_indices, upload_together
 from volley.models.drafters.domino import BoundRecurrent
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.heads import BoundHead
+from volley.models.layers.residency import trimmed
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
 from volley.types import Proposal
@@ -232,6 +233,7 @@ class BlockProposer(Proposer):
             work.proposal = Proposal(block[1:].tolist())
         return first
 
+    @trimmed()
     @torch.inference_mode()
     def seconds(self, tokens: int, requests: int) -> float:
         """Seconds of a draft pass, and of K/V of one token of each request."""

@@ -20,7 +20,7 @@ from volley.models.drafters.drafter import Drafter, read_drafter
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.frequent import FrequentHead, pays
 from volley.models.drafters.heads import BoundHead, MarkovTables, Projection
-from volley.models.drafters.inject import Injection
+from volley.models.drafters.inject import Injection, join_kv
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.models.layers.fused import FusedDecoder
 from volley.models.layers.products import choose_draft_weights
@@ -192,19 +192,21 @@ def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraf
     if isinstance(path, Drafter):
         if weights not in ("auto", "bf16"):
             raise ConfigError("draft_weights says how a drafter is loaded; give its folder instead of a loaded one")
-        return path.to(device=target.device, dtype=target.dtype).eval()
+        moved = path if path.norm.weight.device == target.device else path.to(target.device)
+        return moved.to(target.dtype).eval()
     kind = choose_draft_weights(weights, target.kept_head, target.device, target.dtype)
-    folder, checkpoint = read_drafter(path)
-    head = target.kept_head
+    head: Tensor | native.Product | None = target.kept_head
     with giving_back():
+        folder, checkpoint = read_drafter(path)
         drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
-        if drafter.lm_head is None and checkpoint.config.eagle is None and pays(head):
+        del checkpoint  # it holds the weights as well
+        if drafter.lm_head is None and drafter.config.eagle is None and pays(head):
             assert isinstance(head, native.Product)
             assert kind != "fp8"
-            drafter.own_head = FrequentHead(head, kind, sorted(target.stop_token_ids))
-            drafter.fuse(kind)
-        else:
-            drafter.fuse(kind, None if kind == "bf16" else head)
+            drafter.own_head, head = FrequentHead(head, kind, sorted(target.stop_token_ids)), None
+        if target.device.type == "cpu" and drafter.fc.weight.dtype == torch.bfloat16 and drafter.config.eagle is None:
+            drafter.joined_kv = join_kv(drafter)
+        drafter.fuse(kind, None if kind == "bf16" else head, release=True)
     return drafter
 
 

@@ -9,14 +9,14 @@ training, the page pool in serving.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from volley.errors import ConfigError
+from volley.errors import CheckpointError, ConfigError
 from volley.files import check_weights, save_tensors, weight_files, write_atomically
 from volley.memory import kernels
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
@@ -33,7 +33,8 @@ from volley.models.drafters.heads import (
     Selector,
     SequentialHead,
 )
-from volley.models.layers.accelerate import accelerate, share
+from volley.models.layers.accelerate import accelerate, release_weight, share
+from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import fits, layer_shape, products_of
 from volley.models.layers.joined import JoinedProduct, JoinedWeights, Matrix
 from volley.models.layers.products import Float8Product, is_linear, recoded_head
@@ -42,6 +43,8 @@ from volley.models.targets.loading import drafter_path
 from volley.native import DraftWeights, Product
 from volley.native.decoder import LayerShape, LayerWeights
 
+JoinedKV = tuple[Callable[[Tensor], Tensor], Tensor]
+"""``[T, H] -> [T, 2 · layers · kv_heads · d]``, keys before values, and the weights ``[layers, d]`` of the keys' norms."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
 
@@ -198,6 +201,28 @@ def read_drafter(path: Path | str) -> tuple[Path, Checkpoint]:
     return folder, read_checkpoint(folder)
 
 
+def _release(part: nn.Module, files: MappedFiles) -> None:
+    """Give up the weights of ``part`` that products hold copies of."""
+    for module in part.modules():
+        if isinstance(module, nn.Linear) and "forward" in vars(module) and not module.weight.is_meta:
+            release_weight(module, files)
+
+
+def _read_again(drafter: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Fill in the weights that were given up, from the files that they are in."""
+    given_up = {name: own for name, own in drafter.named_parameters() if own.is_meta and hasattr(own, "sample")}
+    if not given_up:
+        return
+    folder = cast(Path, drafter.folder)
+    found = read_checkpoint(folder).tensors
+    for name, own in given_up.items():
+        if name not in found or found[name].shape != own.shape or not torch.equal(sample(found[name]), sample(own)):
+            raise CheckpointError(
+                f"{folder} holds other weights than when it was loaded ({name}); load the drafter again"
+            )
+        state[prefix + name] = found[name].to(own.dtype)
+
+
 class Drafter(nn.Module):
     """A drafter for one target. Weight names are z-lab's; embedding and head are the target's.
 
@@ -234,13 +259,18 @@ class Drafter(nn.Module):
         """The target's head in codes, or its rows of frequent tokens, if drafts come from these."""
         self.float8: list[Float8Product] = []
         """What it computes with instead of linear layers and the target's head, if they are in fp8."""
+        self.joined_kv: JoinedKV | None = None
+        """What injections use, made before the layers' weights were given up."""
+        self.register_state_dict_post_hook(_read_again)  # type: ignore[no-untyped-call]
 
-    def fuse(self, weights: DraftWeights = "bf16", head: Tensor | Product | None = None) -> None:
+    def fuse(
+        self, weights: DraftWeights = "bf16", head: Tensor | Product | None = None, *, release: bool = False
+    ) -> None:
         """Let the drafter run on kernels where the machine has them; it must not be trained afterwards.
 
         With codes as ``weights``, drafts come from such codes of the target's ``head [V, H]`` as well, its own where it has them.
-        Weights that were loaded from a file leave memory, and are read from the file again when an adapter or a fingerprint needs
-        them.
+        With ``release`` a CPU's memory does not keep the weights that products have copies of; ``joined_kv`` must have been made.
+        ``state_dict`` reads them from the drafter's folder again, for an adapter or a fingerprint.
         """
         if weights == "fp8":
             assert not isinstance(head, Product), "a GPU's head is a tensor"
@@ -260,8 +290,13 @@ class Drafter(nn.Module):
                 layer.take(products)
                 files.forget_all(layer)
                 self.fused[0].append(products)
+                if release:
+                    _release(layer, files)
         accelerate(self, weights)
         files.forget_all(self)
+        if release and device.type == "cpu":
+            for part in (self.fc, self.layers, *([] if self.lm_head is None else [self.lm_head])):
+                _release(part, files)
 
     def join(self, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of) -> None:
         """Compute each layer in few operations, with matrices of which its own weights become views, or other products."""

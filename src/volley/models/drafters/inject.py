@@ -3,7 +3,6 @@
 ``Drafter.context_kv`` is the same layer by layer: the reference, and what training differentiates.
 """
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -12,29 +11,38 @@ from torch.nn.functional import linear, rms_norm
 
 from volley.memory import kernels
 from volley.memory.kv_store import DenseKVStore, KVStore
-from volley.models.drafters.drafter import Drafter, DraftLayer, rotate
+from volley.models.drafters.drafter import Drafter, DraftLayer, JoinedKV, rotate
 from volley.models.layers.accelerate import packing_pays
 from volley.models.layers.products import Float8Product, make_product
+
+
+def join_kv(drafter: Drafter) -> JoinedKV:
+    """A copy of all layers' ``k_proj`` and ``v_proj`` as one product, and of their ``k_norm``."""
+    attentions = [cast(DraftLayer, layer).self_attn for layer in drafter.layers]
+    projections = [attention.k_proj for attention in attentions] + [attention.v_proj for attention in attentions]
+    weight = torch.cat([projection.weight.detach() for projection in projections])
+    biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    norms = torch.stack([attention.k_norm.weight.detach() for attention in attentions])
+    if drafter.float8:
+        return Float8Product(weight.to(drafter.norm.weight.device), bias), norms
+    return make_product(weight, bias) if packing_pays(weight) else lambda x: linear(x, weight, bias), norms
 
 
 class Injection:
     """Writes the context features of one drafter into its store.
 
-    Holds a copy of all layers' ``k_proj`` and ``v_proj`` as one matrix, which is made again when one of them has changed.
+    Holds what :func:`join_kv` makes of the drafter, which is made again when one of its weights has changed.
     """
 
     def __init__(self, drafter: Drafter, store: KVStore) -> None:
         self.drafter = drafter
         self.store = store
         attentions = [cast(DraftLayer, layer).self_attn for layer in drafter.layers]
-        projections = [attention.k_proj for attention in attentions] + [attention.v_proj for attention in attentions]
-        self._weights = [projection.weight for projection in projections]
-        self._biases = [projection.bias for projection in projections if projection.bias is not None]
-        self._norms = [attention.k_norm.weight for attention in attentions]
+        parts = [part for own in attentions for part in (own.k_proj, own.v_proj, own.k_norm)]
+        self._weights = [weight for part in parts for weight in part.parameters()]
         self._made_from: list[tuple[int, int]] = []
-        self._project: Callable[[Tensor], Tensor]
-        self.norm_weights: Tensor
-        """``[layers, d]``."""
+        self._joined: JoinedKV
 
     def __call__(self, features: Tensor, positions: Tensor, slots: slice | Tensor) -> None:
         """Store K and V for tapped features ``[T, taps · H]`` at ``positions [T]`` in ``slots``, of every layer."""
@@ -43,7 +51,7 @@ class Injection:
 
             projected = self.project(features)
             cos, sin = self.drafter.rotary(positions, projected.dtype)
-            inject(projected, self.norm_weights, self.drafter.config.rms_norm_eps, cos, sin, self.store, slots)
+            inject(projected, self._joined[1], self.drafter.config.rms_norm_eps, cos, sin, self.store, slots)
         else:
             self.store.write_layers(slots, *self.keys_values(features, positions))
 
@@ -51,25 +59,15 @@ class Injection:
         """K and V ``[layers, T, kv_heads, d]``: what :meth:`Drafter.context_kv` computes."""
         keys, values = self.project(features).unbind(1)
         cos, sin = self.drafter.rotary(positions, keys.dtype)
-        normed = rms_norm(keys, keys.shape[-1:], None, self.drafter.config.rms_norm_eps) * self.norm_weights[:, None]
+        normed = rms_norm(keys, keys.shape[-1:], None, self.drafter.config.rms_norm_eps) * self._joined[1][:, None]
         return rotate(normed, cos[:, None], sin[:, None]).transpose(0, 1), values.transpose(0, 1)
 
     def project(self, features: Tensor) -> Tensor:
         """Keys before norm and rotation, and values: ``[T, 2, layers, kv_heads, d]``."""
-        made_from = [(w.data_ptr(), w._version) for w in (*self._weights, *self._biases, *self._norms)]
+        made_from = [(weight.data_ptr(), weight._version) for weight in self._weights]
         if made_from != self._made_from:
-            self._made_from = made_from
-            self._build()
+            self._made_from, self._joined = made_from, self.drafter.joined_kv or join_kv(self.drafter)
         config = self.drafter.config
         context = self.drafter.hidden_norm(self.drafter.fc(features))
         shape = (len(context), 2, config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-        return self._project(context).view(shape)
-
-    def _build(self) -> None:
-        weight = torch.cat([w.detach() for w in self._weights])
-        bias = torch.cat([b.detach() for b in self._biases]) if self._biases else None
-        if self.drafter.float8:
-            self._project = Float8Product(weight.to(self.drafter.norm.weight.device), bias)
-        else:
-            self._project = make_product(weight, bias) if packing_pays(weight) else lambda x: linear(x, weight, bias)
-        self.norm_weights = torch.stack([w.detach() for w in self._norms])
+        return self._joined[0](context).view(shape)

@@ -67,7 +67,8 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     """
     if kernels.usable(next(model.parameters()).device):
         return join_layers(model) > 0
-    if not packing_pays(*(weight for weight in model.parameters() if weight.device.type != "meta" or fill is filled)):
+    own = [weight for module in model.modules() if "forward" not in vars(module) for weight in module.parameters(False)]
+    if not packing_pays(*(weight for weight in own if weight.device.type != "meta" or fill is filled)):
         fill(model)
         return release and sum(_fuse_norm(module) for module in model.modules() if _is_norm(module)) > 0
     files = MappedFiles() if release else None
@@ -128,6 +129,9 @@ def weight_bytes(model: nn.Module) -> int:
     fused: Any = getattr(model, "fused", None)
     for layer in fused[0] if fused else ():
         products.update(layer.products)
+    joined: Any = getattr(model, "joined_kv", None)
+    if joined and isinstance(joined[0], native.Product):
+        products.add(joined[0])
     return held + sum(product.nbytes for product in products)
 
 
@@ -143,12 +147,12 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
         done.update(layer.modules())
         if files is not None:
             for name in LINEAR:
-                _release(layer.get_submodule(name), files)
+                release_weight(layer.get_submodule(name), files)
             trim()
     return done
 
 
-def _release(layer: nn.Module, files: MappedFiles) -> None:
+def release_weight(layer: nn.Module, files: MappedFiles) -> None:
     """Give up a layer's weight; its shape stays known, and a sample for its fingerprint."""
     weight = layer.get_parameter("weight")
     released = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
@@ -162,7 +166,7 @@ def _share(layers: Sequence[nn.Linear], weights: Weights, files: MappedFiles | N
     share(layers, make_product(weight, weights=weights, stored=codes_of(layers)))
     if files is not None:
         for layer in layers:
-            _release(layer, files)
+            release_weight(layer, files)
 
 
 def share(layers: Sequence[nn.Linear], together: Product) -> None:
@@ -187,7 +191,7 @@ def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: Mapped
         assert isinstance(product, native.Product)
         embedding.forward = product.rows  # type: ignore[method-assign, assignment]
     for module in (layer, *tied):
-        _release(module, files)
+        release_weight(module, files)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -93,7 +93,7 @@ class StackedRows:
 
 @contextmanager
 def giving_back() -> Iterator[None]:
-    """Forget what was read of libraries; inside, what is freed in large parts goes back to the system at once.
+    """Forget what was read of libraries, before and after; inside, what is freed in large parts goes back to the system at once.
 
     With the end goes what else is free. glibc otherwise keeps freed memory for allocations of the same size, up to 32 MiB; so it
     does again afterwards.
@@ -109,6 +109,16 @@ def giving_back() -> Iterator[None]:
     finally:
         library.mallopt(_MAPPED_FROM, _LARGEST_KEPT)
         library.mallopt(_TRIMMED_FROM, 2 * _LARGEST_KEPT)
+        trim()
+        forget_libraries()
+
+
+@contextmanager
+def trimmed() -> Iterator[None]:
+    """Around what fills much memory once: what is free at its end is returned to the system."""
+    try:
+        yield
+    finally:
         trim()
 
 
