@@ -14,6 +14,9 @@ each way makes the same states of the same pass, in which caches are emptied bef
 - *target again*: a second pass of the target over the tokens that stay, without its head.
 
 Their states are compared with volley's. A cycle's time has volley's way in it and no other one. Figures are medians.
+
+A second table has plain decoding, where nothing can be cut: states that the pass leaves alone and that are moved after it,
+against states that each layer moves on at once, which is volley's way. They take turns, cycle by cycle, in one engine.
 """
 
 import argparse
@@ -77,7 +80,7 @@ class Draft(NamedTuple):
     kept: int
 
     def __str__(self) -> str:
-        return f"{'tree' if self.is_tree else 'chain'} of {self.nodes}" if self.nodes > 1 else "one token"
+        return f"{'tree' if self.is_tree else 'chain'} of {self.nodes}"
 
     def proposal(self) -> Proposal:
         """The right branch of a tree alternates with other children of its nodes, so its rows lie apart."""
@@ -208,6 +211,13 @@ class Again:
         return keys, values, totals, totals.exp(), inverse
 
 
+class OpenPass(RecurrentPass):
+    """Leaves all states to the end of the pass, also those of single tokens."""
+
+    def _find_settled(self) -> Any:
+        return super()._find_settled()._replace(slots={})
+
+
 class Cuts:
     """Stands in for ``RecurrentStates.keep``: lets each way cut the states of a step, volley's last, and compares them."""
 
@@ -335,6 +345,30 @@ def measure(target: Target, requests: int, draft: Draft, cycles: int) -> tuple[l
     return [requests, draft, draft.kept, len(counted), f"{typical['cycle'] * 1e3:.0f}", *cells], cuts.furthest
 
 
+def measure_plain(target: Target, requests: int, cycles: int) -> list[object]:
+    """A row of the second table."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(8, 1000, (requests, PROMPT), generator=generator).tolist()
+    sizes: dict[str, Any] = {"num_pages": 16 * requests, "max_running": requests, "num_states": requests + 1}
+    engine = Engine(target, prefix_caching=False, max_batch_tokens=requests * PROMPT, **sizes)
+    for prompt in prompts:
+        engine.add_request(prompt, SamplingParams(max_tokens=2 * cycles + 8, ignore_eos=True))
+    state, ways = engine.recurrent, (OpenPass, RecurrentPass)
+    assert state is not None
+    seconds: tuple[list[float], list[float]] = ([], [])
+    engine.step()
+    for number in range(2 * cycles + 2):
+        way = number % 2
+        state.start = lambda batch, _, make=ways[way]: make(batch, state.store.layout, state.store)  # type: ignore[misc, method-assign]
+        started = time.perf_counter()
+        engine.step()
+        if number > 1:
+            seconds[way].append(time.perf_counter() - started)
+    ratios = [late / at_once for late, at_once in zip(*seconds, strict=True)]
+    times = [f"{median(own) * 1e3:.0f}" for own in seconds]
+    return [requests, cycles, *times, f"{median(ratios):.3f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+
+
 def bandwidth() -> float:
     """GB of memory that a copy reads and writes in a second."""
     source = torch.zeros(2**26)
@@ -353,22 +387,29 @@ def print_bytes(target: Target) -> None:
     gates = 4 * sum(2 * heads for heads, _, _ in layout.rules)
     state = layout.bytes_per_state(target.dtype)
     print(f"one state: {state / 2**20:.1f} MiB; a copy moves {bandwidth():.1f} GB/s (read and written)")
-    print("| kept of a token in the pass | KiB |\n|---|---|")
+    print_row(("kept of a token in the pass", "KiB"), is_head=True)
     held = {"applied": inputs + updates, "kept": inputs + state, "layers again": inputs + gates, "target again": 0}
     for way, size in held.items():
-        print(f"| {way} | {size / 1024:,.0f} |")
+        print_row((way, f"{size / 1024:,.0f}"))
+
+
+def print_row(cells: Sequence[object], *, is_head: bool = False) -> None:
+    print("\n" * is_head + "| " + " | ".join(map(str, cells)) + " |", flush=True)
+    if is_head:
+        print("|" + "---|" * len(cells))
 
 
 def drafts(text: str, kept: Sequence[int]) -> list[Draft]:
     """Drafts of "8" or "16t", for every number of tokens kept that they have room for."""
     nodes = int(text.removesuffix("t"))
-    return [Draft(nodes, text.endswith("t"), count) for count in kept if count <= nodes and (nodes > 1 or count == 1)]
+    return [Draft(nodes, text.endswith("t"), count) for count in kept if count <= nodes]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", default="1,4")
-    parser.add_argument("--drafts", default="1,8,16t", help="tokens of each draft, the anchor included; t: a tree")
+    parser.add_argument("--plain", default="1,4,16", help="requests of the second table")
+    parser.add_argument("--drafts", default="8,16t", help="tokens of each draft, the anchor included; t: a tree")
     parser.add_argument("--kept", default="1,4,8", help="tokens that stay, the anchor included")
     parser.add_argument("--cycles", type=int, default=9)
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
@@ -380,19 +421,22 @@ def main() -> None:
     target = random_target(options.layers, options.vocab_size, getattr(torch, options.dtype))
     print_bytes(target)
     columns = ("requests", "draft", "tokens kept", "cycles", "cycle ms", *WAYS)
-    print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    print_row(columns, is_head=True)
     kept, furthest = [int(count) for count in options.kept.split(",")], dict[str, float]()
     for requests in map(int, options.requests.split(",")):
         for text in options.drafts.split(","):
             for draft in drafts(text, kept):
                 row, own = measure(target, requests, draft, options.cycles)
                 furthest = {way: max(apart, furthest.get(way, 0.0)) for way, apart in own.items()}
-                print("| " + " | ".join(map(str, row)) + " |", flush=True)
+                print_row(row)
     print(f"\nfurthest from volley's states: {', '.join(f'{way} {apart:.0e}' for way, apart in furthest.items())}")
     bounds = dict.fromkeys(furthest, 1e-4)
     if target.dtype != torch.float32:  # another pass of the target rounds otherwise
         bounds["target again"] = 0.05
     assert all(furthest[way] < bound for way, bound in bounds.items()), "a way made other states"
+    print_row(("requests", "pairs of cycles", "after the pass, ms", "in it, ms", "ratio", "from, to"), is_head=True)
+    for requests in map(int, filter(None, options.plain.split(","))):
+        print_row(measure_plain(target, requests, options.cycles))
 
 
 if __name__ == "__main__":
