@@ -171,7 +171,8 @@ class Again:
     def __init__(self, own: RecordedPass, store: RecurrentStore, rows: Tensor) -> None:
         """``store`` holds the states before, of request i in slot i; they become those after."""
         self.own, self.store, self.rows, self.first = own, store, rows, HEADS * SIZE  # queries are not needed
-        self.weight = torch.stack([weight[self.first :].float() for _, weight in own.raw])  # an engine would keep them
+        # ``[width, layers, 1, 1, C]``; an engine would keep them
+        self.weight = torch.stack([weight[self.first :].float().T for _, weight in own.raw], dim=1)[:, :, None, None]
 
     def __call__(self) -> None:
         keys, values, totals, decay, inverse = self._without_states()
@@ -189,12 +190,12 @@ class Again:
         (count, kept), flat = self.rows.shape, self.rows.flatten()
         inputs = torch.stack([raw[:, self.first :].index_select(0, flat) for raw, _ in self.own.raw])
         past = torch.stack([history[:count, :, self.first :] for history in self.store.histories])
-        extended = torch.cat((past, inputs.view(len(past), count, kept, -1)), dim=2)
-        weight = self.weight[:, None, None]
-        convolved = extended[:, :, :kept].float() * weight[..., 0]
-        for tap in range(1, weight.shape[-1]):
-            convolved.addcmul_(extended[:, :, tap : tap + kept].float(), weight[..., tap])
-        mixed = silu(convolved.to(inputs.dtype)).float().view(*convolved.shape[:-1], 2, HEADS, SIZE)
+        extended = torch.cat((past, inputs.view(len(past), count, kept, -1)), dim=2).float()
+        convolved = extended[:, :, :kept] * self.weight[0]
+        for tap in range(1, len(self.weight)):
+            convolved.addcmul_(extended[:, :, tap : tap + kept], self.weight[tap])
+        mixed = silu(convolved.to(inputs.dtype).float()).to(inputs.dtype).float()  # PyTorch's silu in bf16 is slow
+        mixed = mixed.view(*convolved.shape[:-1], 2, HEADS, SIZE)
         keys, values = (mixed[..., part, :, :].transpose(2, 3).contiguous() for part in range(2))
         keys *= torch.rsqrt(keys.square().sum(dim=-1, keepdim=True) + 1e-6)
         decays, betas = (
@@ -304,7 +305,7 @@ class Cuts:
         self.clock.empty_caches()
         with self.clock.count("target again"):
             batch = RaggedBatch(segments, tokens)
-            again = RecurrentPass(batch, store.layout, store)
+            again = OpenPass(batch, store.layout, store)
             target.forward(batch, self.engine.runner.store, none, None, again)
             again.write([Wanted(index, kept - 1, slot) for index, slot in enumerate(self.spare)])
         return [states[self.spare] for states in store.states]
