@@ -424,7 +424,7 @@ def main() -> None:
     columns = ("requests", "draft", "tokens kept", "cycles", "cycle ms", *WAYS)
     print_row(columns, is_head=True)
     kept, furthest = [int(count) for count in options.kept.split(",")], dict[str, float]()
-    for requests in map(int, options.requests.split(",")):
+    for requests in map(int, filter(None, options.requests.split(","))):
         for text in options.drafts.split(","):
             for draft in drafts(text, kept):
                 row, own = measure(target, requests, draft, options.cycles)
@@ -432,8 +432,8 @@ def main() -> None:
                 print_row(row)
     print(f"\nfurthest from volley's states: {', '.join(f'{way} {apart:.0e}' for way, apart in furthest.items())}")
     bounds = dict.fromkeys(furthest, 1e-4)
-    if target.dtype != torch.float32:  # another pass of the target rounds otherwise
-        bounds["target again"] = 0.05
+    if target.dtype != torch.float32:  # sums in another order may round to another number in bf16
+        bounds |= {"layers again": 1e-3, "target again": 0.1}
     assert all(furthest[way] < bound for way, bound in bounds.items()), "a way made other states"
     print_row(("requests", "pairs of cycles", "after the pass, ms", "in it, ms", "ratio", "from, to"), is_head=True)
     for requests in map(int, filter(None, options.plain.split(","))):
