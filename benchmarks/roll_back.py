@@ -431,10 +431,10 @@ def main() -> None:
                 furthest = {way: max(apart, furthest.get(way, 0.0)) for way, apart in own.items()}
                 print_row(row)
     print(f"\nfurthest from volley's states: {', '.join(f'{way} {apart:.0e}' for way, apart in furthest.items())}")
-    bounds = dict.fromkeys(furthest, 1e-4)
-    if target.dtype != torch.float32:  # sums in another order may round to another number in bf16
-        bounds |= {"layers again": 1e-3, "target again": 0.1}
-    assert all(furthest[way] < bound for way, bound in bounds.items()), "a way made other states"
+    for way, apart in furthest.items():
+        # Sums in another order may round to another number in bf16.
+        loose = {} if target.dtype == torch.float32 else {"layers again": 1e-3, "target again": 0.1}
+        assert apart < loose.get(way, 1e-4), f"{way} made other states"
     print_row(("requests", "pairs of cycles", "after the pass, ms", "in it, ms", "ratio", "from, to"), is_head=True)
     for requests in map(int, filter(None, options.plain.split(","))):
         print_row(measure_plain(target, requests, options.cycles))
