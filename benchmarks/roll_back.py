@@ -430,7 +430,8 @@ def main() -> None:
                 row, own = measure(target, requests, draft, options.cycles)
                 furthest = {way: max(apart, furthest.get(way, 0.0)) for way, apart in own.items()}
                 print_row(row)
-    print(f"\nfurthest from volley's states: {', '.join(f'{way} {apart:.0e}' for way, apart in furthest.items())}")
+    if furthest:
+        print("\nfurthest from volley's states:", ", ".join(f"{way} {apart:.0e}" for way, apart in furthest.items()))
     for way, apart in furthest.items():
         # Sums in another order may round to another number in bf16.
         loose = {} if target.dtype == torch.float32 else {"layers again": 1e-3, "target again": 0.1}
