@@ -27,7 +27,7 @@ typedef struct { /* slot ``target`` becomes what ``source`` (< 0: zeros) is afte
 static inline float factor(float logarithm) { return logarithm > SMALLEST ? exponential(logarithm) : 0.0f; }
 
 /* out = by * before (null: zeros) + the sum of weights[j] * rows[j]; ``out`` may be ``before``. Sums of a whole block stay in registers. */
-static inline void move_row(float *out, const float *before, float by, const float *weights, const float *const *rows,
+INLINE void move_row(float *out, const float *before, float by, const float *weights, const float *const *rows,
                             int64_t count, int64_t size) {
     int64_t start = 0;
     for (; start + BLOCK <= size; start += BLOCK) {
@@ -99,7 +99,7 @@ typedef struct { /* one token of each run; all parts are contiguous, runs before
 
 /* first += the sum of of_first[i] * row i, and second likewise, for ``count`` (up to ROWS) rows of ``size`` numbers. */
 #define ROWS 4
-static inline void two_products(float *first, float *second, const float *of_first, const float *of_second,
+INLINE void two_products(float *first, float *second, const float *of_first, const float *of_second,
                                 const float *rows, int64_t count, int64_t size) {
     int64_t value = 0;
     if (count == ROWS)
