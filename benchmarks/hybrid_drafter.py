@@ -5,7 +5,8 @@
 A tokenizer of 1,024 pieces and two targets are trained on GSM8K's training questions, for as many steps of the same rows: one
 has attention in every layer, the other gated delta nets in three of four. Each target answers the same questions at T = 0.7, and
 a drafter is trained on these answers for as many steps. τ is measured on questions of the test set from the 41st on. A seed
-draws both targets, the order of their rows, the answers and the drafters.
+draws both targets, the order of their rows, the answers and the drafters. Ratios come with the 95 % interval of a bootstrap over
+the questions; what another seed would change is not in it.
 
 Such small models repeat themselves when they are greedy. A drafter learns a loop at once, and τ then tells how soon a target
 falls into one. So greedy answers count only as far as no run of eight tokens has come a second time. Every stage is kept in
@@ -17,10 +18,11 @@ import json
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -47,7 +49,7 @@ TEMPLATE = (
 )
 VOCAB, ROW, LAYERS, SKIPPED = 1024, 256, 8, 40
 RATE, WARMUP = 4e-3, 0.1  # of targets: the highest learning rate, and the share of the steps until it is reached
-TEMPERATURES, RUN = (0.0, 0.7, 1.0), 8
+RUN, RESAMPLES = 8, 2000
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -85,6 +87,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drafter-steps", type=int, default=250)
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args(arguments)
 
@@ -225,20 +228,39 @@ def new_cycles(result: GenerationResult) -> list[int]:
     return [n for n, last in zip(lengths, accumulate(lengths, initial=1), strict=False) if last + n <= end]
 
 
-def acceptance(folder: Path, drafter: Path, options: argparse.Namespace) -> list[tuple[float, int]]:
-    """τ over the cycles of all answers that repeat nothing, and how many these are, at each temperature."""
+def acceptance(folder: Path, drafter: Path, options: argparse.Namespace) -> NDArray[np.int64]:
+    """Tokens and cycles of each answer before it repeats itself, at each temperature: ``[2, temperatures, questions]``."""
     engine = Engine.from_pretrained(
         folder / "target", drafter=drafter, dtype=torch.float32, policy="fixed", max_running=16
     )
     chats = questions(options.data / "gsm8k_test.jsonl", SKIPPED, options.num_prompts)
     found = []
-    for temperature in TEMPERATURES:
+    for temperature in options.temperatures:
         params = [
             SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=i) for i in range(len(chats))
         ]
-        lengths = [n for result in engine.generate(chats, params) for n in new_cycles(result)]
-        found.append((mean(lengths), len(lengths)))
-    return found
+        lengths = [new_cycles(result) for result in engine.generate(chats, params)]
+        found.append([(sum(own), len(own)) for own in lengths])
+    return np.array(found).transpose(2, 0, 1)
+
+
+def tau(counted: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Tokens of a cycle, from ``[…, 2, temperatures, questions]``."""
+    tokens, cycles = np.moveaxis(counted.sum(axis=-1), -2, 0)
+    return np.asarray(tokens / cycles)
+
+
+def ratios(counted: NDArray[np.int64]) -> list[str]:
+    """Hybrid to attention at each temperature, the mean over seeds, from ``[seeds, targets, 2, temperatures, questions]``."""
+
+    def of(counted: NDArray[np.int64]) -> NDArray[np.float64]:
+        taus = tau(counted)
+        return np.asarray((taus[:, 1] / taus[:, 0]).mean(axis=0))
+
+    generator, size = np.random.default_rng(0), counted.shape[-1]
+    drawn = [of(counted[..., generator.integers(size, size=size)]) for _ in range(RESAMPLES)]
+    low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
+    return [f"{r:.3f} ({a:.3f} to {b:.3f})" for r, a, b in zip(of(counted), low, high, strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -246,22 +268,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(options.data, options.out / "tokenizer")
-    print(f"| seed | target | weights | loss on the test set |{''.join(f' τ, T = {t:g} |' for t in TEMPERATURES)}")
-    print("|---" * (4 + len(TEMPERATURES)) + "|")
-    ratios = list[list[float]]()
+    columns = [f"τ, T = {t:g} (cycles)" for t in options.temperatures]
+    print(f"| seed | target | weights | loss on the test set | {' | '.join(columns)} |\n{'|---' * (4 + len(columns))}|")
+    counted = list[list[NDArray[np.int64]]]()
     for seed in options.seeds:
-        taus = list[list[float]]()
+        counted.append([])
         for name in CONFIGS:
             size, loss = train_target(name, seed, tokenizer, options)
             folder = options.out / f"{name}-{seed}"
             drafter = train_drafter(folder, answer(folder, seed, options), seed, options)
-            measured = acceptance(folder, drafter, options)
-            taus.append([tau for tau, _ in measured])
-            cells = " | ".join(f"{tau:.2f} ({cycles:,})" for tau, cycles in measured)
+            own = acceptance(folder, drafter, options)
+            counted[-1].append(own)
+            cycles = own[1].sum(axis=-1)
+            cells = " | ".join(f"{t:.2f} ({count:,})" for t, count in zip(tau(own), cycles, strict=True))
             print(f"| {seed} | {name} | {size:,} | {loss:.3f} | {cells} |", flush=True)
-        ratios.append([hybrid / attention for attention, hybrid in zip(*taus, strict=True)])
-        print(f"| {seed} | hybrid ÷ attention | | | {' | '.join(f'{ratio:.2f}' for ratio in ratios[-1])} |", flush=True)
-    print(f"| all | hybrid ÷ attention | | | {' | '.join(f'{mean(own):.2f}' for own in zip(*ratios, strict=True))} |")
+        print(f"| {seed} | hybrid ÷ attention | | | {' | '.join(ratios(np.array(counted[-1:])))} |", flush=True)
+    print(f"| all | hybrid ÷ attention | | | {' | '.join(ratios(np.array(counted)))} |")
 
 
 if __name__ == "__main__":

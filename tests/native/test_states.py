@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from volley import native
-from volley.memory.recurrence import Trace, advance
-from volley.native.states import Moved, move_states
+from volley.memory.recurrence import Run, Trace, advance, scan
+from volley.native.states import Moved, move_states, take_token
 
 pytestmark = pytest.mark.skipif(not native.is_built, reason="the kernels were not built")
 SLOTS = 6
@@ -60,3 +60,27 @@ def test_moved_states_are_those_of_pytorch(
     move_states(layers, np.array(moves, dtype=np.int64), stays)
     for layer, states in zip(layers, expected, strict=True):
         torch.testing.assert_close(layer.states, states, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    runs=st.integers(1, 3),
+    sizes=st.sampled_from([(1, 1, 1), (2, 3, 5), (4, 8, 12), (2, 18, 130)]),
+    by_channel=st.booleans(),
+    subtracts=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_one_token_moves_states_as_pytorch_does(
+    runs: int, sizes: tuple[int, int, int], by_channel: bool, subtracts: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    heads, keys, values = sizes
+    states = torch.randn(SLOTS, *sizes)
+    queries, own_keys = torch.randn(2, runs, 1, heads, keys).transpose(2, 3)
+    decays, betas = -torch.rand(runs, heads, 1, keys if by_channel else 1) * 9, torch.rand(runs, heads, 1, 1)
+    run = Run(queries, own_keys, torch.randn(runs, heads, 1, values), decays, betas if subtracts else None)
+    slots, every = torch.randperm(SLOTS)[:runs], torch.ones(1, 1, 1, dtype=torch.bool)
+    expected, after = states.clone(), torch.zeros(runs, dtype=torch.long)
+    outputs, trace = scan(run, states[slots], every)
+    expected[slots] = advance(trace, every, after)(states[slots])
+    torch.testing.assert_close(take_token(states, slots.numpy(), run), outputs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)

@@ -1,8 +1,11 @@
 """A pass of recurrent layers over a ragged batch: the outputs of the layers, and the states after any token.
 
-Nothing is written while the pass runs. A segment that may be cut is *open*: the pass keeps what its states can be computed from.
-Once the verdict says which tokens stay, :meth:`RecurrentPass.write` computes the states after them. A segment with *marks* stays
-as a whole and may be long. It is computed in pieces, and states are kept at its marks only.
+A segment that may be cut is *open*: the pass keeps what its states can be computed from. Once the verdict says which tokens
+stay, :meth:`RecurrentPass.write` computes the states after them. A segment with *marks* stays as a whole and may be long. It is
+computed in pieces, and states are kept at its marks only. Nothing of these is written while the pass runs.
+
+The first token of a segment always stays, so one of a single token cannot be cut. On a CPU such a segment is *settled*: each
+layer moves its states on at once, while they are in the cache. After a pass that failed, its requests must begin anew.
 """
 
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from volley import native
@@ -19,7 +23,7 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.recurrence import Run, Trace, advance, scan
 from volley.memory.recurrent_store import RecurrentLayout, RecurrentStore, read_slots
 from volley.memory.upload import upload, upload_indices, upload_together
-from volley.native.states import Moved, move_states
+from volley.native.states import Moved, move_states, take_token
 
 _PIECE = 64  # tokens of a marked segment that are computed at once
 
@@ -53,6 +57,17 @@ class _Move(NamedTuple):
     slot: int
 
 
+class _Settled(NamedTuple):
+    """Segments of one token, whose states each layer moves on."""
+
+    slots: dict[int, int]
+    """By segment."""
+    order: NDArray[np.int64]
+    """The slots in the order of the segments."""
+    rows: Tensor | None
+    """Their tokens in the batch; ``None``: the whole batch in its order."""
+
+
 class RecurrentPass:
     def __init__(
         self,
@@ -75,6 +90,7 @@ class RecurrentPass:
         self.marks = list(marks or [()] * len(batch.segments))
         if store is None:
             self.marks = [(s.length - 1,) if s.length > _PIECE and s.parents is None else () for s in batch.segments]
+        self._settled = self._find_settled()
         self._groups = self._make_groups()
         self._taps: dict[int, Tensor] = {}
         self._inputs: list[Tensor] = []
@@ -102,6 +118,8 @@ class RecurrentPass:
         inputs = Run(queries, keys, values, decays, betas)
         outputs = torch.empty_like(values)
         traces = []
+        if self._settled.slots:
+            outputs = self._scan_settled(inputs, outputs)
         for group in self._groups:
             run = inputs.map(partial(_group_rows, group=group))
             own, trace = scan(run, self._states(group.slots, run), group.ancestors)
@@ -119,6 +137,14 @@ class RecurrentPass:
         self._marked.append(marked)
         self._num_rules += 1
         return outputs
+
+    def _scan_settled(self, inputs: Run, outputs: Tensor) -> Tensor:
+        """Compute the settled segments, whose states move on; the outputs with theirs among them."""
+        assert self.store is not None
+        _, slots, rows = self._settled
+        run = inputs.map(lambda x: (x if rows is None else x[rows])[:, :, None])
+        own = take_token(self.store.states[self._num_rules], slots, run)[:, :, 0]
+        return own if rows is None else outputs.index_copy_(0, rows, own)
 
     def _scan_marked(self, index: int, run: Run, outputs: Tensor, marked: dict[tuple[int, int], Tensor]) -> None:
         """Compute a marked segment piece by piece: its outputs, and the states at its marks."""
@@ -146,6 +172,11 @@ class RecurrentPass:
             found = [(marked[each.segment, each.row], each.slot) for each in wanted if self.marks[each.segment]]
             for state, slot in found:
                 states[slot] = state
+        for segment, _, slot in wanted:
+            moved = self._settled.slots.get(segment, slot)
+            if moved != slot:
+                for states in self.store.states:
+                    states[slot] = states[moved]
         for place, group in enumerate(self._groups):
             runs = {segment: run for run, segment in enumerate(group.members)}
             own = [_Move(runs[each.segment], each.row, each.slot) for each in wanted if each.segment in runs]
@@ -206,10 +237,20 @@ class RecurrentPass:
         """One segment's rows of ``x [T, heads, …]``: ``[1, heads, length, …]``."""
         return x[self.batch.offsets[index] : self.batch.offsets[index + 1]].transpose(0, 1)[None]
 
+    def _find_settled(self) -> _Settled:
+        slots = dict[int, int]()
+        if native.is_built and self.batch.token_ids.device.type == "cpu":
+            for index, segment in enumerate(self.batch.segments):
+                slot = self._slot(segment)
+                if segment.length == 1 and slot is not None and not self.marks[index]:
+                    slots[index] = slot
+        rows = None if len(slots) == len(self.batch) else torch.tensor([self.batch.offsets[index] for index in slots])
+        return _Settled(slots, np.array([*slots.values()], dtype=np.int64), rows)
+
     def _make_groups(self) -> list[_OpenGroup]:
         alike: dict[int, list[int]] = {}
         for index, segment in enumerate(self.batch.segments):
-            if not self.marks[index]:
+            if not self.marks[index] and index not in self._settled.slots:
                 alike.setdefault((segment.length - 1).bit_length(), []).append(index)
         return [self._make_group(members) for members in alike.values()]
 

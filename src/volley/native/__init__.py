@@ -54,6 +54,7 @@ _SIGNATURES: dict[str, list[object]] = {
         *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
     ],
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
+    "take_token": [c_void_p],
     "paged_attention": [c_void_p, c_void_p],
     "run_layers": [c_void_p, c_int64, *[c_void_p] * 7, c_int64, c_void_p],
 }

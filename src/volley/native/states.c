@@ -27,7 +27,7 @@ typedef struct { /* slot ``target`` becomes what ``source`` (< 0: zeros) is afte
 static inline float factor(float logarithm) { return logarithm > SMALLEST ? exponential(logarithm) : 0.0f; }
 
 /* out = by * before (null: zeros) + the sum of weights[j] * rows[j]; ``out`` may be ``before``. Sums of a whole block stay in registers. */
-static inline void move_row(float *out, const float *before, float by, const float *weights, const float *const *rows,
+INLINE void move_row(float *out, const float *before, float by, const float *weights, const float *const *rows,
                             int64_t count, int64_t size) {
     int64_t start = 0;
     for (; start + BLOCK <= size; start += BLOCK) {
@@ -87,4 +87,68 @@ void move_states(const Rule *rules, int64_t num_rules, const Move *moves, const 
         for (int64_t head = 0; head < heads; head++)
             for (int64_t move = 0; move < num_moves; move++)
                 move_state(rules + rule, moves + move, head, stays + move * length, length);
+}
+
+typedef struct { /* one token of each run; all parts are contiguous, runs before heads */
+    float *states;        /* [slots, heads, keys, values] */
+    const int64_t *slots; /* [runs] */
+    const float *queries, *keys, *values, *decays, *betas; /* betas null: nothing is subtracted */
+    float *outputs;       /* [runs, heads, values] */
+    int64_t runs, heads, num_keys, num_values, by_channel;
+} Token;
+
+/* first += the sum of of_first[i] * row i, and second likewise, for ``count`` (up to ROWS) rows of ``size`` numbers. */
+#define ROWS 4
+INLINE void two_products(float *first, float *second, const float *of_first, const float *of_second,
+                                const float *rows, int64_t count, int64_t size) {
+    int64_t value = 0;
+    if (count == ROWS)
+        for (; value + 8 <= size; value += 8) {
+            Eight a = *(const Eight *)(first + value), b = *(const Eight *)(second + value);
+            for (int i = 0; i < ROWS; i++) {
+                Eight row = *(const Eight *)(rows + i * size + value);
+                a += of_first[i] * row;
+                b += of_second[i] * row;
+            }
+            *(Eight *)(first + value) = a, *(Eight *)(second + value) = b;
+        }
+    for (; value < size; value++)
+        for (int64_t i = 0; i < count; i++) {
+            first[value] += of_first[i] * rows[i * size + value];
+            second[value] += of_second[i] * rows[i * size + value];
+        }
+}
+
+/* The token of one run and head: u = beta (v - (e^g k) S), o = (e^g q) S + (q k) u, S = e^g S + k u. */
+FOR_EACH_CPU static void take_head(const Token *token, int64_t run, int64_t head) {
+    int64_t num_keys = token->num_keys, size = token->num_values, place = run * token->heads + head;
+    float *state = token->states + (token->slots[run] * token->heads + head) * num_keys * size;
+    const float *queries = token->queries + place * num_keys, *keys = token->keys + place * num_keys;
+    const float *decays = token->decays + place * (token->by_channel ? num_keys : 1);
+    float *output = token->outputs + place * size, update[size], product = 0;
+    float factors[num_keys], of_keys[num_keys], of_queries[num_keys], beta = token->betas ? token->betas[place] : 0;
+    for (int64_t key = 0; key < num_keys; key++) {
+        factors[key] = token->by_channel || !key ? factor(decays[key]) : factors[0];
+        of_keys[key] = factors[key] * keys[key], of_queries[key] = factors[key] * queries[key];
+        product += queries[key] * keys[key];
+    }
+    memset(output, 0, size * sizeof(float)), memset(update, 0, size * sizeof(float));
+    for (int64_t key = 0; key < num_keys; key += ROWS)
+        two_products(update, output, of_keys + key, of_queries + key, state + key * size,
+                     num_keys - key < ROWS ? num_keys - key : ROWS, size);
+    for (int64_t value = 0; value < size; value++) {
+        float own = token->values[place * size + value];
+        update[value] = token->betas ? beta * (own - update[value]) : own;
+        output[value] += product * update[value];
+    }
+    const float *rows[1] = {update};
+    for (int64_t key = 0; key < num_keys; key++)
+        move_row(state + key * size, state + key * size, factors[key], keys + key, rows, 1, size);
+}
+
+void take_token(const Token *token) {
+    int64_t size = token->num_keys * token->num_values;
+#pragma omp parallel for collapse(2) if (token->runs * token->heads * size > FEW)
+    for (int64_t run = 0; run < token->runs; run++)
+        for (int64_t head = 0; head < token->heads; head++) take_head(token, run, head);
 }

@@ -1,14 +1,15 @@
 """States of recurrent layers moved on to the tokens that stay: one read and one write of each state."""
 
 from collections.abc import Sequence
-from ctypes import Structure, c_int64, c_void_p
+from ctypes import Structure, byref, c_int64, c_void_p
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.native import functions
+from volley.native import functions, pointer
 
 
 class _Rule(Structure):
@@ -45,3 +46,27 @@ def move_states(layers: Sequence[Moved], moves: NDArray[np.int64], stays: NDArra
         rule.by_channel = totals.shape[-1] > 1
     moves, stays = np.ascontiguousarray(moves), np.ascontiguousarray(stays)
     functions().move_states(rules, len(layers), moves.ctypes.data, stays.ctypes.data, *stays.shape)
+
+
+class _Token(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("states", "slots", "queries", "keys", "values", "decays", "betas", "outputs")),
+        *((name, c_int64) for name in ("runs", "heads", "num_keys", "num_values", "by_channel")),
+    )
+
+
+def take_token(states: Tensor, slots: NDArray[np.int64], run: Sequence[Tensor | None]) -> Tensor:
+    """Outputs ``[N, heads, 1, values]`` of one token for each of N runs; ``states`` in ``slots [N]`` move on to it at once.
+
+    ``states [slots, heads, keys, values]`` are contiguous. ``run`` has the fields of :class:`volley.memory.recurrence.Run`. A
+    slot belongs to one run.
+    """
+    queries, keys, values, decays, betas = (None if x is None else x.contiguous() for x in run)
+    assert keys is not None
+    assert values is not None
+    assert decays is not None
+    outputs = torch.empty_like(values)
+    parts = map(pointer, (queries, keys, values, decays, betas, outputs))
+    sizes = (*keys.shape[:2], *states.shape[2:], decays.shape[-1] > 1)
+    functions().take_token(byref(_Token(states.data_ptr(), slots.ctypes.data, *parts, *sizes)))
+    return outputs
