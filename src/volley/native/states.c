@@ -28,7 +28,7 @@ static inline float factor(float logarithm) { return logarithm > SMALLEST ? expo
 
 /* out = by * before (null: zeros) + the sum of weights[j] * rows[j]; ``out`` may be ``before``. Sums of a whole block stay in registers. */
 INLINE void move_row(float *out, const float *before, float by, const float *weights, const float *const *rows,
-                            int64_t count, int64_t size) {
+                     int64_t count, int64_t size) {
     int64_t start = 0;
     for (; start + BLOCK <= size; start += BLOCK) {
         Eight sums[BLOCK / 8] = {0};
@@ -100,7 +100,7 @@ typedef struct { /* one token of each run; all parts are contiguous, runs before
 /* first += the sum of of_first[i] * row i, and second likewise, for ``count`` (up to ROWS) rows of ``size`` numbers. */
 #define ROWS 4
 INLINE void two_products(float *first, float *second, const float *of_first, const float *of_second,
-                                const float *rows, int64_t count, int64_t size) {
+                         const float *rows, int64_t count, int64_t size) {
     int64_t value = 0;
     if (count == ROWS)
         for (; value + 8 <= size; value += 8) {

@@ -32,7 +32,7 @@ class Ledger:
         return self._budget < 0
 
     def note_change(self, factor: float) -> None:
-        """From now on ``factor`` times as long is expected of the plain steps that were seen, which took what they took."""
+        """The costs now expect ``factor`` times as long of a plain step. What plain steps took has not changed."""
         self._ratio /= factor
 
     def note_plain(self, seconds: float, expected: float) -> None:
