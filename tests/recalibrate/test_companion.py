@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -426,13 +428,17 @@ def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_
             wait_until(lambda: logged("listening"), 300)
             (url,) = [line["url"] for line in logged("listening")]
             body = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
-            with httpx.Client(timeout=60) as client:
-                for first in range(0, 80, 8):
-                    prompts = [f"{index} of" for index in range(first, first + 8)]
-                    answered = client.post(f"{url}/v1/completions", json={**body, "prompt": prompts})
+            numbers, end = count(), time.monotonic() + 600
+            while not logged("a drafter took over"):  # which answers judge is drawn: a round may end without a verdict
+                assert time.monotonic() < end, log.read_text()
+                for _ in range(10):
+                    prompts = [f"{number} of" for number in islice(numbers, 8)]
+                    answered = httpx.post(f"{url}/v1/completions", json={**body, "prompt": prompts}, timeout=60)
                     assert answered.status_code == 200
-            wait_until(lambda: logged("a drafter took over"), 600)
-            wait_until(lambda: Learnt.load(folder).swaps == 1)
+                rest = time.monotonic() + 30  # training stands still while anybody waits for an answer
+                while time.monotonic() < rest and not logged("a drafter took over"):
+                    time.sleep(0.1)
+            wait_until(lambda: Learnt.load(folder).swaps > 0)
             learnt = Learnt.load(folder)
             process.send_signal(signal.SIGUSR1)
             wait_until(lambda: logged("a drafter was reloaded"))
@@ -446,4 +452,4 @@ def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_
             wait_until(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
         finally:
             process.kill()
-    assert (learnt.current.folder, learnt.swaps) == ("rounds/000001/full", 1)
+    assert (learnt.current.kind, learnt.current.folder[-5:]) == ("full", "/full")
