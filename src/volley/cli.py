@@ -395,7 +395,7 @@ def serve(
 def collect(
     config: CollectConfig,
     models: ModelOptions,
-    batch: Annotated[int, typer.Option(help="Prompts handed to the engine at once.")] = 256,
+    batch: Annotated[int, typer.Option(help="Prompts handed to the engine at once.")] = 1024,
     endpoint: Annotated[
         list[str] | None,
         typer.Option(help="OpenAI-compatible endpoint (http://host:8000/v1) instead of the engine; may be repeated."),

@@ -310,7 +310,7 @@ class EngineSource:
         engine: BatchGenerator,
         name: str,
         thinking: bool | None = None,
-        batch: int = 256,
+        batch: int = 1024,
         context_length: int | None = None,
     ) -> None:
         template = check_template(engine.tokenizer, thinking)
