@@ -2,6 +2,7 @@
 
 VolleyError
 ├── ConfigError         an option, key or value that volley does not know or cannot use   (also a ValueError)
+│   └── WriteError      a file that the disk does not take
 ├── InputError          a prompt or request that cannot be served as it is                (also a ValueError)
 ├── CheckpointError     a file that is truncated, incomplete or not what it claims to be
 ├── MismatchError       a drafter that does not fit its target
@@ -30,6 +31,10 @@ class VolleyError(Exception):
 
 class ConfigError(VolleyError, ValueError):
     """An unknown or unusable option."""
+
+
+class WriteError(ConfigError):
+    """A file that the disk does not take."""
 
 
 class InputError(VolleyError, ValueError):

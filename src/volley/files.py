@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from volley.errors import CheckpointError, ConfigError
+from volley.errors import CheckpointError, ConfigError, WriteError
 
 REFERENCE = Path(__file__).parent / "reference"
 """What is bundled: ``target``, ``drafter``, ``drafter-dflash`` without a sequential head, ``drafter-markov`` with another, and
@@ -90,7 +90,7 @@ def replaced(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be written ({error}); make room, or name another folder") from None
+        raise WriteError(f"{path} cannot be written ({error}); make room, or name another folder") from None
     finally:
         temporary.unlink(missing_ok=True)
 

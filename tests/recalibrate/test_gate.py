@@ -67,9 +67,10 @@ def test_only_what_no_drafter_in_question_was_trained_on_is_chosen() -> None:
     assert {one.number for one in choose_recent(found, [-1, 29])} == {0, 5, 10, 15, 20, 25, *range(30, 40)}
 
 
-def test_what_is_a_day_older_than_the_newest_does_not_decide() -> None:
-    found = [entry(0, seconds=0), entry(1, seconds=100_000)]
-    assert [one.number for one in choose_recent(found, [])] == [1]
+def test_what_is_a_day_older_than_the_newest_does_not_decide_where_enough_is_newer() -> None:
+    for newer, first in ((LEAST_ROWS, 9), (LEAST_ROWS - 2, 7)):
+        found = [entry(number, seconds=100_000 * (number >= 9)) for number in range(9 + newer)]
+        assert [one.number for one in choose_recent(found, [])] == list(range(first, 9 + newer))
 
 
 def test_a_shift_is_followed_on_the_newest_answers_and_nothing_goes_against_them() -> None:

@@ -43,6 +43,11 @@ def test_a_row_comes_back_as_it_was_and_a_restart_finds_it(tmp_path: Path) -> No
     one, two = read(tmp_path, entries(tmp_path))
     assert (one.prompt, one.response, one.temperature) == ([1, 2, 3], [4, 5], 0.7)
     assert (two.prompt, two.response, two.entry.number) == ([6], [7, 8], 1)
+    for _ in range(2):  # what was learnt knows its answers by their numbers, so none comes twice
+        again.close()
+        assert erase(tmp_path) == len(again)
+        again = opened(tmp_path)
+    assert again.add("key", [6], [7, 8], 0.0).number == 2
 
 
 def test_no_name_and_no_log_says_who_asked_or_what(tmp_path: Path) -> None:
@@ -75,6 +80,16 @@ def test_age_is_bounded(tmp_path: Path) -> None:
     now[0] += 1_000
     reservoir.add("a", [3], [2, 3], 0.0)
     assert [entry.number for entry in entries(tmp_path)] == [1, 2]
+    reservoir.close()
+    now[0] += 86_000
+    reservoir = opened(tmp_path, most_days=1, clock=lambda: now[0])
+    assert [entry.number for entry in entries(tmp_path)] == [2], "also where nobody asks any more"
+    now[0] += 1_000
+    reservoir.clean()
+    assert not entries(tmp_path)
+    reservoir.clean()
+    reservoir.close()
+    assert opened(tmp_path).add("a", [4], [2, 3], 0.0).number == 3
 
 
 def test_equal_prompts_are_on_one_side_and_a_fifth_is_held_out(tmp_path: Path) -> None:

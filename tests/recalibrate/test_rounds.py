@@ -45,6 +45,11 @@ def test_a_drafter_learns_what_is_served_and_gives_way_where_it_does_worse(kept:
     Drafter.from_pretrained(kept.folder / event["folder"])
     assert not work.work(), "a verdict is told once, and waited for"
     assert len(kept.events) == 1
+    assert not (kept.folder / "rounds/000001/train.jsonl").exists(), "what was learnt from goes with the verdict"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "RETELL_SECONDS", 0.0)
+        assert not work.work(), "a server that could not note it hears it again"
+    assert kept.events == [event, event]
     act(kept)
     assert kept.learnt.current.folder == event["folder"]
     assert kept.learnt.previous == Standing()

@@ -101,7 +101,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None
     assert (summary.skipped, summary.finished, summary.total) == (11, 11, 22)
     assert sorted(torn.out.read_text().splitlines()) == sorted(whole.out.read_text().splitlines())
     assert collect(torn, EngineSource(engine, "tiny")).finished == 0
-    assert engine.batches == [8, 3, 1]
+    assert engine.batches == [4, 4, 3, 1], "two turns: half as many conversations are begun"
 
 
 def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ import torch
 from transformers import AutoTokenizer
 
 from volley.errors import InputError
-from volley.train.data import encode_rows, read_rows
+from volley.train.data import TrainingData, asked, encode_rows, read_rows
 from volley.train.documents import Document, fingerprint, plan_epoch
+from volley.train.features import FrozenTarget
+from volley.train.options import TrainConfig
 
 from ..conftest import TinyPair, byte_tokenizer
+from .runs import tiny_run, write_rows
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
@@ -27,6 +30,27 @@ def test_a_response_is_what_follows_the_generation_prompt_and_ends_its_turn(tiny
     prompt, response = document.token_ids[: document.response_start], document.token_ids[document.response_start :]
     assert tokenizer.decode(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(response) == "yes<|im_end|>"
+
+
+def test_what_is_held_out_answers_other_prompts(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Of four answers to each prompt, and of conversations, whose turns hold each other."""
+    rows = [
+        {"prompt_token_ids": [5, prompt], "response_token_ids": [7, 8, sample]}
+        for prompt in range(10, 20)
+        for sample in range(4)
+    ]
+    for number in range(20, 26):
+        both = {"id": str(number), "turns": 2, "response_token_ids": [7, 8]}
+        rows += [{**both, "prompt_token_ids": [5, number, *range(6, 6 + turn)]} for turn in (0, 1)]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    options = tiny_run(tiny_pair.target, tmp_path, data=[str(file)], eval_share=0.5, eval_prompts=3, eval_max_tokens=4)
+    data = TrainingData(TrainConfig(**options), FrozenTarget(str(tiny_pair.target), torch.float32, torch.device("cpu")))
+    held, learnt = ({tuple(d.token_ids[:2].tolist()) for d in each} for each in (data.held_out, data.documents))
+    assert held
+    assert len(data.held_out) <= 0.5 * len(rows)
+    assert len(data.prompts) == len({tuple(prompt) for prompt in data.prompts}) == 3
+    assert len({asked(row) for row in rows}) == 16
+    assert not held & learnt
 
 
 def test_a_response_cut_for_length_has_no_end() -> None:

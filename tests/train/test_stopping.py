@@ -81,14 +81,17 @@ def test_without_keep_best_the_last_drafter_is_kept(tiny_pair: TinyPair, tmp_pat
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_a_killed_run_counts_on_and_still_keeps_the_best(tiny_pair: TinyPair, tmp_path: Path, after: int) -> None:
-    """Killed in the evaluation behind the first ``after``: their τ is known to the run that goes on."""
+    """Killed in the evaluation behind the first ``after``: their τ is known to the run that goes on, whenever it is saved."""
     taus = [2.0, 2.5, 2.4, 2.4, 2.4, 2.4]
-    trainer, first = scripted(tiny_pair, tmp_path, *taus[:after], None)
+    trainer, first = scripted(tiny_pair, tmp_path, *taus[:after], None, save_steps=39)
     with pytest.raises(Killed):
         trainer.run()
-    trainer, second = scripted(tiny_pair, tmp_path, *taus[after:])
+    leftover = tmp_path / "run" / ".checkpoint.pt.1"
+    leftover.touch()
+    trainer, second = scripted(tiny_pair, tmp_path, *taus[after:], save_steps=39)
     trainer.resume()
     trainer.run()
     assert trainer.schedule.position.step == 10
     assert trainer.schedule.position.best_tau == 2.5
     assert_kept(tmp_path, [*first.seen, *second.seen][1])
+    assert not leftover.exists()

@@ -17,7 +17,7 @@ from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
 from tests.serve.running import running
 from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
-from volley.errors import ConfigError, InputError
+from volley.errors import ConfigError, InputError, WriteError
 from volley.files import make_folder, read_json
 from volley.models.checkpoints.formats import read_checkpoint
 from volley.models.drafters.export import export
@@ -124,6 +124,9 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert all("done before" in line for line in again)
     with pytest.raises(ConfigError, match="other values of max_tokens; give the same to go on"):
         tune(options(tmp_path, Path(config.target), max_tokens=13), said.append)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "another"}\n')
+    with pytest.raises(ConfigError, match="other values of what the files hold; give the same to go on"):
+        tune(config, said.append)
 
     export(out, tmp_path / "written", "speculators", target=config.target)
     assert read_certificate(tmp_path / "written" / "certificate.json")["verdict"] == "lossless"
@@ -258,13 +261,40 @@ def test_what_cannot_be_tuned_is_said_at_once(tmp_path: Path) -> None:
             TuneConfig(**{"target": "t", "out": tmp_path, "prompts": ("p",), **changes})
     with pytest.raises(ConfigError, match="--thinking is for prompts that are answered here"):
         TuneConfig(target="t", out=tmp_path, data=("d",), thinking=False)
-    with pytest.raises(ConfigError, match="max_minutes is 0; it must be positive"):
-        TuneConfig(target="t", out=tmp_path, prompts=("p",), max_minutes=0)
+    for changes, said in (
+        ({"max_minutes": 0}, "max_minutes is 0; it must be positive"),
+        ({"block_size": 1}, "block_size is 1; it must be at least 2"),
+        ({"bias": 0}, "bias is 0; it must be between 0 and 0.5"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            TuneConfig(**{"target": "t", "out": tmp_path, "prompts": ("p",), **changes})
     few = tmp_path / "few.jsonl"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     few.write_text(json.dumps({"messages": chat}) + "\n")
     with pytest.raises(InputError, match="give at least 4"):
         tune(TuneConfig(target="t", out=tmp_path / "o", data=(str(few),)), lambda _: None)
+    ids = [{"prompt_token_ids": [5] * length, "response_token_ids": [6, 7]} for length in (36, 37, 36)]
+    (tmp_path / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ids))
+    assert held_out_prompts(tmp_path, byte_tokenizer(), 100) == [[5] * 36]
+    with pytest.raises(InputError, match="leaves 64 tokens of the target's context of 99; give shorter ones"):
+        held_out_prompts(tmp_path, byte_tokenizer(), 99)
+
+
+def test_a_full_disk_ends_the_exports_and_they_are_made_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(tmp_path, CONFIGS["llama"])
+    tuning = Tuning(options(tmp_path, target), print)
+
+    def export_to(*given: Any, **_: Any) -> None:
+        error = WriteError if given[2] == "sglang" else ConfigError
+        raise error("why")
+
+    monkeypatch.setattr(run, "export", export_to)
+    with pytest.raises(WriteError):
+        tuning.export()
+    monkeypatch.setattr(run, "EXPORTS", {"speculators": ""})
+    assert tuning.export() == {"speculators": "why"}
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.4, 0.93])

@@ -33,5 +33,10 @@ def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str
     for request in requests:
         request.stats.preemptions += request in scheduler.running
         scheduler.finish(request)
+        request.draft_table, request.rests, request.drafts_from = (
+            request.table,
+            False,
+            0,
+        )  # a ring was the old drafter's
         engine.adapt(request)
         engine.scheduler.add(request)

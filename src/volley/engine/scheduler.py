@@ -59,7 +59,7 @@ class Scheduler:
         """
         started = time.perf_counter()
         works: list[Work[Request]] = []
-        under_way = len(self.running) + len(self.waiting)
+        under_way = min(len(self.running) + len(self.waiting), self.capacity.max_running)
         most, decoding, unread = self.capacity.max_batch_tokens, list[Request](), list[Request]()
         for request in self.running:
             (decoding if request.is_decoding else unread).append(request)

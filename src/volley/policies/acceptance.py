@@ -11,6 +11,7 @@ OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # of tokens found in 
 
 _RATE = 0.1  # Adagrad's step; twice as much is noisier where nothing changes
 _KEPT = 0.99  # share of its squares that is left a block later: with a sum over all blocks it would learn new texts too slowly
+_LEAST = 0.01  # of the squares: where nothing is ever right, ever smaller gradients must not move the weights as far as before
 _RECENT = 0.95  # share of a request's record that is left a block later: about 20 blocks count
 _DOUBT = 4.0  # added to a record's variance, so that a few tokens say little
 
@@ -64,7 +65,7 @@ class Acceptance:
                 break
         for index, gradient in enumerate((surplus, by_odds, by_slot, surplus * record)):
             squares[index] = _KEPT * squares[index] + gradient * gradient
-            weights[index] += _RATE * gradient / sqrt(squares[index])
+            weights[index] += _RATE * gradient / sqrt(max(squares[index], _LEAST))
         before, total = self._records.get(request_id, (0.0, 0.0))
         self._records[request_id] = (_RECENT * before + surplus, _RECENT * total + variance)
 
@@ -73,5 +74,5 @@ class Acceptance:
 
 
 def _odds(kind: int, sure: float) -> float:
-    sure = min(max(sure, 1e-4), 1 - 1e-4)
+    sure = min(max(1e-4, sure), 1 - 1e-4)  # in this order 1e-4 stands for what is not a number
     return (0.0 if kind == SAMPLED else log(sure)) - log(1 - sure)

@@ -107,10 +107,10 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
-        """The ask of each view. ``under_way`` requests are running or waiting."""
+        """The ask of each view. ``under_way`` requests are running or waiting; of these, as many as may run at once count."""
 
     def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
-        """The drafter's context is kept up of each k-th request, of none for 0, while ``under_way`` are running or waiting.
+        """The drafter's context is kept up of each k-th request, of none for 0, while so many are ``under_way``.
 
         ``sampled`` says of those that run whether any is sampled, and whether any is not. The others rest: they are not drafted
         for, and for a while after.

@@ -64,6 +64,7 @@ class Goodput(Policy):
         self._reviews: dict[frozenset[int], _Review] = {}  # by the kinds present
         self._review = _Review(_WHOLE)  # the one in use
         self._tried = [0, 0]  # the cycles in which the other plans were last tried
+        self._trial: int | None = None  # which of them is tried now; a draft that gave way to prompts was no trial
         self._tree_nodes: dict[int, int] = {}  # by number of requests
         # From how many requests on drafting is far from paying: those that are greedy, sampled, or some of both.
         self._hopeless: dict[frozenset[bool], int] = {}
@@ -132,8 +133,9 @@ class Goodput(Policy):
         self._review = review
         for index, (plan, every) in enumerate(review.others):
             if self._cycle >= self._tried[index] + every and (can_draft or not any(plan.slots)):
-                self._tried[index] = self._cycle
+                self._trial = index
                 return plan, True
+        self._trial = None
         return review.plan, False
 
     def _knows(self, kinds: list[int]) -> bool:
@@ -172,8 +174,8 @@ class Goodput(Policy):
         sampled = frozenset(kind % TREE > 0 for kind in kinds)
         if not is_near:
             self._hopeless[sampled] = min(self._hopeless.get(sampled, len(kinds)), len(kinds))
-        elif sampled in self._hopeless:
-            self._hopeless[sampled] = max(self._hopeless[sampled], len(kinds) + 1)
+        elif self._hopeless.get(sampled, len(kinds) + 1) <= len(kinds):
+            del self._hopeless[sampled]
 
     def _copies(self, request_id: int, kind: int, confidence: list[float]) -> int:
         """How many of the tokens that were found in a request's text pay; 0 if a draft pays more."""
@@ -197,10 +199,13 @@ class Goodput(Policy):
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
         """Learn from some requests in turn, and from all first blocks and all that had another price than the plan's."""
+        if cycles and self._trial is not None:
+            self._tried[self._trial], self._trial = self._cycle, None
         every = min(max(len(cycles), _OFTEN), _SELDOM)
         for cycle in cycles:
             kind = _kind(cycle.ask)
-            is_trial = len(self._blocks[kind]) < _ENOUGH or cycle.ask.price != self._review.plan.prices[kind]
+            plan = self._review.plan
+            is_trial = len(self._blocks[kind]) < _ENOUGH or not plan.slots[kind] or cycle.ask.price != plan.prices[kind]
             if (cycle.request_id + self._cycle) % every and not (is_trial and cycle.ask.positions):
                 continue
             if cycle.found_right:

@@ -39,6 +39,8 @@ Kept = tuple[str, list[int], list[int], float]
 PROGRAM = (sys.executable, "-m", "volley.recalibrate.process")
 MOST_WAITING = 1000
 """Answers that wait for the disk; further ones are not kept."""
+CLEANING_SECONDS = 3600.0
+"""After so long without an answer the reservoir lets go of what is too old."""
 RESTART_SECONDS = (5.0, 600.0)
 """Before a training process that died is started again: at first, and at most."""
 
@@ -162,9 +164,12 @@ class Recalibrator:
 
     def _write(self) -> None:
         is_failing = False
-        while (kept := self._waiting.get()) is not None:
+        while (kept := self._next_kept()) is not None:
             try:
-                self.reservoir.add(*kept)
+                if kept:
+                    self.reservoir.add(*kept)
+                else:
+                    self.reservoir.clean()
                 is_failing = False
             except (ConfigError, OSError) as error:
                 self.figures.dropped.inc()
@@ -172,6 +177,13 @@ class Recalibrator:
                     log.error("answers cannot be kept; serving goes on", extra={"fields": {"reason": str(error)}})
                 is_failing = True
             self.figures.keeps(self.reservoir)
+
+    def _next_kept(self) -> Kept | tuple[()] | None:
+        """What is to be written next; nothing after an hour without answers, and ``None`` at the end."""
+        try:
+            return self._waiting.get(timeout=CLEANING_SECONDS)
+        except queue.Empty:
+            return ()
 
     # -- the training process, in the event loop -------------------------------------------------------------------------
     async def start(self) -> None:

@@ -52,13 +52,15 @@ class Judgement:
 def choose_recent(found: Sequence[Entry], trained_until: Collection[int], most: int = RECENT_ROWS) -> list[Entry]:
     """The newest answers, in turn from each client, that no drafter in question was trained on, oldest first.
 
-    ``trained_until`` are the numbers of the last answers that their trainings could see; what is held out they never saw.
+    They are of the last day, or the last ``LEAST_ROWS`` where that has fewer. ``trained_until`` are the numbers of the last
+    answers that their trainings could see; what is held out they never saw.
     """
     seen = max(trained_until, default=-1)
     newest = max((entry.seconds for entry in found), default=0)
+    unseen = [entry for entry in found if entry.held_out or entry.number > seen]
     of_client: dict[str, list[Entry]] = defaultdict(list)
-    for entry in found:
-        if (entry.held_out or entry.number > seen) and entry.seconds > newest - RECENT_SECONDS:
+    for index, entry in enumerate(unseen):
+        if entry.seconds > newest - RECENT_SECONDS or index >= len(unseen) - LEAST_ROWS:
             of_client[entry.client].append(entry)
     chosen: list[Entry] = []
     while of_client and len(chosen) < most:

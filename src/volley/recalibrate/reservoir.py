@@ -99,6 +99,7 @@ class Reservoir:
                 f"volley reservoir erase {self.folder} --all"
             )
         self._read_names()
+        self.clean()
 
     def lock(self) -> None:
         """Be the only one that writes here, until :meth:`close` or the end of the process."""
@@ -120,7 +121,7 @@ class Reservoir:
     def _read_names(self) -> None:
         self._erased_at = _erased_at(self.folder)  # first, so that what is erased meanwhile is noticed
         self._entries = entries(self.folder)
-        self._next = max(self._next, 1 + max((entry.number for entry in self._entries), default=-1))
+        self._next = max(self._next, _erased_next(self.folder), _next(self._entries))
 
     # -- writing ---------------------------------------------------------------------------------------------------
     @property
@@ -146,7 +147,7 @@ class Reservoir:
         write_atomically(self.rows_folder / entry.name, json.dumps(row) + "\n")
         self._next += 1
         self._entries.append(entry)
-        self._clean()
+        self.clean()
         return entry
 
     def _is_held_out(self, prompt: Sequence[int]) -> bool:
@@ -156,9 +157,10 @@ class Reservoir:
     def _digest(self, what: str, data: bytes) -> str:
         return hmac.new(f"{what}/{self._facts['key']}".encode(), data, hashlib.sha256).hexdigest()
 
-    def _clean(self) -> None:
+    def clean(self) -> None:
+        """Let go of what is too old or too much."""
         oldest = self._clock() - self.most_seconds
-        if self.tokens <= self.most_tokens and self._entries[0].seconds >= oldest:
+        if not self._entries or (self.tokens <= self.most_tokens and self._entries[0].seconds >= oldest):
             return
         gone = {entry.number for entry in self._entries if entry.seconds < oldest}
         held: dict[str, int] = defaultdict(int)
@@ -172,7 +174,9 @@ class Reservoir:
         for entry in self._entries:
             if entry.number in gone:
                 (self.rows_folder / entry.name).unlink(missing_ok=True)
-        self._entries = [entry for entry in self._entries if entry.number not in gone]
+        end, self._entries = _next(self._entries), [entry for entry in self._entries if entry.number not in gone]
+        if not self._entries:
+            write_atomically(self.folder / "erased", f"{end}\n")
 
 
 # -- reading and erasing, from any process -----------------------------------------------------------------------------
@@ -200,13 +204,14 @@ def erase(folder: Path) -> int:
     """
     check_reservoir(folder)
     found = entries(folder)
+    number = max(_next(found), _erased_next(folder))
     for entry in found:
         (folder / "rows" / entry.name).unlink(missing_ok=True)
     for leftover in (folder / "rows").glob(".*"):  # of a process that was killed while it wrote
         leftover.unlink(missing_ok=True)
     for copy in folder.glob("rounds/*/*.jsonl*"):
         copy.unlink(missing_ok=True)
-    write_atomically(folder / "erased", f"{time.time()}\n")
+    write_atomically(folder / "erased", f"{number}\n")
     return len(found)
 
 
@@ -228,6 +233,19 @@ def check_reservoir(folder: Path) -> None:
     """Refuse a folder that no server has kept anything in."""
     if not (folder / "reservoir.json").is_file():
         raise ConfigError(f"{folder} is no reservoir; give the folder that `volley serve --recalibrate` was given")
+
+
+def _next(found: Sequence[Entry]) -> int:
+    """The number of the answer after those ``found``, which are in order."""
+    return found[-1].number + 1 if found else 0
+
+
+def _erased_next(folder: Path) -> int:
+    """The number after the last answer that was erased: what was learnt from it knows it by its number."""
+    try:
+        return int((folder / "erased").read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _erased_at(folder: Path) -> int | None:

@@ -8,6 +8,7 @@ worse there than one of them gives way.
 import json
 import random
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +39,9 @@ BATCH_TOKENS = 512
 EPOCHS = 10
 """Of a round, at most: few answers are soon known by heart."""
 RANK = 16
+RETELL_SECONDS = 60.0
+"""After a verdict that the server has not noted."""
+TRAINED_ON = "train.jsonl"
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Recalibration:
         self.rounds = folder / "rounds"
         self.ranks = Ranks(str(target.device))
         self._judged_until = {"former": -1, "pending": -1}
-        self._told = 0
+        self._told, self._told_at = 0, 0.0
 
     @property
     def learnt(self) -> Learnt:
@@ -79,8 +83,8 @@ class Recalibration:
             self._finish(number)
             return True
         if number > self.learnt.seen_round:
-            if self._told < number:  # the server was away when the verdict came
-                self._tell_verdict(number)
+            if self._told < number or time.monotonic() > self._told_at + RETELL_SECONDS:
+                self._tell_verdict(number)  # the server was away when it came, or could not note it
             return False
         if self._look_back():
             return True
@@ -105,10 +109,13 @@ class Recalibration:
 
     def _is_due(self, last: int) -> bool:
         until = self._plan(last).until if last else -1
-        new = [entry for entry in entries(self.folder) if entry.number > until]
-        return sum(entry.tokens for entry in new) >= self.config.recalibrate_tokens and (
-            len(choose_recent(entries(self.folder), [])) >= LEAST_ROWS
-        )
+        found = entries(self.folder)
+        new = sum(entry.tokens for entry in found if entry.number > until)
+        if new < self.config.recalibrate_tokens:
+            return False
+        return (
+            len(choose_recent(found, [found[-1].number])) >= LEAST_ROWS
+        )  # what judges a candidate that saw all others
 
     def _begin(self, number: int) -> int:
         """Copy what the round learns from; the plan comes last, and with it the round."""
@@ -124,7 +131,7 @@ class Recalibration:
             {"prompt_token_ids": row.prompt, "response_token_ids": row.response, "temperature": row.temperature}
             for row in read(self.folder, chosen)
         ]
-        write_atomically(folder / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_atomically(folder / TRAINED_ON, "".join(json.dumps(row) + "\n" for row in rows))
         plan = RoundPlan(number, learnt.base, init, max(entry.number for entry in found))
         write_atomically(folder / "plan.json", json.dumps(asdict(plan)) + "\n")
         return number
@@ -156,10 +163,11 @@ class Recalibration:
         except Exception as error:  # whatever it is, it would be the same in the next attempt
             verdict = {"event": "failed", "round": number, "reason": f"{type(error).__name__}: {error}"}
         write_atomically(folder / "verdict.json", json.dumps(verdict) + "\n")
+        (folder / TRAINED_ON).unlink(missing_ok=True)
         self._tell_verdict(number)
 
     def _tell_verdict(self, number: int) -> None:
-        self._told = number
+        self._told, self._told_at = number, time.monotonic()
         self._tell(read_json(self._verdict(number)))
 
     def _train(self, plan: RoundPlan, kind: str) -> Standing:
@@ -180,7 +188,7 @@ class Recalibration:
             rate, optimizer = learning_rate_for(target.text_config.hidden_size), "adamw"
         options = TrainConfig(
             target=self.path,
-            data=(str(folder / "train.jsonl"),),
+            data=(str(folder / TRAINED_ON),),
             out=str(folder / f"run-{kind}"),
             eval_share=0.0,
             eval_prompts=0,

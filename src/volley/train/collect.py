@@ -329,7 +329,9 @@ class EngineSource:
             for job in jobs:
                 check_single(job)
         fresh, open_jobs, refused, self.refusals = iter(jobs), list[CollectJob](), 0, []
-        while batch := open_jobs + list(islice(fresh, self.batch - len(open_jobs))):
+        turns = max((job.conversation.num_answers for job in jobs), default=1)
+        at_once = max(1, self.batch // turns)  # a kill loses the conversations that are not complete
+        while batch := open_jobs + list(islice(fresh, at_once - len(open_jobs))):
             prompts = [encode_chat(self.engine.tokenizer, job.messages, thinking=self.thinking) for job in batch]
             fits = [self.context_length is None or len(ids) < self.context_length for ids in prompts]
             refused += fits.count(False)

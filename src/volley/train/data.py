@@ -1,5 +1,7 @@
 """Training rows: read them and turn them into the token ids the target would have produced."""
 
+import hashlib
+import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -110,6 +112,15 @@ def _thinking(row: Row) -> bool | None:
     return {"on": True, "off": False}.get(str(row.get("thinking")))
 
 
+def asked(row: Row) -> str:
+    """A digest of what a row answers. All turns of a conversation have one, since each holds the ones before."""
+    if row.get("turns", 1) > 1:
+        prompt = row.get("id")
+    else:
+        prompt = row.get("prompt_token_ids") or [message["content"] for message in row["messages"][:-1]]
+    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()
+
+
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     """The token ids of a row's prompt."""
     if _has_ids(row):
@@ -138,8 +149,7 @@ class TrainingData:
             )
         self.dropped = len(rows) - len(self.documents)
         self.held_out = self._encode(held_rows)[:EVAL_DOCUMENTS]
-        prompts = [prompt_ids(target.tokenizer, row) for row in held_rows[: config.eval_prompts]]
-        self.prompts = [prompt for prompt in prompts if 0 < len(prompt) <= context - config.eval_max_tokens]
+        self.prompts = self._prompts(held_rows, config, context)
         self.lengths = [len(document) for document in self.documents]
         self.response_tokens = sum(len(document) - document.response_start for document in self.documents)
         self.fingerprint = fingerprint(self.documents)
@@ -149,8 +159,25 @@ class TrainingData:
         rows = read_rows(config.data)
         if config.eval_data is not None:
             return rows, read_rows([config.eval_data])
-        held = set(random.Random(config.seed).sample(range(len(rows)), int(len(rows) * config.eval_share)))
+        groups: dict[str, list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(asked(row), []).append(index)
+        order, held = random.Random(config.seed).sample(list(groups.values()), len(groups)), set[int]()
+        for group in order:
+            if len(held) + len(group) <= len(rows) * config.eval_share:
+                held.update(group)
         return [row for index, row in enumerate(rows) if index not in held], [rows[index] for index in sorted(held)]
+
+    def _prompts(self, rows: list[Row], config: TrainConfig, context: int) -> list[list[int]]:
+        """Different prompts of ``rows`` that leave room for an answer."""
+        found: dict[tuple[int, ...], None] = {}
+        for row in rows:
+            if len(found) >= config.eval_prompts:
+                break
+            ids = prompt_ids(self.target.tokenizer, row)
+            if 0 < len(ids) <= context - config.eval_max_tokens:
+                found[tuple(ids)] = None
+        return [list(ids) for ids in found]
 
     def _encode(self, rows: list[Row]) -> list[Document]:
         encoded = encode_rows(self.target.tokenizer, rows, self.max_length, self.target.stop_token_ids)

@@ -106,6 +106,9 @@ class Trainer:
                     self.evaluate()
                     at.seconds += time.monotonic() - started
                     evaluations.restart()
+                    if config.keep_best:  # the checkpoint must know of the drafter that was kept
+                        self.saved_run.save(at)
+                        saves.restart()
                 if saves.due(at.step):
                     self.saved_run.save(at)
                     saves.restart()

@@ -62,6 +62,9 @@ class SavedRun:
     def restore(self) -> Position | None:
         """Load weights and optimizer; returns where that run stood, or ``None`` where no run has been."""
         state = load_state(self.path)
+        if self.ranks.first:
+            for leftover in self.path.parent.glob(f".{NAME}.*"):  # of a process that was killed while it wrote
+                leftover.unlink(missing_ok=True)
         if not self.ranks.all_see(-1 if state is None else state["position"]["step"]):
             raise ConfigError(
                 f"not every process sees the same {self.path}; put --out on a file system that all nodes share"
@@ -83,7 +86,10 @@ class SavedRun:
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write atomically: a killed process leaves the old state or the new one."""
     with replaced(path) as temporary:
-        torch.save(dict(state), temporary)
+        try:
+            torch.save(dict(state), temporary)
+        except RuntimeError as error:  # how it says that the disk is full
+            raise OSError(str(error)) from None
 
 
 def load_state(path: Path) -> dict[str, Any] | None:

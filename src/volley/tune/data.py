@@ -16,7 +16,7 @@ from volley.files import write_atomically
 from volley.models.targets.target import Target, load_tokenizer
 from volley.train.collect import CollectConfig, EngineSource, Source, collect, make_jobs
 from volley.train.collect import Progress as Collected
-from volley.train.data import prompt_ids, read_rows
+from volley.train.data import asked, prompt_ids, read_rows
 from volley.train.endpoint import EndpointSource
 from volley.tune.options import TuneConfig
 
@@ -24,6 +24,8 @@ WANTED_RESPONSES = 1000
 MOST_SAMPLES = 8
 HELD_OUT_SHARE = 0.1
 MOST_HELD_OUT = 64
+ROOM = 64
+"""Tokens that a prompt which judges must leave of the target's context."""
 FORESEEN = 0.05
 """Share of the responses that must be there before the minutes left are told: many others are under way beside the first ones."""
 
@@ -48,11 +50,20 @@ def plan_collection(config: TuneConfig, out: Path) -> CollectConfig:
     return replace(once, temperatures=tuple(cycle), samples=samples)
 
 
-def run_collection(config: TuneConfig, target: Callable[[], Target], out: Path, report: Callable[[str], None]) -> None:
-    """Answer every prompt that ``out`` does not have yet."""
-    planned = plan_collection(config, out)
-    end = collect(planned, _source(config, target), lambda now: report(_line(now)))
+def digests(config: TuneConfig) -> dict[str, str]:
+    """SHA-256 of each file of prompts or responses: a run does not go on with others."""
+    files = [path for path in (*config.prompts, *config.data) if Path(path).is_file()]
+    return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
+
+
+def run_collection(
+    config: TuneConfig, target: Callable[[], Target], out: Path, report: Callable[[str], None]
+) -> list[str]:
+    """Answer every prompt that ``out`` does not have yet; returns why some were not answered."""
+    planned, source = plan_collection(config, out), _source(config, target)
+    end = collect(planned, source, lambda now: report(_line(now)))
     report(_line(end))
+    return source.refusals
 
 
 def _line(now: Collected) -> str:
@@ -77,9 +88,7 @@ def part(paths: tuple[str, ...], out: Path) -> dict[str, Any]:
     """Write ``train.jsonl`` and ``held-out.jsonl`` into ``out``: all responses to a prompt lie on one side."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in read_rows(paths):
-        asked = row.get("prompt_token_ids") or [m["content"] for m in row["messages"][:-1]]
-        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-        groups.setdefault(key, []).append(row)
+        groups.setdefault(asked(row), []).append(row)
     if len(groups) < 4:
         raise InputError(
             f"the responses answer {len(groups)} different prompts; a drafter is judged on others than it learns "
@@ -100,7 +109,13 @@ def _size(row: dict[str, Any]) -> int:
     return len(ids) or sum(len(message["content"]) for message in row["messages"]) // 3
 
 
-def held_out_prompts(out: Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The token ids of each prompt once, with or without thinking, as it was answered."""
+def held_out_prompts(out: Path, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[list[int]]:
+    """The token ids of each prompt once, with or without thinking, as it was answered; those that leave room for an answer."""
     rows = read_rows([out / "held-out.jsonl"])
-    return [list(ids) for ids in dict.fromkeys(tuple(prompt_ids(tokenizer, row)) for row in rows)]
+    found = [list(ids) for ids in dict.fromkeys(tuple(prompt_ids(tokenizer, row)) for row in rows)]
+    fitting = [ids for ids in found if len(ids) <= context_length - ROOM]
+    if not fitting:
+        raise InputError(
+            f"no prompt that is held out leaves {ROOM} tokens of the target's context of {context_length}; give shorter ones"
+        )
+    return fitting

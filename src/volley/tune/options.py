@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from volley.certify.options import CertifyConfig
 from volley.errors import ConfigError
 from volley.prompts import check_training
 
@@ -62,6 +63,9 @@ class TuneConfig:
             raise ConfigError(f"max_minutes is {self.max_minutes}; it must be positive")
         if not self.temperatures or min(self.temperatures) < 0:
             raise ConfigError(f"temperatures are {self.temperatures}; give at least one, each 0 or more")
+        if self.block_size is not None and self.block_size < 2:
+            raise ConfigError(f"block_size is {self.block_size}; it must be at least 2, the anchor and a token")
+        CertifyConfig(bias=self.bias)
         for name in ("max_tokens", "limit", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -14,7 +14,7 @@ import torch
 from volley.certify.certificate import certify_pair
 from volley.certify.options import CertifyConfig
 from volley.engine.engine import Engine
-from volley.errors import ConfigError, VolleyError
+from volley.errors import ConfigError, VolleyError, WriteError
 from volley.files import make_folder, read_json, write_atomically
 from volley.memory.device import usable_device
 from volley.models.checkpoints.formats import Format
@@ -28,7 +28,7 @@ from volley.train.fused import keep_freed_memory
 from volley.train.loop import Trainer
 from volley.train.options import LONGEST, TrainConfig
 from volley.train.parallel import Ranks
-from volley.tune.data import held_out_prompts, part, run_collection
+from volley.tune.data import digests, held_out_prompts, part, run_collection
 from volley.tune.measure import measure
 from volley.tune.options import TuneConfig
 from volley.tune.presets import preset_for, read_config
@@ -101,10 +101,9 @@ class Tuning:
     def __init__(self, config: TuneConfig, say: Callable[[str], None]) -> None:
         self.config, self.out, self._say = config, config.out, say
         reporting = {"threads", "api_key_env", "out"}
-        self.progress = Milestones(
-            config.out, {key: value for key, value in asdict(config).items() if key not in reporting}
-        )
-        self.prefix = ""
+        options = {key: value for key, value in asdict(config).items() if key not in reporting}
+        self.progress = Milestones(config.out, {**options, "what the files hold": digests(config)})
+        self.prefix, self._has_read = "", False
 
     def say(self, line: str) -> None:
         self._say(f"{self.prefix}: {line}")
@@ -132,7 +131,8 @@ class Tuning:
                     last = time.monotonic()
                     self.say(line)
 
-            run_collection(self.config, lambda: self.serving, file, report)
+            for refusal in run_collection(self.config, lambda: self.serving, file, report):
+                self.say(refusal)
             paths = (str(file),)
         found = part(paths, self.out)
         self.say(
@@ -190,7 +190,8 @@ class Tuning:
         if "batch" not in self.progress:
             self.progress["read"], self.progress["anchors"] = read, anchors
             self.base = replace(self.base, anchors_per_sequence=anchors)
-            self.progress["batch"], self.progress["steps"] = self._batch()
+            batch, self.progress["steps"] = self._batch()
+            self.progress["batch"] = batch  # last: it says that all four are known
         total = trial_minutes(self.config.max_minutes)
         minutes = min(total, max(SHORTEST_TRIAL, total / TYPICAL_TRIALS))
         self.base = replace(self.base, tokens_per_batch=self.progress["batch"], max_minutes=minutes)
@@ -236,7 +237,7 @@ class Tuning:
         features = RememberedFeatures(self.frozen, layers if fits else own, with_final=True)
         order = plan_epoch(data.lengths, self.base.tokens_per_batch, self.base.seed, 0)
         documents = [*data.held_out, *(data.documents[index] for batch in order for index in batch)]
-        started, most = time.monotonic(), 60 * READ_SHARE * self.config.max_minutes
+        started, most, self._has_read = time.monotonic(), 60 * READ_SHARE * self.config.max_minutes, True
         self.say(f"the target reads {len(documents)} responses once, in {most / 60:.1f} minutes at most")
         for count, document in enumerate(documents):
             if time.monotonic() - started > most:
@@ -247,7 +248,7 @@ class Tuning:
         if self.frozen.remembered.of(documents[-1]):
             answered = sum(len(document) - document.response_start for document in data.documents)
             anchors = min(ANCHORS, max(1, round(answered / len(data.documents) / self.base.block_size)))
-        return (time.monotonic() - started) / 60, anchors
+        return min(time.monotonic() - started, most) / 60, anchors
 
     def _batch(self) -> tuple[int, int]:
         """Tokens of a step, so that the training has enough steps, and how many it has; a few of them are timed."""
@@ -292,17 +293,20 @@ class Tuning:
         self.say(f"{minutes:.1f} minutes, real τ on held-out prompts every {between:.1f}")
         make_folder(Path(self.training.out))
         trainer = Trainer(self.training, self.ranks, self.frozen)
+        if self.ranks.device.type == "cpu" and not self._has_read:  # a run that goes on has paid for it
+            self.read(trainer.data)
         trainer.resume()
         drafter, at = trainer.run(), trainer.schedule.position
         if not (drafter / "config.json").exists():
             raise ConfigError(f"{drafter} has no drafter; remove {self.out / 'train'} to train again")
         for name in ("config.json", "model.safetensors"):
             write_atomically(self.out / "drafter" / name, (drafter / name).read_bytes())
-        stopped = " stopped early: it was getting worse" if at.worse >= PATIENCE else ""
+        is_early = at.worse >= PATIENCE and trainer.schedule.progress() < 1
+        stopped = " stopped early: it was getting worse" if is_early else ""
         self.say(f"the best real τ was {at.best_tau:.3f}, after {at.epoch} epochs and {at.step} steps{stopped}")
         window = read_json(self.out / "drafter" / "config.json").get("draft_window")
         self.say(f"draft window: {_window(window)}, by what held-out rows lose")
-        outcome = {"tau": at.best_tau, "steps": at.step, "epochs": at.epoch, "stopped_early": bool(stopped)}
+        outcome = {"tau": at.best_tau, "steps": at.step, "epochs": at.epoch, "stopped_early": is_early}
         return {**outcome, "draft_window": window}
 
     def measure(self) -> dict[str, Any]:
@@ -325,7 +329,7 @@ class Tuning:
 
     def _held_out(self) -> list[list[int]]:
         assert self.serving.tokenizer is not None, "a loaded target has a tokenizer"
-        return held_out_prompts(self.out, self.serving.tokenizer)
+        return held_out_prompts(self.out, self.serving.tokenizer, self.serving.context_length)
 
     def export(self) -> dict[str, Any]:
         written: dict[str, str] = {}
@@ -334,6 +338,8 @@ class Tuning:
             try:
                 export(self.out, folder / file, form, target=self.config.target)
                 written[form] = str(folder)
+            except WriteError:  # a full disk has room another time
+                raise
             except VolleyError as error:  # what the format, or its reader of the target, cannot hold
                 written[form] = str(error)
                 continue
