@@ -1,7 +1,9 @@
 """Copies of this process: what is killed, or is one of several, need not import everything anew."""
 
 import faulthandler
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -32,12 +34,12 @@ class Forked:
         assert self.process.exitcode == 0, printed
         return printed
 
-    def kill_after(self, line_start: str) -> None:
-        """SIGKILL it as soon as it prints a line that begins so."""
-        for line in self.printed:
-            if line.startswith(line_start):
-                break
-        self.kill()
+    def die(self) -> None:
+        """Wait for it to be killed; it kills itself where ``DIES_AFTER`` is among its variables."""
+        with self.printed:
+            printed = self.printed.read()
+        self.process.join()
+        assert self.process.exitcode == -signal.SIGKILL, printed
 
     def kill(self) -> None:
         self.process.kill()
@@ -45,11 +47,21 @@ class Forked:
         self.printed.close()
 
 
+class _Lines(io.TextIOWrapper):
+    """What is printed; with ``DIES_AFTER`` the process is killed as soon as a line begins so."""
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if (last := os.environ.get("DIES_AFTER")) and text.startswith(last):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+
 def _call(writer: int, run: Callable[..., object], arguments: tuple[Any, ...], variables: dict[str, str]) -> None:
     for stream in (1, 2):
         os.dup2(writer, stream)
-    sys.stdout = sys.stderr = os.fdopen(writer, "w", buffering=1)
-    faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.stderr)
     os.environ.update(variables)
+    sys.stdout = sys.stderr = _Lines(os.fdopen(writer, "wb", buffering=0), line_buffering=True, write_through=True)
+    faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.stderr)
     torch.set_num_threads(1)  # a copy has none of the threads that its original works with
     run(*arguments)

@@ -21,7 +21,7 @@ class Ended(NamedTuple):
     exit_codes: list[int | None]
 
 
-def run_ranks(work: Callable[..., Any], *args: Any, world: int = 2, seconds: float = 120) -> Ended:
+def run_ranks(work: Callable[..., Any], *args: Any, world: int = 2, seconds: float = 600) -> Ended:
     """Do ``work(*args)`` in ``world`` processes; each has ``seconds`` to end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

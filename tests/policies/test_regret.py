@@ -111,7 +111,8 @@ PAYING = worlds(st.floats(0.5, 0.95), st.sampled_from([0.0, 0.02, 0.1]))
 @settings(max_examples=12, deadline=None)
 @given(PAYING)
 def test_a_drafter_that_pays_is_never_worse_than_none_whatever_it_claims(world: World) -> None:
-    assert world.play(CYCLES, warm_up=300) >= 1 / 1.04
+    """One per cent, and the gains of 60 steps that the warm-up may have brought: 4 % of these cycles."""
+    assert world.play(CYCLES, warm_up=300) >= 1 / 1.06
 
 
 @settings(max_examples=12, deadline=None)

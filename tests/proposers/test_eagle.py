@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests import eagle
 from tests.chi_square import chi_square_p, joint_counts
+from tests.costs import settle
 from tests.engine.test_gives_way import now_and_then
 from tests.engine.test_sampled import PROMPT, exact_law
 from tests.proposers.answers import COUNT, PROMPTS, expected, run
@@ -148,7 +149,10 @@ class Knowing(EagleProposer):
     ],
     ids=["usual", "chunks", "preemption", "window", "goodput", "shorter blocks", "int8 K/V"],
 )
-def test_greedy_answers_are_the_targets(pair: Pair, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_greedy_answers_are_the_targets(
+    pair: Pair, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(monkeypatch, token=0.01)
     engine = drafting(pair, eagle.checkpoint(tmp_path), **options)
     assert isinstance(engine.draft_model, EagleModel)
     engine.proposer = Knowing(engine.draft_model, engine.config)

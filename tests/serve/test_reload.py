@@ -120,11 +120,11 @@ def test_sigusr1_reloads_and_a_terminal_that_closes_ends_the_server(tiny_pair: T
         subprocess.Popen(command, stderr=out, env=environment, preexec_fn=with_a_terminal) as process,
     ):
         try:
-            wait_until(lambda: logged("listening"), 60)
+            wait_until(lambda: logged("listening"), 300)
             (url,) = [entry["url"] for entry in entries() if entry["event"] == "listening"]
             process.send_signal(signal.SIGUSR1)
             wait_until(lambda: logged("a drafter was reloaded"))
-            assert httpx.get(f"{url}/health").status_code == 200
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
             process.send_signal(signal.SIGHUP)
             assert process.wait(20) == -signal.SIGHUP
         finally:

@@ -165,7 +165,7 @@ def test_vllms_counters_are_volleys(drafting: Running) -> None:
     """As ``vllm bench serve`` reads them: by what the names begin with and hold."""
     drafting.complete(HELLO, max_tokens=20, temperature=0)
     drafting.settle()
-    text = httpx.get(f"{drafting.url}/metrics").text
+    text = httpx.get(f"{drafting.url}/metrics", timeout=60).text
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if "spec_decode_num" in line and line[0] != "#")
     theirs = {name: value for name, value in lines.items() if name.startswith("vllm:")}
     kinds = {name.partition("{")[0].removeprefix("vllm:spec_decode_num_") for name in theirs}

@@ -87,10 +87,16 @@ def start(options: dict[str, Any], **variables: str) -> Forked:
     return Forked(lambda: train(TrainConfig(**options)), **variables)
 
 
-def start_nodes(*options: dict[str, Any]) -> list[Forked]:
+def start_nodes(*options: dict[str, Any], **variables: str) -> list[Forked]:
     """One training, each of its processes started by itself as torchrun starts them on several nodes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(len(options)), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {
+        "WORLD_SIZE": str(len(options)),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        **variables,
+    }
     return [start(own, RANK=str(rank), **shared) for rank, own in enumerate(options)]

@@ -6,7 +6,9 @@ import shutil
 import signal
 import threading
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,9 +94,9 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_weights(
 ) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, max_steps=60, epochs=99, save_steps=7, log_steps=1, **changes)
     whole = run({**options, "out": str(tmp_path / "whole")})
-    start(options).kill_after("step 24 ")
+    start(options, DIES_AFTER="step 24 ").die()
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["position"]["step"]
-    assert 21 <= saved < 60
+    assert saved == 21
     assert f"going on from step {saved}" in start(options).finish()
     assert_same(weights(options["out"]), whole)
     steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
@@ -257,11 +259,11 @@ def test_two_processes_train_what_one_does_and_go_on_when_killed(tiny_pair: Tiny
             torch.testing.assert_close(weights(out)[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
         assert drafter_weights(Path(out)).keys() == drafter_weights(tmp_path / "single").keys()
     killed = {**sharded, "out": str(tmp_path / "killed")}
-    first, second = start_nodes(killed, killed)
-    first.kill_after("step 4 ")
+    first, second = start_nodes(killed, killed, DIES_AFTER="step 4 ")
+    first.die()
     second.kill()
     saved = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)["position"]["step"]
-    assert 2 <= saved < 9
+    assert saved == 2
     outputs = [process.finish() for process in start_nodes(killed, killed)]
     assert f"going on from step {saved}" in outputs[0]
     assert_same(weights(tmp_path / "killed"), weights(sharded["out"]))
@@ -275,12 +277,14 @@ def test_nodes_that_share_no_files_are_refused(
         run(tiny_run(tiny_pair.target, tmp_path))
 
 
-def test_minutes_bound_a_run(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_minutes_bound_a_run(tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count(0, 0.05)
+    monkeypatch.setattr("volley.train.loop.time", SimpleNamespace(monotonic=lambda: next(ticks)))
     options = tiny_run(tiny_pair.target, tmp_path, max_steps=None, max_minutes=0.01, epochs=9999)
     run(options)
     position = json.loads((tmp_path / "run" / "training_report.json").read_text())["position"]
     assert position["step"] > 1
-    assert 0.6 <= position["seconds"] < 3
+    assert 0.6 <= position["seconds"] < 0.9
 
 
 @pytest.mark.parametrize(

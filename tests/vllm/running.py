@@ -48,5 +48,5 @@ def wait_for(condition: Any, seconds: float) -> None:
 
 
 def metric(server: str, name: str) -> float:
-    lines = httpx.get(f"{server}/metrics").text.splitlines()
+    lines = httpx.get(f"{server}/metrics", timeout=60).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"vllm:{name}{{", f"vllm:{name} ")))

@@ -21,7 +21,7 @@ PROMPTS = [
 ]
 QUICK = CertifyConfig(bias=0.1, max_tokens=16, prompts_used=4)
 
-STARTS = 3
+STARTS = 8
 
 
 def certify(log: Path, *arguments: str) -> Certificate:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.costs import settle
 from tests.tiny import Pair, block_proposer, greedy, make_pair, random_drafter, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.errors import MismatchError
@@ -120,8 +121,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_drafting_through_the_pool_equals_recomputing_from_scratch(pair: Pair, name: str) -> None:
+def test_drafting_through_the_pool_equals_recomputing_from_scratch(
+    pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """K/V injection over several cycles, accepted and rejected drafts, batches, windows and a second, cached run."""
+    settle(monkeypatch, token=0.01)
     changes, options = CASES[name]
     drafter = random_drafter(5, **changes)
     engine = Engine(pair.target, drafter, **{"page_size": 4, "num_pages": 80, **options})
