@@ -340,7 +340,8 @@ def _drip(connection: socket.socket) -> None:
 def test_a_client_that_never_reads(tiny: Tiny) -> None:
     """What it is sent waits in its own connection; its request ends when its time is over."""
     body = b'{"prompt": "Hello", "max_tokens": 900, "ignore_eos": true, "stream": true, "logprobs": 20, "n": 8}'
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nx-request-timeout: 1.5"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: h\r\nx-request-timeout: 1.5\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}"
     with running(tiny.engine()) as server, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(server.server.address)
