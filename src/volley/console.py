@@ -160,7 +160,7 @@ def check_comparable(engine: "Engine", params: SamplingParams) -> None:
 
 def compare(engine: "Engine", plain: "Engine", prompt: Any, params: SamplingParams, turns: int = 1) -> Comparison:
     """Decode with both engines, one after the other, with nothing cached: the turn of the median speedup."""
-    ways = (engine, params), (plain, replace(params, diffusion=None))
+    ways = (engine, params), (plain, replace(params, diffusion=None, draft_adapter=None))
     return median_turn([_compare(prompt, *ways) for _ in range(turns)])
 
 

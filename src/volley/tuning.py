@@ -33,7 +33,7 @@ def tune(config: TuneConfig) -> None:
     """From a model and its traffic to a certified drafter: collect, choose, train, measure, certify, export, report.
 
     Run again to go on after a stop of any kind. Every option may come from the environment too: VOLLEY_MAX_MINUTES=20.
-    Exit code 1 where the pair's output is not lossless.
+    Exit code 1 where the pair's output was not found lossless.
     """
     from volley.certify.certificate import read_certificate
     from volley.tune.run import tune as run

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from volley.certify.checks import PENALTY, Questions, check_penalties, check_seeds, greedy_params
+from volley.certify.certificate import Certificate
+from volley.certify.checks import PENALTY, Check, Questions, check_penalties, check_seeds, greedy_params
 from volley.certify.structured import check_json
 from volley.certify.subject import Reply, ServerSubject, Structured
 from volley.types import SamplingParams
@@ -99,11 +100,17 @@ def test_penalties_are_judged_where_it_is_known_what_they_change(
 class Seeded:
     """Draws letters by seed; ``again`` is what the second time of asking draws."""
 
+    sure = -0.7
+
     def __init__(self, again: str, other: str) -> None:
         self.texts = iter(["abcdefghijklmnopqrst", again, other])
 
     def ask(self, prompts: Sequence[Any], params: Any, concurrency: int = 1) -> list[Reply]:
-        return [reply(next(self.texts)) for _ in prompts]
+        return [
+            reply(text, *({letter: self.sure, "~": -9.0} for letter in text))
+            for text in [next(self.texts)]
+            for _ in prompts
+        ]
 
 
 @pytest.mark.parametrize(
@@ -119,4 +126,21 @@ class Seeded:
 def test_a_seed_gives_an_answer_again_but_for_rounding(again: str, other: str, exact: bool, passed: bool) -> None:
     greedy, subject = greedy_params(8), Seeded(again, other)
     questions = Questions(subject, None, ["x"], ["x"], lambda asked, _: list(asked), greedy, exact=exact)  # type: ignore[arg-type]
-    assert check_seeds(questions).passed == passed
+    assert check_seeds(questions).outcome == ("passed" if passed else "FAILED")
+
+
+def test_seeds_of_answers_that_are_all_but_certain_are_not_judged() -> None:
+    subject = Seeded("abcdefghijklmnopqrst", "abcdefghijklmnopqrst")
+    subject.sure = -0.001
+    questions = Questions(subject, None, ["x"], ["x"], lambda asked, _: list(asked), greedy_params(8))  # type: ignore[arg-type]
+    assert check_seeds(questions).outcome == "not judged"
+
+
+def test_a_verdict_needs_greedy_and_sampled_tokens_that_could_be_judged() -> None:
+    greedy, sampled, failed = Check("greedy", True, ""), Check("sampled", True, ""), Check("n", False, "")
+    unjudged = Check("sampled", True, "0 tokens", judged=False)
+    verdicts = [
+        Certificate({}, checks, {}).verdict
+        for checks in ([greedy, sampled], [greedy, unjudged], [greedy], [greedy, sampled, failed], [greedy, failed])
+    ]
+    assert verdicts == ["lossless", "undecided", "undecided", "not lossless", "not lossless"]

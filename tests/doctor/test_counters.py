@@ -40,7 +40,10 @@ def test_positions_are_shares_of_the_drafts_that_reached_them() -> None:
     reached = [sample("draft_tokens_per_pos", count, position=at) for at, count in enumerate((200.0, 60.0, 10.0))]
     assert parse_counters(text + "".join(reached), "here") == Counters(200, [0.75, 0.5])  # 10 drafts are too few
     vllms = text.replace("volley:", "vllm:")
-    assert parse_counters(vllms, "here") == Counters(200, [0.75, 0.15, 0.025])
+    whole = sample("draft_tokens", 600.0, "vllm")
+    assert parse_counters(vllms + whole, "here") == Counters(200, [0.75, 0.15, 0.025])
+    with pytest.raises(InputError, match="drafts of different lengths .* --policy fixed"):
+        parse_counters(vllms + sample("draft_tokens", 450.0, "vllm"), "here")
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

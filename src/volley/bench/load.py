@@ -264,8 +264,12 @@ async def _ask(config: LoadConfig, client: httpx.AsyncClient, body: dict[str, An
     )
 
 
-def _text(choice: dict[str, Any]) -> str | None:
-    return choice.get("text") or (choice.get("delta") or {}).get("content")
+def _text(choice: dict[str, Any]) -> Any:
+    """What a chunk brings of an answer: text, reasoning or a call of a tool."""
+    delta = choice.get("delta") or {}
+    return choice.get("text") or any(
+        delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")
+    )
 
 
 _MS = 1000

@@ -30,7 +30,8 @@ def without_drafter(engine: Engine) -> Engine:
 
     ``engine`` itself with block size 1 would still keep the drafter's cache up to date: too slow a baseline.
     """
-    if engine.drafter is None and engine.target.diffusion is None:
+    can_draft = engine.proposer is not None or engine.pacing.policy.uses_lookup
+    if not can_draft and engine.target.diffusion is None:
         return engine
     plain = _beside(engine)
     plain.procedures.default_mode = "autoregressive"

@@ -20,9 +20,9 @@ from volley.certify.checks import Check, Questions
 from volley.certify.options import CertifyConfig
 from volley.certify.sampled import check_server, check_way, plain_engine, ways
 from volley.certify.structured import check_json
-from volley.certify.subject import EngineSubject, ServerFailure, ServerSubject
+from volley.certify.subject import EngineSubject, Refused, ServerFailure, ServerSubject
 from volley.engine.engine import Engine
-from volley.errors import CheckpointError
+from volley.errors import CheckpointError, EndpointError
 from volley.files import read_json, write_atomically
 from volley.models.layers.fingerprint import drafter_fingerprint, target_fingerprint
 
@@ -52,6 +52,9 @@ FINDINGS = {
 """What the first failed check means, in the order of its being asked for: a fault that comes earlier explains those behind it."""
 
 
+REQUIRED = {"greedy", "sampled"}
+
+
 @dataclass
 class Certificate:
     """What was certified, by which checks, with what outcome."""
@@ -68,7 +71,9 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        return "not lossless" if self.failed else "lossless"
+        """Not "lossless" where nothing failed because nothing could be judged."""
+        judged = {check.name for check in self.checks if check.judged}
+        return "not lossless" if self.failed else "lossless" if judged >= REQUIRED else "undecided"
 
     @property
     def finding(self) -> str | None:
@@ -163,7 +168,11 @@ def certify_server(
     started = time.monotonic()
     with ExitStack() as clients:
         subject = clients.enter_context(closing(ServerSubject(url, model, key)))
-        reference = clients.enter_context(closing(ServerSubject(plain, model, key))) if plain is not None else None
+        reference = (
+            clients.enter_context(closing(ServerSubject(plain, model, key, EndpointError)))
+            if plain is not None
+            else None
+        )
         found = [_said(check, say) for check in _server_checks(subject, reference, prompts, config)]
     facts = {"url": url, "model": subject.model, "plain": plain}
     return Certificate(facts, found, asdict(config), time.monotonic() - started)
@@ -192,6 +201,10 @@ def _server_checks(
     for name, check in todo:
         try:
             yield from check()
+        except Refused as error:
+            if name in REQUIRED or name.startswith(("prefix", "concurrency")):
+                raise
+            yield Check(name, True, f"not offered by this server: {error}", judged=False)
         except ServerFailure as error:
             yield Check(name, False, f"the server broke down: {error}", facts={"broke": True})
             if not subject.is_there():

@@ -16,7 +16,7 @@ from torch import Tensor
 from volley.certify.checks import Check, tie_between
 from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution, penalised
-from volley.certify.statistics import Deviations, two_sample_p, two_sided
+from volley.certify.statistics import LEAST_ANSWERS, Deviations, two_sample_p, two_sided
 from volley.certify.subject import Reply, Subject, Token
 from volley.config import DecodingConfig
 from volley.decode.work import Work
@@ -26,6 +26,7 @@ from volley.procedures.speculative import Speculative
 from volley.types import Proposal, SamplingParams, Verdict
 
 AT_ONCE = 16
+LEAST_BONUS = 100
 MOST_ROUNDS = 200
 """Of asking a server all prompts: few of its tokens may be such that they can be judged."""
 
@@ -172,7 +173,11 @@ def verdicts(way: Way, found: Sampled, config: CertifyConfig, tests: int) -> lis
     """Of all tokens, and of those behind whole drafts where there are enough; ``tests`` share the certificate's alpha."""
     checks = []
     for name, deviations in ((way.name, found.every), (f"{way.name}: bonus", found.bonus)):
-        if not deviations.count or (deviations is found.bonus and deviations.count < 100):
+        if not deviations.count:
+            continue
+        if deviations is found.bonus and deviations.count < LEAST_BONUS:
+            few = f"{deviations.count} tokens behind whole drafts, too few"
+            checks.append(Check(name, True, few, sample=deviations.count, judged=False))
             continue
         test, p_value = min(deviations.p_values().items(), key=lambda pair: pair[1])
         passed = p_value >= config.alpha / tests
@@ -210,6 +215,7 @@ def check_server(
     shift = f"the likeliest token came {100 * deviations.shift:+.2f} points from expected"
     is_enough = deviations.count >= wanted
     detail = f"{deviations.count} tokens{'' if is_enough else f' of {wanted} wanted could be judged'}; {shift}"
+    facts = {"finds": config.bias, "power": 0.9} if is_enough else {}
     checks = [
         Check(
             "sampled",
@@ -217,13 +223,16 @@ def check_server(
             detail,
             p_value,
             deviations.count,
-            {"finds": config.bias, "power": 0.9} if is_enough else {},
+            facts,
+            judged=deviations.count > 0,
         )
     ]
     if plain is not None:
+        asked = len(prompts(0))
+        rounds = max(-(-LEAST_ANSWERS // asked), -(-wanted // (params.max_tokens * asked)))
         means: list[list[float]] = [[], []]
         for side, who in enumerate((subject, plain)):
-            for again in range(max(4, wanted // (4 * params.max_tokens * len(prompts(0))))):
+            for again in range(rounds):
                 for reply in who.ask(prompts(again), replace(params, temperature=0.6), 8):
                     means[side].append(_mean_hits(reply))
         p_value = two_sample_p(*means)

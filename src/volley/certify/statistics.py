@@ -77,9 +77,13 @@ def chi_square_p(counts: list[int]) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
+LEAST_ANSWERS = 20
+"""Fewer say nothing: the normal distribution would be too narrow."""
+
+
 def two_sample_p(mine: list[float], theirs: list[float]) -> float:
     """Whether two sets of independent numbers have one mean (Welch's test, by the normal distribution)."""
-    if min(len(mine), len(theirs)) < 20:
+    if min(len(mine), len(theirs)) < LEAST_ANSWERS:
         return 1.0
     means, errors = [], 0.0
     for values in (mine, theirs):

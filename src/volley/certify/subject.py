@@ -83,7 +83,11 @@ class EngineSubject:
 class ServerSubject:
     """``/completions`` of a server; prompts are texts."""
 
-    def __init__(self, url: str, model: str | None = None, key: str | None = None) -> None:
+    def __init__(
+        self, url: str, model: str | None = None, key: str | None = None, failure: type[EndpointError] | None = None
+    ) -> None:
+        """``failure`` is what is raised when the server breaks down: of the subject a :class:`ServerFailure`, which is a finding."""
+        self._failure = failure or ServerFailure
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
         self.client = httpx.Client(headers=headers, timeout=TIMEOUT)
@@ -116,7 +120,7 @@ class ServerSubject:
         """``n`` answers to one prompt; ``None`` if the server refuses to give several."""
         try:
             raw = self._json("POST", "/completions", {**self._body(prompt, params), "n": n})
-        except _Refused:
+        except Refused:
             return None
         return [_reply(choice) for choice in raw["choices"]]
 
@@ -127,7 +131,7 @@ class ServerSubject:
         with ThreadPoolExecutor(8) as pool:
             try:
                 return list(pool.map(lambda one: self._structured(one[0], one[1], schema, max_tokens), asked))
-            except _Refused:
+            except Refused:
                 return None
 
     def _structured(self, prompt: str, temperature: float, schema: dict[str, Any] | None, most: int) -> Structured:
@@ -166,11 +170,11 @@ class ServerSubject:
             if response.is_success:
                 return dict(response.json())
         except (httpx.HTTPError, ValueError, TypeError) as error:
-            raise ServerFailure(
+            raise self._failure(
                 f"{self.url}{path}: {type(error).__name__} {error}; is an OpenAI-compatible server there?"
             ) from None
         status = response.status_code
-        kind = _Refused if status in REFUSALS else ServerFailure if status >= 500 else EndpointError
+        kind = Refused if status in REFUSALS else self._failure if status >= 500 else EndpointError
         raise kind(f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL, model and key")
 
 
@@ -178,7 +182,7 @@ class ServerFailure(EndpointError):
     """The server broke down over a request, or is gone."""
 
 
-class _Refused(EndpointError):
+class Refused(EndpointError):
     """The server understood the request and does not do it."""
 
 

@@ -39,20 +39,27 @@ def read_counters(url: str) -> Counters:
 def parse_counters(text: str, where: str) -> Counters:
     """The same of a server's answer."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
-    models, drafts = set[str](), 0
+    models, drafts, drafted = set[str](), 0, 0
     for name, labels, value in _SAMPLE.findall(text):
         named = dict(_LABEL.findall(labels))
         models.add(named.get("model_name", ""))
         if name == "drafts":
             drafts = int(float(value))
+        elif name == "draft_tokens":
+            drafted = int(float(value))
         elif name in ("accepted_tokens_per_pos", "draft_tokens_per_pos"):
             found[name][int(named["position"])] = float(value)
     if len(models) > 1:
         raise InputError(f"{where} is of {len(models)} models ({', '.join(sorted(models))}); ask a server of one")
     reached, kept = found["draft_tokens_per_pos"], found["accepted_tokens_per_pos"]
+    if not reached and drafted < drafts * len(kept):
+        raise InputError(
+            f"{where} counts drafts of different lengths and not how often each position was reached; serve with blocks of one "
+            "length (--policy fixed) to judge its acceptance"
+        )
     acceptance = []
     for position in range(max(kept, default=-1) + 1):
-        times = reached.get(position, 0.0) if reached else drafts  # vLLM's drafts are all of one length
+        times = reached.get(position, 0.0) if reached else drafts
         if times < _ENOUGH:
             break
         acceptance.append(kept.get(position, 0.0) / times)

@@ -18,7 +18,7 @@ from torch import Tensor
 from volley.doctor.acceptance import MOST_ANCHORS, Walk, walk, with_bias
 from volley.doctor.counters import Counters
 from volley.engine.engine import Engine
-from volley.errors import CheckpointError, InputError
+from volley.errors import CheckpointError, ConfigError, InputError
 from volley.files import read_json
 from volley.models.checkpoints.formats import drafter_folder
 from volley.models.drafters.drafter import Drafter
@@ -91,6 +91,12 @@ class Doctor:
         dtype = getattr(torch, str(trained.get("dtype", "float32")))
         self.target = FrozenTarget(target, dtype, torch.device("cpu"))
         self.drafter = Drafter.from_pretrained(drafter, dtype)
+        kind = self.drafter.config.untrained or (self.drafter.config.head and self.drafter.config.head.type == "dspark")
+        if kind:
+            raise ConfigError(
+                f"{drafter} is of a kind that volley does not train, and the doctor walks those it trains; compare its acceptance "
+                "with the figures of the program that it comes from"
+            )
         documents = encode_rows(self.target.tokenizer, self.rows, LONGEST, self.target.stop_token_ids)
         self.documents = [document for document in documents if len(document) - document.response_start > 2]
         if not self.documents:
@@ -254,7 +260,8 @@ class Doctor:
                 "the answers were given to prompts of another template than this tokenizer has",
                 "serve with the template that the drafter was trained on, or collect and train again",
             )
-        other = [row for row in self.rows if _differs(row, tokenizer)]
+        is_dated = "strftime_now" in str(template)  # a prompt of another day is another one
+        other = [row for row in self.rows if not is_dated and _differs(row, tokenizer)]
         if not seen - {now} and len(other) > len(self.rows) / 2:
             yield Finding(
                 "chat template",
@@ -334,10 +341,9 @@ class Doctor:
 
     def _served(self, counters: Counters) -> Iterator[Finding]:
         """Where a server keeps fewer drafts than these answers promise, something differs between the two."""
-        expected = self.as_it_is.acceptance[: len(counters.acceptance)]
-        served, promised = 1 + sum(counters.acceptance), 1 + sum(expected)
+        pairs = list(zip(counters.acceptance, self.as_it_is.acceptance, strict=False))  # copies are longer than drafts
+        served, promised = (1 + sum(column) for column in zip(*pairs, strict=True))
         if served * MUCH < promised:
-            pairs = zip(counters.acceptance, expected, strict=True)
             curve = ", ".join(f"{own:.2f} of {hoped:.2f}" for own, hoped in pairs)
             yield Finding(
                 "served acceptance",

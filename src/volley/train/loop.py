@@ -159,7 +159,9 @@ class Trainer:
                 rights.append(result.correct.cpu())
                 valids.append(result.valid.cpu())
         self._update(progress)
-        self.reporter.losses.append(self.ranks.sum(loss) if measure else loss)
+        self.reporter.losses.append(loss)
+        if measure:
+            self.reporter.losses = [self.ranks.sum(sum(self.reporter.losses)) / len(self.reporter.losses)]
         at.tokens += sum(self.data.lengths[index] for index in indices)
         at.blocks += sum(map(len, anchors.values()))
         return torch.cat(rights), torch.cat(valids)
