@@ -86,7 +86,7 @@ class ServerSubject:
     def __init__(
         self, url: str, model: str | None = None, key: str | None = None, failure: type[EndpointError] | None = None
     ) -> None:
-        """``failure`` is what is raised when the server breaks down: of the subject a :class:`ServerFailure`, which is a finding."""
+        """``failure`` is raised when the server breaks down: by default a :class:`ServerFailure`, which is a finding."""
         self._failure = failure or ServerFailure
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")

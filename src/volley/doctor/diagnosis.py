@@ -94,8 +94,8 @@ class Doctor:
         kind = self.drafter.config.untrained or (self.drafter.config.head and self.drafter.config.head.type == "dspark")
         if kind:
             raise ConfigError(
-                f"{drafter} is of a kind that volley does not train, and the doctor walks those it trains; compare its acceptance "
-                "with the figures of the program that it comes from"
+                f"{drafter} is of a kind that volley does not train, and the doctor knows those it trains; compare its "
+                "acceptance with the figures of the program that it comes from"
             )
         documents = encode_rows(self.target.tokenizer, self.rows, LONGEST, self.target.stop_token_ids)
         self.documents = [document for document in documents if len(document) - document.response_start > 2]
