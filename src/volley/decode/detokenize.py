@@ -6,18 +6,29 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 
+def _settled(text: str) -> str:
+    """A text without the mark that stands for bytes which may become a character."""
+    return text.removesuffix("\ufffd")
+
+
 class Detokenizer:
     """Turns a growing list of tokens into text without ever taking back a character."""
 
     # Tokens, and up to twice as many, that are decoded again with new ones: merges and characters cross borders.
     _CONTEXT = 6
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        skip_special_tokens: bool = True,
+        before: Sequence[int] = (),
+    ) -> None:
+        """``before`` are tokens that the text goes on from: some tokenizers drop the space in front of a first word."""
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
-        self._token_ids: list[int] = []
+        self._token_ids = list(before[-self._CONTEXT :])
         self._start = 0  # decoding begins here
-        self._emitted = 0  # tokens whose text is out
-        self._known = ""  # the text of those in between
+        self._known = _settled(self._decode(self._token_ids))  # the text from there that is out
 
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
@@ -30,13 +41,17 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token_id)
-        text = self._decode(self._token_ids[self._start :])
-        if text.endswith("\ufffd") and not last:
+        text, is_long = (
+            self._decode(self._token_ids[self._start :]),
+            len(self._token_ids) - self._start >= 2 * self._CONTEXT,
+        )
+        if text.endswith("\ufffd") and not (last or is_long):
             return ""
-        new, self._known, self._emitted = text[len(self._known) :], text, len(self._token_ids)
-        if self._emitted - self._start >= 2 * self._CONTEXT:
-            self._start = self._emitted - self._CONTEXT
-            self._known = self._decode(self._token_ids[self._start :])
+        text = text if last else _settled(text)
+        new, self._known = text[len(self._known) :], text
+        if is_long:
+            self._start = len(self._token_ids) - self._CONTEXT
+            self._known = _settled(self._decode(self._token_ids[self._start :]))
         return new
 
     def peek(self, token_ids: Sequence[int | None], masked: str) -> str:

@@ -175,6 +175,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One cycle of every scheduled request; returns the requests that ended."""
+        self._timings = Timings()
         step = self.scheduler.schedule(self.pacing, self.ahead.serves)  # who takes part, and what each is asked to do
         if not step.works:
             return []

@@ -51,7 +51,7 @@ def make_request(
         noise=PositionNoise(secrets.randbits(63) if params.seed is None else params.seed),
         max_length=max_length,
         stop_token_ids=own_stops | frozenset(params.stop_token_ids),
-        detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens),
+        detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens, before=token_ids),
         table=table,
         draft_table=table,
         procedure=procedure,

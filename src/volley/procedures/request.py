@@ -221,16 +221,19 @@ class Request:
         has_stop = bool(self.params.stop)
         while self.unwritten:
             token, from_draft = self.unwritten[0]
+            known = len(self.text)
             is_last = len(self.unwritten) == 1 and self.finish_reason in ("stop", "length")
             if token not in self.stop_token_ids or self.params.skip_special_tokens:
                 self.text += self.detokenizer.push(token, last=is_last)
             if has_stop:
-                self._cut_at_stop_string()
+                self._cut_at_stop_string(known)
             self._emit(token, from_draft=from_draft)
             del self.unwritten[0]
 
-    def _cut_at_stop_string(self) -> None:
-        found = [index for stop in self.params.stop if (index := self.text.find(stop)) >= 0]
+    def _cut_at_stop_string(self, known: int) -> None:
+        """Without those that end in the first ``known`` characters, where none was."""
+        places = ((stop, max(0, known - len(stop) + 1)) for stop in self.params.stop)
+        found = [index for stop, first in places if (index := self.text.find(stop, first)) >= 0]
         if found:
             self.text = self.text[: min(found)]
             self.finish_reason = "stop"
@@ -240,10 +243,10 @@ class Request:
         ready = len(self.text)
         if self.finish_reason is None:
             for stop in self.params.stop:
-                for size in range(min(len(stop) - 1, len(self.text)), 0, -1):
-                    if self.text.endswith(stop[:size]):
-                        ready = min(ready, len(self.text) - size)
-                        break
+                at = self.text.find(stop[0], max(0, len(self.text) - len(stop) + 1))
+                while at >= 0 and not stop.startswith(self.text[at:]):
+                    at = self.text.find(stop[0], at + 1)
+                ready = ready if at < 0 else min(ready, at)
         piece = self.text[self.emitted_text : ready]
         self.emitted_text = max(self.emitted_text, ready)
         self.chunks.append(TextChunk(piece, [token], from_draft))

@@ -131,12 +131,14 @@ class AnswerResponse(Response):
     def _note(self, scope: Scope) -> None:
         """For the line about this request in the log."""
         usage = self.usage.to_json()
-        scope.setdefault("state", {})["fields"] = {
-            "prompt_tokens": usage["prompt_tokens"],
-            "completion_tokens": usage["completion_tokens"],
-            "acceptance_length": usage["completion_tokens_details"]["acceptance_length"],
-            "finish_reason": [choice.finish_reason for choice in self.choices],
-        }
+        scope.setdefault("state", {}).setdefault("fields", {}).update(
+            {
+                "prompt_tokens": usage["prompt_tokens"],
+                "completion_tokens": usage["completion_tokens"],
+                "acceptance_length": usage["completion_tokens_details"]["acceptance_length"],
+                "finish_reason": [choice.finish_reason for choice in self.choices],
+            }
+        )
 
 
 async def _send_events(send: Send, objects: list[Any], *, more: bool = True) -> None:

@@ -112,7 +112,11 @@ def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
         service, timeout = models.find(body.model), _timeout(config, request)
         if config.log_prompts:
             request.state.fields["body"] = body.model_dump(exclude_unset=True)
-        job, dialect = await open_job(service, body, request.state.client)
+        service.preparing += 1
+        try:
+            job, dialect = await open_job(service, body, request.state.client)
+        finally:
+            service.preparing -= 1
         return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
 
     @app.post("/v1/chat/completions", response_class=Response)

@@ -24,9 +24,15 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
-    """The types that a value may have under a schema; empty if it does not say. Of parts inside parts down to ``depth``."""
-    schema = resolved(schema, root)
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8, seen: set[int] | None = None) -> set[str]:
+    """The types that a value may have under a schema; empty if it does not say. Of parts inside parts down to ``depth``.
+
+    Parts that were ``seen`` are left out: a schema may refer to itself, and to its parts in as many ways as it likes.
+    """
+    schema, seen = resolved(schema, root), set() if seen is None else seen
+    if id(schema) in seen:
+        return set()
+    seen.add(id(schema))
     declared, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(declared, str | list):
         types = {declared} if isinstance(declared, str) else {one for one in declared if isinstance(one, str)}
@@ -37,7 +43,7 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8) -> set[str]:
         for key in ("anyOf", "oneOf", "allOf"):
             parts = schema.get(key)
             for part in parts if isinstance(parts, list) and depth else ():
-                types |= types_of(part, root, depth - 1)
+                types |= types_of(part, root, depth - 1, seen)
     return types | ({"null"} if schema.get("nullable") and types else set())
 
 

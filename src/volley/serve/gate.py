@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from volley.serve.config import ApiKeys, ServeConfig
-from volley.serve.errors import ApiError
+from volley.serve.errors import ApiError, as_api_error
 from volley.serve.limits import RateLimit
 from volley.serve.metrics import HttpMetrics
 
@@ -57,6 +57,11 @@ class Gate:
                 await self.app(scope, self._limited(receive), tell)
             except ApiError as error:
                 await error.response()(scope, receive, tell)
+            except Exception as error:
+                if status != 499:  # an answer has begun
+                    raise
+                log.error("a request failed", exc_info=error)
+                await as_api_error(error).response()(scope, receive, tell)
         finally:
             route = scope.get("route")
             path = getattr(route, "path", None) or ("/dashboard" if scope["path"].startswith("/dashboard") else "other")

@@ -64,7 +64,7 @@ class GrammarFields(BaseModel):
 
 def grammar_of(body: GrammarFields) -> Grammar | None:
     """What the text of an answer must be, or ``None``. Raises :class:`ApiError` (400) that names the field at fault."""
-    found = _asked_for(body)
+    found = asked_for(body)
     if len(found) > 1:
         first, second = found[0][0], found[1][0]
         raise ApiError(400, f"{first} and {second} both say what the answer must be; give one of them", param=second)
@@ -83,14 +83,14 @@ async def compile_grammar(grammars: Grammars, body: GrammarFields) -> None:
         try:
             await asyncio.to_thread(grammars.compile, grammar)
         except ConfigError as error:
-            field = _asked_for(body)[0][0]
+            field = asked_for(body)[0][0]
             raise ApiError(400, f"{field}: {error}", param=field) from None
 
 
 _Asked = tuple[str, str, Any, str]
 
 
-def _asked_for(body: GrammarFields) -> list[_Asked]:
+def asked_for(body: GrammarFields) -> list[_Asked]:
     """Each field that is given: its name, the kind of grammar, its value and the white space of JSON."""
     spaces = body.guided_whitespace_pattern or WHITESPACE
     fields: list[_Asked] = [

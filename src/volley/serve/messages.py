@@ -47,8 +47,9 @@ class FunctionCall(Strict):
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Self:
         try:
-            is_object = isinstance(json.loads(self.arguments or "{}"), dict)
-        except ValueError:
+            found = json.loads(self.arguments or "{}")
+            is_object = isinstance(found, dict) and bool(json.dumps(found, ensure_ascii=False).encode())
+        except (ValueError, RecursionError):  # half of a surrogate pair is no character
             is_object = False
         if not is_object:
             raise refusal("messages", f"the arguments of the call of {self.name!r} are not a JSON object")

@@ -52,8 +52,8 @@ class Models:
 
     @property
     def held(self) -> int:
-        """Requests handed in and not yet over."""
-        return sum(service.worker.held for service in self)
+        """Requests that were taken and are not yet over."""
+        return sum(service.preparing + service.worker.held for service in self)
 
     @property
     def draining(self) -> bool:

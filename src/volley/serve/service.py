@@ -22,7 +22,7 @@ from volley.serve.config import ServeConfig
 from volley.serve.conversations import Conversations
 from volley.serve.errors import ApiError, shutting_down
 from volley.serve.formats import AnswerFormat, format_of, plain_calls
-from volley.serve.grammars import compile_grammar
+from volley.serve.grammars import asked_for, compile_grammar
 from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics
 from volley.serve.parsing import AnswerParser
@@ -72,6 +72,8 @@ class Service:
         if graphs:
             self.memory |= {"cuda_graphs": graphs, "cuda_graphs_seconds": round(seconds, 1)}
         self.draining = False
+        self.preparing = 0
+        """Requests that are taken and not yet handed to the worker; the event loop counts them."""
         self.companions: list[Companion] = []
         self.on_reloaded: list[Callable[[Drafter], None]] = []
         """Called by the event loop with the new drafter when :meth:`reload_drafter` has replaced the old one."""
@@ -143,7 +145,7 @@ class Service:
         """The job of a conversation, and what takes each of its answers apart, if anything has to."""
         adapter, form = self._check(body.model), self._form_of(body)
         prompt = await asyncio.to_thread(self._render, body)
-        (token_ids,) = await self._encode([prompt], "messages", special=False)
+        (token_ids,) = await self._encode([prompt], "messages", special=not self._template)
         asked = body.max_completion_tokens or body.max_tokens
         max_tokens = self._check_length(token_ids, asked, "messages")
         params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
@@ -201,7 +203,7 @@ class Service:
     def _render(self, body: ChatRequest | TokenizeRequest) -> str:
         assert body.messages is not None
         try:
-            return render_chat(
+            prompt = render_chat(
                 self._engine.tokenizer,
                 self._conversations(for_template(body.messages)),
                 add_generation_prompt=body.add_generation_prompt,
@@ -210,8 +212,15 @@ class Service:
                 variables=body.variables(),
                 template=self._template or None,
             )
+            prompt.encode()
         except VolleyError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
+        except UnicodeEncodeError:
+            message = (
+                "messages: with tools and template variables they hold half of a surrogate pair; send whole characters"
+            )
+            raise ApiError(400, message, param="messages") from None
+        return prompt
 
     def _shows_special_tokens(self, form: AnswerFormat) -> bool:
         """Whether the format's markers are special tokens, which are left out of text otherwise."""
@@ -221,7 +230,8 @@ class Service:
         self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, *, is_thinking: bool
     ) -> SamplingParams:
         """The parameters with the grammar of the whole answer, and the budget of its reasoning."""
-        tokenizer, field = self._engine.tokenizer, "tools" if body.offered else "response_format"
+        tokenizer = self._engine.tokenizer
+        field = "tools" if body.offered else next((asked[0] for asked in asked_for(body)), "response_format")
         try:
             grammar = grammar_of_answer(form, body, params.grammar, tokenizer, is_thinking=is_thinking)
             if grammar is not None:
@@ -332,7 +342,8 @@ class Service:
         """Token ids of a text or a conversation, in vLLM's form."""
         self._check(body.model)
         is_chat, tokenizer = body.messages is not None, self._engine.tokenizer
-        special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+        own = not (is_chat and self._template)  # a template writes them itself
+        special = own if body.add_special_tokens is None else body.add_special_tokens
 
         def encode() -> list[int]:
             text = self._render(body) if is_chat else body.prompt
@@ -362,8 +373,8 @@ class Service:
         return self._spelling.text(token_ids)
 
     def spell(self, token_id: int) -> str:
-        """The text of one token alone."""
-        return self.decode([token_id])
+        """The text of one token in the middle of others."""
+        return self._spelling.one(token_id)
 
     def card(self, name: str, created: int) -> dict[str, Any]:
         """A model as ``/v1/models`` shows it."""

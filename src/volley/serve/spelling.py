@@ -17,14 +17,26 @@ class Spelling:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        letter = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+        depends = self.text(letter * 2) != self.text(letter) * 2  # some drop the space in front of a first word
+        self._before = letter if depends else []
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
         return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
+    def one(self, token_id: int) -> str:
+        """The text of one token in the middle of others."""
+        found = self._texts.get(token_id)
+        if found is None:
+            whole, before = self.text([*self._before, token_id]), self.text(self._before) if self._before else ""
+            found = self._texts[token_id] = whole[len(before) :]
+        return found
+
     def bytes(self, token_id: int) -> list[int] | None:
         """The bytes of one token in UTF-8, which may be a part of a character; ``None`` if the vocabulary does not tell."""
-        text = self.text([token_id])
+        text = self.one(token_id)
         if "\ufffd" not in text:
             return list(text.encode())
         piece = str(self._tokenizer.convert_ids_to_tokens(token_id))

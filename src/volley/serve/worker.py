@@ -135,6 +135,7 @@ class Worker:
         self.fatal: BaseException | None = None
         """Why the worker died, if it did."""
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._end_of_inbox, self._has_ended = threading.Lock(), False  # nothing is put in after the last was taken out
         self._owner: dict[Request, tuple[Job, int]] = {}
         self._outbox: list[tuple[Job, Event]] = []
         self._handed_in = self._opened = 0  # jobs; the event loop counts the first, the thread the second
@@ -168,12 +169,15 @@ class Worker:
         return self._thread.is_alive() and self.fatal is None
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its events come to ``job.events``. Raises :class:`QueueFull`."""
+        """Queue a job; its events come to ``job.events``. Raises :class:`QueueFull`, and :class:`Stopped` after the end."""
         if self.held + len(job.prompts) > self.capacity:
             rounds = self.held / (self.capacity - self._max_waiting)
             raise QueueFull(self.held, min(60, max(1, math.ceil(rounds * self._seconds))))
+        with self._end_of_inbox:
+            if self._has_ended:
+                raise Stopped
+            self._inbox.put(("submit", job))
         self._hold(len(job.prompts))
-        self._inbox.put(("submit", job))
         self._handed_in += 1
 
     def abort(self, job: Job) -> None:
@@ -220,6 +224,8 @@ class Worker:
                 self.engine.abort(request)
         self._left += len(self._owner)
         self._owner.clear()
+        with self._end_of_inbox:
+            self._has_ended = True
         while not self._inbox.empty():
             command, job = self._inbox.get()
             if isinstance(job, Swap):

@@ -315,7 +315,8 @@ class DrafterConfig:
                 raise ConfigError(f"drafter config: {key} is {raw[key]!r}, which is not of the type it must have")
         rope = raw.get("rope_parameters") or {}
         values.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
-        scaling = {k: v for k, v in (raw.get("rope_scaling") or rope).items() if k != "rope_theta"}
+        scaling = {("rope_type" if k == "type" else k): v for k, v in (raw.get("rope_scaling") or rope).items()}
+        scaling.pop("rope_theta", None)
         values["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
         values.update({key: dflash[key] for key in ("mask_token_id", "block_size") if key in dflash})
         if "target_layer_ids" in dflash:

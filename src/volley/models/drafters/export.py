@@ -20,7 +20,8 @@ from volley.models.checkpoints.formats import (
 )
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.heads import ResidualHead
-from volley.models.targets.loading import load_causal_lm, load_config, reading
+from volley.models.targets.diffusion import load_target_config
+from volley.models.targets.loading import load_causal_lm, reading
 
 
 def export(
@@ -102,7 +103,7 @@ class TargetShape:
     def from_pretrained(cls, name: str | Path) -> Self:
         """Read the config of a folder or of a model on the hub, no weights."""
         with reading(name, "the target's config"):
-            config = load_config(name)
+            config = load_target_config(name)
             text = config.get_text_config()
             architectures = tuple(config.architectures or ())
             return cls(str(name), architectures, text.hidden_size, text.vocab_size, text.num_hidden_layers)

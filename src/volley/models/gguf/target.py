@@ -136,13 +136,15 @@ def read_config(file: GGUFFile) -> PretrainedConfig:
     return config
 
 
+ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
+"""Control tokens that end a turn or a text, whether or not the file says so."""
 _LLAMA_BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 
 
 def _rope(file: GGUFFile) -> dict[str, Any]:
     """transformers' rotary parameters; Llama 3's factors are a tensor (:func:`scale_frequencies`)."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10_000.0))}
-    kind = file.get("rope.scaling.type", "none")
+    kind = file.get("rope.scaling.type", "linear")  # older files have a factor alone
     factor = float(file.get("rope.scaling.factor", file.get("rope.scale_linear", 1.0)))
     if kind == "none" or factor == 1.0:
         return rope
@@ -153,7 +155,8 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
             f"{file.path} scales rotary positions by {kind!r}; none, linear and yarn are supported. "
             "Give the model's Hugging Face folder instead"
         )
-    given = {"beta_fast": file.get("rope.scaling.yarn_beta_fast"), "beta_slow": file.get("rope.scaling.yarn_beta_slow")}
+    names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+    given = {key: file.get(f"rope.scaling.{name}") for key, name in names.items()}
     return {
         **rope,
         "rope_type": "yarn",
@@ -217,4 +220,8 @@ def stop_tokens(file: GGUFFile) -> list[int]:
     """Tokens that end a text or a turn."""
     keys = ("eos", "eot", "eom")
     found = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
-    return sorted({int(token) for token in found if token is not None})
+    pieces, kinds = (file.metadata.get(f"tokenizer.ggml.{key}", ()) for key in ("tokens", "token_type"))
+    by_text = [
+        token for token, (piece, kind) in enumerate(zip(pieces, kinds, strict=False)) if kind == 3 and piece in ENDS
+    ]
+    return sorted({*(int(token) for token in found if token is not None), *by_text})

@@ -335,12 +335,13 @@ def _try(
         return _causal(query, key, value, scaling), None
 
     config: Any = layer.self_attn.config  # type: ignore[union-attr]
+    # A layer that looks at positions itself (Ministral 3 scales queries by them, from 16,384 on) finds none and is left alone.
     before, positions = config._attn_implementation, torch.arange(states.shape[1], device=states.device)[None]
     ALL_ATTENTION_FUNCTIONS["volley_asking"] = attend
     config._attn_implementation = "volley_asking"
     try:
         turns = rotary(states, positions)
-        output = layer(states, position_embeddings=turns, position_ids=positions, attention_mask=None)
+        output = layer(states, position_embeddings=turns, position_ids=None, attention_mask=None)
     except TypeError:
         return None
     finally:

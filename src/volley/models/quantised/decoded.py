@@ -8,7 +8,7 @@ afterwards. Stacked experts take their inputs as they are: transformers has no r
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -188,11 +188,17 @@ def _decode_layer(layer: str, stored: Mapping[str, Tensor], config: "Quantizatio
 
 
 def _scheme(layer: str, config: "QuantizationConfig") -> "QuantizationScheme":
-    """The scheme of a layer that has codes: the first that names it, or linear layers as such."""
+    """The scheme of a layer that has codes: one that has its name, one whose pattern it matches, or that of linear layers."""
     from compressed_tensors.utils.match import match_name
 
-    for scheme in config.config_groups.values():
-        if any(target in ("Linear", "Embedding") or match_name(layer, target) for target in scheme.targets):
-            found: QuantizationScheme = scheme
-            return found
+    ways: list[Callable[[str], bool]] = [
+        lambda target: target == layer,
+        lambda target: match_name(layer, target),
+        lambda target: target in ("Linear", "Embedding"),
+    ]
+    for names in ways:
+        for scheme in config.config_groups.values():
+            if any(map(names, scheme.targets)):
+                found: QuantizationScheme = scheme
+                return found
     raise CheckpointError(f"the checkpoint has codes of {layer}, which no group of its quantization_config names")

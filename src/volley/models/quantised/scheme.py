@@ -136,11 +136,7 @@ def load_model(
         check_packages(quantisation)
         log.warning("%s: weights of %s (%s) are decoded", path, quantisation.method, quantisation.weights)
         model, report = _LOADERS[quantisation.method](kind, path, quantisation, options, twins)
-    unused = {key for key in report["unexpected_keys"] if _predicts_further_tokens(key, config)}
-    if unused:
-        log.info("%s: its layers that predict further tokens (MTP) are left unused", path)
-    report = {**report, "unexpected_keys": set(report["unexpected_keys"]) - unused}
-    _check_keys(path, report, with_scales_of_kv=quantisation is not None)
+    check_loaded(path, config, report, with_scales_of_kv=quantisation is not None)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -155,15 +151,23 @@ def _predicts_further_tokens(key: str, config: PretrainedConfig) -> bool:
     )
 
 
-def _check_keys(path: str | Path, report: Mapping[str, Any], *, with_scales_of_kv: bool) -> None:
-    """Refuse a checkpoint of other weights than the model's; scales of K/V are left unused, as volley keeps these itself."""
+def check_loaded(
+    path: str | Path, config: PretrainedConfig, report: Mapping[str, Any], *, with_scales_of_kv: bool = False
+) -> None:
+    """Refuse a checkpoint of other weights than the model's, by what transformers reports of loading it.
+
+    Layers that predict further tokens are left unused, and scales of K/V too, as volley keeps these itself.
+    """
+    unused = {key for key in report["unexpected_keys"] if _predicts_further_tokens(key, config)}
+    if unused:
+        log.info("%s: its layers that predict further tokens (MTP) are left unused", path)
     for name, stored, own in sorted(report["mismatched_keys"]):
         raise CheckpointError(
             f"{path}: {name} has shape {tuple(stored)}, where config.json makes it {tuple(own)}; fetch both again, or put right "
             "what was changed in config.json"
         )
     missing = sorted(report["missing_keys"])
-    extra = sorted(report["unexpected_keys"])
+    extra = sorted(set(report["unexpected_keys"]) - unused)
     if with_scales_of_kv:
         extra = [key for key in extra if key.rpartition(".")[2] not in _KV_SCALES]
     if missing or extra:
@@ -236,8 +240,12 @@ def _load_plain(kind: Any, state: dict[str, Tensor], options: dict[str, Any]) ->
     """A model of weights that are decoded already."""
     config, dtype = options["config"], _dtype(options)
     options.pop("device_map", None)
-    del config.quantization_config
-    loaded: Loaded = _class_of(kind, config).from_pretrained(None, state_dict=state, **{**options, "dtype": dtype})
+    chosen, text = _class_of(kind, config), config.get_text_config()
+    if getattr(chosen, "config_class", None) is config.sub_configs.get("text_config", chosen):  # as auto classes do
+        config = text
+    for own in (options["config"], text):
+        vars(own).pop("quantization_config", None)
+    loaded: Loaded = chosen.from_pretrained(None, state_dict=state, **{**options, "config": config, "dtype": dtype})
     return loaded
 
 

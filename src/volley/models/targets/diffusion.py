@@ -12,7 +12,7 @@ from volley.files import find_target
 from volley.memory.device import usable_device
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import load_model
-from volley.models.targets.loading import reading, straight_to
+from volley.models.targets.loading import load_config, reading, straight_to
 from volley.models.targets.target import TARGET_FILES, BlockDiffusion, Target
 from volley.native import TargetWeights
 from volley.types import DiffusionParams
@@ -119,6 +119,22 @@ def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
     return replace(JOINT, mask_token_id=own["mask_token_id"], defaults=settings.over(JOINT.defaults))
 
 
+def load_target_config(path: str | Path) -> PretrainedConfig:
+    """The config of any target that :func:`load_target` loads as a causal LM or with the weights of one."""
+    path = find_target(path)
+    try:
+        values, _ = PretrainedConfig.get_config_dict(path)
+    except Exception:  # it says what is wrong
+        return load_config(path)
+    kind = str(values.get("model_type", "")).lower()
+    return _native_config(values, _NATIVE[kind][0]) if kind in _NATIVE else load_config(path)
+
+
+def _native_config(values: dict[str, Any], model_type: str) -> PretrainedConfig:
+    plain = {name: value for name, value in values.items() if name not in ("auto_map", "model_type", "architectures")}
+    return AutoConfig.for_model(model_type, **plain)
+
+
 def _load_native(
     path: str | Path,
     values: dict[str, Any],
@@ -127,8 +143,7 @@ def _load_native(
     dtype: torch.dtype,
     device: str | torch.device,
 ) -> Target:
-    plain = {name: value for name, value in values.items() if name not in ("auto_map", "model_type", "architectures")}
-    config = AutoConfig.for_model(model_type, **plain)
+    config = _native_config(values, model_type)
     where = usable_device(device)
     model = load_model(AutoModelForCausalLM, path, config, dtype, **straight_to(where)).to(where).eval()
     accelerate(model, release=True)

@@ -38,7 +38,7 @@ from volley.memory.device import usable_device
 from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.models.gguf.file import is_gguf
-from volley.models.quantised.scheme import quantisation_of
+from volley.models.quantised.scheme import check_loaded, quantisation_of
 from volley.models.targets.folders import check_files
 from volley.models.targets.loading import load_config
 from volley.models.targets.recurrent import RECURRENT_LAYERS
@@ -130,7 +130,10 @@ class ShardedTarget(Target):
             config = _divisible_config(path, world)
             check_files(path)
             plan = DistributedConfig(tp_size=world, tp_plan={"lm_head": _WHOLE})
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, distributed_config=plan)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, distributed_config=plan, output_loading_info=True
+            )
+            check_loaded(path, config, {"mismatched_keys": (), **report})
             tokenizer = load_tokenizer(path)
         ShardedTarget._is_loaded, target = True, cls(model, tokenizer)
         if target.rank == 0:

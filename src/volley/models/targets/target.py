@@ -184,7 +184,9 @@ class Target:
 
     def _attach(self) -> None:
         name = type(self.model).__name__
-        if "position_ids" not in signature(type(self.model).forward).parameters:
+        given = signature(type(self.model).forward).parameters
+        self._keeps_rows = "logits_to_keep" in given  # else there are logits of every row
+        if "position_ids" not in given:
             raise UnsupportedModelError(
                 f"{name} takes no position_ids: it counts the tokens of a cache of its own, which volley does not use. "
                 "Use another target"
@@ -346,7 +348,7 @@ class Target:
                 volley_call=attend,
             )
         logits: Tensor = output.logits[0]
-        return logits
+        return logits if self._keeps_rows else logits[rows]
 
     def _fused_forward(
         self, decoder: FusedDecoder, batch: RaggedBatch, store: KVStore, rows: Tensor, taps: Taps | None
