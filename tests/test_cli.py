@@ -90,6 +90,8 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("doctor", "--target", "/no", "--drafter", "d", "--data", "none.jsonl"), "none.jsonl does not exist"),
         (("bench", "--server", "localhost:8000"), "'localhost:8000' is not a URL"),
         (("bench", "--server", "http://h", "--target", "t"), "--server decodes by itself"),
+        (("bench", "--server", "http://h", "--repeats", "2", "--score"), "leave --repeats, --score out"),
+        (("bench", "--server", "http://h", "--temperatures", "0,1"), "measured at one temperature"),
         (("serve", "--port", "70000"), "port is 70000"),
         (("serve", "--max-body-bytes", "0"), "max_body_bytes is 0"),
         (("collect", "--prompts", "gsm8k", "--out", "o"), "gsm8k is kept for evaluation"),

@@ -330,17 +330,14 @@ def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
     from volley.bench.load import LoadConfig, run_load, to_markdown
     from volley.files import make_folder, write_atomically
 
-    load = LoadConfig(
+    load = LoadConfig.of(
+        config,
         url=options.server or "",
         model=options.model,
         api_key=os.environ.get(options.api_key_env),
         concurrencies=() if options.rates else (config.concurrency,),
         rates=options.rates,
         requests=options.requests,
-        max_tokens=config.max_tokens,
-        temperature=config.temperatures[0],
-        seed=config.seed,
-        raw=config.raw,
     )
     make_folder(out)
     conversations = [conversation for many in config.load().values() for conversation in many]
@@ -354,7 +351,13 @@ def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
     write_atomically(out / "load.json", json.dumps(report, indent=1) + "\n")
     write_atomically(out / "load.md", to_markdown(levels))
     console.stdout().print(to_markdown(levels), soft_wrap=True)
-    errors.print(f"Written in {out}/")
+    measured = [len(level.samples) for level in levels]
+    is_partial = measured != [load.requests] * (len(load.concurrencies) + len(load.rates))
+    errors.print(f"{'Interrupted; what was measured is' if is_partial else 'Written'} in {out}/")
+    if is_partial:
+        raise typer.Exit(130)
+    if all(sample.error for level in levels for sample in level.samples):
+        raise typer.Exit(1)
 
 
 @app.command()

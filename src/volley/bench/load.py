@@ -9,15 +9,30 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import numpy as np
 
+from volley.bench.tasks import BenchConfig
 from volley.errors import ConfigError, EndpointError
 from volley.prompts import Conversation
 
 _COUNTERS = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+
+
+DECIDED_BY_ENGINES = (
+    "block_sizes",
+    "policies",
+    "denoising_steps",
+    "tree_nodes",
+    "repeats",
+    "unseeded",
+    "against",
+    "draft_models",
+    "score",
+)
+"""Options of a benchmark that mean nothing to a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +53,21 @@ class LoadConfig:
     seed: int = 0
     raw: bool = False
     """Send prompts as texts to be continued, not as chats."""
+    ignore_eos: bool = False
+    thinking: bool | None = None
+    """``enable_thinking`` of the chat template."""
     timeout: float = 600.0
+
+    @classmethod
+    def of(cls, bench: BenchConfig, **options: Any) -> Self:
+        """What a benchmark says of requests; an option that a server cannot be told is an error."""
+        usual, own = asdict(BenchConfig()), asdict(bench)
+        if given := [f"--{name.replace('_', '-')}" for name in DECIDED_BY_ENGINES if own[name] != usual[name]]:
+            raise ConfigError(f"--server decodes as it was started; leave {', '.join(given)} out")
+        if len(bench.temperatures) > 1:
+            raise ConfigError("--server is measured at one temperature; give one with --temperatures")
+        asked = {name: own[name] for name in ("max_tokens", "seed", "raw", "ignore_eos", "thinking")}
+        return cls(**options, **asked, temperature=bench.temperatures[0])
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -117,7 +146,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def run_load(
     config: LoadConfig, conversations: Sequence[Conversation], progress: Callable[[str, int], None] | None = None
 ) -> list[Level]:
-    """Every level in turn, after one request to warm up. Ctrl-C ends the run and keeps what was measured."""
+    """Every level in turn, after a token of each prompt: levels ask the same prompts, and servers remember them.
+
+    Ctrl-C ends the run and keeps what was measured; then there are fewer levels, or fewer samples of the last.
+    """
     levels: list[Level] = []
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(config, conversations, progress or (lambda label, done: None), levels))
@@ -138,6 +170,8 @@ async def _run(
         warm = await _ask(config, client, bodies[0], time.perf_counter())
         if warm.error is not None:
             raise EndpointError(f"{config.url} did not answer: {warm.error}; check the URL, the model and the key")
+        for body in bodies[1:]:
+            await _ask(config, client, {**body, "max_tokens": 1}, time.perf_counter())
         for kind, loads in (("closed", config.concurrencies), ("open", config.rates)):
             for load in loads:
                 await run_level(config, client, bodies, kind, load, progress, levels)
@@ -227,6 +261,8 @@ def _body(config: LoadConfig, model: str, conversation: Conversation) -> dict[st
         "temperature": config.temperature,
         "max_tokens": config.max_tokens,
         **({"seed": config.seed} if config.temperature else {}),
+        **({"ignore_eos": True} if config.ignore_eos else {}),
+        **({} if config.thinking is None else {"chat_template_kwargs": {"enable_thinking": config.thinking}}),
         **asked,
     }
 
