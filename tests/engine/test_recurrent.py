@@ -254,6 +254,22 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
     assert run(engine, PROMPTS[:1])[0].stats.cached_tokens == 0
 
 
+@pytest.mark.parametrize("later", range(10, 18))
+def test_a_snapshot_that_gives_its_slot_away_in_the_same_step_leaves_the_others_states_alone(later: int) -> None:
+    """One slot is spare: an answer that reaches its fourth page takes it, and the end of a prompt takes it again."""
+    engine = Engine(target("qwen3_5_text"), page_size=4, policy="fixed", num_states=3, max_running=2, num_pages=80)
+    first, second = PROMPTS[0][:5], PROMPTS[1][:9]
+    one = engine.add_request(first, SamplingParams(max_tokens=24, ignore_eos=True))
+    while one.num_output < later:
+        engine.step()
+    two = engine.add_request(second, SamplingParams(max_tokens=2, ignore_eos=True))
+    while two.finish_reason is None:
+        engine.step()
+    (again,) = engine.generate([second], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert again.token_ids == greedy(model("qwen3_5_text"), second, 8)
+    engine.abort(one)
+
+
 def test_a_cache_that_is_reset_holds_no_snapshots() -> None:
     engine = taught("qwen3_5_text", policy="fixed")
     run(engine, PROMPTS[:1])

@@ -357,6 +357,18 @@ def test_errors_of_codes_are_bounded(outputs: int, groups: int, scale: float, se
     assert bool((error.square().sum(-1) <= plain.square().sum(-1) * 1.0001).all()), "one of the scales is this one"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_with_what_is_no_number_gives_none(kind: Weights, value: float) -> None:
+    torch.manual_seed(0)
+    product, x = Product(randn(32, 2 * GROUP), None, kind), randn(3, 2 * GROUP)
+    expected = product(x)
+    x[1, 5] = value
+    found = product(x)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_weights_of_zero(kind: Weights) -> None:
     product = Product(torch.zeros(3, 64).bfloat16(), torch.ones(3), kind)

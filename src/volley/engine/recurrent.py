@@ -87,7 +87,8 @@ class RecurrentStates(SequenceState):
             assert slot is not None, "a request that takes part holds a slot"
             if rows:
                 wanted += [Wanted(index, rows[-1], slot), *self._snapshots_of(index, work, rows)]
-        step.recurrent.write(wanted)
+        # A snapshot of this step may have given its slot to a later one, whose states are written in another order.
+        step.recurrent.write(list({each.slot: each for each in wanted}.values()))
 
     def release(self, request: Request) -> None:
         self._held.pop(request.request_id, None)

@@ -10,6 +10,7 @@ import ctypes
 from copy import copy
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_uint64, c_void_p
 from pathlib import Path
+from sysconfig import get_config_var
 from typing import Literal
 
 import torch
@@ -66,7 +67,8 @@ def load(folder: Path) -> ctypes.CDLL | None:
     Masks, recurrent states and noise are for any CPU; ``library.usable(1)`` says whether all the rest runs: 2 with AVX512's dot
     products, 1 with AVX2.
     """
-    for path in sorted(folder.glob("_kernels*.so")):
+    own = str(get_config_var("EXT_SUFFIX"))  # one that was built for another version of Python may be of older sources
+    for path in sorted(folder.glob("_kernels*.so"), key=lambda path: not path.name.endswith(own)):
         try:
             library = ctypes.CDLL(str(path))  # PyTorch's OpenMP runtime is loaded already, and serves this library too
         except OSError:

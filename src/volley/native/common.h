@@ -49,6 +49,7 @@ AMX static inline void release_tiles(void) { _tile_release(); }
 #else
 #define X86 0
 #define FOR_EACH_CPU
+#define INLINE static inline
 #endif
 
 typedef uint16_t bf16;

@@ -5,6 +5,8 @@
  */
 #include "products.h"
 
+#include <float.h>
+
 #if X86
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,16 +14,21 @@
 
 int64_t num_blocks(const Product *product) { return (product->outputs + BLOCK - 1) / BLOCK; }
 
+/* Numbers below it are zeros: 127 divided by them would be infinite. */
+static const float LEAST = 1e-30f;
+
 INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes, float *scale, int32_t *sum) {
-    float most = 0;
+    int32_t magnitude = 0; /* as bits: what is not a number is above all numbers, so the scale becomes none either */
     for (int i = 0; i < size; i++) {
-        float value = fabsf(widen(x[i]));
-        most = value > most ? value : most;
+        int32_t bits = x[i] & 0x7fff;
+        magnitude = bits > magnitude ? bits : magnitude;
     }
-    float inverse = most > 0 ? 127.0f / most : 0.0f;
+    float most = widen((bf16)magnitude);
+    int is_number = most >= LEAST && most <= FLT_MAX;
+    float inverse = is_number ? 127.0f / most : 0.0f;
     int32_t total = 0;
     for (int i = 0; i < size; i++) {
-        int32_t code = (int32_t)rintf(widen(x[i]) * inverse);
+        int32_t code = is_number ? (int32_t)rintf(widen(x[i]) * inverse) : 0;
         codes[i] = (int8_t)code;
         total += code;
     }

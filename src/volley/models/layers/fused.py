@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, Generic, NamedTuple, Self
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from volley.native import Product, Weights
 from volley.native.decoder import Decoder, LayerShape, LayerWeights, P, attends
 
 _TOLERANCE = 2**-6
+_ASKING = Lock()  # transformers' table of attention functions is one for all threads
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 LINEAR = (*_PROJECTIONS, *_GATED)
@@ -259,7 +261,7 @@ class FusedDecoder:
         self._attends = attends(shape.heads, shape.shared, shape.dim)
         self._windows = list(dict.fromkeys(windows))
         self._plans = [self._windows.index(window) for window in windows]
-        self._store: KVStore | None = None
+        self._store: Callable[[], KVStore | None] = lambda: None  # a reference that does not keep it
         self._alone = Lock()  # engines that share a target may run in several threads
 
     @classmethod
@@ -296,10 +298,10 @@ class FusedDecoder:
         return states, features
 
     def _place(self, store: KVStore) -> None:
-        if store is not self._store:
+        if store is not self._store():
             assert isinstance(store, DenseKVStore)
             self._decoder.place(store.keys, store.values, self._plans)
-            self._store = store
+            self._store = ref(store)
 
 
 def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -337,16 +339,17 @@ def _try(
     config: Any = layer.self_attn.config  # type: ignore[union-attr]
     # A layer that looks at positions itself (Ministral 3 scales queries by them, from 16,384 on) finds none and is left alone.
     before, positions = config._attn_implementation, torch.arange(states.shape[1], device=states.device)[None]
-    ALL_ATTENTION_FUNCTIONS["volley_asking"] = attend
-    config._attn_implementation = "volley_asking"
-    try:
-        turns = rotary(states, positions)
-        output = layer(states, position_embeddings=turns, position_ids=None, attention_mask=None)
-    except TypeError:
-        return None
-    finally:
-        config._attn_implementation = before
-        del ALL_ATTENTION_FUNCTIONS["volley_asking"]
+    with _ASKING:
+        ALL_ATTENTION_FUNCTIONS["volley_asking"] = attend
+        config._attn_implementation = "volley_asking"
+        try:
+            turns = rotary(states, positions)
+            output = layer(states, position_embeddings=turns, position_ids=None, attention_mask=None)
+        except TypeError:
+            return None
+        finally:
+            config._attn_implementation = before
+            del ALL_ATTENTION_FUNCTIONS["volley_asking"]
     return (turns, asked[0], output) if len(asked) == 1 and isinstance(output, Tensor) else None
 
 
