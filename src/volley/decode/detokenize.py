@@ -6,9 +6,9 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 
-def _settled(text: str) -> str:
-    """A text without the mark that stands for bytes which may become a character."""
-    return text.removesuffix("\ufffd")
+def _pending(text: str) -> int:
+    """How many marks at the end of a text may stand for bytes that become a character, which some decoders mark one by one."""
+    return min(3, len(text) - len(text.rstrip("\ufffd")))
 
 
 class Detokenizer:
@@ -28,7 +28,8 @@ class Detokenizer:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._token_ids = list(before[-self._CONTEXT :])
         self._start = 0  # decoding begins here
-        self._known = _settled(self._decode(self._token_ids))  # the text from there that is out
+        text = self._decode(self._token_ids)
+        self._known = text[: len(text) - _pending(text)]  # the text from there that is out
 
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
@@ -47,11 +48,12 @@ class Detokenizer:
         )
         if text.endswith("\ufffd") and not (last or is_long):
             return ""
-        text = text if last else _settled(text)
-        new, self._known = text[len(self._known) :], text
+        held = 0 if last else _pending(text)
+        new, self._known = text[len(self._known) : len(text) - held], text[: len(text) - held]
         if is_long:
             self._start = len(self._token_ids) - self._CONTEXT
-            self._known = _settled(self._decode(self._token_ids[self._start :]))
+            text = self._decode(self._token_ids[self._start :])
+            self._known = text[: len(text) - held]
         return new
 
     def peek(self, token_ids: Sequence[int | None], masked: str) -> str:

@@ -145,7 +145,7 @@ class Ahead:
             for work in works
         )
         if size:
-            is_alike = is_alike and self._model is not None and step.features is not None
+            is_alike = is_alike and self._model is not None and not self._model.reads_next and step.features is not None
             is_alike = is_alike and all(_is_drafted_by_drafter(work.request) for work in works)
         self._num_alike = 0 if not is_alike else self._num_alike + 1 if size == self._size else 1
         self._size = size

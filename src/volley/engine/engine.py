@@ -201,34 +201,38 @@ class Engine:
         """Make the verdicts final in the requests; returns those that ended."""
         self._timings = step.timings
         finished, now = list[Request](), time.perf_counter()
-        for work in step.works:
-            request, verdict, stats = work.request, work.verdict, work.request.stats
-            if work.kind is Kind.PREFILL:
-                stats.prefill_seconds += now - step.started
-            else:
-                stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
-            if not verdict.token_ids:
-                if request.remaining == 0 and request.computed == request.length:  # max_tokens is 0: a prompt to read
-                    request.finish_reason = "length"
-                    stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
+        try:
+            for work in step.works:
+                request, verdict, stats = work.request, work.verdict, work.request.stats
+                if work.kind is Kind.PREFILL:
+                    stats.prefill_seconds += now - step.started
+                else:
+                    stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
+                if not verdict.token_ids:
+                    if (
+                        request.remaining == 0 and request.computed == request.length
+                    ):  # max_tokens is 0: a prompt to read
+                        request.finish_reason = "length"
+                        stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
+                        finished.append(request)
+                    continue
+                taken = request.append(verdict.token_ids, verdict.accepted)
+                request.computed = min(request.computed, request.length)  # it may have ended inside the block
+                request.logprobs += work.logprobs[:taken]
+                request.top_logprobs += work.top_logprobs[:taken]
+                if work.kind in (Kind.DECODE, Kind.VERIFY):
+                    stats.accepted_lengths.append(taken)
+                    stats.block_sizes.append(1 + len(work.proposal.token_ids))
+                stats.total_seconds = time.perf_counter() - request.arrived
+                stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
+                self.overlap.write(request)
+                for listener in self.on_verified:
+                    listener(request, work.proposal, verdict)
+                if request.finish_reason is not None:
                     finished.append(request)
-                continue
-            taken = request.append(verdict.token_ids, verdict.accepted)
-            request.computed = min(request.computed, request.length)  # it may have ended inside the block
-            request.logprobs += work.logprobs[:taken]
-            request.top_logprobs += work.top_logprobs[:taken]
-            if work.kind in (Kind.DECODE, Kind.VERIFY):
-                stats.accepted_lengths.append(taken)
-                stats.block_sizes.append(1 + len(work.proposal.token_ids))
-            stats.total_seconds = time.perf_counter() - request.arrived
-            stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
-            self.overlap.write(request)
-            for listener in self.on_verified:
-                listener(request, work.proposal, verdict)
-            if request.finish_reason is not None:
-                finished.append(request)
-        for request in finished:
-            self._end(request)
+        finally:  # a text or a listener may raise; what ended before has ended
+            for request in finished:
+                self._end(request)
         return finished
 
     def _end(self, request: Request) -> None:

@@ -391,7 +391,7 @@ class Sequences:
         if self.pages.room(request) < num_tokens or not all(s.reserve(request, 0) for s in self.states):
             self.release(request)
             return False
-        if request.num_output == 0:
+        if request.num_output == 0 and not request.stats.preemptions:  # later it finds pages of its own
             request.stats.cached_tokens = request.computed
         return True
 

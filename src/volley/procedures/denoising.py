@@ -48,6 +48,11 @@ class Denoising(Procedure):
 
     # -- where a request stands ----------------------------------------------------------------------------------------
     def check(self, request: Request) -> None:
+        if request.params.max_tokens == 0:
+            raise ConfigError(
+                "max_tokens is 0, and a canvas has at least one token; give more, or use DiffusionParams(mode='autoregressive')",
+                field="max_tokens",
+            )
         if request.params.prompt_logprobs is not None:
             raise ConfigError(
                 "prompt_logprobs: a prompt before a canvas is not read token by token; leave them out (and logprobs with echo), "
