@@ -5,6 +5,8 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from tests.conftest import byte_tokenizer
 from volley.decode.detokenize import Detokenizer
@@ -19,6 +21,25 @@ def test_text_is_never_taken_back_and_complete_at_the_end(text: str, noise: list
     detokenizer = Detokenizer(tokenizer())
     pieces = [detokenizer.push(token, last=i == len(tokens) - 1) for i, token in enumerate(tokens)]
     assert "".join(pieces) == raw.decode(errors="replace")
+
+
+@given(text=st.text(st.sampled_from("a é😀"), max_size=20), cut=st.integers(0, 20))
+def test_texts_of_vocabularies_that_mark_words_and_fall_back_to_bytes(text: str, cut: int) -> None:
+    """Of the Llama 2 kind, whose decoder drops a first space and has a mark for each byte of an unfinished character."""
+    known = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "é", "▁a"]
+    fast = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(known)}, merges=[], byte_fallback=True))
+    last = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    fast.decoder = decoders.Sequence(last)
+    words = PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>")
+    marked = "▁" + text.replace(" ", "▁")
+    pieces = [[piece] if piece in known else [f"<0x{byte:02X}>" for byte in piece.encode()] for piece in marked]
+    cut = min(cut, len(pieces))
+    before, after = (
+        words.convert_tokens_to_ids([p for each in part for p in each]) for part in (pieces[:cut], pieces[cut:])
+    )
+    detokenizer = Detokenizer(words, before=before)
+    told = [detokenizer.push(token, last=i == len(after) - 1) for i, token in enumerate(after)]
+    assert "".join(told) == text[max(0, cut - 1) :]
 
 
 @functools.cache

@@ -27,9 +27,10 @@ class Detokenizer:
         """``before`` are tokens that the text goes on from: some tokenizers drop the space in front of a first word."""
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._token_ids = list(before[-self._CONTEXT :])
-        self._start = 0  # decoding begins here
-        text = self._decode(self._token_ids)
-        self._known = text[: len(text) - _pending(text)]  # the text from there that is out
+        self._known = self._decode(self._token_ids)
+        if self._known.endswith("\ufffd"):  # a part of a character, perhaps: what follows is told by itself
+            self._token_ids, self._known = [], ""
+        self._start = 0  # decoding begins here; what is known is the text from here that is out
 
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
@@ -42,10 +43,8 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token_id)
-        text, is_long = (
-            self._decode(self._token_ids[self._start :]),
-            len(self._token_ids) - self._start >= 2 * self._CONTEXT,
-        )
+        text = self._decode(self._token_ids[self._start :])
+        is_long = len(self._token_ids) - self._start >= 2 * self._CONTEXT
         if text.endswith("\ufffd") and not (last or is_long):
             return ""
         held = 0 if last else _pending(text)
