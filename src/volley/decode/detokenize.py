@@ -27,10 +27,12 @@ class Detokenizer:
         """``before`` are tokens that the text goes on from: some tokenizers drop the space in front of a first word."""
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._token_ids = list(before[-self._CONTEXT :])
-        self._known = self._decode(self._token_ids)
-        if self._known.endswith("\ufffd"):  # a part of a character, perhaps: what follows is told by itself
-            self._token_ids, self._known = [], ""
-        self._start = 0  # decoding begins here; what is known is the text from here that is out
+        while (known := self._decode(self._token_ids)).startswith("\ufffd"):  # not in the middle of a character
+            del self._token_ids[0]
+        if known.endswith("\ufffd"):  # a part of a character, perhaps: what follows is told by itself
+            self._token_ids, known = [], ""
+        self._start, self._known = 0, known  # decoding begins there; the text from there that is out
+        self._whole = list[int]()  # numbers of tokens since then with no character begun
 
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
@@ -49,8 +51,12 @@ class Detokenizer:
             return ""
         held = 0 if last else _pending(text)
         new, self._known = text[len(self._known) : len(text) - held], text[: len(text) - held]
+        if not held:
+            self._whole.append(len(self._token_ids))
         if is_long:
-            self._start = len(self._token_ids) - self._CONTEXT
+            latest = len(self._token_ids) - self._CONTEXT
+            self._start = max((at for at in self._whole if at <= latest), default=latest)
+            self._whole = [at for at in self._whole if at > self._start]
             text = self._decode(self._token_ids[self._start :])
             self._known = text[: len(text) - held]
         return new
