@@ -47,6 +47,23 @@ def test_what_is_remembered_is_what_the_target_computes(target: FrozenTarget, as
     assert target.remembered.size <= budget
 
 
+def test_documents_that_are_read_together_are_read_as_each_alone(
+    target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.remembered = FeatureMemory(10**9)
+    source = RememberedFeatures(target, [0, 2], True)
+    source.read(DOCUMENTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(target.model.get_decoder(), "forward", None)  # all is known
+        found = source(DOCUMENTS, range(len(DOCUMENTS)))
+    assert found.final is not None
+    for row, document in enumerate(DOCUMENTS):
+        expected = alone(target, [0, 2], True, document)
+        assert expected.final is not None
+        torch.testing.assert_close(found.taps[row, : len(document)], expected.taps[0])
+        torch.testing.assert_close(found.final[row, : len(document)], expected.final[0])
+
+
 def test_each_document_passes_once(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     target.remembered = FeatureMemory(10**9)
     passes: list[int] = []

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from volley.models.checkpoints.formats import read_checkpoint
 from volley.models.drafters.export import export
 from volley.models.targets.target import load_tokenizer
 from volley.train.data import TrainingData, read_rows
+from volley.train.documents import Document
 from volley.tune import run
 from volley.tune.data import held_out_prompts
 from volley.tune.options import TuneConfig
-from volley.tune.run import Tuning, batch_tokens, tune
+from volley.tune.run import Tuning, batch_tokens, read_together, tune
 from volley.tune.trials import steady_acceptance
 
 SHAPE: dict[str, Any] = {
@@ -153,6 +155,16 @@ def test_documents_longer_than_a_batch_are_learnt_from_whole(tmp_path: Path, mon
     tuning.frozen.remembered.clear()
     tuning.frozen.remembered.budget = 0
     assert tuning.read(found)[1] == run.ANCHORS
+
+
+@pytest.mark.parametrize("window", [1, 7, 1000])
+def test_every_document_is_read_once_and_no_pass_is_large(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "READ_WINDOW", window)
+    monkeypatch.setattr(run, "READ_TOKENS", 100)
+    documents = [Document(torch.arange(1 + 37 * i % 130), 0) for i in range(50)]
+    passes = list(read_together(documents))
+    assert sorted(map(id, chain(*passes))) == sorted(map(id, documents))
+    assert all(len(together) == 1 or len(together) * max(map(len, together)) <= 100 for together in passes)
 
 
 PLACES = {

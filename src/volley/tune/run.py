@@ -3,7 +3,7 @@
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from volley.models.drafters.export import export
 from volley.models.targets.target import Target
 from volley.prompts import read_jsonl
 from volley.train.data import TrainingData
-from volley.train.documents import plan_epoch
+from volley.train.documents import Document, plan_epoch
 from volley.train.features import FrozenTarget, RememberedFeatures
 from volley.train.fused import keep_freed_memory
 from volley.train.loop import Trainer
@@ -53,6 +53,8 @@ TRIAL_SHARE, LATER_SHARE, LONG = 0.3, 0.05, 20.0
 """Of the first ``LONG`` minutes, and of those beyond; the rest is the training's."""
 READ_SHARE = 0.12
 """Of the minutes, at most, in which the target reads the responses; they are the training's, which need not read them again."""
+READ_WINDOW, READ_TOKENS = 64, 2048
+"""Responses that are sorted by length, and tokens of a pass over some of them."""
 TYPICAL_TRIALS = 12
 SHORTEST_TRIAL = 1 / 4
 """Minutes."""
@@ -239,11 +241,13 @@ class Tuning:
         documents = [*data.held_out, *(data.documents[index] for batch in order for index in batch)]
         started, most, self._has_read = time.monotonic(), 60 * READ_SHARE * self.config.max_minutes, True
         self.say(f"the target reads {len(documents)} responses once, in {most / 60:.1f} minutes at most")
-        for count, document in enumerate(documents):
+        count = 0
+        for together in read_together(documents):
             if time.monotonic() - started > most:
                 self.say(f"the target has read {count} of {len(documents)} responses; the rest it reads when they come")
                 break
-            features([document], [0])
+            features.read(together)
+            count += len(together)
         anchors = ANCHORS
         if self.frozen.remembered.of(documents[-1]):
             answered = sum(len(document) - document.response_start for document in data.documents)
@@ -379,6 +383,18 @@ def batch_tokens(seconds: float, per_token: float, update: float) -> int:
     left = (seconds / FEWEST_STEPS - update) / per_token
     tokens = max(for_steps, min(for_share, left), 1.0)
     return min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << round(math.log2(tokens))))
+
+
+def read_together(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    """``documents`` in their order, but for those of a window, which pass by length: few of a pass's tokens are then padding."""
+    for first in range(0, len(documents), READ_WINDOW):
+        together: list[Document] = []
+        for document in sorted(documents[first : first + READ_WINDOW], key=len):
+            if together and (len(together) + 1) * len(document) > READ_TOKENS:
+                yield together
+                together = []
+            together.append(document)
+        yield together
 
 
 def _window(tokens: int | None) -> str:
