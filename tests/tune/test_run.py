@@ -241,14 +241,14 @@ def test_prompts_are_answered_and_judged_with_or_without_thinking(tmp_path: Path
         tokenizer = load_tokenizer(target)
         rows = list(read_rows([config.out / "responses.jsonl"]))
         assert {row["thinking"] for row in rows} == {name}
-        prompts = held_out_prompts(config.out, tokenizer)
+        prompts = held_out_prompts(config.out, tokenizer, 256)
         assert len(prompts) == 2
         assert all(tokenizer.decode(prompt).endswith(f"upon{mark}") for prompt in prompts)
         held = [
             {key: row[key] for key in ("messages", "thinking")} for row in read_rows([config.out / "held-out.jsonl"])
         ]
         (config.out / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
-        assert held_out_prompts(config.out, tokenizer) == prompts
+        assert held_out_prompts(config.out, tokenizer, 256) == prompts
 
 
 def test_a_target_with_experts_and_sliding_windows_runs_through(tmp_path: Path) -> None:
