@@ -32,7 +32,8 @@ class Detokenizer:
         if known.endswith("\ufffd"):  # a part of a character, perhaps: what follows is told by itself
             self._token_ids, known = [], ""
         self._start, self._known = 0, known  # decoding begins there; the text from there that is out
-        self._whole = list[int]()  # numbers of tokens since then with no character begun
+        self._last_whole = len(self._token_ids)  # so many tokens end with no character begun
+        self._whole = list[int]()  # and so many did before, since decoding begins
 
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
@@ -46,16 +47,17 @@ class Detokenizer:
             return ""
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids[self._start :])
-        is_long = len(self._token_ids) - self._start >= 2 * self._CONTEXT
-        if text.endswith("\ufffd") and not (last or is_long):
-            return ""
+        if text.endswith("\ufffd") and not last and len(self._token_ids) - self._last_whole < 4:
+            return ""  # a character has four bytes at most
         held = 0 if last else _pending(text)
         new, self._known = text[len(self._known) : len(text) - held], text[: len(text) - held]
         if not held:
-            self._whole.append(len(self._token_ids))
-        if is_long:
+            self._last_whole = len(self._token_ids)
+            self._whole.append(self._last_whole)
+        if len(self._token_ids) - self._start >= 2 * self._CONTEXT:
             latest = len(self._token_ids) - self._CONTEXT
-            self._start = max((at for at in self._whole if at <= latest), default=latest)
+            before = [at for at in self._whole if at < len(self._token_ids)]  # the nearest of them, so that some context is left
+            self._start = min(before, key=lambda at: (at > latest, abs(at - latest)), default=latest)
             self._whole = [at for at in self._whole if at > self._start]
             text = self._decode(self._token_ids[self._start :])
             self._known = text[: len(text) - held]
