@@ -243,14 +243,14 @@ def test_a_kill_before_any_write_of_a_round_loses_nothing(kept: Kept) -> None:
 
 
 def test_an_erased_round_fails_and_the_next_one_begins_anew(kept: Kept) -> None:
-    kept.serve(40)
+    kept.serve(60)
     work = kept.recalibration(recalibrate_steps=3)
     assert os.WIFSIGNALED(killed_at(work, 3))
     erase(kept.folder)
     assert work.work()
     assert kept.events[-1]["event"] == "failed"
     act(kept)
-    kept.serve(40, seed=5)
+    kept.serve(60, seed=5)
     assert work.work()
     assert kept.events[-1]["event"] == "judged"
 

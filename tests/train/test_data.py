@@ -42,7 +42,7 @@ def test_what_is_held_out_answers_other_prompts(tiny_pair: TinyPair, tmp_path: P
     for number in range(20, 26):
         both = {"id": str(number), "turns": 2, "response_token_ids": [7, 8]}
         rows += [{**both, "prompt_token_ids": [5, number, *range(6, 6 + turn)]} for turn in (0, 1)]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
+    file = write_rows(tmp_path / "answers.jsonl", rows)
     options = tiny_run(tiny_pair.target, tmp_path, data=[str(file)], eval_share=0.5, eval_prompts=3, eval_max_tokens=4)
     data = TrainingData(TrainConfig(**options), FrozenTarget(str(tiny_pair.target), torch.float32, torch.device("cpu")))
     held, learnt = ({tuple(d.token_ids[:2].tolist()) for d in each} for each in (data.held_out, data.documents))

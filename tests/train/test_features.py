@@ -60,8 +60,8 @@ def test_documents_that_are_read_together_are_read_as_each_alone(
     for row, document in enumerate(DOCUMENTS):
         expected = alone(target, [0, 2], True, document)
         assert expected.final is not None
-        torch.testing.assert_close(found.taps[row, : len(document)], expected.taps[0])
-        torch.testing.assert_close(found.final[row, : len(document)], expected.final[0])
+        torch.testing.assert_close(found.taps[row, : len(document)], expected.taps[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.final[row, : len(document)], expected.final[0], atol=1e-4, rtol=1e-4)
 
 
 def test_each_document_passes_once(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:

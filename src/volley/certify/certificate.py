@@ -20,7 +20,7 @@ from volley.certify.checks import Check, Questions
 from volley.certify.options import CertifyConfig
 from volley.certify.sampled import check_server, check_way, plain_engine, ways
 from volley.certify.structured import check_json
-from volley.certify.subject import EngineSubject, Refused, ServerFailure, ServerSubject
+from volley.certify.subject import EngineSubject, NotOffered, ServerFailure, ServerSubject
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, EndpointError
 from volley.files import read_json, write_atomically
@@ -201,7 +201,7 @@ def _server_checks(
     for name, check in todo:
         try:
             yield from check()
-        except Refused as error:
+        except NotOffered as error:
             if name in REQUIRED or name.startswith(("prefix", "concurrency")):
                 raise
             yield Check(name, True, f"not offered by this server: {error}", judged=False)

@@ -120,7 +120,7 @@ class ServerSubject:
         """``n`` answers to one prompt; ``None`` if the server refuses to give several."""
         try:
             raw = self._json("POST", "/completions", {**self._body(prompt, params), "n": n})
-        except Refused:
+        except NotOffered:
             return None
         return [_reply(choice) for choice in raw["choices"]]
 
@@ -131,7 +131,7 @@ class ServerSubject:
         with ThreadPoolExecutor(8) as pool:
             try:
                 return list(pool.map(lambda one: self._structured(one[0], one[1], schema, max_tokens), asked))
-            except Refused:
+            except NotOffered:
                 return None
 
     def _structured(self, prompt: str, temperature: float, schema: dict[str, Any] | None, most: int) -> Structured:
@@ -174,7 +174,7 @@ class ServerSubject:
                 f"{self.url}{path}: {type(error).__name__} {error}; is an OpenAI-compatible server there?"
             ) from None
         status = response.status_code
-        kind = Refused if status in REFUSALS else self._failure if status >= 500 else EndpointError
+        kind = NotOffered if status in REFUSALS else self._failure if status >= 500 else EndpointError
         raise kind(f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL, model and key")
 
 
@@ -182,7 +182,7 @@ class ServerFailure(EndpointError):
     """The server broke down over a request, or is gone."""
 
 
-class Refused(EndpointError):
+class NotOffered(EndpointError):
     """The server understood the request and does not do it."""
 
 

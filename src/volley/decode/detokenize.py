@@ -56,7 +56,9 @@ class Detokenizer:
             self._whole.append(self._last_whole)
         if len(self._token_ids) - self._start >= 2 * self._CONTEXT:
             latest = len(self._token_ids) - self._CONTEXT
-            before = [at for at in self._whole if at < len(self._token_ids)]  # the nearest of them, so that some context is left
+            before = [
+                at for at in self._whole if at < len(self._token_ids)
+            ]  # the nearest of them, so that some context is left
             self._start = min(before, key=lambda at: (at > latest, abs(at - latest)), default=latest)
             self._whole = [at for at in self._whole if at > self._start]
             text = self._decode(self._token_ids[self._start :])
