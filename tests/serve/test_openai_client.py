@@ -227,14 +227,32 @@ def test_bytes_in_every_kind_of_vocabulary() -> None:
     class Tokenizer:
         pieces = ("<0xE2>", "Ã©", "Ã", "▁\ufffd", "a")
 
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [self.pieces.index(text)]}
+
         def decode(self, ids: list[int], **_: Any) -> str:
-            return ("\ufffd", "é", "\ufffd", " \ufffd", "a")[ids[0]]
+            return "".join(("\ufffd", "é", "\ufffd", " \ufffd", "a")[token] for token in ids)
 
         def convert_ids_to_tokens(self, token: int) -> str:
             return self.pieces[token]
 
     spelling = Spelling(Tokenizer())
     assert [spelling.bytes(token) for token in range(5)] == [[0xE2], [0xC3, 0xA9], [0xC3], None, [97]]
+
+
+def test_a_token_is_spelled_as_in_the_middle_of_a_text() -> None:
+    """Where the decoder drops the space in front of a first word."""
+
+    class Tokenizer:
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [0]}
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "".join((" a", " Paris", ".")[token] for token in ids).removeprefix(" ")
+
+    spelling = Spelling(Tokenizer())
+    assert [spelling.one(token) for token in (0, 1, 2)] == [" a", " Paris", "."]
+    assert spelling.bytes(1) == list(b" Paris")
 
 
 def test_n_answers_are_distinct_and_repeatable(client: OpenAI) -> None:
