@@ -60,7 +60,7 @@ def certify(
     api_key_env: Annotated[str, typer.Option(help="With a URL: variable that holds the key.")] = "OPENAI_API_KEY",
     out: Annotated[Path, typer.Option(help="Folder for certificate.json and certificate.html.")] = Path("certificate"),
 ) -> None:
-    """Is speculative output the target's own? A verdict, a report, and exit code 1 if it is not.
+    """Is speculative output the target's own? A verdict, a report, and exit code 1 if it is not, or cannot be told.
 
     For a pair here, for a diffusion language model that drafts for itself, or for any OpenAI-compatible server as a black box.
     """
@@ -87,7 +87,7 @@ def certify(
     write_atomically(out / "certificate.html", to_html(found.to_json()))
     verdict = f"{found.verdict}{f': {found.finding}' if found.finding else ''}"
     _say(f"{verdict}, after {found.seconds / 60:.1f} minutes; written to {out}/")
-    if found.failed:
+    if found.verdict != "lossless":
         raise typer.Exit(1)
 
 

@@ -234,7 +234,7 @@ def check_server(
         for side, who in enumerate((subject, plain)):
             for again in range(rounds):
                 for reply in who.ask(prompts(again), replace(params, temperature=0.6), 8):
-                    means[side].append(_mean_hits(reply))
+                    means[side] += _mean_hits(reply)
         p_value = two_sample_p(*means)
         checks.append(
             Check(
@@ -243,6 +243,7 @@ def check_server(
                 f"{len(means[0])} answers against {len(means[1])} of plain decoding",
                 p_value,
                 len(means[0]),
+                judged=min(map(len, means)) >= LEAST_ANSWERS,
             )
         )
     return checks
@@ -274,9 +275,10 @@ class _Hits:
         return two_sided(self.excess / math.sqrt(self.variance)) if self.variance else 1.0
 
 
-def _mean_hits(reply: Reply) -> float:
+def _mean_hits(reply: Reply) -> list[float]:
+    """How often an answer's tokens were the likeliest; nothing where none can be judged."""
     hits = [token == _likeliest(top) for token, top in zip(reply.tokens, reply.top, strict=False) if top]
-    return sum(hits) / max(1, len(hits))
+    return [sum(hits) / len(hits)] if hits else []
 
 
 def _likeliest(top: dict[Token, float]) -> Token:
