@@ -17,7 +17,7 @@ from volley.certify.checks import Check, tie_between
 from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution, penalised
 from volley.certify.statistics import LEAST_ANSWERS, Deviations, two_sample_p, two_sided
-from volley.certify.subject import Reply, Subject, Token
+from volley.certify.subject import Reply, Subject
 from volley.config import DecodingConfig
 from volley.decode.work import Work
 from volley.engine.engine import Engine
@@ -232,7 +232,9 @@ def check_server(
         rounds = max(-(-LEAST_ANSWERS // asked), -(-wanted // (params.max_tokens * asked)))
         means: list[list[float]] = [[], []]
         for side, who in enumerate((subject, plain)):
-            for again in range(rounds):
+            for again in range(max(rounds, MOST_ROUNDS)):
+                if again >= rounds and len(means[side]) >= LEAST_ANSWERS:
+                    break
                 for reply in who.ask(prompts(again), replace(params, temperature=0.6), 8):
                     means[side] += _mean_hits(reply)
         p_value = two_sample_p(*means)
@@ -258,13 +260,12 @@ class _Hits:
     variance: float = 0.0
 
     def take(self, reply: Reply) -> None:
-        for token, top in zip(reply.tokens, reply.top, strict=False):
-            if not top:
+        for token, found in zip(reply.tokens, reply.likeliest, strict=False):
+            if found is None:
                 continue
-            best = _likeliest(top)
-            chance = math.exp(top[best])
+            chance = math.exp(found[1])
             self.count += 1
-            self.excess += (token == best) - chance
+            self.excess += (token == found[0]) - chance
             self.variance += chance * (1 - chance)
 
     @property
@@ -277,9 +278,5 @@ class _Hits:
 
 def _mean_hits(reply: Reply) -> list[float]:
     """How often an answer's tokens were the likeliest; nothing where none can be judged."""
-    hits = [token == _likeliest(top) for token, top in zip(reply.tokens, reply.top, strict=False) if top]
+    hits = [token == found[0] for token, found in zip(reply.tokens, reply.likeliest, strict=False) if found]
     return [sum(hits) / len(hits)] if hits else []
-
-
-def _likeliest(top: dict[Token, float]) -> Token:
-    return max(top, key=lambda token: top[token])

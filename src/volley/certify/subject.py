@@ -30,6 +30,8 @@ class Reply:
     text: str
     finish_reason: str
     top: tuple[dict[Token, float], ...] = ()
+    likeliest: tuple[tuple[Token, float] | None, ...] = ()
+    """Of a server: the likeliest token of each place and its log-probability; ``None`` where that is a part of a character."""
 
 
 @dataclass(frozen=True)
@@ -197,5 +199,12 @@ def _reply(choice: dict[str, Any]) -> Reply:
         raise EndpointError(
             "the server sends no logprobs with its answers, which tell ties from faults; start it so that it does"
         )
+    likeliest = tuple(_likeliest(row or {}) for row in top)
     clean = tuple({} if any(_PART in token for token in row or ()) else dict(row or {}) for row in top)
-    return Reply(tuple(tokens), choice.get("text") or "", choice.get("finish_reason") or "stop", clean)
+    return Reply(tuple(tokens), choice.get("text") or "", choice.get("finish_reason") or "stop", clean, likeliest)
+
+
+def _likeliest(row: dict[str, float]) -> tuple[Token, float] | None:
+    """Whether it can be judged must not depend on the token that was drawn, which some servers list too."""
+    best = max(row, key=row.__getitem__, default=_PART)
+    return None if _PART in best else (best, row[best])
