@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.serve.running import MODEL, Running, Tiny, running
+from volley.serve.arguments import types_of
 from volley.serve.protocol import CompletionRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -348,6 +349,13 @@ def test_a_client_that_never_reads(tiny: Tiny) -> None:
         deaf.sendall(head.encode() + b"\r\n\r\n" + body)
         assert server.chat("Hello", max_tokens=2).status_code == 200
         server.settle()
+
+
+def test_a_schema_that_refers_to_itself_in_many_ways_is_read_at_once() -> None:
+    parts = {f"p{i}": {"anyOf": [{"$ref": f"#/$defs/p{j}"} for j in range(30)]} for i in range(30)}
+    root = {"$defs": {**parts, "end": {"type": "string"}}}
+    assert types_of({"$ref": "#/$defs/p0"}, root) == set()
+    assert types_of({"anyOf": [{"$ref": "#/$defs/p0"}, {"$ref": "#/$defs/end"}]}, root) == {"string"}
 
 
 def test_cors_is_off_unless_asked_for(server: Running, tiny: Tiny) -> None:
