@@ -106,11 +106,8 @@ class Seeded:
         self.texts = iter(["abcdefghijklmnopqrst", again, other])
 
     def ask(self, prompts: Sequence[Any], params: Any, concurrency: int = 1) -> list[Reply]:
-        return [
-            reply(text, *({letter: self.sure, "~": -9.0} for letter in text))
-            for text in [next(self.texts)]
-            for _ in prompts
-        ]
+        texts = [next(self.texts) for _ in prompts]
+        return [reply(text, *({letter: self.sure, "~": -9.0} for letter in text)) for text in texts]
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,10 @@ class Detokenizer:
             del self._token_ids[0]
         if known.endswith("\ufffd"):  # a part of a character, perhaps: what follows is told by itself
             self._token_ids, known = [], ""
-        self._start, self._known = 0, known  # decoding begins there; the text from there that is out
-        self._last_whole = len(self._token_ids)  # so many tokens end with no character begun
-        self._whole = list[int]()  # and so many did before, since decoding begins
+        self._start = 0  # decoding begins here
+        self._known = known  # the text from there that is out
+        self._last_whole = len(self._token_ids)  # the tokens up to here are whole characters
+        self._whole = list[int]()  # all such places behind the start
 
     def _decode(self, token_ids: list[int]) -> str:
         if self._tokenizer is None:
@@ -56,9 +57,7 @@ class Detokenizer:
             self._whole.append(self._last_whole)
         if len(self._token_ids) - self._start >= 2 * self._CONTEXT:
             latest = len(self._token_ids) - self._CONTEXT
-            before = [
-                at for at in self._whole if at < len(self._token_ids)
-            ]  # the nearest of them, so that some context is left
+            before = [at for at in self._whole if at < len(self._token_ids)]  # not the end: some context is left
             self._start = min(before, key=lambda at: (at > latest, abs(at - latest)), default=latest)
             self._whole = [at for at in self._whole if at > self._start]
             text = self._decode(self._token_ids[self._start :])

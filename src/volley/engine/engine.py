@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from volley.chat import Prompt, encode_prompt, is_one_prompt
 from volley.config import CapacityConfig, DecodingConfig, split_options
 from volley.decode.grammars import Grammars
-from volley.decode.work import Kind
+from volley.decode.work import Kind, Work
 from volley.engine.ahead import Ahead
 from volley.engine.capacity import fit_engine
 from volley.engine.exactness import check_exact
@@ -175,7 +175,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """One cycle of every scheduled request; returns the requests that ended."""
-        self._timings = Timings()
+        self._timings = Timings()  # a step that gives way has none
         step = self.scheduler.schedule(self.pacing, self.ahead.serves)  # who takes part, and what each is asked to do
         if not step.works:
             return []
@@ -203,37 +203,37 @@ class Engine:
         finished, now = list[Request](), time.perf_counter()
         try:
             for work in step.works:
-                request, verdict, stats = work.request, work.verdict, work.request.stats
-                if work.kind is Kind.PREFILL:
-                    stats.prefill_seconds += now - step.started
-                else:
-                    stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
-                if not verdict.token_ids:
-                    if (
-                        request.remaining == 0 and request.computed == request.length
-                    ):  # max_tokens is 0: a prompt to read
-                        request.finish_reason = "length"
-                        stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
-                        finished.append(request)
-                    continue
-                taken = request.append(verdict.token_ids, verdict.accepted)
-                request.computed = min(request.computed, request.length)  # it may have ended inside the block
-                request.logprobs += work.logprobs[:taken]
-                request.top_logprobs += work.top_logprobs[:taken]
-                if work.kind in (Kind.DECODE, Kind.VERIFY):
-                    stats.accepted_lengths.append(taken)
-                    stats.block_sizes.append(1 + len(work.proposal.token_ids))
-                stats.total_seconds = time.perf_counter() - request.arrived
-                stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
-                self.overlap.write(request)
-                for listener in self.on_verified:
-                    listener(request, work.proposal, verdict)
-                if request.finish_reason is not None:
-                    finished.append(request)
+                self._conclude(step, work, now)
+                if work.request.finish_reason is not None:
+                    finished.append(work.request)
         finally:  # a text or a listener may raise; what ended before has ended
             for request in finished:
                 self._end(request)
         return finished
+
+    def _conclude(self, step: Step, work: Work[Request], now: float) -> None:
+        request, verdict, stats = work.request, work.verdict, work.request.stats
+        if work.kind is Kind.PREFILL:
+            stats.prefill_seconds += now - step.started
+        else:
+            stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
+        if not verdict.token_ids:
+            if request.remaining == 0 and request.computed == request.length:  # max_tokens is 0: a prompt to read
+                request.finish_reason = "length"
+                stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
+            return
+        taken = request.append(verdict.token_ids, verdict.accepted)
+        request.computed = min(request.computed, request.length)  # it may have ended inside the block
+        request.logprobs += work.logprobs[:taken]
+        request.top_logprobs += work.top_logprobs[:taken]
+        if work.kind in (Kind.DECODE, Kind.VERIFY):
+            stats.accepted_lengths.append(taken)
+            stats.block_sizes.append(1 + len(work.proposal.token_ids))
+        stats.total_seconds = time.perf_counter() - request.arrived
+        stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
+        self.overlap.write(request)
+        for listener in self.on_verified:
+            listener(request, work.proposal, verdict)
 
     def _end(self, request: Request) -> None:
         self.scheduler.finish(request)

@@ -33,10 +33,7 @@ def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str
     for request in requests:
         request.stats.preemptions += request in scheduler.running
         scheduler.finish(request)
-        request.draft_table, request.rests, request.drafts_from = (
-            request.table,
-            False,
-            0,
-        )  # a ring was the old drafter's
+        request.draft_table = request.table  # a ring was the old drafter's
+        request.rests, request.drafts_from = False, 0
         engine.adapt(request)
         engine.scheduler.add(request)

@@ -11,7 +11,9 @@ OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # of tokens found in 
 
 _RATE = 0.1  # Adagrad's step; twice as much is noisier where nothing changes
 _KEPT = 0.99  # share of its squares that is left a block later: with a sum over all blocks it would learn new texts too slowly
-_LEAST = 0.01  # of the squares: where nothing is ever right, ever smaller gradients must not move the weights as far as before
+_LEAST = (
+    0.01  # of the squares: without it small gradients, where nothing is ever right, would move the weights on and on
+)
 _RECENT = 0.95  # share of a request's record that is left a block later: about 20 blocks count
 _DOUBT = 4.0  # added to a record's variance, so that a few tokens say little
 

@@ -201,10 +201,9 @@ class Goodput(Policy):
         """Learn from some requests in turn, and from all first blocks and all that had another price than the plan's."""
         if cycles and self._trial is not None:
             self._tried[self._trial], self._trial = self._cycle, None
-        every = min(max(len(cycles), _OFTEN), _SELDOM)
+        every, plan = min(max(len(cycles), _OFTEN), _SELDOM), self._review.plan
         for cycle in cycles:
             kind = _kind(cycle.ask)
-            plan = self._review.plan
             is_trial = len(self._blocks[kind]) < _ENOUGH or not plan.slots[kind] or cycle.ask.price != plan.prices[kind]
             if (cycle.request_id + self._cycle) % every and not (is_trial and cycle.ask.positions):
                 continue

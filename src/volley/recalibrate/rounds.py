@@ -113,9 +113,8 @@ class Recalibration:
         new = sum(entry.tokens for entry in found if entry.number > until)
         if new < self.config.recalibrate_tokens:
             return False
-        return (
-            len(choose_recent(found, [found[-1].number])) >= LEAST_ROWS
-        )  # what judges a candidate that saw all others
+        judging = choose_recent(found, [found[-1].number])  # a candidate that has seen all others
+        return len(judging) >= LEAST_ROWS
 
     def _begin(self, number: int) -> int:
         """Copy what the round learns from; the plan comes last, and with it the round."""

@@ -182,6 +182,7 @@ class RememberedFeatures:
 
     def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool) -> None:
         self.target, self.layer_ids, self.with_final = target, tuple(layer_ids), with_final
+        self._online = OnlineFeatures(target, layer_ids, with_final)
 
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
         """Features of ``documents``, whose places in the data are ``indices``."""
@@ -192,7 +193,7 @@ class RememberedFeatures:
 
     def read(self, documents: Sequence[Document]) -> None:
         """Remember the features of ``documents``, read in one pass, which takes less time than one for each."""
-        made = OnlineFeatures(self.target, self.layer_ids, self.with_final)(documents, range(len(documents)))
+        made = self._online(documents, range(len(documents)))
         for row, document in enumerate(documents):
             self._remember(document, made, row)
 
@@ -200,9 +201,7 @@ class RememberedFeatures:
         known = self.target.remembered.of(document)
         if known.keys() >= {*self.layer_ids, *([FINAL] if self.with_final else [])}:
             return known
-        return self._remember(
-            document, OnlineFeatures(self.target, self.layer_ids, self.with_final)([document], [0]), 0
-        )
+        return self._remember(document, self._online([document], [0]), 0)
 
     def _remember(self, document: Document, made: Features, row: int) -> dict[int, Tensor]:
         known, taps = self.target.remembered.of(document), made.taps[row, : len(document)]

@@ -136,8 +136,6 @@ def read_config(file: GGUFFile) -> PretrainedConfig:
     return config
 
 
-ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
-"""Control tokens that end a turn or a text, whether or not the file says so."""
 _LLAMA_BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 
 
@@ -216,12 +214,17 @@ def row_order(architecture: str, name: str, config: Any) -> Rows | None:
     return order
 
 
+ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
+"""Control tokens that end a turn or a text, whether or not the file says so."""
+CONTROL = 3
+"""The type of such tokens in a file."""
+
+
 def stop_tokens(file: GGUFFile) -> list[int]:
     """Tokens that end a text or a turn."""
     keys = ("eos", "eot", "eom")
     found = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
     pieces, kinds = (file.metadata.get(f"tokenizer.ggml.{key}", ()) for key in ("tokens", "token_type"))
-    by_text = [
-        token for token, (piece, kind) in enumerate(zip(pieces, kinds, strict=False)) if kind == 3 and piece in ENDS
-    ]
+    named = enumerate(zip(pieces, kinds, strict=False))
+    by_text = [token for token, (piece, kind) in named if kind == CONTROL and piece in ENDS]
     return sorted({*(int(token) for token in found if token is not None), *by_text})
