@@ -2,9 +2,11 @@
 
     python benchmarks/gpu_kernels.py                  the bundled drafter's injection on this CPU
     python benchmarks/gpu_kernels.py --device cuda    kernels: correctness and bandwidth (Qwen3-8B's shapes)
+    python benchmarks/gpu_kernels.py --device cuda --tiles    attention with other tiles as well
 
-Bandwidth counts each byte of K/V that must be read once; *of a copy* compares it with what ``Tensor.copy_`` of 1 GiB reaches
-on the same device, read and written bytes added. Exits with 1 if a kernel and its reference differ.
+Bandwidth counts each byte of K/V, or of weights, that must be read once; *of a copy* compares it with what ``Tensor.copy_`` of
+1 GiB reaches on the same device, read and written bytes added. Kernels are timed in CUDA graphs of many calls, so that launches
+do not count. Exits with 1 if a kernel and its reference differ.
 """
 
 import argparse
@@ -12,8 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn.functional import linear
 
 from volley import Drafter, Engine
 from volley.memory.attention import AttentionOptions, paged_attention, reference_attention
@@ -25,7 +30,19 @@ from volley.models.drafters.inject import Injection
 
 PAGE = 16
 KV_HEADS, GROUPS, DIM = 8, 4, 128
+PRODUCTS = {
+    "q, k, v": (6144, 4096),
+    "o": (4096, 4096),
+    "gate, up": (24576, 4096),
+    "down": (4096, 12288),
+    "head": (151936, 4096),
+}
+TILES = [(64, 16, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 128, 8, 2), (16, 64, 4, 2), (16, 128, 4, 2)]
+"""Tokens times heads, keys, warps and stages. The first was volley's before these were measured, the last is it now."""
 BATCHES = {
+    "1 × verify 16, 112 context": [(112, 16)],
+    "1 × decode, 1k context": [(1023, 1)],
+    "1 × verify 16, 1k context": [(1008, 16)],
     "1 × decode, 8k context": [(8191, 1)],
     "1 × verify 16, 8k context": [(8176, 16)],
     "64 × decode, 2k context": [(2047, 1)] * 64,
@@ -49,6 +66,26 @@ def seconds(functions: dict[str, Callable[[], object]], device: torch.device, re
             if turn >= 3:
                 times[name].append(time.perf_counter() - started)
     return {name: median(each) for name, each in times.items()}
+
+
+def device_seconds(run: Callable[[], object], calls: int = 20) -> float:
+    """Median seconds of one of ``calls`` in a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(2):
+        run()  # compiles
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls / 1e3)
+    return median(times)
 
 
 def by_layers(
@@ -91,8 +128,25 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / seconds({"copy": lambda: target.copy_(source)}, device, 20)["copy"]
 
 
+def attention_arguments(shapes: list[tuple[int, int]], device: torch.device) -> tuple[Any, ...]:
+    """What attention takes, for segments of such starts and lengths on scattered pages."""
+    pages = [-(-(start + length) // PAGE) for start, length in shapes]
+    order = torch.randperm(sum(pages)).tolist()
+    segments = []
+    for (start, length), count in zip(shapes, pages, strict=True):
+        segments.append(Segment(BlockTable(PAGE, order[:count]), start, length))
+        order = order[count:]
+    batch = RaggedBatch(segments, torch.zeros(sum(length for _, length in shapes), dtype=torch.long, device=device))
+    store = DenseKVStore([(KV_HEADS, DIM)], sum(pages) * PAGE, torch.bfloat16, device)
+    store.keys[0].normal_()
+    store.values[0].normal_()
+    rows = torch.randn(len(batch), KV_HEADS * (GROUPS + 2), DIM, device=device, dtype=torch.bfloat16)
+    queries, keys, values = rows.split([KV_HEADS * GROUPS, KV_HEADS, KV_HEADS], dim=1)
+    return batch, store, 0, queries, keys, values, AttentionOptions(DIM**-0.5)
+
+
 @torch.inference_mode()
-def attention(device: torch.device, repeats: int) -> bool:
+def attention(device: torch.device) -> bool:
     """Prints the table; whether kernel and reference agree."""
     from volley.memory.kernels.attention import ragged_attention
 
@@ -102,35 +156,52 @@ def attention(device: torch.device, repeats: int) -> bool:
         "| batch | kernel, µs | gather and SDPA, µs | GB/s | of a copy | largest difference |\n|---|---|---|---|---|---|"
     )
     for name, shapes in BATCHES.items():
-        pages = [-(-(start + length) // PAGE) for start, length in shapes]
-        order = torch.randperm(sum(pages)).tolist()
-        segments = []
-        for (start, length), count in zip(shapes, pages, strict=True):
-            segments.append(Segment(BlockTable(PAGE, order[:count]), start, length))
-            order = order[count:]
-        batch = RaggedBatch(segments, torch.zeros(sum(length for _, length in shapes), dtype=torch.long, device=device))
-        store = DenseKVStore([(KV_HEADS, DIM)], sum(pages) * PAGE, torch.bfloat16, device)
-        store.keys[0].normal_()
-        store.values[0].normal_()
-        shape = (len(batch), KV_HEADS, DIM)
-        queries = torch.randn(len(batch), KV_HEADS * GROUPS, DIM, device=device, dtype=torch.bfloat16)
-        keys, values = torch.randn(2, *shape, device=device, dtype=torch.bfloat16)
-        options = AttentionOptions(DIM**-0.5)
-        arguments = (batch, store, 0, queries, keys, values, options)
+        arguments = attention_arguments(shapes, device)
         difference = float((ragged_attention(*arguments) - reference_attention(*arguments)).abs().max())
         same &= difference < 2e-2
-        times = seconds(
-            {"kernel": lambda: ragged_attention(*arguments), "torch": lambda: paged_attention(*arguments)},  # noqa: B023
-            device,
-            repeats,
-        )
-        read = sum(start + length for start, length in shapes) * 2 * KV_HEADS * DIM * 2 / times["kernel"]
+        kernel = device_seconds(lambda: ragged_attention(*arguments))  # noqa: B023
+        torch_seconds = seconds({"torch": lambda: paged_attention(*arguments)}, device, 10)["torch"]  # noqa: B023
+        read = sum(start + length for start, length in shapes) * 2 * KV_HEADS * DIM * 2 / kernel
         print(
-            f"| {name} | {times['kernel'] * 1e6:.0f} | {times['torch'] * 1e6:.0f} | {read / 1e9:.0f} "
-            f"| {read / copy:.0%} | {difference:.1e} |",
+            f"| {name} | {kernel * 1e6:.1f} | {torch_seconds * 1e6:.0f} | {read / 1e9:.0f} | {read / copy:.0%} "
+            f"| {difference:.1e} |",
             flush=True,
         )
     return same
+
+
+@torch.inference_mode()
+def tiles(device: torch.device) -> None:
+    """Prints microseconds of attention, writing K/V included, with other tiles."""
+    from volley.memory.kernels import attention
+
+    print(f"\n| rows, keys, warps, stages | {' | '.join(BATCHES)} |\n|---{'|---' * len(BATCHES)}|")
+    made = [attention_arguments(shapes, device) for shapes in BATCHES.values()]
+    for shape in TILES:
+        with mock.patch.object(attention, "tile_shape", lambda *_, own=shape: attention.TileShape(*own)):
+            times = [device_seconds(lambda: attention.ragged_attention(*arguments), 5) for arguments in made]  # noqa: B023
+        print(f"| {', '.join(map(str, shape))} | {' | '.join(f'{1e6 * each:.1f}' for each in times)} |", flush=True)
+
+
+@torch.inference_mode()
+def products(device: torch.device) -> None:
+    """Prints microseconds of PyTorch's products in bf16, by rows, and the bandwidth at 16 rows. No weight stays in a cache."""
+    copy, counts = copy_bandwidth(device), (1, 16, 64, 128)
+    print(
+        f"\n| product | {' | '.join(f'{count} rows, µs' for count in counts)} | of a copy, 16 rows |\n|---|---|---|---|---|---|"
+    )
+    for name, (outputs, inputs) in PRODUCTS.items():
+        size = 2 * outputs * inputs
+        weights = [
+            torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) for _ in range(max(2, int(1.5e9 / size)))
+        ]
+        times = []
+        for count in counts:
+            x = torch.randn(count, inputs, device=device, dtype=torch.bfloat16)
+            all_of_them = device_seconds(lambda: [linear(x, weight) for weight in weights], 1)  # noqa: B023
+            times.append(all_of_them / len(weights))
+        shown = " | ".join(f"{1e6 * each:.1f}" for each in times)
+        print(f"| {name} | {shown} | {size / times[1] / copy:.0%} |", flush=True)
 
 
 def large_drafter() -> Drafter:
@@ -157,6 +228,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--tiles", action="store_true", help="attention with other tiles as well")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
@@ -165,7 +237,11 @@ def main() -> None:
         assert drafter is not None
         sys.exit(not injection(drafter, device, options.repeats))
     same = injection(large_drafter().to(device, torch.bfloat16).eval(), device, options.repeats)
-    sys.exit(not (attention(device, options.repeats) and same))
+    same &= attention(device)
+    products(device)
+    if options.tiles:
+        tiles(device)
+    sys.exit(not same)
 
 
 if __name__ == "__main__":

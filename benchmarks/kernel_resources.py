@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from volley.files import write_atomically
-from volley.memory.kernels import attention, float8, inject, noise, rows
+from volley.memory.kernels import attention, float8, inject, noise, rows, write
 
 SHARED = {80: 163, 86: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have, by architecture."""
@@ -76,9 +76,8 @@ def attention_case(dtype: torch.dtype, dim: int, *, parted: bool, windowed: bool
     sizes = {"PAGE_SIZE": 16, "GROUPS": groups, "DIM": dim, "BLOCK_DIM": block_dim, "PART": attention.PART}
     constants = {**sizes, "ROWS": shape.rows, "KEYS": shape.keys, **flags}
     name = f"attention {str(dtype)[6:]} d{dim}{' parted' * parted}{' windowed' * windowed} groups {groups}"
-    return Case(
-        name, attention._attention_kernel, types, constants, {"num_warps": shape.warps, "enable_fp_fusion": False}
-    )
+    options = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False}
+    return Case(name, attention._attention_kernel, types, constants, options)
 
 
 def join_case(dtype: torch.dtype, dim: int) -> Case:
@@ -93,6 +92,14 @@ def inject_case(dtype: torch.dtype, dim: int) -> Case:
     types = {**pointers, "eps": "fp32", "slots": "*i64", "layer_stride": "i64"}
     constants = {"LAYERS": 5, "HEADS": 8, "HALF": dim // 2, "BLOCK_HEADS": 8, "BLOCK_HALF": dim // 2}
     return Case(f"inject {str(dtype)[6:]} d{dim}", inject._inject_kernel, types, constants, {})
+
+
+def write_case(dtype: torch.dtype, size: int) -> Case:
+    types = dict.fromkeys(("keys", "values", "key_pool", "value_pool"), _TYPES[dtype]) | {"slots": "*i64"}
+    types |= dict.fromkeys(("key_stride", "value_stride"), "i32")
+    return Case(
+        f"write {str(dtype)[6:]} {size}", write._write_kernel, types, {"SIZE": size, "BLOCK": size}, {"num_warps": 4}
+    )
 
 
 def row_cases(dtype: torch.dtype, dim: int, size: int) -> Iterator[Case]:
@@ -131,6 +138,7 @@ def cases() -> Iterator[Case]:
         yield attention_case(full, dim, parted=False)
     yield join_case(half, 128)
     yield inject_case(half, 128)
+    yield write_case(half, 1024)
     yield from row_cases(half, 128, 4096)
     yield noise_case()
     yield float8_case(4096)

@@ -3,6 +3,7 @@
 Weights are random in Qwen3-8B's shape, or the bundled pair's. A part that checks something says so with ``passed``.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -10,20 +11,26 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+SEARCHED = ":".join(part for part in (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")) if part)
+"""Folders in which processes look for modules."""
 SECONDS = 9 * 60
 """Of a part at most."""
 COMMAND_SECONDS = 500
 """Of a command within a part: what it has said by then is kept."""
 LOAD_SECONDS = 400
 """After which a part starts no further level of load."""
+LEVELS = (1, 2, 4, 8, 16, 32, 64)
 BLOCK = 16
 WANTED = 0.85
 """Of the bandwidth of a copy, in plain decoding."""
@@ -34,12 +41,13 @@ SYNCHRONISED = "synchronizing CUDA operation"
 class Bench:
     """The device and the sizes of a run; models are made once a process."""
 
-    def __init__(self, dry: bool) -> None:
+    def __init__(self, dry: bool, levels: Sequence[int] = LEVELS) -> None:
+        """``levels``: numbers of requests at once."""
         import torch
 
         self.torch, self.dry = torch, dry
         self.device = torch.device("cpu" if dry else "cuda")
-        self.levels = (1, 2) if dry else (1, 2, 4, 8, 16, 32, 64)
+        self.levels = (1, 2) if dry else tuple(levels)
         self.layers = 8 if dry else 36
         self.shape = {
             "hidden_size": 64 if dry else 4096,
@@ -115,7 +123,7 @@ class Bench:
 
 def run_command(*command: str) -> tuple[bool, str]:
     """Whether a command of the checkout ended well, and the end of what it said; also if it was stopped for the time."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONPATH": SEARCHED, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, *command], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -134,7 +142,8 @@ def tests(bench: Bench) -> dict[str, Any]:
         return {"passed": True, "tail": "not run"}
     if missing := [name for name in ("pytest", "hypothesis") if find_spec(name) is None]:
         return {"passed": False, "tail": f"{' and '.join(missing)} missing here; install it, or bring its wheels"}
-    passed, tail = run_command("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/memory/kernels")
+    ahead_of_time = "--ignore=tests/memory/kernels/test_resources.py"  # it needs no GPU, and minutes
+    passed, tail = run_command("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/memory/kernels", ahead_of_time)
     return {"passed": passed, "tail": tail}
 
 
@@ -150,7 +159,7 @@ def kernels(bench: Bench) -> dict[str, Any]:
     """Kernels against the copy: ``benchmarks/gpu_kernels.py``."""
     if bench.dry:
         return {"passed": True, "table": "not run"}
-    passed, table = run_command("benchmarks/gpu_kernels.py", "--device", "cuda")
+    passed, table = run_command("benchmarks/gpu_kernels.py", "--device", "cuda", "--tiles")
     return {"passed": passed, "table": table}
 
 
@@ -271,6 +280,41 @@ def ahead(bench: Bench) -> dict[str, Any]:
     return {"passed": same, "table": table}
 
 
+def profile(bench: Bench) -> dict[str, Any]:
+    """Microseconds of a step, of what the device is busy in it, and of its largest kernels: plain, and chains of 16."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recorded
+
+    from volley import Engine, SamplingParams
+
+    target, drafter = bench.pair()
+    engine = Engine(target, drafter, policy="fixed:1", num_pages=256 * max(bench.levels))
+    params, steps, table = SamplingParams(max_tokens=4000, ignore_eos=True), 2 if bench.dry else 60, []
+    kind = ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA
+    for level, size in product((1, max(bench.levels)), (1, BLOCK)):
+        engine.policy = f"fixed:{size}"
+        engine.reset_prefix_cache()
+        requests = [engine.add_request([10 + i % 50] * 32, params) for i in range(level)]
+        while any(request.num_output < 2 * BLOCK for request in requests):
+            engine.step()
+        taken = bench.seconds(lambda: [engine.step() for _ in range(steps)], 1) / steps
+        with recorded(activities=[kind]) as seen:
+            for _ in range(steps):
+                engine.step()
+            bench.wait()
+        for request in requests:
+            engine.abort(request)
+        of = {
+            own.key: (own.self_cpu_time_total if bench.dry else own.self_device_time_total)
+            for own in seen.key_averages()
+        }
+        largest = sorted(of.items(), key=lambda pair: -pair[1])[:10]
+        shown = ", ".join(f"{name[:40]} {time / steps:.0f}" for name, time in largest)
+        row = {"requests": level, "block": size, "step": 1e6 * taken, "busy": sum(of.values()) / steps}
+        table.append({**row, "largest": shown.replace("|", "/")})
+    return {"table": table}
+
+
 def engine(bench: Bench) -> dict[str, Any]:
     """Tokens of the bundled pair in fp32, on the CPU and on the device: the share of answers that are equal."""
     from volley import Engine, SamplingParams
@@ -299,6 +343,60 @@ def engine(bench: Bench) -> dict[str, Any]:
             equal = sum(one == other for one, other in zip(*answers, strict=True)) / level
             table.append({"kind": name, "requests": level, "equal": equal})
     return {"passed": all(row["equal"] == 1 for row in table), "table": table}
+
+
+def kinds(bench: Bench) -> dict[str, Any]:
+    """Tiny random models of many kinds in fp32: whether their tokens are the CPU's. The kinds are those of ``tests/gpu``."""
+    if missing := [name for name in ("pytest", "hypothesis", "jsonschema", "llguidance") if find_spec(name) is None]:
+        return {"passed": False, "table": f"{' and '.join(missing)} missing here; install it, or bring its wheels"}
+    from tests.gpu import test_engine, test_kinds
+
+    made: dict[str, Callable[[], Any]] = {name: make for name, (make, _) in test_kinds.KINDS.items()}
+    for case in test_engine.CASES:
+        _, params, options = case.values
+        if "drafter" not in options:
+            made[str(case.id)] = partial(test_kinds.plain, params, options)
+    table = []
+    for name, make in list(made.items())[: 2 if bench.dry else None]:
+        try:
+            kind = make()
+            here, there = (
+                [own.token_ids for own in own_engine.generate(kind.prompts(), kind.params)]
+                for own_engine in (
+                    kind.run(deepcopy(kind.hf), deepcopy(kind.drafter)),
+                    kind.run(deepcopy(kind.hf).to(bench.device), kind.drafter and kind.drafter.to(bench.device)),
+                )
+            )
+            said = "equal" if here == there else f"{here} here, {there} there"
+        except Exception as error:  # the other kinds are still to be tried
+            said = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+        table.append({"kind": name, "tokens": said})
+    return {"passed": all(row["tokens"] == "equal" for row in table), "table": table}
+
+
+def tune(bench: Bench) -> dict[str, Any]:
+    """Two minutes of ``volley tune`` on the bundled target: whether every stage runs, and how it ended."""
+    if bench.dry:
+        return {"passed": True, "table": "not run"}
+    with TemporaryDirectory() as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        each = product(("cat", "river", "clock", "letter", "garden"), ("lost", "old", "blue", "quiet"), range(2, 22))
+        lines = [{"prompt": f"Write {count} sentences about the {how} {what}."} for what, how, count in each]
+        prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        out = Path(folder) / "tuned"
+        command = ["tune", "--target", str(ROOT / "src/volley/reference/target"), "--prompts", str(prompts)]
+        command += ["--out", str(out), "--max-minutes", "2", "--device", "cuda", "--max-tokens", "96", "--seed", "0"]
+        passed, tail = run_command("-m", "volley.cli", *command)
+        return {"passed": passed, "table": tail}
+
+
+def demo(bench: Bench) -> dict[str, Any]:
+    """The first thing that a new user runs."""
+    if bench.dry:
+        return {"passed": True, "table": "not run"}
+    passed, tail = run_command("-m", "volley.cli", "demo")
+    return {"passed": passed, "table": tail}
 
 
 def load(bench: Bench) -> dict[str, Any]:
@@ -386,5 +484,22 @@ def waits_of(warn: Callable[[bool], None], run: Callable[[], object]) -> Counter
 
 
 PARTS = {
-    part.__name__: part for part in (tests, copy, kernels, rows, engine, passes, graphs, ahead, load, load_large, waits)
+    part.__name__: part
+    for part in (
+        tests,
+        copy,
+        kernels,
+        rows,
+        engine,
+        kinds,
+        demo,
+        tune,
+        passes,
+        graphs,
+        profile,
+        ahead,
+        load,
+        load_large,
+        waits,
+    )
 }

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.gpu.parts import PARTS, ROOT, SECONDS, Bench
+from scripts.gpu.parts import LEVELS, PARTS, SEARCHED, SECONDS, Bench
 from volley.files import write_atomically
 
 NOT_PASSED, TIMED_OUT = 3, 124
@@ -51,9 +51,9 @@ def has_passed(file: Path) -> bool:
     return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("passed", True)
 
 
-def run_part(name: str, out: Path, *, dry: bool) -> bool:
+def run_part(name: str, out: Path, levels: list[int], *, dry: bool) -> bool:
     """One part, in this process; whether it passed."""
-    bench = Bench(dry)
+    bench = Bench(dry, levels)
     started = time.time()
     found = PARTS[name](bench)
     facts = {"device": str(bench.device), "torch": bench.torch.__version__}
@@ -71,17 +71,19 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="folder of the results")
     parser.add_argument("--part", choices=PARTS, help="only this one, in this process")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny shapes")
+    parser.add_argument("--levels", type=int, nargs="+", default=LEVELS, help="numbers of requests at once")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.part:
-        passed = run_part(options.part, options.out, dry=options.dry_run)
+        passed = run_part(options.part, options.out, options.levels, dry=options.dry_run)
         return 0 if passed else NOT_PASSED
     failed = []
     for name in PARTS:
         if has_passed(options.out / f"{name}.json"):
             continue
         command = [sys.executable, __file__, str(options.out), "--part", name, *["--dry-run"] * options.dry_run]
-        env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        command += ["--levels", *map(str, options.levels)]
+        env = {**os.environ, "PYTHONPATH": SEARCHED}
         try:
             status = subprocess.run(command, env=env, timeout=SECONDS, check=False).returncode
         except subprocess.TimeoutExpired:

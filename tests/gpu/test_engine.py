@@ -46,6 +46,23 @@ RULED = SamplingParams(
 )
 
 
+CASES = [
+    pytest.param(1, GREEDY, {}, id="one request"),
+    pytest.param(2, GREEDY, {}, id="several requests"),
+    pytest.param(2, GREEDY, {"drafter": None}, id="no drafter"),
+    pytest.param(2, GREEDY, {"tree_nodes": 8}, id="trees"),
+    pytest.param(2, SEEDED, {}, id="seeded"),
+    pytest.param(2, SEEDED, {"tree_nodes": 8}, id="seeded trees"),
+    pytest.param(2, RULED, {}, id="penalties and log-probabilities"),
+    pytest.param(2, GREEDY, {"draft_window": 8}, id="draft windows"),
+    pytest.param(2, GREEDY, {"denoising_steps": 2}, id="denoising"),
+    pytest.param(2, GREEDY, {"kv_dtype": "int8", "draft_kv_dtype": "int8"}, id="int8 pools"),
+    pytest.param(2, GREEDY, {"kv_dtype": "int4", "draft_kv_dtype": "int4"}, id="int4 pools"),
+    pytest.param(3, GREEDY, {"num_pages": 12, "page_size": 4}, id="preemption"),
+]
+"""Requests, what they ask, and options of the engine."""
+
+
 class Both(NamedTuple):
     """The same weights here and on the pretended device."""
 
@@ -71,23 +88,7 @@ def answers(target: Target, drafter: Drafter | None, count: int, params: Samplin
     return [result.token_ids for result in engine.generate(random_prompts(count, longest=20, seed=1), params)]
 
 
-@pytest.mark.parametrize(
-    ("count", "params", "options"),
-    [
-        pytest.param(1, GREEDY, {}, id="one request"),
-        pytest.param(2, GREEDY, {}, id="several requests"),
-        pytest.param(2, GREEDY, {"drafter": None}, id="no drafter"),
-        pytest.param(2, GREEDY, {"tree_nodes": 8}, id="trees"),
-        pytest.param(2, SEEDED, {}, id="seeded"),
-        pytest.param(2, SEEDED, {"tree_nodes": 8}, id="seeded trees"),
-        pytest.param(2, RULED, {}, id="penalties and log-probabilities"),
-        pytest.param(2, GREEDY, {"draft_window": 8}, id="draft windows"),
-        pytest.param(2, GREEDY, {"denoising_steps": 2}, id="denoising"),
-        pytest.param(2, GREEDY, {"kv_dtype": "int8", "draft_kv_dtype": "int8"}, id="int8 pools"),
-        pytest.param(2, GREEDY, {"kv_dtype": "int4", "draft_kv_dtype": "int4"}, id="int4 pools"),
-        pytest.param(3, GREEDY, {"num_pages": 12, "page_size": 4}, id="preemption"),
-    ],
-)
+@pytest.mark.parametrize(("count", "params", "options"), CASES)
 def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, options: dict[str, Any]) -> None:
     options = dict(options)
     here, there = (options.pop("drafter", drafter) for drafter in (both.here.drafter, both.drafter))

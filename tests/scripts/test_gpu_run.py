@@ -58,6 +58,8 @@ def test_every_part_runs_dry_and_has_its_table(
     assert {(row["kind"], row["requests"]) for row in found["engine"]["table"]} >= {("goodput", 2), ("greedy trees", 1)}
     assert all(row["equal"] == 1 for row in found["engine"]["table"])
     assert [row["most_waits"] for row in found["waits"]["table"]] == [0] * 6
+    assert all(row["step"] > 0 and row["busy"] > 0 for row in found["profile"]["table"])
+    assert {row["tokens"] for row in found["kinds"]["table"]} == {"equal"}
     text = (tmp_path / "tables.md").read_text()
     assert "not run\n\n##" not in text.replace("- tail: not run", "")
     assert "| requests | T_plain | T_verify | T_draft | ratio | T_draft_fp8 | ratio_fp8 |\n" in text

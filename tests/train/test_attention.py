@@ -1,4 +1,4 @@
-"""One rule, three implementations; and nothing leaks between blocks, documents or from behind the anchor."""
+"""One rule, four implementations; and nothing leaks between blocks, documents or from behind the anchor."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from volley.train import attention
-from volley.train.attention import ATTENTION, Layout, attend_dense, attend_grouped
+from volley.train.attention import ATTENTION, Layout, attend_dense, attend_grouped, attend_sdpa
 
 D, S, A, B, HEADS, KV_HEADS, DIM = 3, 13, 4, 3, 4, 2, 8
 
@@ -14,6 +14,7 @@ D, S, A, B, HEADS, KV_HEADS, DIM = 3, 13, 4, 3, 4, 2, 8
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "TILE_SCORES", 2 * B * (S + B))
+    monkeypatch.setattr(attention, "MASK_CELLS", 2 * A * B * (S + A * B))
 
 
 def make_layout(window: int | None = None) -> Layout:
@@ -45,16 +46,17 @@ def test_dense_mask_is_the_rule_spelled_out(window: int | None) -> None:
         assert set(mask[row].nonzero().flatten().tolist()) == seen
 
 
+@pytest.mark.parametrize("fast", ["grouped", "sdpa"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_grouped_equals_dense_in_output_and_gradients(window: int | None) -> None:
+def test_fast_ones_equal_dense_in_output_and_gradients(window: int | None, fast: str) -> None:
     layout, inputs = make_layout(window), make_inputs()
     found = []
-    for name in ("dense", "grouped"):
+    for name in ("dense", fast):
         mixed = outputs(name, layout, inputs)
         weight = torch.linspace(-1, 1, mixed.numel()).view_as(mixed)
         found.append([mixed, *torch.autograd.grad((mixed * weight).sum(), inputs)])
-    for reference, fast in zip(*found, strict=True):
-        torch.testing.assert_close(fast, reference)
+    for reference, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, reference)
 
 
 def test_grouped_in_bf16_stays_close() -> None:
@@ -75,7 +77,7 @@ def test_flex_attentions_mask_function_is_the_same_rule(window: int | None) -> N
     assert torch.equal(made[0, 0], layout.dense_mask())
 
 
-@pytest.mark.parametrize("attend", [attend_dense, attend_grouped])
+@pytest.mark.parametrize("attend", [attend_dense, attend_grouped, attend_sdpa])
 def test_nothing_leaks(attend: Callable[..., attention.Attend]) -> None:
     """Each input, changed by itself, changes exactly the blocks that may see it."""
     layout = make_layout()

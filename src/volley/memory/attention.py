@@ -181,7 +181,7 @@ def _attend_group(group: _Group, store: KVStore, layer: int, queries: Tensor, op
             q, mask = q.reshape(group.count, k.shape[1], -1, dim), _repeated_mask(group, sharing)
         mixed = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
-        ).view(group.count, heads, -1, v.shape[-1])
+        ).reshape(group.count, heads, -1, v.shape[-1])  # a view where SDPA's layout allows it
     else:
         mixed = _explicit_attention(q, k, v, group.mask, options)
     return mixed.transpose(1, 2).reshape(-1, heads, v.shape[-1])

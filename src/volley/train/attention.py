@@ -1,7 +1,8 @@
 """Attention of training blocks: a block sees its document's features before its anchor, and its own tokens.
 
-Three implementations of the one rule in ``Layout.allowed``: ``dense`` (an explicit mask over all keys: slow, the reference),
-``grouped`` (document by document, for CPUs) and ``flex`` (FlexAttention's sparse kernel, for GPUs).
+Four implementations of the one rule in ``Layout.allowed``: ``dense`` (an explicit mask over all keys: slow, the reference),
+``grouped`` (document by document, for CPUs), ``sdpa`` (PyTorch's attention with a mask for each document, for GPUs) and ``flex``
+(FlexAttention's sparse kernel, which is compiled first: for long trainings with many blocks of long documents).
 """
 
 import math
@@ -11,10 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from volley.models.drafters.drafter import Attend
 
 TILE_SCORES = 65_536  # scores per head of one tile; a tile and its copies should fit a core's second-level cache
+
+MASK_CELLS = 2**27
+"""Of a mask that is made at once; each is a byte, and PyTorch makes a number of it."""
 
 Context = list[tuple[Tensor, Tensor]]
 """K and V ``[D · S, kv_heads, d]`` of every draft layer (``Drafter.context_kv``)."""
@@ -184,6 +189,34 @@ def _tile_probs(queries: Tensor, keys: Tensor, own_keys: Tensor, hidden: Tensor,
     return torch.cat([to_context, rows @ own_keys[document, :, run].mT], -1).softmax(-1)
 
 
+def attend_sdpa(layout: Layout, context: Context) -> Attend:
+    """A document's blocks attend to its context and to all of its blocks, some documents at a time; the mask hides the others."""
+    documents, blocks = layout.documents, layout.blocks
+    rows = blocks * layout.block_size
+    seen = (~layout.context_mask()).repeat_interleave(layout.block_size, dim=1)
+    block = torch.arange(rows, device=seen.device) // layout.block_size
+    own = (block[:, None] == block).expand(documents, -1, -1)
+    together = max(1, MASK_CELLS // (rows * (layout.length + rows)))
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        heads, dim = queries.shape[1:]
+        group = heads // keys.shape[1]
+        q = queries.view(documents, rows, heads, dim).transpose(1, 2)
+        k, v = (
+            torch.cat([x.view(documents, -1, *x.shape[1:]) for x in pair], dim=1)
+            .repeat_interleave(group, 2)
+            .transpose(1, 2)
+            for pair in zip(context[layer], (keys, values), strict=True)
+        )
+        mixed = [
+            scaled_dot_product_attention(q[some], k[some], v[some], torch.cat([seen[some], own[some]], dim=2)[:, None])
+            for some in (slice(first, first + together) for first in range(0, documents, together))
+        ]
+        return torch.cat(mixed).transpose(1, 2).reshape(-1, heads, dim)
+
+    return attend
+
+
 def attend_flex(layout: Layout, context: Context) -> Attend:
     """FlexAttention over the flat layout; whole tiles that the rule hides are never computed."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -223,5 +256,6 @@ def _flex_kernel() -> Callable[..., Any]:
 ATTENTION: dict[str, Callable[[Layout, Context], Attend]] = {
     "dense": attend_dense,
     "grouped": attend_grouped,
+    "sdpa": attend_sdpa,
     "flex": attend_flex,
 }

@@ -124,4 +124,4 @@ def _vocabulary(config: TrainConfig, target: FrozenTarget, documents: Sequence[D
 def _choose_attention(config: TrainConfig, device: torch.device) -> str:
     if config.attention != "auto":
         return config.attention
-    return "flex" if device.type == "cuda" else "grouped"
+    return "sdpa" if device.type == "cuda" else "grouped"

@@ -49,7 +49,7 @@ CHOICES = {
     "head": ("none", "residual", "markov"),
     "loss_decay": ("decay", "uniform", "pace"),
     "features": ("auto", "online", "memory", "cache"),
-    "attention": ("auto", "grouped", "dense", "flex"),
+    "attention": ("auto", "grouped", "dense", "sdpa", "flex"),
     "dtype": ("bfloat16", "float32"),
     "optimizer": ("adamw", "muon"),
 }
@@ -176,8 +176,8 @@ class TrainConfig:
     dtype: str = "bfloat16"
     """Compute type; master weights are always fp32."""
     attention: str = "auto"
-    """``grouped`` (one dense product per document), ``flex`` (FlexAttention) or ``dense`` (the slow reference);
-    ``auto`` is ``flex`` on a GPU and ``grouped`` elsewhere."""
+    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask), ``flex`` (FlexAttention, which compiles
+    for minutes first) or ``dense`` (the slow reference); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
     compile: bool = False
     """Compile the drafter with torch.compile."""
     fsdp: bool = False

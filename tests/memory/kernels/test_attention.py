@@ -64,6 +64,7 @@ def check(
     found = kernel.ragged_attention(batch, stores[1], 1, queries, keys, values, options, parted)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(stores[0].keys[1], stores[1].keys[1])
+    assert torch.equal(stores[0].values[1], stores[1].values[1])
 
 
 SEGMENTS = st.lists(

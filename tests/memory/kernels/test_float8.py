@@ -68,12 +68,16 @@ def test_a_row_is_the_same_to_the_bit_beside_any_others() -> None:
     assert not rows_differ_by_count()
 
 
-def test_tiles_that_depend_on_the_number_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_depend_on_the_number_of_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of other sizes would not do: a GPU adds up the same numbers in the same order."""
     multiply = kernel.multiply
 
-    def planted(x: Tensor, *weight: Tensor) -> Tensor:
-        monkeypatch.setattr(kernel, "INPUTS", 256 if len(x) > 16 else 64)
-        return multiply(x, *weight)
+    def planted(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        if len(x) <= 16:
+            return multiply(x, codes, scales)
+        parts = zip(x.tensor_split(2, dim=1), codes.tensor_split(2, dim=1), strict=True)
+        first, second = (multiply(own, part.contiguous(), scales) for own, part in parts)
+        return first + second
 
     monkeypatch.setattr(kernel, "multiply", planted)
     assert rows_differ_by_count()

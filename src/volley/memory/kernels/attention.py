@@ -17,6 +17,7 @@ from volley.memory import tiles
 from volley.memory.attention import AttentionOptions, paged_attention, write_slots
 from volley.memory.batch import RaggedBatch
 from volley.memory.kernels import launching
+from volley.memory.kernels.write import write
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.tiles import PART, TiledBatch, Tiling, tiled_batch
 
@@ -31,6 +32,8 @@ class TileShape(NamedTuple):
     """Tokens times the heads that share keys."""
     keys: int
     warps: int
+    stages: int = 3
+    """Of the loop over keys, whose loads run ahead."""
 
 
 def tile_shape(groups: int, dim: int, dtype: torch.dtype) -> TileShape:
@@ -39,10 +42,10 @@ def tile_shape(groups: int, dim: int, dtype: torch.dtype) -> TileShape:
     ``benchmarks/kernel_resources.py`` tells. Nothing else has a say, because tiles of another shape may round differently.
     """
     if dtype.itemsize > 2 or dim > 256:
-        rows, keys, warps = (16, 32, 4) if 64 < dim <= 128 else (16, 16, 8)
+        shape = TileShape(16, 32, 4) if 64 < dim <= 128 else TileShape(16, 16, 8)
     else:
-        rows, keys, warps = (64, 16, 8) if dim <= 128 else (32, 32, 8)
-    return TileShape(max(rows, 1 << (groups - 1).bit_length()), keys, warps)
+        shape = TileShape(16, 128, 4, 2) if dim <= 128 else TileShape(32, 32, 8)
+    return shape._replace(rows=max(shape.rows, 1 << (groups - 1).bit_length()))
 
 
 @triton.jit
@@ -235,7 +238,7 @@ def ragged_attention(
     windowed_groups = options.window is not None and any(segment.groups is not None for segment in batch.segments)
     if windowed_groups or not isinstance(store, DenseKVStore):
         return paged_attention(batch, store, layer, queries, keys, values, options)
-    store.write(layer, write_slots(batch), keys, values)
+    write(store, layer, write_slots(batch), keys, values)
     kv_heads = keys.shape[1]
     groups = queries.shape[1] // kv_heads
     rows = tile_shape(groups, queries.shape[2], queries.dtype).rows
@@ -288,6 +291,7 @@ def attend(
         SYMMETRIC=options.symmetric,
         CAPPED=options.softcap is not None,
         num_warps=shape.warps,
+        num_stages=shape.stages,
         **same,
     )
     if parted:
