@@ -97,13 +97,17 @@ def _certify_here(
     import torch
 
     from volley.certify.certificate import certify_pair
+    from volley.engine.capacity import beside_others
     from volley.engine.engine import Engine
+    from volley.memory.device import usable_device
 
     nothing = ConfigError("there is no drafter to certify; name one with --drafter")
     if str(drafter) == "none":
         raise nothing
     named: dict[str, Any] = {} if drafter is None else {"drafter": drafter}
-    engine = Engine.from_pretrained(target, **named, dtype=getattr(torch, dtype))
+    device = usable_device("auto")
+    sizes = beside_others(device)
+    engine = Engine.from_pretrained(target, **named, dtype=getattr(torch, dtype), device=device, capacity=sizes)
     if engine.drafter is None and engine.target.diffusion is None:
         raise nothing
     asked = [engine.encode([{"role": "user", "content": text}]) for text in texts]

@@ -4,11 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny import make_pair
 from volley import DecodingConfig, Engine
 from volley.config import CapacityConfig
-from volley.engine.capacity import Capacity, fit, fit_engine
+from volley.engine.capacity import Capacity, beside_others, fit, fit_engine
 from volley.engine.states import num_rings, ring_pages
 from volley.errors import ConfigError
 from volley.memory.device import Device
@@ -99,3 +100,13 @@ def test_an_engine_counts_both_models_and_the_ring_apart() -> None:
     assert ring_pages(pair.drafter.config.block_size, 8, 16) == 2
     engine = Engine(pair.target, pair.drafter, page_size=4)
     assert engine.snapshot().num_pages == engine.capacity.num_pages == 4 * shared.num_pages
+
+
+def test_an_engine_beside_others_leaves_most_of_a_gpu() -> None:
+    here, there = (beside_others(torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert here == CapacityConfig()
+    alone = sizes(CapacityConfig(), gpu(141, WEIGHTS)).num_pages
+    beside = fit(there, gpu(141, WEIGHTS), per_token=QWEN3_8B, per_ring=0, context_length=40960, pass_bytes=lambda _: 0)
+    assert 0 < beside.num_pages * 16 * QWEN3_8B <= 4 * GIB
+    assert beside.num_pages < alone / 20
+    assert beside.max_running == 32

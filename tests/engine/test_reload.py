@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.models.drafters.test_adapter import make_adapter
-from tests.tiny import greedy, make_pair, random_prompts
+from tests.tiny import greedy, make_pair, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.engine.reload import replace_drafter
 from volley.errors import ConfigError, MismatchError
@@ -53,6 +53,22 @@ def test_what_was_refused_changes_nothing(tmp_path: Path) -> None:
     while request.finish_reason is None:
         engine.step()
     engine.check_integrity()
+    assert request.result().token_ids == greedy(pair.hf, random_prompts(1)[0], 16)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_kv_of_one_shape_take_no_more_memory(window: int | None) -> None:
+    pair = make_pair()
+    engine = Engine(pair.target, pair.drafter, draft_window=window or 0)
+    target_store, draft_store = engine.runner.store, engine.draft_model.store
+    replace_drafter(engine, other_drafter(pair.drafter))
+    assert engine.runner.store is target_store
+    assert engine.draft_model.store is draft_store
+    replace_drafter(engine, random_drafter(num_hidden_layers=1))
+    assert engine.runner.store is target_store
+    assert engine.draft_model.store is not draft_store
+    (result,) = engine.generate(random_prompts(1), SamplingParams(max_tokens=8))
+    assert result.token_ids == greedy(pair.hf, random_prompts(1)[0], 8)
 
 
 def test_a_policy_object_stays_with_its_drafter() -> None:

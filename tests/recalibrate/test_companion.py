@@ -26,10 +26,12 @@ from tests.engine.test_reload import other_drafter
 from tests.serve.running import MODEL, Running, Tiny, running, wait_until
 from volley import Engine
 from volley.errors import ConfigError
+from volley.memory.device import Device
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.models.targets.sharded import ShardedTarget
+from volley.recalibrate import companion
 from volley.recalibrate.companion import Recalibrator
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import entries, read
@@ -392,6 +394,12 @@ def test_what_cannot_be_recalibrated_is_refused_with_the_remedy(learning: Learni
     with pytest.raises(ConfigError, match="there is no drafter to recalibrate"):
         learning.make(Service(plain, ServeConfig(), MODEL), plain)
     service = Service(engine, ServeConfig(), MODEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(companion, "find_device", lambda _: Device("cuda", 2**30))
+        with pytest.raises(
+            ConfigError, match=r"training needs some 2 GiB of the GPU .* say with --kv-mib"
+        ):
+            Recalibrator(service, engine, RecalibrateConfig(recalibrate=tmp_path / "x"), str(learning.tiny.target))
     divided = SimpleNamespace(drafter=engine.drafter, target=object.__new__(ShardedTarget))
     with pytest.raises(ConfigError, match="leave out --recalibrate or --tensor-parallel"):
         Recalibrator(service, cast(Engine, divided), RecalibrateConfig(recalibrate=tmp_path / "x"), "target")

@@ -57,3 +57,8 @@ def test_every_number_of_slots_is_revealed_in_a_share_of_the_blocks() -> None:
     places = reveals.sum(0)
     assert places.min() > 0.85 * places.max()
     assert draw_reveals(9, 2, 1.0, "").sum() <= 9
+
+
+def test_blocks_are_on_the_device_of_their_documents() -> None:
+    blocks = build_blocks(torch.zeros(2, 6, dtype=torch.long, device="meta"), [6, 4], [[1, 3], [2]], 4, 99)
+    assert {tensor.device.type for tensor in vars(blocks).values()} == {"meta"}

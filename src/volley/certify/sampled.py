@@ -18,8 +18,9 @@ from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution, penalised
 from volley.certify.statistics import LEAST_ANSWERS, Deviations, two_sample_p, two_sided
 from volley.certify.subject import Reply, Subject
-from volley.config import DecodingConfig
+from volley.config import CapacityConfig, DecodingConfig
 from volley.decode.work import Work
+from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
@@ -69,8 +70,9 @@ class Scoring(Speculative):
 
 def plain_engine(engine: Engine) -> Engine:
     """An engine of its own on the same target, which drafts nothing."""
-    pages = engine.snapshot().num_pages
-    plain = Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), num_pages=pages)
+    device, pages = engine.target.device, CapacityConfig(num_pages=engine.snapshot().num_pages)
+    sizes = pages if device.type == "cpu" else beside_others(device)
+    plain = Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), capacity=sizes)
     plain.procedures.default_mode = "autoregressive"
     return plain
 

@@ -80,7 +80,8 @@ def late_proposals(works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | N
 def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:
     """The draft tokens ``[Σ k]`` of ``works`` on ``device``, late ones and others."""
     known = [token for work in works if work.proposal.late is None for token in work.proposal.token_ids]
-    uploaded, start, parts = upload_indices(known, device), 0, list[Tensor]()
+    uploaded = upload_indices(known, device) if known else torch.empty(0, dtype=torch.int64, device=device)
+    start, parts = 0, list[Tensor]()
     for proposal in (work.proposal for work in works):
         if proposal.late is not None:
             parts.append(proposal.late.token_ids)

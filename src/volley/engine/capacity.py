@@ -19,6 +19,14 @@ _SHARE = 0.9  # of the GPU's memory that weights and a pass leave, which K/V tak
 _RINGS = 0.25  # of the same memory, which draft rings may take: the more requests, the less room each has for the target's K/V
 
 
+_BESIDE = CapacityConfig(kv_mib=4096, max_running=32)
+
+
+def beside_others(device: torch.device) -> CapacityConfig:
+    """Sizes of an engine that shares a GPU with other engines, or with a training: one alone takes all that is free."""
+    return _BESIDE if device.type == "cuda" else CapacityConfig()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capacity(CapacityConfig):
     """The same sizes, all of them decided."""

@@ -39,7 +39,7 @@ from volley.errors import CapacityError, ConfigError, InputError
 from volley.files import REFERENCE
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
-from volley.memory.kv_store import make_store
+from volley.memory.kv_store import KVStore, make_store
 from volley.models.drafters.adapter import Adapter
 from volley.models.drafters.draft_model import DraftModel, check_pair, load_drafter
 from volley.models.drafters.drafter import Drafter
@@ -96,6 +96,8 @@ class Engine:
         self.procedures = Procedures(target, self.procedure)
         self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
         """Where the drafter was loaded from, and how its weights are kept."""
+        self.draft_model: DraftModel | None = None
+        self._store = target.make_store(self.config.kv_dtype, self._num_slots(self.capacity.num_pages))
         self.use_drafter(drafter, proposer)
 
     def use_drafter(self, drafter: Drafter | None, proposer: Proposer | None = None) -> None:
@@ -118,27 +120,37 @@ class Engine:
 
     def _make_states(self) -> DraftModel | None:
         """Make pages and K/V for the target and the drafter, the scheduler and the runner; returns the drafter at work."""
-        config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
-        num_pages, size, spare = capacity.num_pages, capacity.page_size, capacity.page_size * capacity.cuda_graphs
+        config, capacity, target, drafter, store = self.config, self.capacity, self.target, self.drafter, self._store
+        num_pages, size = capacity.num_pages, capacity.page_size
         self.pool = PagePool(num_pages, size)
-        slots = num_pages * size
-        store = target.make_store(config.kv_dtype, slots + spare)
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
         model, others, window = None, list[SequenceState](), None
         if drafter is not None:
             window = drafter.config.window_for(config.draft_window)
             check_pair(drafter, target)
-            drafter.rotary.cover(min(target.context_length, slots) + drafter.config.block_size)
+            drafter.rotary.cover(min(target.context_length, num_pages * size) + drafter.config.block_size)
             if window is not None:
-                slots = ring_pages(drafter.config.block_size, window, size) * num_rings(capacity.max_running) * size
-            kv = make_store(config.draft_kv_dtype, drafter.kv_shapes, slots + spare, target.dtype, target.device)
+                num_pages = ring_pages(drafter.config.block_size, window, size) * num_rings(capacity.max_running)
+            kv = self._make_draft_store(drafter, self._num_slots(num_pages))
             model = make_draft_model(drafter, kv, target, window)
             others.append(DraftRing(model, window, size, capacity.max_running) if window else DraftContext(model))
         self.recurrent = make_recurrent(target, capacity)
         self.sequences = Sequences(pages, [*others, self.recurrent] if self.recurrent else others)
         self.scheduler = Scheduler(capacity, self.sequences)
-        self.runner = Runner(target, store, model, self.recurrent, spare)
+        self.runner = Runner(target, store, model, self.recurrent, size * capacity.cuda_graphs)
         return model
+
+    def _num_slots(self, num_pages: int) -> int:
+        """Of so many pages, and of one that no request has where passes run in fixed memory."""
+        return (num_pages + self.capacity.cuda_graphs) * self.capacity.page_size
+
+    def _make_draft_store(self, drafter: Drafter, num_slots: int) -> KVStore:
+        """For ``drafter``'s K/V: the one at hand if it is alike, as a GPU has no room for two."""
+        held = self.draft_model
+        if held is not None and (held.drafter.kv_shapes, held.store.num_slots) == (drafter.kv_shapes, num_slots):
+            return held.store
+        target = self.target
+        return make_store(self.config.draft_kv_dtype, drafter.kv_shapes, num_slots, target.dtype, target.device)
 
     @classmethod
     def from_pretrained(

@@ -11,7 +11,7 @@ def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str
     """Draft with ``drafter`` and its ``adapters``, by name, from the next step on. If one is refused, nothing changes.
 
     To be called between two steps. Requests go on with the tokens that they would have had. They are read again, as after a
-    preemption, for the new drafter's K/V. For a moment the K/V of both drafters are in memory.
+    preemption, for the new drafter's K/V. These take the old one's place in memory where both have one shape.
     """
     before = dict(vars(engine))
     scheduler, runner = engine.scheduler, engine.runner

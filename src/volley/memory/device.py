@@ -1,5 +1,6 @@
 """Facts about the device, and the memory that a pass takes there."""
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,8 +40,15 @@ def find_device(device: torch.device) -> Device:
     """The present facts about ``device``."""
     if device.type != "cuda":
         return Device(device.type)
-    torch.cuda.empty_cache()
+    give_back(device)
     return Device("cuda", torch.cuda.mem_get_info(device)[0])
+
+
+def give_back(device: torch.device) -> None:
+    """Return to a GPU what nobody refers to any more: engines and models refer to themselves."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def memory_bytes(device: torch.device) -> int:

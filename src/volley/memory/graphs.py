@@ -118,6 +118,7 @@ class StaticPasses:
         self._batch = batch
         self.num_runs = 0
         """Passes so far: the outputs of one are valid until the next."""
+        self._inputs: dict[Bucket, _Input] = {}
         self._replays: dict[Bucket, Callable[[], object]] = {}
         self._captured_bytes = 0
 
@@ -147,7 +148,9 @@ class StaticPasses:
         bucket = Bucket.of([segment.length for segment in segments], self._least)
         if bucket is None:
             return None
-        static = _Input.of(self._buffer, bucket, self.tilings)
+        static = self._inputs.get(bucket)
+        if static is None:
+            static = self._inputs[bucket] = _Input.of(self._buffer, bucket, self.tilings)
         self._batch = self._filled_up(segments, static)
         margin = 0 if moved is None else segments[0].length
         host, parts = self._described(bucket, static, token_ids, rows, late or {}, margin)

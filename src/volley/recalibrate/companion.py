@@ -20,8 +20,10 @@ from volley.engine.holdings import memory_of
 from volley.engine.reload import replace_drafter
 from volley.errors import ConfigError
 from volley.files import REFERENCE, write_atomically
+from volley.memory.device import find_device
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
+from volley.models.layers.accelerate import weight_bytes
 from volley.models.layers.fingerprint import drafter_fingerprint, target_fingerprint
 from volley.models.targets.sharded import ShardedTarget
 from volley.native import WantedDraftWeights
@@ -41,6 +43,8 @@ MOST_WAITING = 1000
 """Answers that wait for the disk; further ones are not kept."""
 CLEANING_SECONDS = 3600.0
 """After so long without an answer the reservoir lets go of what is too old."""
+TRAINING_BYTES = 2**31
+"""Of a GPU for what a training keeps of its passes."""
 RESTART_SECONDS = (5.0, 600.0)
 """Before a training process that died is started again: at first, and at most."""
 
@@ -341,9 +345,21 @@ def _check(service: Service, engine: Engine, target: str) -> None:
         raise ConfigError(
             "adapters belong to one drafter, and --recalibrate replaces it; leave out --adapters or --recalibrate"
         )
+    _check_memory(engine, drafter)
     if Path(target).suffix == ".gguf":
         raise ConfigError(f"{target} cannot be trained for; give --target the folder that it was converted from")
     check_drafter(drafter)
+
+
+def _check_memory(engine: Engine, drafter: Drafter) -> None:
+    """Refuse a GPU that has no room for the training beside the server: its own target, and weights, means and gradients."""
+    free = find_device(engine.target.device).free_bytes
+    needed = weight_bytes(engine.target.model) + 16 * sum(w.numel() for w in drafter.parameters()) + TRAINING_BYTES
+    if free is not None and free < needed:
+        raise ConfigError(
+            f"training needs some {needed / 2**30:.0f} GiB of the GPU beside the server, which leaves {free / 2**30:.0f}; "
+            "say with --kv-mib how much the server's K/V may take, or leave --recalibrate out"
+        )
 
 
 def check_drafter(drafter: Drafter) -> None:

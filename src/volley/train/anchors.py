@@ -65,11 +65,12 @@ def build_blocks(
     ``reveals`` says for each document which slots of its blocks hold their true token; ``None``: no slot does.
     """
     width = max(len(row) for row in anchors)
-    table = torch.tensor([[*row, *([-1] * (width - len(row)))] for row in anchors])
+    device = token_ids.device
+    table = torch.tensor([[*row, *([-1] * (width - len(row)))] for row in anchors], device=device)
     real = table >= 0
     table = table.clamp(min=0)
-    positions = table[..., None] + torch.arange(block_size)
-    inside = (positions < torch.tensor(lengths)[:, None, None]) & real[..., None]
+    positions = table[..., None] + torch.arange(block_size, device=device)
+    inside = (positions < torch.tensor(lengths, device=device)[:, None, None]) & real[..., None]
     tokens = token_ids.gather(1, positions.clamp(max=token_ids.shape[1] - 1).flatten(1)).view(positions.shape)
     inputs = torch.full_like(tokens, mask_token_id)
     inputs[..., 0] = tokens[..., 0]

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
+from volley.memory.device import give_back
 from volley.models.drafters.drafter import Drafter
 from volley.train.data import TrainingData
 from volley.train.documents import split_batches
@@ -111,10 +113,14 @@ def evaluate_tau(
     """
     copy = Drafter(drafter.config)
     copy.load_state_dict(drafter.state_dict())
-    engine = Engine.from_pretrained(target, drafter=copy, dtype=dtype, device=device, policy="fixed")
+    place = torch.device(device)
+    sizes = beside_others(place)
+    engine = Engine.from_pretrained(target, drafter=copy, dtype=dtype, device=place, capacity=sizes, policy="fixed")
     accepted: list[int] = []
     for result in engine.generate(list(prompts), SamplingParams(max_tokens=max_tokens)):
         accepted += result.stats.accepted_lengths
+    del engine, copy
+    give_back(place)
     at_least = [sum(length > slot for length in accepted) for slot in range(1, drafter.config.block_size)]
     return {
         "tau": sum(accepted) / max(1, len(accepted)),

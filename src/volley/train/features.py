@@ -59,6 +59,8 @@ class FrozenTarget:
             layers = decoder_layers(model)
             for index in range(len(layers)):  # the number of layers is still read
                 layers[index] = nn.Module()
+        if device.type == "cuda":  # cuDNN would plan attention anew for each shape, and nearly every batch has its own
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         accelerate(self.model)  # as the engine does: features in training are rounded like those in decoding
         self.text_config: Any = model.config.get_text_config()

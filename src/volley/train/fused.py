@@ -25,7 +25,8 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, scale)
         ctx.eps = eps
         ctx.weight_dtype = weight.dtype
-        return rms_norm(x, scale.shape, scale, eps)
+        with torch.autocast(x.device.type, enabled=False):  # which would widen it on a GPU
+            return rms_norm(x, scale.shape, scale, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from volley.files import make_folder
+from volley.memory.device import synchronise
 from volley.prompts import read_jsonl
 from volley.train.cache import FeatureCache
 from volley.train.data import TrainingData
@@ -176,6 +177,7 @@ class Trainer:
             group["lr"] = self.config.learning_rate * scale
         self.optimizer.step()
         self.optimizer.zero_grad()
+        synchronise(self.ranks.device)
         self.update_seconds += time.monotonic() - started
 
     def _passes(self, indices: list[int], anchors: dict[int, list[int]]) -> Iterator[tuple[list[int], bool]]:

@@ -124,7 +124,7 @@ class TrainConfig:
     tokens_per_batch: int = 8192
     """Context tokens, padding included, that one step may hold."""
     rows_per_pass: int | None = None
-    """Block rows (blocks × block size) computed at a time within a step; by default 4096 on a CPU, all on a GPU."""
+    """Block rows (blocks × block size) computed at a time within a step; by default 4096 on a CPU, 16,384 on a GPU."""
     anchors_per_sequence: int = 64
     """Blocks drawn from each response in each epoch, at most."""
     anchors: str = "random"

@@ -1,6 +1,5 @@
 """One training step's arithmetic: documents and anchors in, loss and acceptance out (DFlash §4.2)."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from volley.train.options import TrainConfig
 from volley.train.vocabulary import LossTokens
 
 CPU_ROWS = 4096  # rows per pass on a CPU: larger tensors are mapped anew each time, which costs more than arithmetic
+GPU_ROWS = 16384  # on a GPU: of five layers as wide as an 8B model's, a pass keeps some 14 GiB for its gradients
 
 
 class BlockForward(nn.Module):
@@ -42,13 +42,19 @@ class BlockForward(nn.Module):
         A sequential head corrects them (``heads.py``), given the embeddings ``before [D·A·B, H]`` of the true tokens before.
         A block sees at most ``window`` tokens of its context.
         """
-        config = self.drafter.config
         documents, length = taps.shape[:2]
         context_positions = torch.arange(length, device=taps.device).repeat(documents)
         context = self.drafter.context_kv(taps.flatten(0, 1), context_positions)
-        narrowest = min((size for size in (config.sliding_window, window) if size), default=None)
-        layout = Layout(anchors, length, len(positions) // anchors.numel(), narrowest)
-        hidden: Tensor = self.drafter(embeddings, positions, ATTENTION[self.attention](layout, context))
+        windows, size = self.drafter.windows(window), len(positions) // anchors.numel()
+        attends = {
+            own: ATTENTION[self.attention](Layout(anchors, length, size, own), context)
+            for own in dict.fromkeys(windows)
+        }
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return attends[windows[layer]](layer, queries, keys, values)
+
+        hidden: Tensor = self.drafter(embeddings, positions, attend)
         if self.drafter.head is not None and before is not None:
             hidden = self.drafter.head(hidden, before)
         return hidden
@@ -88,7 +94,7 @@ class StepFunction:
         self.has_head = shape.head is not None
         self.paced = config.loss_decay == "pace"
         self.config = config
-        self.rows_per_pass = config.rows_per_pass or (CPU_ROWS if target.device.type == "cpu" else math.inf)
+        self.rows_per_pass = config.rows_per_pass or (CPU_ROWS if target.device.type == "cpu" else GPU_ROWS)
 
     def draw_anchors(self, document: Document, index: int, epoch: int) -> list[int]:
         """Anchors of the document with that index in the data: a function of seed, epoch and index alone."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from volley.bench.run import without_drafter
+from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
 from volley.types import GenerationResult, SamplingParams
 
@@ -19,7 +20,8 @@ def measure(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float
     chosen, plain = prompts[:PROMPTS], without_drafter(engine)
     assert engine.drafter is not None
     block = engine.drafter.config.block_size
-    chains = Engine(engine.target, engine.drafter, policy=f"fixed:{block}")
+    sizes = beside_others(engine.target.device)
+    chains = Engine(engine.target, engine.drafter, capacity=sizes, policy=f"fixed:{block}")
     rows = []
     for temperature in sorted(set(temperatures)):
         params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=0)

@@ -13,10 +13,11 @@ import torch
 
 from volley.certify.certificate import certify_pair
 from volley.certify.options import CertifyConfig
+from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
 from volley.errors import ConfigError, VolleyError, WriteError
 from volley.files import make_folder, read_json, write_atomically
-from volley.memory.device import usable_device
+from volley.memory.device import give_back, usable_device
 from volley.models.checkpoints.formats import Format
 from volley.models.drafters.export import export
 from volley.models.targets.target import Target
@@ -136,6 +137,7 @@ class Tuning:
             for refusal in run_collection(self.config, lambda: self.serving, file, report):
                 self.say(refusal)
             paths = (str(file),)
+            give_back(self.ranks.device)
         found = part(paths, self.out)
         self.say(
             f"{found['rows']} responses to learn from; {found['held_out_prompts']} of {found['prompts']} prompts are held out"
@@ -258,9 +260,10 @@ class Tuning:
         """Tokens of a step, so that the training has enough steps, and how many it has; a few of them are timed."""
         folder = self.out / "trials" / "timed"
         timed = replace(self.base, max_steps=TIMED_STEPS, out=str(folder))
-        trial = Trainer(timed, self.ranks, self.frozen, speaks=False)
-        trial.run()
-        shutil.rmtree(folder)
+        for _ in range(1 if self.ranks.device.type == "cpu" else 2):  # a GPU's first steps load and choose kernels
+            trial = Trainer(timed, self.ranks, self.frozen, speaks=False)
+            trial.run()
+            shutil.rmtree(folder)
         at, updates = trial.schedule.position, trial.update_seconds
         per_token, update = max(at.seconds - updates, 1e-9) / at.tokens, updates / at.step
         batch = batch_tokens(60 * self.training_minutes, per_token, update)
@@ -321,7 +324,9 @@ class Tuning:
         return found
 
     def _pair(self) -> Engine:
-        return Engine.from_pretrained(self.serving, drafter=self.out)
+        device = self.serving.device
+        give_back(device)
+        return Engine.from_pretrained(self.serving, drafter=self.out, device=device, capacity=beside_others(device))
 
     def certify(self) -> dict[str, Any]:
         self.say("greedy and sampled output against plain decoding, a few minutes")

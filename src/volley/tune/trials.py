@@ -14,6 +14,7 @@ import torch
 
 from volley import native
 from volley.engine.engine import Engine
+from volley.memory.device import give_back
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.tap_layers import spread_taps
@@ -81,6 +82,8 @@ class Trainings:
         values, steps = trainer.values, trainer.schedule.position.step
         drafter = trainer.learner.drafter()
         assert drafter is not None
+        del trainer
+        give_back(self.ranks.device)
         shutil.rmtree(folder, ignore_errors=True)
         seconds = self._cycle_seconds(drafter, before)
         return Trial(name, options, values["tau"], values["accuracy"], seconds, steps, values["loss"])

@@ -212,4 +212,4 @@ def with_vocabulary(checkpoint: Checkpoint, target: TargetEnds, counts: Sequence
 
 
 def _equal(own: Tensor, of_target: Tensor) -> bool:
-    return own.shape == of_target.shape and torch.equal(own, of_target.to(own.dtype))
+    return own.shape == of_target.shape and torch.equal(own, of_target.to(own.device, own.dtype))
