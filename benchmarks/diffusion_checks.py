@@ -12,7 +12,9 @@ noise of their own.
 
 import argparse
 import gc
+import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +24,43 @@ from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
 from tests.diffusion_gemma import random_model
-from tests.engine.test_diffusion import arrive_and_leave
-from tests.procedures.test_denoising import masked_model
+from tests.engine.test_diffusion import BLOCKS, CANVAS, mixed
+from tests.procedures.test_denoising import MASK, masked_model
 from tests.procedures.test_self_speculative import Independent, Unmatched, V, Whim, draws, exact, target
+from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams, Target
 from volley.models.targets.diffusion import FAST_DLLM, SDAR
 from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.procedures.request import Request
 from volley.procedures.self_speculative import SelfSpeculative
 
 AT_ONCE = 500
 REPORTED = 200
 """Turns between two reports of memory. In the first, caches of the allocator and of PyTorch fill up."""
+
+
+def arrive_and_leave(target: Target, turns: int, canvas: DiffusionParams = CANVAS) -> Iterator[int]:
+    """Requests of all three modes come, are aborted and preempted, and the books are recounted in each turn; how many came."""
+    chance, came = random.Random(0), 0
+    engine = Engine(target, num_pages=24, max_running=6, max_batch_tokens=40, **BLOCKS)
+    alive: list[Request] = []
+    for turn in range(turns):
+        if len(alive) < 8 and chance.random() < 0.5:
+            prompt = [chance.randrange(MASK) for _ in range(chance.choice([2, 8, 30]))]
+            own = replace(mixed(turn, canvas), max_tokens=chance.choice([3, 16, 21]))
+            alive.append(engine.add_request(prompt, own))
+            came += 1
+        if alive and chance.random() < 0.1:
+            engine.abort(chance.choice(alive))
+        if engine.scheduler.running and chance.random() < 0.1:
+            engine.scheduler.preempt(chance.choice(engine.scheduler.running))
+        engine.step()
+        engine.check_integrity()
+        alive = [request for request in alive if request.finish_reason is None]
+        yield came
+    finish(engine, alive)
+    assert not any(request.canvas for request in alive)
+    assert engine.pool.num_used == 0
 
 
 def check_leaks(turns: int, only: str | None) -> None:

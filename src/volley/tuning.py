@@ -72,6 +72,8 @@ def certify(
         raise ConfigError("a server has its models already; leave --target and --drafter out")
     if plain is not None and url is None:
         raise ConfigError("--plain is compared with a server; give that server's URL too")
+    if model is not None and url is None:
+        raise ConfigError("--model names a server's model; give the server's URL too, or --target for a pair here")
     make_folder(out)
     texts = (
         [c.messages[-1]["content"] for c in load_prompts(prompts)] if prompts is not None else list(_DEFAULT_PROMPTS)

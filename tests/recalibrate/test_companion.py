@@ -396,9 +396,7 @@ def test_what_cannot_be_recalibrated_is_refused_with_the_remedy(learning: Learni
     service = Service(engine, ServeConfig(), MODEL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(companion, "find_device", lambda _: Device("cuda", 2**30))
-        with pytest.raises(
-            ConfigError, match=r"training needs some 2 GiB of the GPU .* say with --kv-mib"
-        ):
+        with pytest.raises(ConfigError, match=r"training needs some 2 GiB of the GPU .* say with --kv-mib"):
             Recalibrator(service, engine, RecalibrateConfig(recalibrate=tmp_path / "x"), str(learning.tiny.target))
     divided = SimpleNamespace(drafter=engine.drafter, target=object.__new__(ShardedTarget))
     with pytest.raises(ConfigError, match="leave out --recalibrate or --tensor-parallel"):

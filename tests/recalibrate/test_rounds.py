@@ -18,6 +18,8 @@ from volley.recalibrate import rounds
 from volley.recalibrate.reservoir import Entry, erase
 from volley.recalibrate.rounds import Recalibration, choose_rows
 from volley.recalibrate.state import BASE, Standing
+from volley.train.features import target_ends
+from volley.train.vocabulary import Vocabulary
 
 
 def act(kept: Kept) -> None:
@@ -255,14 +257,23 @@ def test_an_erased_round_fails_and_the_next_one_begins_anew(kept: Kept) -> None:
     assert kept.events[-1]["event"] == "judged"
 
 
+@pytest.mark.parametrize("reduced", [False, True], ids=["all tokens", "some tokens"])
 @pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str) -> None:
-    """And the draft window that it was measured to need."""
+def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str, reduced: bool) -> None:
+    """The draft window that it was measured to need, and the tokens that it drafts."""
     base = Drafter.from_pretrained(kept.folder / BASE)
     base.config = replace(base.config, draft_window=16)
+    if reduced:
+        base = Vocabulary(100, torch.arange(260), target_ends(kept.target.model)).reduce(base)
     base.save_pretrained(kept.folder / BASE)
     kept.serve(40)
     assert kept.recalibration(recalibrate_updates=(kind,), recalibrate_steps=2).work()
     made = Drafter.from_pretrained(Path(kept.folder, "rounds/000001", kind))
     assert (made.config.target_fingerprint is None) == (kind == "adapter"), "what was trained names its target"
     assert replace(made.config, target_fingerprint=None) == base.config
+    if reduced:
+        assert made.lm_head is not None
+        assert base.lm_head is not None
+        assert torch.equal(made.lm_head.weight, base.lm_head.weight.float())
+        assert torch.equal(made.d2t, base.d2t)
+    assert kept.events[-1]["event"] == "judged"

@@ -84,6 +84,10 @@ class Doctor:
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
         """``temperature`` and ``block_size`` are those served with, where they are known; ``say`` is told what it does."""
+        if block_size is not None and block_size < 2:
+            raise ConfigError(f"block_size is {block_size}; it must be at least 2, the anchor and a token")
+        if temperature is not None and temperature < 0:
+            raise ConfigError(f"temperature is {temperature}; it must be 0 or more")
         self._say, self.rows = say, read_rows(data)[:DOCUMENTS]
         self.path, self.temperature, self.served_block = target, temperature, block_size
         self.folder, self.report = drafter, _beside(drafter, "training_report.json")

@@ -48,7 +48,7 @@ def make_request(
         request_id=request_id,
         token_ids=token_ids,
         params=params,
-        noise=PositionNoise(secrets.randbits(63) if params.seed is None else params.seed),
+        noise=PositionNoise(_seed(params)),
         max_length=max_length,
         stop_token_ids=own_stops | frozenset(params.stop_token_ids),
         detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens, before=token_ids),
@@ -57,6 +57,13 @@ def make_request(
         procedure=procedure,
         rules=rules,
     )
+
+
+def _seed(params: SamplingParams) -> int:
+    """That of the request; at temperature 0 always the same, as the canvas of DiffusionGemma begins with noise even there."""
+    if params.seed is not None:
+        return params.seed
+    return secrets.randbits(63) if params.temperature else 0
 
 
 def check_tokens(target: Target, token_ids: Iterable[int], field: str | None = None) -> None:

@@ -103,13 +103,16 @@ class Reservoir:
 
     def lock(self) -> None:
         """Be the only one that writes here, until :meth:`close` or the end of the process."""
-        lock = (self.folder / "lock").open("w")
+        try:
+            lock = (self.folder / "lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be written in ({error.strerror}); give another folder") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
             raise ConfigError(
-                f"another server recalibrates in {self.folder}; stop it, or give this one another folder"
+                f"another server recalibrates in {self.folder}; stop it, or give another folder"
             ) from None
         self._lock = lock
 

@@ -51,10 +51,10 @@ class TuneConfig:
     """Fixes the responses, the initial weights and the order of the data."""
 
     def __post_init__(self) -> None:
-        if bool(self.prompts) == bool(self.data):
-            raise ConfigError("give --prompts, which the target answers, or --data, its responses; one of the two")
         if self.endpoint is not None and not self.prompts:
             raise ConfigError("--endpoint answers prompts; name them with --prompts")
+        if bool(self.prompts) == bool(self.data):
+            raise ConfigError("give --prompts, which the target answers, or --data, its responses; one of the two")
         if self.thinking is not None and self.data:
             raise ConfigError(
                 "--thinking is for prompts that are answered here; the rows of --data say how theirs were"

@@ -33,7 +33,12 @@ class Family:
 FAMILIES = (
     Family("Qwen3", ("qwen3",)),
     Family("Qwen3 MoE", ("qwen3_moe",), layers=8, note="narrow experts: more draft layers"),
-    Family("Qwen3.5", ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_next"), layers=6, note="recurrent layers"),
+    Family(
+        "Qwen3.5",
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+        layers=6,
+        note="recurrent layers",
+    ),
     Family("Llama", ("llama",), block_size=10),
     Family("Mistral", ("mistral", "ministral", "ministral3")),
     Family("Gemma", ("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text")),

@@ -56,8 +56,10 @@ def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str
     """What the reader should know before anything else."""
     found = []
     if certificate["finding"]:
-        found.append(f"The pair is not lossless: {certificate['finding']}.")
-    if certificate["verdict"] == "lossless" and done["train"]["stopped_early"]:
+        found.append(f"The pair is {certificate['verdict']}: {certificate['finding']}.")
+    if certificate["verdict"] == "undecided":
+        found.append("Too little could be judged for a certificate; more prompts, or longer ones, would help.")
+    if done["train"]["stopped_early"]:
         found.append("Training stopped early, because the real τ on held-out prompts fell; the best drafter was kept.")
     if is_overfit(log):
         found.append(

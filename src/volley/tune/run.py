@@ -130,6 +130,7 @@ class Tuning:
 
             def report(line: str) -> None:
                 nonlocal last
+                self.progress.begin()
                 if time.monotonic() - last > 10:
                     last = time.monotonic()
                     self.say(line)
@@ -317,6 +318,9 @@ class Tuning:
         return {**outcome, "draft_window": window}
 
     def measure(self) -> dict[str, Any]:
+        self.say(
+            "held-out prompts by the pair, by chains of its blocks and by the target alone, in turn; a minute or two"
+        )
         engine = self._pair()
         found = measure(engine, self._held_out(), self.config.temperatures)
         for row in found["rows"]:
@@ -341,6 +345,7 @@ class Tuning:
         return held_out_prompts(self.out, self.serving.tokenizer, self.serving.context_length)
 
     def export(self) -> dict[str, Any]:
+        self.say("the drafter for other programs, some seconds")
         written: dict[str, str] = {}
         for form, file in EXPORTS.items():
             folder = self.out / "exports" / form

@@ -32,4 +32,12 @@ class Milestones:
 
     def __setitem__(self, step: str, outcome: Any) -> None:
         self.done[step] = outcome
+        self._write()
+
+    def begin(self) -> None:
+        """Note the options before the first step leaves anything, which a run with others must not go on with."""
+        if not self.path.exists():
+            self._write()
+
+    def _write(self) -> None:
         write_atomically(self.path, json.dumps({"options": self.options, "done": self.done}, indent=1) + "\n")

@@ -1,5 +1,7 @@
 """Export a drafter to another program, and what can be done to its checkpoint on the way. No weight changes."""
 
+import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from volley.models.checkpoints.formats import (
 )
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.heads import ResidualHead
+from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.models.targets.diffusion import load_target_config
 from volley.models.targets.loading import load_causal_lm, reading
 
@@ -85,8 +88,16 @@ def _copy_certificate(drafter: Path, out: Path, to: Format, *, is_same: bool) ->
     """What was certified of the drafter holds for the written one if it drafts the same."""
     certificates = [folder / "certificate.json" for folder in (drafter, drafter_folder(drafter))]
     certificate = next((path.read_bytes() for path in certificates if path.exists()), None)
-    if certificate is not None and is_same and to != "gguf":
-        write_atomically(out / "certificate.json", certificate)
+    if certificate is None or not is_same or to == "gguf":
+        return
+    certified = json.loads(certificate).get("subject", {}).get("drafter")
+    if certified not in (None, drafter_fingerprint(Drafter.from_pretrained(drafter))):
+        warnings.warn(
+            f"the certificate beside {drafter} is of other weights, so it does not come along; run volley certify again",
+            stacklevel=3,
+        )
+        return
+    write_atomically(out / "certificate.json", certificate)
 
 
 @dataclass(frozen=True)
