@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from tests.conftest import byte_tokenizer
 from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
@@ -47,7 +54,12 @@ SHAPE: dict[str, Any] = {
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
 EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
-CONFIGS = {"llama": LlamaConfig(**SHAPE), "gpt_oss": GptOssConfig(**SHAPE, **MIXED, **EXPERTS, num_local_experts=4)}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "gemma3_text": Gemma3TextConfig(**SHAPE, **MIXED, query_pre_attn_scalar=8),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=4, moe_intermediate_size=24),
+    "gpt_oss": GptOssConfig(**SHAPE, **MIXED, **EXPERTS, num_local_experts=4),
+}
 
 
 def make_target(folder: Path, config: PretrainedConfig) -> Path:
@@ -251,8 +263,9 @@ def test_prompts_are_answered_and_judged_with_or_without_thinking(tmp_path: Path
         assert held_out_prompts(config.out, tokenizer, 256) == prompts
 
 
-def test_a_target_with_experts_and_sliding_windows_runs_through(tmp_path: Path) -> None:
-    out = tune(options(tmp_path, make_target(tmp_path, CONFIGS["gpt_oss"])), lambda _: None)
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "qwen3_moe"])
+def test_a_target_with_experts_or_sliding_windows_runs_through(tmp_path: Path, family: str) -> None:
+    out = tune(options(tmp_path, make_target(tmp_path, CONFIGS[family])), lambda _: None)
     assert read_certificate(out / "certificate.json")["verdict"] == "lossless"
     assert (out / "report.html").exists()
 
