@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import TinyPair
 from volley.train.documents import Document
-from volley.train.features import FeatureMemory, Features, FrozenTarget, OnlineFeatures, RememberedFeatures
+from volley.train.features import KEPT, FeatureMemory, Features, FrozenTarget, OnlineFeatures, RememberedFeatures
 
 RNG = random.Random(0)
 DOCUMENTS = [Document(torch.tensor(RNG.choices(range(260), k=n), dtype=torch.int32), 1) for n in (2, 5, 9, 9, 14)]
@@ -40,10 +40,10 @@ def test_what_is_remembered_is_what_the_target_computes(target: FrozenTarget, as
         assert (found.final is not None) == with_final
         for row, document in enumerate(documents):
             length, expected = len(document), alone(target, layers, with_final, document)
-            assert torch.equal(found.taps[row, :length], expected.taps[0])
+            assert torch.equal(found.taps[row, :length], expected.taps[0].to(KEPT).float())
             assert not found.taps[row, length:].any()
             if found.final is not None and expected.final is not None:
-                assert torch.equal(found.final[row, :length], expected.final[0])
+                assert torch.equal(found.final[row, :length], expected.final[0].to(KEPT).float())
     assert target.remembered.size <= budget
 
 
@@ -60,8 +60,8 @@ def test_documents_that_are_read_together_are_read_as_each_alone(
     for row, document in enumerate(DOCUMENTS):
         expected = alone(target, [0, 2], True, document)
         assert expected.final is not None
-        torch.testing.assert_close(found.taps[row, : len(document)], expected.taps[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(found.final[row, : len(document)], expected.final[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.taps[row, : len(document)], expected.taps[0], atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(found.final[row, : len(document)], expected.final[0], atol=1e-2, rtol=1e-2)
 
 
 def test_each_document_passes_once(target: FrozenTarget, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_each_document_passes_once(target: FrozenTarget, monkeypatch: pytest.Mon
         RememberedFeatures(target, layers, with_final)(DOCUMENTS, range(len(DOCUMENTS)))
         assert len(passes) == expected
     hook.remove()
-    size = sum(map(len, DOCUMENTS)) * target.text_config.hidden_size * 4
+    size = sum(map(len, DOCUMENTS)) * target.text_config.hidden_size * KEPT.itemsize
     assert target.remembered.size == 4 * size  # three layers and the final states, each once
     target.remembered.clear()
     assert target.remembered.of(DOCUMENTS[0]) == {}

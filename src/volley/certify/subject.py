@@ -177,7 +177,9 @@ class ServerSubject:
             ) from None
         status = response.status_code
         kind = NotOffered if status in REFUSALS else self._failure if status >= 500 else EndpointError
-        raise kind(f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL (…/v1), model and key")
+        raise kind(
+            f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL (…/v1), model and key"
+        )
 
 
 class ServerFailure(EndpointError):

@@ -33,6 +33,8 @@ class Features:
 
 MEMORY = 0.25
 """Share of a machine's memory that remembered features may take."""
+KEPT = torch.bfloat16
+"""The type of remembered features: that of most targets when they serve, and half of fp32's bytes."""
 FINAL = -2
 """Stands for the final states among the numbers of layers, of which -1 is the embedding."""
 
@@ -188,9 +190,9 @@ class RememberedFeatures:
 
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
         """Features of ``documents``, whose places in the data are ``indices``."""
-        found = [self._states(document) for document in documents]
-        taps = [torch.cat([states[layer] for layer in self.layer_ids], dim=-1) for states in found]
-        final = [states[FINAL] for states in found] if self.with_final else []
+        found, dtype = [self._states(document) for document in documents], self.target.dtype
+        taps = [torch.cat([states[layer] for layer in self.layer_ids], dim=-1).to(dtype) for states in found]
+        final = [states[FINAL].to(dtype) for states in found] if self.with_final else []
         return Features(pad_sequence(taps, batch_first=True), pad_sequence(final, batch_first=True) if final else None)
 
     def read(self, documents: Sequence[Document]) -> None:
@@ -210,7 +212,8 @@ class RememberedFeatures:
         states = dict(zip(self.layer_ids, taps.chunk(len(self.layer_ids), dim=-1), strict=True))
         if made.final is not None:
             states[FINAL] = made.final[row, : len(document)]
-        self.target.remembered.add(document, {key: own.clone() for key, own in states.items() if key not in known})
+        states = {key: own.to(KEPT, copy=True) for key, own in states.items()}
+        self.target.remembered.add(document, {key: own for key, own in states.items() if key not in known})
         return states
 
 

@@ -24,7 +24,7 @@ from volley.models.targets.target import Target
 from volley.prompts import read_jsonl
 from volley.train.data import TrainingData
 from volley.train.documents import Document, plan_epoch
-from volley.train.features import FrozenTarget, RememberedFeatures
+from volley.train.features import KEPT, FrozenTarget, RememberedFeatures
 from volley.train.fused import keep_freed_memory
 from volley.train.loop import Trainer
 from volley.train.options import LONGEST, TrainConfig
@@ -54,6 +54,8 @@ TRIAL_SHARE, LATER_SHARE, LONG = 0.3, 0.05, 20.0
 """Of the first ``LONG`` minutes, and of those beyond; the rest is the training's."""
 READ_SHARE = 0.12
 """Of the minutes, at most, in which the target reads the responses; they are the training's, which need not read them again."""
+MOST_READ = 0.75
+"""Share of the responses from which on all count as read: the rest is read in each step that has them."""
 READ_WINDOW, READ_TOKENS = 64, 2048
 """Responses that are sorted by length, and tokens of a pass over some of them."""
 TYPICAL_TRIALS = 12
@@ -231,13 +233,13 @@ class Tuning:
     def read(self, data: TrainingData) -> tuple[float, int]:
         """Have the target read the responses before any trial, so that none pays for the others.
 
-        Returns the minutes, and how many blocks a response shall have. Where all features are there already, these are as many as
-        predict each of its tokens about once an epoch: more are alike, and cost as much as blocks of other responses, which teach
-        more. What the target reads during the training costs as much as many blocks, and one reading serves all of a response.
+        Returns the minutes, and how many blocks a response shall have. Where nearly all features are there already, these are as
+        many as predict each of its tokens about once an epoch: more are alike, and cost as much as blocks of other responses, which
+        teach more. What the target reads during the training costs as much as many blocks, and one reading serves all of a response.
         """
         own = preset_for(self.frozen.text_config).taps
         layers, tokens = sorted({*own, *more_taps(self.frozen)}), sum(map(len, [*data.held_out, *data.documents]))
-        size = (len(layers) + 1) * tokens * self.frozen.text_config.hidden_size * self.dtype.itemsize
+        size = (len(layers) + 1) * tokens * self.frozen.text_config.hidden_size * KEPT.itemsize
         fits = size <= self.frozen.remembered.budget
         features = RememberedFeatures(self.frozen, layers if fits else own, with_final=True)
         order = plan_epoch(data.lengths, self.base.tokens_per_batch, self.base.seed, 0)
@@ -252,7 +254,8 @@ class Tuning:
             features.read(together)
             count += len(together)
         anchors = ANCHORS
-        if self.frozen.remembered.of(documents[-1]):
+        known = sum(bool(self.frozen.remembered.of(document)) for document in data.documents)
+        if known >= MOST_READ * len(data.documents):
             answered = sum(len(document) - document.response_start for document in data.documents)
             anchors = min(ANCHORS, max(1, round(answered / len(data.documents) / self.base.block_size)))
         return min(time.monotonic() - started, most) / 60, anchors
