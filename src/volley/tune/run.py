@@ -233,9 +233,10 @@ class Tuning:
     def read(self, data: TrainingData) -> tuple[float, int]:
         """Have the target read the responses before any trial, so that none pays for the others.
 
-        Returns the minutes, and how many blocks a response shall have. Where nearly all features are there already, these are as
-        many as predict each of its tokens about once an epoch: more are alike, and cost as much as blocks of other responses, which
-        teach more. What the target reads during the training costs as much as many blocks, and one reading serves all of a response.
+        Returns the minutes, and how many blocks a response shall have. Where nearly all features are there already, these are
+        as many as predict each of its tokens about once an epoch: more are alike, and cost as much as blocks of other
+        responses, which teach more. What the target reads during the training costs as much as many blocks, and one reading
+        serves all of a response.
         """
         own = preset_for(self.frozen.text_config).taps
         layers, tokens = sorted({*own, *more_taps(self.frozen)}), sum(map(len, [*data.held_out, *data.documents]))
