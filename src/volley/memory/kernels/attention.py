@@ -238,7 +238,10 @@ def ragged_attention(
     windowed_groups = options.window is not None and any(segment.groups is not None for segment in batch.segments)
     if windowed_groups or not isinstance(store, DenseKVStore):
         return paged_attention(batch, store, layer, queries, keys, values, options)
-    write(store, layer, write_slots(batch), keys, values)
+    slots = write_slots(batch)
+    if isinstance(slots, slice):  # once for all layers
+        slots = batch.plans["write"] = torch.arange(slots.start, slots.stop, device=queries.device)
+    write(store, layer, slots, keys, values)
     kv_heads = keys.shape[1]
     groups = queries.shape[1] // kv_heads
     rows = tile_shape(groups, queries.shape[2], queries.dtype).rows

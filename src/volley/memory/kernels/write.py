@@ -1,6 +1,5 @@
 """Keys and values of one layer into its pools, in one launch. Reference: ``DenseKVStore.write``."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,15 +23,13 @@ def _write_kernel(
         tl.store(value_pool + place, tl.load(values + token * value_stride + column, mask=inside), mask=inside)
 
 
-def write(store: DenseKVStore, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
-    """Store ``keys`` and ``values`` ``[T, kv_heads, d]``, each token's in one piece, of one layer."""
+def write(store: DenseKVStore, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Store ``keys`` and ``values`` ``[T, kv_heads, d]`` of one layer at ``slots [T]``."""
     count, heads, dim = keys.shape
-    in_pieces = all(own.stride(2) == 1 and own.stride(1) == dim for own in (keys, values))
-    if store.are_one or keys.shape != values.shape or not in_pieces:
+    in_one_piece = all(own.stride(2) == 1 and own.stride(1) == dim for own in (keys, values))  # each token's
+    if store.are_one or keys.shape != values.shape or not in_one_piece:
         store.write(layer, slots, keys, values)
         return
-    if isinstance(slots, slice):
-        slots = torch.arange(slots.start, slots.stop, device=keys.device)
     size = heads * dim
     block = triton.next_power_of_2(size)
     strides = (keys.stride(0), values.stride(0))
