@@ -265,7 +265,7 @@ def test_a_reloaded_drafter_that_cannot_be_trained_serves_as_it_is(
     whole, folder = copied_drafter(learning, tmp_path)
     with learning.server() as server:
         wait_until(lambda: (learning.folder / "pid").exists())
-        export(whole, folder, "zlab", target=str(learning.pair.target), draft_vocab_size=100, counts=[1] * 260)
+        export(whole, folder, "zlab", target=str(learning.pair.target), with_embeddings=True)
         reload_without_learning(learning, server, caplog)
         (learning.folder / "pid").unlink()
         shutil.rmtree(folder)

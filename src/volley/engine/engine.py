@@ -97,7 +97,7 @@ class Engine:
         self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
         """Where the drafter was loaded from, and how its weights are kept."""
         self.draft_model: DraftModel | None = None
-        self._store = target.make_store(self.config.kv_dtype, self._num_slots(self.capacity.num_pages))
+        self._store: KVStore | None = None
         self.use_drafter(drafter, proposer)
 
     def use_drafter(self, drafter: Drafter | None, proposer: Proposer | None = None) -> None:
@@ -120,9 +120,12 @@ class Engine:
 
     def _make_states(self) -> DraftModel | None:
         """Make pages and K/V for the target and the drafter, the scheduler and the runner; returns the drafter at work."""
-        config, capacity, target, drafter, store = self.config, self.capacity, self.target, self.drafter, self._store
+        config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
         num_pages, size = capacity.num_pages, capacity.page_size
         self.pool = PagePool(num_pages, size)
+        if self._store is None:  # one drafter after another has K/V beside it
+            self._store = target.make_store(config.kv_dtype, self._num_slots(num_pages))
+        store = self._store
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
         model, others, window = None, list[SequenceState](), None
         if drafter is not None:

@@ -175,7 +175,8 @@ def with_ends(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
     config = checkpoint.config
     tensors = {"embed_tokens.weight": target.embedding, **checkpoint.tensors}
     if config.draft_vocab_size is None:
-        tensors["lm_head.weight"] = target.head
+        is_tied = target.head.data_ptr() == target.embedding.data_ptr()
+        tensors["lm_head.weight"] = target.head.clone() if is_tied else target.head  # files hold no tensor twice
     rows = config.draft_vocab_size or config.vocab_size
     return Checkpoint(replace(config, own_embedding=True, draft_vocab_size=rows), tensors)
 
