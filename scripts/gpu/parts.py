@@ -136,15 +136,27 @@ def run_command(*command: str) -> tuple[bool, str]:
         return False, f"{said[-6000:]}\nstopped after {COMMAND_SECONDS} s"
 
 
+def commanded(bench: Bench, *command: str) -> dict[str, Any]:
+    """What a part finds that is a command of the checkout, which a dry run leaves out."""
+    if bench.dry:
+        return {"passed": True, "table": "not run"}
+    passed, said = run_command(*command)
+    return {"passed": passed, "table": said}
+
+
+def without(*names: str) -> dict[str, Any] | None:
+    """What a part finds that needs packages of these ``names``, if one is not there."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        return {"passed": False, "table": f"{' and '.join(missing)} missing here; install it, or bring its wheels"}
+    return None
+
+
 def tests(bench: Bench) -> dict[str, Any]:
     """The kernels' tests, compiled on the device; the reference is PyTorch's."""
-    if bench.dry:
-        return {"passed": True, "tail": "not run"}
-    if missing := [name for name in ("pytest", "hypothesis") if find_spec(name) is None]:
-        return {"passed": False, "tail": f"{' and '.join(missing)} missing here; install it, or bring its wheels"}
     ahead_of_time = "--ignore=tests/memory/kernels/test_resources.py"  # it needs no GPU, and minutes
-    passed, tail = run_command("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/memory/kernels", ahead_of_time)
-    return {"passed": passed, "tail": tail}
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/memory/kernels", ahead_of_time)
+    found = without("pytest", "hypothesis") or commanded(bench, *command)
+    return {"passed": found["passed"], "tail": found["table"]}
 
 
 def copy(bench: Bench) -> dict[str, Any]:
@@ -157,10 +169,7 @@ def copy(bench: Bench) -> dict[str, Any]:
 
 def kernels(bench: Bench) -> dict[str, Any]:
     """Kernels against the copy: ``benchmarks/gpu_kernels.py``."""
-    if bench.dry:
-        return {"passed": True, "table": "not run"}
-    passed, table = run_command("benchmarks/gpu_kernels.py", "--device", "cuda", "--tiles")
-    return {"passed": passed, "table": table}
+    return commanded(bench, "benchmarks/gpu_kernels.py", "--device", "cuda", "--tiles")
 
 
 def rows(bench: Bench) -> dict[str, Any]:
@@ -347,8 +356,8 @@ def engine(bench: Bench) -> dict[str, Any]:
 
 def kinds(bench: Bench) -> dict[str, Any]:
     """Tiny random models of many kinds in fp32: whether their tokens are the CPU's. The kinds are those of ``tests/gpu``."""
-    if missing := [name for name in ("pytest", "hypothesis", "jsonschema", "llguidance") if find_spec(name) is None]:
-        return {"passed": False, "table": f"{' and '.join(missing)} missing here; install it, or bring its wheels"}
+    if found := without("pytest", "hypothesis", "jsonschema", "llguidance"):
+        return found
     from tests.gpu import test_engine, test_kinds
 
     made: dict[str, Callable[[], Any]] = {name: make for name, (make, _) in test_kinds.KINDS.items()}
@@ -377,8 +386,6 @@ def kinds(bench: Bench) -> dict[str, Any]:
 
 def tune(bench: Bench) -> dict[str, Any]:
     """Two minutes of ``volley tune`` on the bundled target: whether every stage runs, and how it ended."""
-    if bench.dry:
-        return {"passed": True, "table": "not run"}
     with TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         each = product(("cat", "river", "clock", "letter", "garden"), ("lost", "old", "blue", "quiet"), range(2, 22))
@@ -387,16 +394,12 @@ def tune(bench: Bench) -> dict[str, Any]:
         out = Path(folder) / "tuned"
         command = ["tune", "--target", str(ROOT / "src/volley/reference/target"), "--prompts", str(prompts)]
         command += ["--out", str(out), "--max-minutes", "2", "--device", "cuda", "--max-tokens", "96", "--seed", "0"]
-        passed, tail = run_command("-m", "volley.cli", *command)
-        return {"passed": passed, "table": tail}
+        return commanded(bench, "-m", "volley.cli", *command)
 
 
 def demo(bench: Bench) -> dict[str, Any]:
     """The first thing that a new user runs."""
-    if bench.dry:
-        return {"passed": True, "table": "not run"}
-    passed, tail = run_command("-m", "volley.cli", "demo")
-    return {"passed": passed, "table": tail}
+    return commanded(bench, "-m", "volley.cli", "demo")
 
 
 def load(bench: Bench) -> dict[str, Any]:

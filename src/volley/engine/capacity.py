@@ -17,8 +17,6 @@ _CPU = (64, 512)  # requests at once, tokens of a pass
 _GPU = (256, 4096)
 _SHARE = 0.9  # of the GPU's memory that weights and a pass leave, which K/V take
 _RINGS = 0.25  # of the same memory, which draft rings may take: the more requests, the less room each has for the target's K/V
-
-
 _BESIDE = CapacityConfig(kv_mib=4096, max_running=32)
 
 

@@ -123,7 +123,7 @@ class Engine:
         config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
         num_pages, size = capacity.num_pages, capacity.page_size
         self.pool = PagePool(num_pages, size)
-        if self._store is None:  # one drafter after another has K/V beside it
+        if self._store is None:  # it is kept from drafter to drafter
             self._store = target.make_store(config.kv_dtype, self._num_slots(num_pages))
         store = self._store
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)

@@ -76,6 +76,11 @@ def sum_in_fp32() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
+def leave_out_cudnn_attention() -> None:
+    """For the rest of this process. cuDNN plans attention anew for each shape, and most batches of a training have their own."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     """Bytes of a GPU that ``run`` holds at its peak beyond what is held before."""
     before = torch.cuda.memory_allocated(device)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from volley.errors import CheckpointError, VolleyError
-from volley.memory.device import memory_bytes
+from volley.memory.device import leave_out_cudnn_attention, memory_bytes
 from volley.models.drafters.export import TargetEnds
 from volley.models.layers.accelerate import accelerate
 from volley.models.layers.fingerprint import target_fingerprint
@@ -61,8 +61,7 @@ class FrozenTarget:
             layers = decoder_layers(model)
             for index in range(len(layers)):  # the number of layers is still read
                 layers[index] = nn.Module()
-        if device.type == "cuda":  # cuDNN would plan attention anew for each shape, and nearly every batch has its own
-            torch.backends.cuda.enable_cudnn_sdp(False)
+        leave_out_cudnn_attention()
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         accelerate(self.model)  # as the engine does: features in training are rounded like those in decoding
         self.text_config: Any = model.config.get_text_config()

@@ -46,10 +46,7 @@ class BlockForward(nn.Module):
         context_positions = torch.arange(length, device=taps.device).repeat(documents)
         context = self.drafter.context_kv(taps.flatten(0, 1), context_positions)
         windows, size = self.drafter.windows(window), len(positions) // anchors.numel()
-        attends = {
-            own: ATTENTION[self.attention](Layout(anchors, length, size, own), context)
-            for own in dict.fromkeys(windows)
-        }
+        attends = {own: ATTENTION[self.attention](Layout(anchors, length, size, own), context) for own in set(windows)}
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return attends[windows[layer]](layer, queries, keys, values)
