@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,11 +122,20 @@ class Bench:
         return drafter
 
 
+def searching() -> dict[str, str]:
+    """The environment of a process that runs a command of the checkout."""
+    return {**os.environ, "PYTHONPATH": SEARCHED, "PYTHONUNBUFFERED": "1"}
+
+
 def run_command(*command: str) -> tuple[bool, str]:
     """Whether a command of the checkout ended well, and the end of what it said; also if it was stopped for the time."""
-    env = {**os.environ, "PYTHONPATH": SEARCHED, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=searching(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     try:
         said, _ = process.communicate(timeout=COMMAND_SECONDS)
@@ -402,6 +412,52 @@ def demo(bench: Bench) -> dict[str, Any]:
     return commanded(bench, "-m", "volley.cli", "demo")
 
 
+def serving(bench: Bench) -> dict[str, Any]:
+    """``volley serve`` in fp32: whether answers to eight clients at once, and a streamed one, are the CPU's."""
+    if found := without("fastapi", "uvicorn"):
+        return found
+    from concurrent.futures import ThreadPoolExecutor
+
+    import httpx
+
+    from volley import Engine, SamplingParams
+
+    prompts = [f"Write {count} sentences about a river." for count in range(2, 10)]
+    params = SamplingParams(max_tokens=8 if bench.dry else 64)
+    here = Engine.from_pretrained(dtype=bench.torch.float32, device="cpu", num_pages=1024)
+    wanted = [result.text for result in here.generate(prompts, params)]
+    command = [sys.executable, "-m", "volley.cli", "serve", "--port", "0", "--dtype", "float32", "--device"]
+    server = subprocess.Popen([*command, bench.device.type], stderr=subprocess.PIPE, text=True, env=searching())
+    try:
+        assert server.stderr is not None
+        told = next((json.loads(line) for line in server.stderr if '"listening"' in line), None)
+        if told is None:
+            return {"passed": False, "table": f"the server ended with status {server.wait()}"}
+        Thread(target=server.stderr.read, daemon=True).start()  # else its log would fill the pipe
+        client = httpx.Client(base_url=told["url"], timeout=100)
+        body = {"max_tokens": params.max_tokens, "temperature": 0}
+
+        def ask(prompt: str) -> str:
+            return client.post("/v1/completions", json={**body, "prompt": prompt}).json()["choices"][0]["text"]
+
+        with client.stream("POST", "/v1/completions", json={**body, "prompt": prompts[0], "stream": True}) as lines:
+            events = [json.loads(line[6:]) for line in lines.iter_lines() if line.startswith("data: {")]
+        streamed = "".join(choice["text"] for event in events for choice in event["choices"])
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(ask, prompts))
+        server.terminate()
+        status = server.wait(60)
+    finally:
+        server.kill()
+    equal = sum(one == other for one, other in zip(answers, wanted, strict=True))
+    return {
+        "passed": equal == len(prompts) and streamed == wanted[0] and status == 0,
+        "equal": f"{equal} of {len(prompts)} at once; the streamed one: {streamed == wanted[0]}",
+        "ended_with_status": status,
+        "listening": {key: value for key, value in told.items() if key.endswith(("_mib", "_graphs", "_seconds"))},
+    }
+
+
 def load(bench: Bench) -> dict[str, Any]:
     """Tokens a second of so many requests at once, plain and with the bundled drafter, and whether their tokens are equal."""
     from volley import Engine
@@ -497,6 +553,7 @@ PARTS = {
         kinds,
         demo,
         tune,
+        serving,
         passes,
         graphs,
         profile,
