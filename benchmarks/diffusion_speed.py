@@ -1,13 +1,15 @@
 """DiffusionGemma here and by transformers' own generate: time of answers, passes over canvases, and the sampler's memory.
 
     python -m benchmarks.diffusion_speed generate --repeats 3
+    python -m benchmarks.diffusion_speed generate --device cuda --shapes small large
     python -m benchmarks.diffusion_speed verify
     python -m benchmarks.diffusion_speed memory
 
-Random weights, fp32, canvases of 64 tokens. ``generate``: alone, a canvas takes all its passes, so that both do the same work;
-eight at once are padded by transformers, and canvases settle after unequal passes, which random numbers decide: those of each
-program. Both take turns. ``verify``: a pass that denoises eight canvases of 16, beside one that verifies as many tokens, on the
-bundled target's weights. ``memory``: of one denoising pass of 256 slots over a vocabulary of 262,144.
+Random weights, canvases of 64 tokens, fp32; the large shape, which wants a GPU, in bf16. ``generate``: alone, a canvas takes all
+its passes, so that both do the same work; eight at once are padded by transformers, and canvases settle after unequal passes,
+which random numbers decide: those of each program. Both take turns. ``verify``: a pass that denoises eight canvases of 16, and
+one that verifies as many tokens, on the bundled target's weights. ``memory``: of one denoising pass of 256 slots over a
+vocabulary of 262,144.
 """
 
 import argparse
@@ -38,8 +40,8 @@ CANVAS = 64
 CANVASES = 3
 STEPS = 8
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny (width 32, 2 layers, V 99)": {},
-    "small (width 256, 6 layers, V 8192)": {
+    "tiny": {},
+    "small": {
         "vocab_size": 8192,
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -53,15 +55,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "per_layer_config": {n: {"head_dim": 64, "num_key_value_heads": 2} for n in (1, 3, 5)},
         "initializer_range": 0.02,
     },
+    "large": {
+        "vocab_size": 262_144,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
+        "sliding_window": 1024,
+        "num_experts": 32,
+        "top_k_experts": 4,
+        "moe_intermediate_size": 512,
+        "per_layer_config": {n: {"head_dim": 128, "num_key_value_heads": 8} for n in (5, 11)},
+        "initializer_range": 0.004,
+    },
 }
 
 
-def make_model(changes: dict[str, Any]) -> DiffusionGemmaForBlockDiffusion:
+def make_model(changes: dict[str, Any], device: str) -> DiffusionGemmaForBlockDiffusion:
     """Random weights, in the shape of the tests' model but for ``changes``."""
     like = random_model().config
     text = DiffusionGemmaTextConfig(**{**like.text_config.to_dict(), **changes})
     config = DiffusionGemmaConfig(text_config=text, vision_config=like.vision_config, canvas_length=CANVAS)
-    model = DiffusionGemmaForBlockDiffusion(config).eval()
+    with torch.device(device):
+        model = DiffusionGemmaForBlockDiffusion(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(5 if weight.dim() > 1 else 1)
@@ -87,8 +106,8 @@ def by_transformers(hf: Any, asked: list[list[int]], entropy: float) -> Run:
     from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
     longest = max(map(len, asked))
-    tokens = torch.tensor([[0] * (longest - len(ids)) + ids for ids in asked])
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked])
+    tokens = torch.tensor([[0] * (longest - len(ids)) + ids for ids in asked], device=hf.device)
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in asked], device=hf.device)
     passes = 0
 
     def count(*_: Any) -> None:
@@ -99,7 +118,7 @@ def by_transformers(hf: Any, asked: list[list[int]], entropy: float) -> Run:
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        hf.generate(
+        answers = hf.generate(
             tokens,
             attention_mask=mask,
             max_new_tokens=CANVASES * CANVAS,
@@ -110,6 +129,7 @@ def by_transformers(hf: Any, asked: list[list[int]], entropy: float) -> Run:
             stability_threshold=0 if entropy else STEPS + 1,
             confidence_threshold=entropy or 1e-9,
         )
+    answers.sequences.tolist()  # a GPU has finished
     seconds = time.perf_counter() - started
     handle.remove()
     return Run(seconds, passes / CANVASES)
@@ -136,22 +156,25 @@ def by_volley(engine: Engine, asked: list[list[int]], entropy: float) -> tuple[R
     return Run(seconds, passes), committed
 
 
-def compare_generate(repeats: int) -> None:
+def compare_generate(shapes: Sequence[str], repeats: int, device: str) -> None:
     print(
         "| model | requests | transformers s | volley s | ratio | passes a canvas, transformers | volley | commits saved |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    for name, changes in SHAPES.items():
-        hf = make_model(changes)
+    for shape in shapes:
+        hf = make_model(SHAPES[shape], device)
+        dtype = torch.bfloat16 if shape == "large" else torch.float32
+        hf.to(dtype)
+        text = hf.config.text_config
+        name = f"{shape} (width {text.hidden_size}, {text.num_hidden_layers} layers, V {text.vocab_size})"
         capacity: dict[str, Any] = {"prefix_caching": False, "max_batch_tokens": 1024}
         with TemporaryDirectory() as folder:  # as users do it, since loading prepares a model for decoding
             hf.save_pretrained(folder)
             byte_tokenizer().save_pretrained(folder)
-            engine = Engine.from_pretrained(folder, dtype=torch.float32, **capacity)
-        vocab_size = hf.config.text_config.vocab_size
+            engine = Engine.from_pretrained(folder, dtype=dtype, device=device, **capacity)
         for count in (1, 8):
-            entropy = 0.0 if count == 1 else mean_entropy(engine, prompts(1, vocab_size)[0])
-            asked = prompts(count, vocab_size)
+            entropy = 0.0 if count == 1 else mean_entropy(engine, prompts(1, text.vocab_size)[0])
+            asked = prompts(count, text.vocab_size)
             by_transformers(hf, asked, entropy)
             by_volley(engine, asked, entropy)
             theirs, ours, saved = [], [], 0.0
@@ -266,12 +289,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["generate", "verify", "memory"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["tiny", "small"])
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if options.what == "generate":
-        compare_generate(options.repeats)
+        compare_generate(options.shapes, options.repeats, options.device)
     elif options.what == "verify":
         compare_verify()
     else:
