@@ -70,7 +70,7 @@ def attention_case(dtype: torch.dtype, dim: int, *, parted: bool, windowed: bool
         **dict.fromkeys(("output", "bests", "totals"), result),
         **dict.fromkeys(("scale", "softcap"), "fp32"),
         **dict.fromkeys(integers, "i32"),
-        "positions": "*i64",
+        **dict.fromkeys(("positions", "origins"), "*i64"),
     }
     flags = {"PARTED": parted, "WINDOWED": windowed, "SYMMETRIC": False, "CAPPED": windowed, "SINKS": windowed}
     sizes = {"PAGE_SIZE": 16, "GROUPS": groups, "DIM": dim, "BLOCK_DIM": block_dim, "PART": attention.PART}

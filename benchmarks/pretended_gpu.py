@@ -215,6 +215,13 @@ class PretendedCuda(TorchDispatchMode):
 
         return replay
 
+    def waits(self, run: Callable[[], object], device: torch.device) -> bool:
+        """In place of ``volley.memory.kernels.launching.waits``."""
+        assert device.type == "cuda"
+        before = self.counts.waits.total()
+        run()
+        return self.counts.waits.total() > before
+
     def index(self, key: Any) -> Any:
         """The key of an index as the CPU takes it."""
         parts = []
@@ -246,7 +253,8 @@ class PretendedCuda(TorchDispatchMode):
         plain_args, plain_kwargs = tree_unflatten(plain, spec)
         plain_kwargs.pop("pin_memory", None)
         if name == "histc" and not plain_args[0].is_floating_point():  # a CPU counts no integers
-            plain_args = (plain_args[0].float(), *plain_args[1:])
+            counted, *bins = plain_args
+            return OnDevice(self.do(name, lambda: operation(counted.float(), *bins, **plain_kwargs)))
         if name == "copy_" and ours and self._is_pinned(args[0]):
             return self._copy_back(args[0], plain_args[1])
         result = operation(*plain_args, **plain_kwargs) if operation.is_view or name in _FREE else None
@@ -426,6 +434,7 @@ def pretended_cuda(free_bytes: int = 2**28, *, runs_kernels: bool = False) -> It
                 if name.startswith(kernels.__name__ + ".") and getattr(module, "launch", None) is real:
                     stack.enter_context(mock.patch.object(module, "launch", device.launch))
             stack.enter_context(mock.patch.object(launching, "capture", device.capture))
+            stack.enter_context(mock.patch.object(launching, "waits", device.waits))
             _running.append(device)
             stack.callback(_running.pop)
             stack.enter_context(device)

@@ -179,7 +179,7 @@ def test_plain_decoding_and_verification_of_a_request_have_as_many_rows(both: Bo
             assert [own.token_ids for own in engine.generate(random_prompts(1, longest=20, seed=1), GREEDY)] == expected
             assert counts.operations["a graph"]
             buckets = {Bucket.of([size], rows) for size in range(1, rows + 1)}
-            assert buckets == {(1, rows, 1)}
+            assert buckets == {Bucket(1, rows, 1)}
             for size in range(1, rows + 1):
                 engine.runner.seconds(size, 1)
             assert engine.runner.passes is not None

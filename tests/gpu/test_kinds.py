@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import Gemma3TextConfig, PreTrainedModel, Qwen3MoeConfig
 
 pytest.importorskip("triton")
 
@@ -89,6 +89,17 @@ def recurrent(name: str, params: SamplingParams, **options: Any) -> Kind:
     return Kind(hf, Target, drafter, params, {"page_size": 4, **options})
 
 
+def family(config: Any, params: SamplingParams, **options: Any) -> Kind:
+    """A model of another family, with a drafter."""
+    return Kind(eager_model(config), Target, random_drafter(2, **DRAFTER), params, options)
+
+
+LIKE: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+OF_EXPERTS = Qwen3MoeConfig(**{**target_config(**SMALL).to_dict(), **LIKE}, num_experts=4, num_experts_per_tok=2)
+NORMED = Gemma3TextConfig(
+    **{**target_config(**SMALL).to_dict(), **LIKE, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"sliding_window": 6},
+)
 DSPARK = {"head": HeadConfig(type="dspark", rank=4), "confidence_width": 36}
 KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
     "log-probabilities of prompts": (lambda: plain(replace(GREEDY, prompt_logprobs=2)), 1),
@@ -105,11 +116,16 @@ KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
     "DiffusionGemma, sampled": (lambda: gemma(SEEDED), 2),
     "DiffusionGemma, filtered": (lambda: gemma(replace(SEEDED, top_k=20, top_p=0.9)), 2),
     "DiffusionGemma, causal": (lambda: gemma(SEEDED, mode="autoregressive"), 1),
+    "experts": (lambda: family(OF_EXPERTS, GREEDY), 1),
+    "experts, trees": (lambda: family(OF_EXPERTS, GREEDY, tree_nodes=6), 2),
+    "Gemma's norms and windows": (lambda: family(NORMED, GREEDY), 1),
     "short convolutions": (lambda: recurrent("lfm2", GREEDY), 1),
     "gated delta nets": (lambda: recurrent("qwen3_5_text", GREEDY), 1),
     "gated delta nets, trees": (lambda: recurrent("qwen3_5_text", GREEDY, tree_nodes=6), 2),
 }
 """Each with the waits of a step of two requests, at most: one for each canvas, one for drafts that the host has to look at."""
+BY_OPERATION = {"short convolutions", "gated delta nets", "gated delta nets, trees"}
+"""Those whose passes of the target are no graphs."""
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -134,6 +150,8 @@ def test_tokens_are_the_cpus_and_waits_are_few(name: str, monkeypatch: pytest.Mo
                 waits.append(counts.waits.total())
                 assert waits[-1] <= most, f"a step waits too often: {dict(counts.waits)}"
         assert [own.token_ids[own.num_prompt :] for own in requests] == expected
+        passes = engine.runner.passes
+        assert (passes is None or not passes.num_graphs) == (name in BY_OPERATION)
     assert waits or kind.params.diffusion is not None
     if kind.params.prompt_logprobs:
         assert all(len(own.prompt_logprobs) == own.num_prompt - 1 for own in requests)

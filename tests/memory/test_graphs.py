@@ -18,7 +18,7 @@ from volley.memory.kv_store import DenseKVStore, make_store
 from volley.memory.tiles import Tiling, tile_array
 
 CPU = torch.device("cpu")
-SIZE, PAGES, VOCAB = 4, 60, 11
+SIZE, PAGES, VOCAB = 4, 60, 17
 
 
 class Model:
@@ -111,10 +111,10 @@ def test_rows_that_fill_up_a_living_page_are_seen() -> None:
 
 
 def test_a_bucket_holds_its_segments() -> None:
-    assert Bucket.of([1]) == (1, 1, 1)
-    assert Bucket.of([1, 1, 1]) == (4, 4, 1)
-    assert Bucket.of([16] * 11) == (16, 192, 1)
-    assert Bucket.of([MOST_ROWS]) == (1, MOST_ROWS, 1)
+    assert Bucket.of([1]) == Bucket(1, 1, 1)
+    assert Bucket.of([1, 1, 1]) == Bucket(4, 4, 1)
+    assert Bucket.of([16] * 11) == Bucket(16, 192, 1)
+    assert Bucket.of([MOST_ROWS]) == Bucket(1, MOST_ROWS, 1)
     assert Bucket.of([MOST_ROWS + 1]) is None
     assert Bucket.of([1] * 65) is None
 
@@ -123,7 +123,7 @@ def test_few_requests_have_as_many_rows_whatever_they_verify() -> None:
     for count in (1, 2, 3, 5, 8):
         buckets = {Bucket.of([size] * count, 16) for size in range(1, 17)}
         assert buckets == {Bucket.of([16] * (1 << (count - 1).bit_length()))}
-    assert Bucket.of([1], 10) == Bucket.of([10], 10) == (1, 12, 1)
+    assert Bucket.of([1], 10) == Bucket.of([10], 10) == Bucket(1, 12, 1)
     assert Bucket.of([1] * 16, 16) == Bucket.of([1] * 16), "sixteen times sixteen rows would not be free"
     assert Bucket.of([17], 16) == Bucket.of([17])
 

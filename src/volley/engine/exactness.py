@@ -16,11 +16,11 @@ from volley.models.quantised.scheme import quantisation_of
 from volley.models.targets.loading import auto_class, choose_weights, load_config
 from volley.models.targets.recurrent import RECURRENT_LAYERS
 from volley.models.targets.target import Target
+from volley.models.targets.traits import has_experts
 from volley.native import Weights
 
 log = logging.getLogger("volley")
 _LAYERS = 2  # of a model that is tried
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _AS_IT_IS = "leave exact out: answers may then part from plain decoding's where two logits are nearly equal"
 
@@ -72,7 +72,7 @@ def foresee_exactness(path: str | Path) -> str:
     if quantisation is not None:
         del config.quantization_config
     text = config.get_text_config()
-    if any(getattr(text, name, None) for name in _EXPERTS):
+    if has_experts(config):
         return "no: PyTorch's operations run its experts"
     if RECURRENT_LAYERS & set(getattr(text, "layer_types", None) or ()):
         return "no: PyTorch's operations run its recurrent layers"

@@ -12,7 +12,7 @@ from volley.decode.work import Kind
 from volley.engine.recurrent import RecurrentStates
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.graphs import StaticPasses, static_passes
+from volley.memory.graphs import MOST_ROWS, StaticPasses, static_passes
 from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload_indices
 from volley.models.drafters.draft_model import DraftModel
@@ -20,6 +20,7 @@ from volley.models.layers.residency import trimmed
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.models.targets.taps import Taps
 from volley.models.targets.target import Target
+from volley.models.targets.traits import has_experts
 
 
 class Pass(NamedTuple):
@@ -74,8 +75,11 @@ class Runner:
         self.passes: StaticPasses | None = None
         """Small passes of decoding, as CUDA graphs on a GPU; ``None``: all of them are launched operation by operation."""
         if spare and target.is_regular:
-            least = 1 if model is None else model.drafter.config.block_size
-            self.passes = static_passes(forward, store, spare, target.device, least)
+            # Rows that fill a pass up would read experts that nobody needs.
+            least = 1 if model is None or has_experts(target.model.config) else model.drafter.config.block_size
+            width, place = target.hidden_size, {"dtype": target.dtype, "device": target.device}
+            feedback = torch.zeros(MOST_ROWS, width, **place) if target.takes_feedback else None
+            self.passes = static_passes(forward, store, spare, target.device, least, feedback)
 
     def close(self) -> None:
         """Remove the taps. No step can be run afterwards."""
@@ -97,8 +101,8 @@ class Runner:
                 rows += range(len(tokens) - wanted, len(tokens))
                 work.rows = slice(first, len(rows))
             step.is_late = bool(late)
-            decodes = all(work.kind is Kind.DECODE for work in step.works)
-            if decodes and (outputs := self.replay(segments, tokens, rows, late)) is not None:
+            reads = any(work.kind is Kind.PREFILL for work in step.works)
+            if not reads and (outputs := self.replay(segments, tokens, rows, late)) is not None:
                 outputs.give(step)
                 return
             step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)

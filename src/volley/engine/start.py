@@ -26,6 +26,11 @@ def warm_up(engine: Engine) -> tuple[int, float]:
     rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
     if engine.runner.passes is not None:
         engine.runner.passes.warm_up(requests, rows, reach, causal=True)
+        family = engine.target.diffusion
+        if family is not None and (length := family.defaults.canvas_length) is not None:
+            # A pass that commits a canvas has the next one as well.
+            is_told = engine.target.takes_feedback
+            engine.runner.passes.warm_up(requests, 2 * length, reach, causal=False, least=length, is_told=is_told)
     if engine.proposer is not None and engine.proposer.passes is not None and policy.block_size > 1:
         engine.proposer.passes.warm_up(requests, drafted, reach, causal=False)
     seconds = time.perf_counter() - started

@@ -81,6 +81,8 @@ class RaggedBatch:
         if positions is None:
             positions = torch.cat([segment.positions() for segment in segments]).to(token_ids.device)
         self.positions = positions
+        self.told: tuple[Tensor, Tensor] | None = None
+        """In fixed memory, in place of the segments' ``feedback``: which tokens have some ``[T]``, boolean, and it ``[T, H]``."""
         self.plans: dict[object, object] = {}
         """What the attention backend worked out once for this batch and uses again in every layer."""
 
@@ -131,6 +133,11 @@ class RaggedBatch:
             for own in self.segments
             for table in [own.table]
         ]
+
+
+def made_up_tokens(count: int) -> list[int]:
+    """A text to time passes with: of few tokens, which every vocabulary has, and not of one, for which few experts would do."""
+    return [number % 16 for number in range(count)]
 
 
 def late_order(num_tokens: int, late: Mapping[int, Tensor]) -> NDArray[np.int64]:

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.memory.batch import RaggedBatch, Segment, late_order
+from volley.memory.batch import RaggedBatch, Segment, late_order, made_up_tokens
 from volley.memory.device import reserved_bytes
 from volley.memory.kernels import launching
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore
-from volley.memory.tiles import PART, TiledBatch, Tiling, most_parts, segment_arrays, tile_array
+from volley.memory.tiles import PART, TiledBatch, Tiling, most_parts, origin_array, segment_arrays, tile_array
 from volley.memory.upload import refill, upload_together
 
 MOST_ROWS = 256
@@ -43,9 +43,11 @@ class Bucket(NamedTuple):
     rows: int
     parts: int
     """Parts of keys, where each has a program of its own."""
+    is_told: bool = False
+    """Whether segments may have feedback."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], least: int = 1) -> Self | None:
+    def of(cls, lengths: Sequence[int], least: int = 1, *, is_told: bool = False) -> Self | None:
         """The smallest bucket, of one part, for segments of ``lengths``; ``None`` if there are too many rows or segments.
 
         As long as padding is free, it has room for ``least`` rows of each segment.
@@ -53,7 +55,7 @@ class Bucket(NamedTuple):
         segments = 1 << (len(lengths) - 1).bit_length()
         wanted = max(sum(lengths), segments * least if segments * least <= FREE_ROWS else 0)
         rows = next((segments * size for size in _SIZES if segments * size >= wanted), MOST_ROWS + 1)
-        return cls(segments, rows, 1) if segments <= MOST_SEGMENTS and rows <= MOST_ROWS else None
+        return cls(segments, rows, 1, is_told) if segments <= MOST_SEGMENTS and rows <= MOST_ROWS else None
 
 
 @dataclass(slots=True)
@@ -65,10 +67,14 @@ class _Input:
     order: Tensor
     """``[rows]``: where in ``sources`` each token is."""
     positions: Tensor
+    origins: Tensor
+    """``[rows]``, as ``positions``: see :class:`TiledBatch`."""
     slots: Tensor
     """``[rows]``: where K/V are written."""
     chosen: Tensor
     """``[rows]``: rows whose outputs are wanted."""
+    told: Tensor
+    """``[rows]``: 1 for rows with feedback, else 0."""
     segments: Tensor
     tiles: list[Tensor]
     """One for each tiling. ``segments``, ``tiles`` and ``cells`` are those of a :class:`TiledBatch`."""
@@ -85,12 +91,13 @@ class _Input:
             start, at = at, at + -(-size // _ALIGNED) * _ALIGNED
             return buffer[start : start + size]
 
-        sources, order, positions, slots, chosen = (
-            part(2 * size).view(torch.int64) for size in (2 * rows, rows, rows, rows, rows)
+        sources, order, positions, origins, slots, chosen = (
+            part(2 * size).view(torch.int64) for size in (2 * rows, *[rows] * 5)
         )
+        told = part(rows)
         segments = part(7 * (bucket.segments + 2)).view(-1, 7)
         tiles = [part(4 * num_tiles(bucket, tiling)).view(-1, 4) for tiling in tilings]
-        return cls(sources, order, positions, slots, chosen, segments, tiles, cells=buffer[at:])
+        return cls(sources, order, positions, origins, slots, chosen, told, segments, tiles, cells=buffer[at:])
 
 
 def num_tiles(bucket: Bucket, tiling: Tiling) -> int:
@@ -102,12 +109,21 @@ class StaticPasses:
     """The small passes of one model over one store."""
 
     @torch.inference_mode()
-    def __init__(self, forward: Forward, scratch: BlockTable, device: torch.device, least: int = 1) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        scratch: BlockTable,
+        device: torch.device,
+        least: int = 1,
+        feedback: Tensor | None = None,
+    ) -> None:
         """``scratch`` is a page of the store that no request ever has. A pass over one token shows what layers read.
 
-        Buckets have room for ``least`` rows of each request (:meth:`Bucket.of`).
+        Buckets have room for ``least`` rows of each request (:meth:`Bucket.of`). ``feedback [MOST_ROWS, H]`` is the memory for
+        that of segments.
         """
         self._forward, self._scratch, self.device, self._least = forward, scratch, device, least
+        self._feedback = feedback
         batch, rows = RaggedBatch.on_device([Segment(scratch, 0, 1)], [0], [0], device)
         outputs = forward(batch, rows)
         self.tilings = [plan for plan in batch.plans if isinstance(plan, Tiling)]
@@ -125,7 +141,8 @@ class StaticPasses:
     @property
     def nbytes(self) -> int:
         """Bytes on the device: the fixed memory, and what graphs hold for intermediate values."""
-        return self._buffer.nbytes + sum(output.nbytes for output in self._outputs) + self._captured_bytes
+        fixed = [self._buffer, *self._outputs, *([] if self._feedback is None else [self._feedback])]
+        return sum(own.nbytes for own in fixed) + self._captured_bytes
 
     @torch.inference_mode()
     def __call__(
@@ -145,7 +162,8 @@ class StaticPasses:
         if moved is not None and self.device.type == "cpu":  # where attention reads the segments
             segments = [replace(own, start=own.start + by) for own, by in zip(segments, moved.tolist(), strict=True)]
             moved = None
-        bucket = Bucket.of([segment.length for segment in segments], self._least)
+        is_told = any(segment.feedback is not None for segment in segments)
+        bucket = Bucket.of([segment.length for segment in segments], self._least, is_told=is_told)
         if bucket is None:
             return None
         static = self._inputs.get(bucket)
@@ -163,6 +181,8 @@ class StaticPasses:
             static.sources[bucket.rows : bucket.rows + len(runs)].copy_(runs)
         if moved is not None:
             self._move(static, segments, moved)
+        if is_told:
+            self._tell(segments)
         self._replay(bucket._replace(parts=parts), static)
         batch = RaggedBatch(list(segments), static.sources[: len(token_ids)], static.positions[: len(token_ids)])
         return batch, [output[: bucket.rows] for output in self._outputs]
@@ -174,21 +194,36 @@ class StaticPasses:
         slots, inside = upload_together([reachable, np.arange(length)], self.device)
         by = moved[:, None]
         static.slots[: count * length].view(count, length).copy_(slots.gather(1, by + inside))
-        static.positions[: count * length].view(count, length).add_(by)
+        for places in (static.positions, static.origins):
+            places[: count * length].view(count, length).add_(by)
         static.segments[:count, 1].add_(moved)
         for tiles, tiling in zip(static.tiles, self.tilings, strict=True):
             each = -(-length // tiling.tokens)
             tiles[: count * each].view(count, each, 4)[:, :, 3].add_(by)
 
-    def made_up(self, lengths: Sequence[int], context: int, *, causal: bool) -> Callable[[], Tensor] | None:
+    def _tell(self, segments: Sequence[Segment]) -> None:
+        assert self._feedback is not None
+        end = 0
+        for segment in segments:
+            end += segment.length
+            if segment.feedback is not None:
+                self._feedback[end - len(segment.feedback) : end].copy_(segment.feedback)
+
+    def made_up(
+        self, lengths: Sequence[int], context: int, *, causal: bool, is_told: bool = False
+    ) -> Callable[[], Tensor] | None:
         """A pass over made-up text that returns its first output; ``None`` if it is too large.
 
-        Segments of ``lengths`` come after ``context`` tokens each. All of them are on the scratch page.
+        Segments of ``lengths`` come after ``context`` tokens each, and have feedback if ``is_told``. All of them are on the
+        scratch page.
         """
         if Bucket.of(lengths, self._least) is None:
             return None
         segments = [Segment(self._scratch_table(context + length), context, length, causal) for length in lengths]
-        token_ids = [0] * sum(lengths)
+        if is_told:
+            assert self._feedback is not None
+            segments = [replace(own, feedback=self._feedback[: own.length]) for own in segments]
+        token_ids = made_up_tokens(sum(lengths))
 
         def run() -> Tensor:
             found = self(segments, token_ids, range(len(token_ids)))
@@ -197,16 +232,21 @@ class StaticPasses:
 
         return run
 
-    def warm_up(self, requests: int, rows: int, reach: int, *, causal: bool) -> None:
-        """Run, and so capture, the buckets of up to ``requests`` with up to ``rows`` rows each, after up to ``reach`` tokens."""
+    def warm_up(
+        self, requests: int, rows: int, reach: int, *, causal: bool, least: int = 1, is_told: bool = False
+    ) -> None:
+        """Run, and so capture, the buckets of up to ``requests`` with ``least`` to ``rows`` rows each.
+
+        They come after up to ``reach`` tokens, and are those with feedback if ``is_told``.
+        """
         rows = min(rows, MOST_ROWS)
         counts = [1 << i for i in range((min(requests, MOST_SEGMENTS) - 1).bit_length() + 1)]
-        sizes = [size for size in _SIZES if size < rows] + [next(size for size in _SIZES if size >= rows)]
+        sizes = [size for size in _SIZES if least <= size < rows] + [next(size for size in _SIZES if size >= rows)]
         spans = [min(PART << i, reach) for i in range((-(-reach // PART) - 1).bit_length() + 1)]
         buckets = {Bucket.of([size] * count, self._least): [size] * count for count in counts for size in sizes}
         for lengths in buckets.values():
             for span in spans:
-                run = self.made_up(lengths, max(0, span - lengths[0]), causal=causal)
+                run = self.made_up(lengths, max(0, span - lengths[0]), causal=causal, is_told=is_told)
                 if run is not None:
                     run()
 
@@ -242,6 +282,8 @@ class StaticPasses:
         _put(host.sources, token_ids)
         _put(host.order, late_order(bucket.rows, late))
         _put(host.positions, torch.cat([segment.positions() for segment in segments]).numpy())
+        _put(host.origins, origin_array(segments))
+        _put(host.told, np.concatenate([_is_told(segment) for segment in segments]))
         _put(host.slots, np.concatenate([own.table.slot_array(own.start, own.end) for own in segments]))
         _put(host.chosen, rows)
         if described is not None:
@@ -258,30 +300,45 @@ class StaticPasses:
     def _replay(self, bucket: Bucket, static: _Input) -> None:
         self._batch.plans["write"] = static.slots
         for tiles, tiling in zip(static.tiles, self.tilings, strict=True):
-            plan = TiledBatch(tiles, static.segments, static.cells, static.positions, bucket.parts)
+            plan = TiledBatch(tiles, static.segments, static.cells, static.positions, static.origins, bucket.parts)
             self._batch.plans[tiling] = plan
         if bucket not in self._replays:
             before = reserved_bytes(self.device)
-            self._replays[bucket] = launching.capture(lambda: self._run(static), self.device)
+            self._replays[bucket] = launching.capture(lambda: self._run(static, is_told=bucket.is_told), self.device)
             self._captured_bytes += max(0, reserved_bytes(self.device) - before)
         self._replays[bucket]()
         self.num_runs += 1
 
-    def _run(self, static: _Input) -> None:
+    def _run(self, static: _Input, *, is_told: bool) -> None:
         self._batch.token_ids = static.sources.index_select(0, static.order)
+        if is_told:
+            assert self._feedback is not None
+            self._batch.told = static.told != 0, self._feedback[: len(static.told)]
         for kept, output in zip(self._outputs, self._forward(self._batch, static.chosen), strict=True):
             kept[: len(output)].copy_(output)
 
 
 def static_passes(
-    forward: Forward, store: KVStore, page_size: int, device: torch.device, least: int = 1
+    forward: Forward,
+    store: KVStore,
+    page_size: int,
+    device: torch.device,
+    least: int = 1,
+    feedback: Tensor | None = None,
 ) -> StaticPasses | None:
     """Small passes over ``store``, whose last page belongs to no request; ``None`` if a GPU cannot capture them.
 
-    They have room for ``least`` rows of each request.
+    They have room for ``least`` rows of each request, and for ``feedback`` if it is given.
     """
-    passes = StaticPasses(forward, BlockTable(page_size, [store.num_slots // page_size - 1]), device, least)
+    scratch = BlockTable(page_size, [store.num_slots // page_size - 1])
+    passes = StaticPasses(forward, scratch, device, least, feedback)
     return passes if passes.can_be_captured or device.type == "cpu" else None
+
+
+def _is_told(segment: Segment) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Which tokens of a segment have feedback."""
+    count = 0 if segment.feedback is None else len(segment.feedback)
+    return np.repeat(np.array((0, 1), dtype=np.int32), (segment.length - count, count))
 
 
 def _put(part: Tensor, values: Any) -> None:

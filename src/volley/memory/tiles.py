@@ -9,7 +9,7 @@ from torch import Tensor
 
 from volley.memory.attention import first_visible, visible_mask
 from volley.memory.batch import RaggedBatch, Segment
-from volley.memory.upload import upload_together
+from volley.memory.upload import upload, upload_together
 
 BIDIRECTIONAL, CAUSAL, TREE = 0, 1, 2
 PART = 256
@@ -39,6 +39,8 @@ class TiledBatch:
     cells: Tensor
     """Page ids of all segments, and what tokens see of each other ``[length, length]``, of all trees and groups; int32."""
     positions: Tensor
+    origins: Tensor
+    """``[T]``: from where the window of each token is counted, which is its own position or the first of its group."""
     num_parts: int
     """Parts that hold the keys of the tile with most of them, at least."""
 
@@ -48,9 +50,14 @@ def tiled_batch(batch: RaggedBatch, tiling: Tiling) -> TiledBatch:
     tiled = batch.plans.get(tiling)
     if tiled is None:
         tiles = tile_array(batch.segments, tiling)
-        on_device = upload_together([tiles, *segment_arrays(batch)], batch.token_ids.device)
+        device, origins = batch.token_ids.device, batch.positions
+        on_device = upload_together([tiles, *segment_arrays(batch)], device)
+        if tiling.window is not None and any(segment.groups is not None for segment in batch.segments):
+            origins = upload(origin_array(batch.segments), device)
         named = dict(zip(("tiles", "segments", "cells"), on_device, strict=True))
-        tiled = batch.plans[tiling] = TiledBatch(**named, positions=batch.positions, num_parts=most_parts(tiles))
+        tiled = batch.plans[tiling] = TiledBatch(
+            **named, positions=batch.positions, origins=origins, num_parts=most_parts(tiles)
+        )
     return tiled  # type: ignore[return-value]
 
 
@@ -75,6 +82,18 @@ def tile_array(segments: list[Segment], tiling: Tiling) -> Ints:
         for first in range(0, segment.length, tiling.tokens)
     ]
     return np.array(tiles, dtype=np.int32)
+
+
+def origin_array(segments: list[Segment]) -> Ints:
+    """``origins`` of a :class:`TiledBatch`, int64."""
+    return np.concatenate([_origins(segment) for segment in segments])
+
+
+def _origins(segment: Segment) -> Ints:
+    if segment.groups is None:
+        return segment.positions().numpy()
+    sizes = np.array(segment.groups)
+    return segment.start + np.repeat(sizes.cumsum() - sizes, sizes)
 
 
 def most_parts(tiles: Ints) -> int:

@@ -162,7 +162,7 @@ class Denoising(Procedure):
 
     def told(self, canvas: Canvas) -> Tensor | None:
         """The last prediction ``[L, H]`` for a model with self-conditioning, zeros in the first pass; ``None`` for others."""
-        if self.family.mask_token_id is not None:
+        if not self.target.takes_feedback:
             return None
         if canvas.feedback is None:
             return torch.zeros(len(canvas), self.target.hidden_size, device=self.target.device)

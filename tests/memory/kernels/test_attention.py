@@ -120,12 +120,14 @@ def test_trees_beside_chains(window: int | None, parted: bool) -> None:
     check(segments, AttentionOptions(0.3, window), (2, 2), 8, parted)
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_groups_beside_chains(window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 1, 2, 6, 20])
+@pytest.mark.parametrize("parted", [False, True])
+@pytest.mark.parametrize("ring", [False, True])
+def test_groups_beside_chains(window: int | None, parted: bool, ring: bool) -> None:
     torch.manual_seed(0)
-    segments = make_segments([(8, 8, True), (5, 7, True), (3, 2, False)], 4, None, False)
+    segments = make_segments([(8, 8, True), (25, 7, True), (3, 2, False), (30, 5, True)], 4, window, ring)
     segments[0].groups, segments[1].groups = (4, 4), (1, 1, 1, 4)
-    check(segments, AttentionOptions(0.3, window), (2, 2), 8, False)
+    check(segments, AttentionOptions(0.3, window), (2, 2), 8, parted)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -64,6 +64,7 @@ def _attention_kernel(
     values,
     sinks,
     positions,
+    origins,
     tiles,
     segments,
     cells,
@@ -112,6 +113,9 @@ def _attention_kernel(
     query_place = query_row[:, None] * query_stride + head[:, None] * query_head_stride + column[None, :]
     q = tl.load(queries + query_place, mask=real[:, None] & in_dim[None, :], other=0.0)
     query_position = tl.load(positions + offset + token, mask=real, other=0)
+    origin = query_position
+    if WINDOWED:
+        origin = tl.load(origins + offset + token, mask=real, other=0)
 
     best = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -153,7 +157,7 @@ def _attention_kernel(
             if WINDOWED:
                 key_position = tl.load(positions + offset + index - start, mask=exists & own, other=0)
                 key_position = tl.where(own, key_position, index)
-                lowest = query_position - window + 1
+                lowest = origin - window + 1
                 if kind == _BIDIRECTIONAL:
                     lowest = tl.zeros_like(query_position) + start - window
                     if SYMMETRIC:
@@ -230,13 +234,12 @@ def ragged_attention(
     options: AttentionOptions,
     parted: bool | None = None,
 ) -> Tensor:
-    """Same contract as ``reference_attention``; a quantised store and windows over groups are left to ``paged_attention``.
+    """Same contract as ``reference_attention``; a quantised store is left to ``paged_attention``.
 
     ``parted`` gives each part of the keys a program of its own, which changes the speed alone; ``None``: where the tiles do not
     fill the processors.
     """
-    windowed_groups = options.window is not None and any(segment.groups is not None for segment in batch.segments)
-    if windowed_groups or not isinstance(store, DenseKVStore):
+    if not isinstance(store, DenseKVStore):
         return paged_attention(batch, store, layer, queries, keys, values, options)
     slots = write_slots(batch)
     if isinstance(slots, slice):  # once for all layers
@@ -274,7 +277,7 @@ def attend(
     sinks = queries if options.sinks is None else options.sinks
     shape = tile_shape(heads // kv_heads, dim, queries.dtype)
     block_dim = max(16, triton.next_power_of_2(dim))
-    read = (tiled.positions, tiled.tiles, tiled.segments, tiled.cells)
+    read = (tiled.positions, tiled.origins, tiled.tiles, tiled.segments, tiled.cells)
     strides = (queries.stride(0), queries.stride(1), pool.stride(0))
     same = {"DIM": dim, "BLOCK_DIM": block_dim, "SINKS": options.sinks is not None}
     same["enable_fp_fusion"] = False  # both kernels must round alike

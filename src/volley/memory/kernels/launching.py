@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import cache
 from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -25,7 +26,7 @@ def capture(run: Callable[[], object], device: torch.device) -> Callable[[], obj
     if device.type != "cuda":
         return run
     with _CAPTURING, torch.cuda.device(device):
-        stream, pool = _graph_memory(device)
+        stream, (pool, graphs) = _capturing_stream(device), _graph_memory(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -38,16 +39,49 @@ def capture(run: Callable[[], object], device: torch.device) -> Callable[[], obj
         except RuntimeError as error:
             warnings.warn(f"no CUDA graph, so a pass is launched operation by operation: {error}", stacklevel=2)
             return run
+    graphs.add(graph)
     return graph.replay
 
 
+def waits(run: Callable[[], object], device: torch.device) -> bool:
+    """Whether the host waits for ``device`` within ``run``: only so can its operations depend on what the device computes.
+
+    It runs once before, which compiles kernels.
+    """
+    run()
+    before = torch.cuda.get_sync_debug_mode()
+    with torch.cuda.device(device), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return any(_SYNCHRONISED in str(own.message) for own in found)
+
+
+_SYNCHRONISED = "synchronizing CUDA operation"  # PyTorch's warning of a wait
 _CAPTURING = Lock()  # a process captures one graph at a time
 
 
+_pools: dict[
+    torch.device, tuple[Any, WeakSet[Any]]
+] = {}  # of each device, with the graphs that have their memory there
+
+
 @cache
-def _graph_memory(device: torch.device) -> tuple[Any, Any]:
-    """The stream on which graphs of a device are captured, and the memory between their operations, as no two run at once."""
-    return torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+def _capturing_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _graph_memory(device: torch.device) -> tuple[Any, WeakSet[Any]]:
+    """The pool of memory between operations, which all graphs of a device share as no two run at once, and these graphs.
+
+    PyTorch captures nothing into a pool that has lost all of its graphs: the next one gets another.
+    """
+    if device not in _pools or not _pools[device][1]:
+        _pools[device] = torch.cuda.graph_pool_handle(), WeakSet()
+    return _pools[device]
 
 
 @cache

@@ -11,7 +11,6 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
 
@@ -54,6 +53,7 @@ _TWINS = Twins("model.decoder.", "model.encoder.language_model.", own=".layer_sc
 
 class DiffusionGemma(Target):
     can_be_tapped = False
+    takes_feedback = True
 
     def __init__(
         self, model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerBase | None = None
@@ -86,22 +86,37 @@ class DiffusionGemma(Target):
             return self.attention(batch, store, layer, q, k, v, options)
 
         hidden = self.embed(batch.token_ids)
+        hidden, denoised = (
+            self._condition(hidden, batch) if batch.told is None else self._condition_some(hidden, *batch.told)
+        )
+        self._set_scalars(denoised)
+        try:
+            found = self._encode(hidden[None], batch.positions[None], attend)
+        finally:
+            self._set_scalars(False)
+        return self.head(found[0, rows])
+
+    def _condition(self, hidden: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor | bool]:
+        """The inputs ``hidden [T, H]``, with canvases' feedback, and which rows are canvases' ``[T]``, or whether all are."""
         denoised = np.zeros(len(batch), dtype=np.bool_)
         told = list[Tensor]()
         for segment, end in zip(batch.segments, batch.offsets[1:], strict=True):
             if segment.feedback is not None:
                 denoised[end - len(segment.feedback) : end] = True
                 told.append(segment.feedback)
-        if told:
-            signal = torch.cat(told).to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
-            canvases = slice(None) if denoised.all() else upload(denoised.nonzero()[0], hidden.device)
-            hidden[canvases] = self._decoder.self_conditioning(hidden[None, canvases], signal)[0]
-        self._set_scalars(denoised)
-        try:
-            found = self._encode(hidden[None], batch.positions[None], attend)
-        finally:
-            self._set_scalars(denoised[:0])
-        return self.head(found[0, rows])
+        if not told:
+            return hidden, False
+        signal = torch.cat(told).to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
+        if denoised.all():
+            return self._decoder.self_conditioning(hidden[None], signal)[0], True
+        canvases = upload(denoised.nonzero()[0], hidden.device)
+        hidden[canvases] = self._decoder.self_conditioning(hidden[None, canvases], signal)[0]
+        return hidden, upload(denoised, self.device)
+
+    def _condition_some(self, hidden: Tensor, denoised: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+        """The same where only the device knows which rows are canvases': all of them are computed both ways."""
+        conditioned = self._decoder.self_conditioning(hidden[None], signal.to(hidden.dtype)[None])[0]
+        return torch.where(denoised[:, None], conditioned, hidden), denoised
 
     def _encode(self, embeddings: Tensor, positions: Tensor, call: AttentionCall) -> Tensor:
         masks = {"full_attention": None, "sliding_attention": None}
@@ -115,12 +130,13 @@ class DiffusionGemma(Target):
         states: Tensor = output.last_hidden_state
         return states
 
-    def _set_scalars(self, denoised: NDArray[np.bool_]) -> None:
-        """Give each row of the next pass the scalar of its mode; without rows they are the encoder's."""
-        some = bool(denoised.any())
-        rows = upload(denoised, self.device)[None, :, None] if some and not denoised.all() else None
+    def _set_scalars(self, denoised: Tensor | bool) -> None:
+        """Give each row of the next pass the scalar of its mode: ``denoised [T]`` rows, all, or none, have the decoder's."""
         for layer, (reads, denoises) in zip(self._encoder.layers, self._scalars, strict=True):
-            scalar = torch.where(rows, denoises, reads) if rows is not None else denoises if some else reads
+            if isinstance(denoised, bool):
+                scalar = denoises if denoised else reads
+            else:
+                scalar = torch.where(denoised[None, :, None], denoises, reads)
             layer._buffers["layer_scalar"] = scalar  # a module's own way of setting it takes as long as a small product
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -19,13 +19,16 @@ _TOLERANCE = {torch.float32: 1e-4}
 _COARSE = 2**-5  # of 16-bit types: sums run in another order
 
 
+_NONE = torch.empty(0)
+
+
 class LatentAttention:
     """Turns the queries and keys of one layer into those of latents, and the outputs back."""
 
     def __init__(self, module: Any) -> None:
         self._project: nn.Module = module.kv_b_proj
         self._rank, self._own, self._values = module.kv_lora_rank, module.qk_nope_head_dim, module.v_head_dim
-        self._latents = torch.empty(0)
+        self._latents = _NONE
         self._weights: tuple[Tensor, Tensor] | None = None
         self._agrees: bool | None = None
         module.kv_a_layernorm.register_forward_hook(self._note)
@@ -58,6 +61,10 @@ class LatentAttention:
 
     def expand(self, mixed: Tensor) -> Tensor:
         """Outputs ``[1, T, heads, v]`` of mixed latents ``[1, T, heads, r + rope]``."""
+        if (
+            self._agrees is not None
+        ):  # no more is asked of them; in a graph's memory they would keep it from being freed
+            self._latents = _NONE
         _, to_values = self._matrices()
         return torch.einsum("bthr,hvr->bthv", mixed[..., : self._rank], to_values)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.batch import RaggedBatch, Segment, made_up_tokens
 from volley.memory.device import synchronise
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore, make_store
@@ -30,8 +30,10 @@ def made_up(
     pages = -(-(context + max(lengths)) // _PAGE)
     tables = [BlockTable(_PAGE, range(i * pages, (i + 1) * pages)) for i in range(len(lengths))]
     segments = [Segment(table, context, length, causal) for table, length in zip(tables, lengths, strict=True)]
-    batch = RaggedBatch(segments, torch.zeros(sum(lengths), dtype=torch.long, device=device))
-    return batch, make_store("auto", shapes, len(lengths) * pages * _PAGE, dtype, device)
+    tokens = torch.tensor(made_up_tokens(sum(lengths)))
+    return RaggedBatch(segments, tokens.to(device)), make_store(
+        "auto", shapes, len(lengths) * pages * _PAGE, dtype, device
+    )
 
 
 def context_of(lengths: Sequence[int], longest: int) -> int:

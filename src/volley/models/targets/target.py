@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +30,7 @@ from volley.files import find_target
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.device import sum_in_fp32, usable_device
-from volley.memory.kernels import attention_for
+from volley.memory.kernels import attention_for, launching
 from volley.memory.kv_store import KVStore, LatentShape, make_store
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
@@ -43,6 +44,7 @@ from volley.models.targets.loading import auto_tokenizer, choose_weights, load_c
 from volley.models.targets.recurrent import RECURRENT_LAYERS, LayoutProbe, check_family, running, wrap_functions
 from volley.models.targets.rehearsal import made_up
 from volley.models.targets.taps import Taps, decoder_layers
+from volley.models.targets.traits import turns_by_length
 from volley.native import Product, TargetWeights
 from volley.types import DiffusionParams
 
@@ -143,6 +145,8 @@ class Target:
 
     can_be_tapped = True
     """Whether a drafter can have the states of its layers."""
+    takes_feedback = False
+    """Whether canvases are told of their last prediction (:meth:`feedback`)."""
 
     def __init__(
         self,
@@ -240,13 +244,22 @@ class Target:
 
     @property
     def is_regular(self) -> bool:
-        """Whether a pass launches the same operations whatever its tokens are, if they are as many: Llama's and Qwen's layers."""
-        text: Any = self.model.config.get_text_config()
-        rope = getattr(text, "rope_parameters", None) or {}
-        kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
-        by_position = not kinds & {"dynamic", "longrope"}  # these look at the positions
-        is_plain = self.diffusion is None and not self.recurrent and is_linear(self._head)
-        return is_plain and by_position and all(map(is_gated_layer, decoder_layers(self.model)))
+        """Whether a pass launches the same operations whatever its tokens are, if they are as many.
+
+        Llama's and Qwen's layers do. Others are tried on a GPU.
+        """
+        if self.recurrent or turns_by_length(self.model.config):
+            return False
+        is_known = is_linear(self._head) and all(map(is_gated_layer, decoder_layers(self.model)))
+        return is_known or (self.device.type == "cuda" and not self._waits)
+
+    @cached_property
+    @torch.inference_mode()
+    def _waits(self) -> bool:
+        """Whether a pass waits for the GPU."""
+        batch, store = made_up([5], self.kv_shapes, self.dtype, self.device, causal=True, context=0)
+        rows = torch.arange(5, device=self.device)
+        return launching.waits(lambda: self.forward(batch, store, rows), self.device)
 
     def use_long_factors(self) -> None:
         """Let a longrope model have its long factors at every position, so that its whole context can be used.
