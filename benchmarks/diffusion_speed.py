@@ -13,6 +13,7 @@ vocabulary of 262,144.
 """
 
 import argparse
+import gc
 import statistics
 import time
 import warnings
@@ -193,6 +194,10 @@ def compare_generate(shapes: Sequence[str], repeats: int, device: str) -> None:
                 f"{saved:.2f}",
             ]
             print(f"| {name} | {count} | " + " | ".join(columns) + " |", flush=True)
+        del hf, engine  # their memory, before the next shape's
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
 
 
 def mean_entropy(engine: Engine, prompt: list[int]) -> float:

@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import CUDA, pretended_cuda
+from benchmarks.pretended_gpu import CUDA, move, pretended_cuda
 from tests.costs import settle
 from tests.gpu.test_engine import GREEDY, Both, answers, both, pretended
+from tests.gpu.test_kinds import KINDS
 from tests.hybrid import target as hybrid_target
 from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
@@ -25,6 +26,13 @@ from volley.memory.graphs import Bucket
 from volley.memory.kernels import launching
 
 __all__ = ["both"]
+ELSEWHERE = torch.device("cuda:7")
+
+
+class Planted:
+    """In place of a graph."""
+
+
 SEEDED = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
 
 
@@ -220,6 +228,47 @@ def test_what_is_switched_off_or_cannot_be_captured_is_launched_by_operation(
         assert engine.proposer.passes is None
         assert engine.runner.store.num_slots == (64 + engine.capacity.cuda_graphs) * 16
         assert not counts.operations["a graph"]
+
+
+def test_a_target_that_reads_values_of_the_device_is_launched_by_operation() -> None:
+    """transformers' own loop over experts asks which of them have rows."""
+    for experts in ("grouped_mm", "eager"):
+        kind = KINDS["experts"][0]()
+        kind.hf.set_experts_implementation(experts)
+        with pretended():
+            engine = kind.run(move(kind.hf), move(kind.drafter))
+            assert (engine.runner.passes is not None) == engine.target.is_regular == (experts == "grouped_mm")
+
+
+@pytest.mark.parametrize("name", ["canvas", "DiffusionGemma"])
+def test_no_graph_is_captured_while_a_warm_engine_denoises(name: str) -> None:
+    captured: list[Any] = []
+    with pretended_cuda():
+        kind = KINDS[name][0]()
+        engine = kind.run(move(kind.hf), None)
+        family = engine.target.diffusion
+        assert family is not None
+        own = replace(kind.params, max_tokens=24, diffusion=replace(family.defaults, max_steps=3))
+        prompts = [list(range(20)), list(range(30, 37))]
+        for is_warm in (False, True):
+            captured.clear()
+            if is_warm:
+                engine = kind.run(engine.target.model, None)
+                warm_up(engine)
+            with mock.patch.object(launching, "capture", note_captures(captured)):
+                list(engine.generate(prompts, own))
+            assert bool(captured) != is_warm
+
+
+def test_a_pool_that_lost_its_graphs_is_not_captured_into_again() -> None:
+    """PyTorch refuses that."""
+    with mock.patch.object(torch.cuda, "graph_pool_handle", side_effect=range(9)):
+        pool, graphs = launching._graph_memory(ELSEWHERE)
+        graph = Planted()
+        graphs.add(graph)
+        assert launching._graph_memory(ELSEWHERE) == (pool, graphs)
+        del graph
+        assert launching._graph_memory(ELSEWHERE)[0] != pool
 
 
 def test_layers_of_other_kinds_are_launched_by_operation(both: Both) -> None:

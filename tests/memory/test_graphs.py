@@ -1,5 +1,6 @@
 """Passes in fixed memory against those over a batch of their own: the same outputs, and only their own K/V change."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from volley.memory import graphs
 from volley.memory.attention import AttentionOptions, paged_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import MOST_ROWS, Bucket, StaticPasses, num_tiles, static_passes
+from volley.memory.kernels import launching
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore, make_store
 from volley.memory.tiles import Tiling, tile_array
@@ -172,3 +174,16 @@ def test_made_up_text_is_on_nobodys_page() -> None:
     assert torch.equal(model.kv()[:, : PAGES * SIZE], before[:, : PAGES * SIZE])
     assert [segment.start for segment in model.batches[-1].segments] == [6, 6]
     assert passes.nbytes > 4 * 2**20
+
+
+def test_operations_that_no_capture_sees_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: a replay that does nothing."""
+    passes = StaticPasses(Model().forward, BlockTable(SIZE, [PAGES]), CPU)
+    assert passes.repeats()
+
+    def capture(run: Callable[[], object], _: torch.device) -> Callable[[], None]:
+        run()
+        return lambda: None
+
+    monkeypatch.setattr(launching, "capture", capture)
+    assert not StaticPasses(Model().forward, BlockTable(SIZE, [PAGES]), CPU).repeats()

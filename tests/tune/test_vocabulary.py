@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig
+from volley.tune import vocabulary
 from volley.tune.trials import Trial
 from volley.tune.vocabulary import choose_vocabulary, sizes_for
 
@@ -62,6 +64,28 @@ def test_what_is_drafted_pays(
     size, why = choose_vocabulary(trial, config(tmp_path, str(tiny_pair.target), learnt, held), *models, SIZES, timed)
     assert size == want
     assert why.startswith("the most frequent tokens are drafted" if want else "all tokens are drafted")
+
+
+def test_a_cycle_that_was_interrupted_once_does_not_decide(
+    models: tuple[FrozenTarget, Target], tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    rounds = iter(([1.4, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]))
+    trial = Trial("", {}, 2.5, [0.8, 0.7, 0.6], 0.01, 9, 1.0)
+    given = config(tmp_path, str(tiny_pair.target), range(20, 30), range(20, 30))
+    assert choose_vocabulary(trial, given, *models, SIZES, lambda *_: next(rounds))[0] == 0
+
+
+def test_a_short_trial_does_not_hide_what_missing_tokens_cost(
+    models: tuple[FrozenTarget, Target], tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """One token of twenty is not drafted, for a tenth of the time. That pays as long as drafts are hopeless."""
+    trial = Trial("", {}, 1.05, [0.05, 0.0, 0.0], 0.01, 9, 1.0)
+    given = config(tmp_path, str(tiny_pair.target), range(20, 59), range(20, 60))
+    given = replace(given, block_size=8)
+    assert choose_vocabulary(trial, given, *models, (38,), lambda *_: [1.0, 0.9])[0] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary, "LEARNT", 0.0)
+        assert choose_vocabulary(trial, given, *models, (38,), lambda *_: [1.0, 0.9])[0] == 38
 
 
 def test_small_vocabularies_are_drafted_whole() -> None:
