@@ -56,6 +56,20 @@ def byte_ids(raw: bytes) -> list[int]:
     return [vocabulary[letters[byte]] for byte in raw]
 
 
+@given(token_ids=st.lists(st.integers(0, 259), max_size=12), skips=st.booleans())
+def test_texts_are_those_of_the_tokenizer(token_ids: list[int], skips: bool) -> None:
+    """Of transformers' own kind, and of one that decodes by itself."""
+
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *given: Any, **options: Any) -> str:
+            return str(super()._decode(*given, **options)).upper()
+
+    for kind in (tokenizer(), Shouting(tokenizer_object=tokenizer().backend_tokenizer)):
+        detokenizer = Detokenizer(kind, skip_special_tokens=skips)
+        expected = kind.decode(token_ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+        assert detokenizer.peek(token_ids, "_") == expected
+
+
 def test_special_tokens_are_not_text() -> None:
     detokenizer = Detokenizer(tokenizer())
     ids = [*byte_ids(b"a"), tokenizer().convert_tokens_to_ids("<|im_end|>"), *byte_ids(b"b")]

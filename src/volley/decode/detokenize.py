@@ -1,14 +1,27 @@
 """From tokens to text, as they come."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 def _pending(text: str) -> int:
     """How many marks at the end of a text may stand for bytes that become a character, which some decoders mark one by one."""
     return min(3, len(text) - len(text.rstrip("\ufffd")))
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase | None, skips: bool) -> Callable[[list[int]], str]:
+    """The text of tokens. A tokenizer of the ``tokenizers`` library is asked itself: transformers' checks take twice as long."""
+    if tokenizer is None:
+        return lambda _: ""
+    kind: Any = type(tokenizer)
+    own = PreTrainedTokenizerBase.decode, PreTrainedTokenizerFast._decode
+    if own == (kind.decode, getattr(kind, "_decode", None)):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skips)
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=skips, clean_up_tokenization_spaces=False))
 
 
 class Detokenizer:
@@ -25,7 +38,8 @@ class Detokenizer:
         before: Sequence[int] = (),
     ) -> None:
         """``before`` are tokens that the text goes on from: some tokenizers drop the space in front of a first word."""
-        self._tokenizer, self._skips = tokenizer, skip_special_tokens
+        self._decode = _decoder(tokenizer, skip_special_tokens)
+        self._is_silent = tokenizer is None
         self._token_ids = list(before[-self._CONTEXT :])
         while (known := self._decode(self._token_ids)).startswith("\ufffd"):  # not in the middle of a character
             del self._token_ids[0]
@@ -36,15 +50,9 @@ class Detokenizer:
         self._last_whole = len(self._token_ids)  # the tokens up to here are whole characters
         self._whole = list[int]()  # all such places behind the start
 
-    def _decode(self, token_ids: list[int]) -> str:
-        if self._tokenizer is None:
-            return ""
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
-        return str(text)
-
     def push(self, token_id: int, *, last: bool = False) -> str:
         """The new text that ``token_id`` completes; empty while a multi-byte character is unfinished."""
-        if self._tokenizer is None:
+        if self._is_silent:
             return ""
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids[self._start :])
