@@ -128,6 +128,31 @@ def test_no_graph_is_captured_while_a_warm_engine_serves(both: Both, options: di
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, prompt_logprobs=1)], ids=["plain", "scored"])
+def test_short_prompts_take_graphs_that_are_there_and_capture_none(both: Both, params: SamplingParams) -> None:
+    prompts = [[number % 50 for number in range(size)] for size in (20, 3, 9)]
+    expected = list(Engine(both.here.target, None, num_pages=64).generate(prompts, params))
+    for is_captured in (False, True):
+        with pretended() as counts:
+            engine = Engine(both.target, None, num_pages=64, prefix_caching=False)
+            assert engine.runner.passes is not None
+            if is_captured:
+                run = engine.runner.passes.made_up([len(prompt) for prompt in prompts], 0, causal=True)
+                assert run is not None
+                run()
+            requests = [engine.add_request(prompt, params) for prompt in prompts]
+            counts.clear()
+            engine.step()
+            assert all(request.num_output for request in requests)
+            assert bool(counts.operations["a graph"]) == is_captured
+            while engine.has_work:
+                engine.step()
+            engine.check_integrity()
+        for request, result in zip(requests, expected, strict=True):
+            assert request.token_ids[request.num_prompt :] == result.token_ids
+            assert request.prompt_logprobs == pytest.approx(result.prompt_logprobs or [])
+
+
 def test_no_kernel_is_compiled_again_for_other_sizes(both: Both) -> None:
     """Once each has been used: with other numbers of requests, longer texts and drafts that were accepted elsewhere."""
     with pretended_cuda() as counts:
@@ -230,21 +255,25 @@ def test_what_is_switched_off_or_cannot_be_captured_is_launched_by_operation(
         assert not counts.operations["a graph"]
 
 
-def test_a_target_that_reads_values_of_the_device_is_launched_by_operation() -> None:
-    """transformers' own loop over experts asks which of them have rows."""
-    for experts in ("grouped_mm", "eager"):
-        kind = KINDS["experts"][0]()
-        kind.hf.set_experts_implementation(experts)
-        with pretended():
-            engine = kind.run(move(kind.hf), move(kind.drafter))
-            assert (engine.runner.passes is not None) == engine.target.is_regular == (experts == "grouped_mm")
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_target_that_reads_values_of_the_device_is_launched_by_operation(reads: bool) -> None:
+    def look(_: Any, given: tuple[torch.Tensor]) -> None:
+        given[0].sum().tolist()
+
+    kind = KINDS["experts"][0]()
+    if reads:
+        kind.hf.get_decoder().norm.register_forward_pre_hook(look)
+    with pretended():
+        engine = kind.run(move(kind.hf), move(kind.drafter))
+        assert engine.target.is_regular is not reads
+        assert (engine.runner.passes is None) is reads
 
 
 @pytest.mark.parametrize("name", ["canvas", "DiffusionGemma"])
 def test_no_graph_is_captured_while_a_warm_engine_denoises(name: str) -> None:
     captured: list[Any] = []
     with pretended_cuda():
-        kind = KINDS[name][0]()
+        kind = KINDS[name][0]()._replace(options={"page_size": 8, "max_running": 2})
         engine = kind.run(move(kind.hf), None)
         family = engine.target.diffusion
         assert family is not None

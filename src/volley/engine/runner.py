@@ -101,8 +101,10 @@ class Runner:
                 rows += range(len(tokens) - wanted, len(tokens))
                 work.rows = slice(first, len(rows))
             step.is_late = bool(late)
-            reads = any(work.kind is Kind.PREFILL for work in step.works)
-            if not reads and (outputs := self.replay(segments, tokens, rows, late)) is not None:
+            # Prompts have so many lengths that a capture would seldom serve the next one.
+            may_capture = all(work.kind is not Kind.PREFILL for work in step.works)
+            outputs = self.replay(segments, tokens, rows, late, may_capture=may_capture)
+            if outputs is not None:
                 outputs.give(step)
                 return
             step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
@@ -125,12 +127,16 @@ class Runner:
         rows: Sequence[int],
         late: Mapping[int, Tensor],
         moved: Tensor | None = None,
+        *,
+        may_capture: bool = True,
     ) -> Pass | None:
         """A small pass in fixed memory, with the arguments of :class:`StaticPasses`; ``None`` if that cannot be.
 
         Its logits are valid until the next pass.
         """
-        found = None if self.passes is None else self.passes(segments, tokens, rows, late, moved)
+        found = None
+        if self.passes is not None:
+            found = self.passes(segments, tokens, rows, late, moved, may_capture=may_capture)
         if found is None:
             return None
         batch, (logits, *features) = found

@@ -11,6 +11,11 @@ from volley.policies.cost import MOST_TIMED
 REACH = 4096
 """Tokens of the longest text whose passes are captured ahead. Longer texts have theirs captured when they come."""
 
+SHORT = 256
+"""Tokens of a text whose prompts are read through graphs, if they are captured ahead."""
+MOST_BESIDE = 8
+"""Requests with which such a prompt may share a pass."""
+
 
 def warm_up(engine: Engine) -> tuple[int, float]:
     """Capture the CUDA graphs that ``engine`` will need, so that no step waits for it; returns their number and the seconds.
@@ -26,6 +31,8 @@ def warm_up(engine: Engine) -> tuple[int, float]:
     rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
     if engine.runner.passes is not None:
         engine.runner.passes.warm_up(requests, rows, reach, causal=True)
+        short = min(SHORT, reach)  # prompts, and what a chat goes on with
+        engine.runner.passes.warm_up(min(requests, MOST_BESIDE), short, short, causal=True, least=rows + 1)
         family = engine.target.diffusion
         if family is not None and (length := family.defaults.canvas_length) is not None:
             # A pass that commits a canvas has the next one as well.

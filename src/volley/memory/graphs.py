@@ -153,8 +153,10 @@ class StaticPasses:
         rows: Sequence[int],
         late: Mapping[int, Tensor] | None = None,
         moved: Tensor | None = None,
+        *,
+        may_capture: bool = True,
     ) -> tuple[RaggedBatch, list[Tensor]] | None:
-        """The batch and the outputs of a pass; ``None`` if it is too large.
+        """The batch and the outputs of a pass; ``None`` if it is too large, or not captured yet and ``may_capture`` is False.
 
         It takes the arguments of :meth:`RaggedBatch.on_device`. Outputs have all rows of the bucket, real ones first. They are
         valid until the next pass. If only the device knows where the segments begin, these are chains of one length, and each
@@ -173,7 +175,8 @@ class StaticPasses:
         self._batch = self._filled_up(segments, static)
         margin = 0 if moved is None else segments[0].length
         host, parts = self._described(bucket, static, token_ids, rows, late or {}, margin)
-        if len(host) > len(self._buffer):
+        is_captured = bucket._replace(parts=parts) in self._replays
+        if len(host) > len(self._buffer) or not (is_captured or may_capture):
             return None
         refill(self._buffer, host)
         if late:
