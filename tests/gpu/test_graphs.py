@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 
 from benchmarks.pretended_gpu import CUDA, move, pretended_cuda
 from tests.costs import settle
+from tests.engine.test_own_ends import own_ends
 from tests.gpu.test_engine import GREEDY, Both, answers, both, pretended
-from tests.gpu.test_kinds import KINDS
+from tests.gpu.test_kinds import DRAFTER, KINDS
 from tests.hybrid import target as hybrid_target
 from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
@@ -253,6 +254,15 @@ def test_what_is_switched_off_or_cannot_be_captured_is_launched_by_operation(
         assert engine.proposer.passes is None
         assert engine.runner.store.num_slots == (64 + engine.capacity.cuda_graphs) * 16
         assert not counts.operations["a graph"]
+
+
+def test_a_drafter_of_some_tokens_has_graphs(both: Both) -> None:
+    """The logits of all others are −∞, in a graph and without one."""
+    drafter = own_ends(list(range(0, 50, 2)), **DRAFTER)
+    with pretended():
+        engine = Engine(both.target, move(drafter), num_pages=64, policy="fixed")
+        assert engine.proposer is not None
+        assert engine.proposer.passes is not None
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -19,7 +19,7 @@ def _decoder(tokenizer: PreTrainedTokenizerBase | None, skips: bool) -> Callable
         return lambda _: ""
     kind: Any = type(tokenizer)
     own = PreTrainedTokenizerBase.decode, PreTrainedTokenizerFast._decode
-    if own == (kind.decode, getattr(kind, "_decode", None)):
+    if own == (getattr(kind, "decode", None), getattr(kind, "_decode", None)):
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skips)
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=skips, clean_up_tokenization_spaces=False))
 

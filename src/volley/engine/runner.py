@@ -73,7 +73,7 @@ class Runner:
             return [logits] if taps is None else [logits, taps.take()[0]]
 
         self.passes: StaticPasses | None = None
-        """Small passes of decoding, as CUDA graphs on a GPU; ``None``: all of them are launched operation by operation."""
+        """Small passes, as CUDA graphs on a GPU; ``None``: all of them are launched operation by operation."""
         if spare and target.is_regular:
             # Rows that fill a pass up would read experts that nobody needs.
             least = 1 if model is None or has_experts(target.model.config) else model.drafter.config.block_size

@@ -5,16 +5,14 @@ import time
 from volley.decode.lookup import MOST_FOUND
 from volley.engine.engine import Engine
 from volley.engine.holdings import static_passes_of
-from volley.memory.graphs import MOST_SEGMENTS
+from volley.memory.graphs import MOST_ROWS, MOST_SEGMENTS
 from volley.policies.cost import MOST_TIMED
 
 REACH = 4096
 """Tokens of the longest text whose passes are captured ahead. Longer texts have theirs captured when they come."""
 
-SHORT = 256
-"""Tokens of a text whose prompts are read through graphs, if they are captured ahead."""
 MOST_BESIDE = 8
-"""Requests with which such a prompt may share a pass."""
+"""Requests in a pass that is captured ahead for prompts."""
 
 
 def warm_up(engine: Engine) -> tuple[int, float]:
@@ -31,8 +29,8 @@ def warm_up(engine: Engine) -> tuple[int, float]:
     rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
     if engine.runner.passes is not None:
         engine.runner.passes.warm_up(requests, rows, reach, causal=True)
-        short = min(SHORT, reach)  # prompts, and what a chat goes on with
-        engine.runner.passes.warm_up(min(requests, MOST_BESIDE), short, short, causal=True, least=rows + 1)
+        most = min(requests, MOST_BESIDE)
+        engine.runner.passes.warm_up(most, MOST_ROWS, reach, causal=True, least=rows + 1)  # prompts
         family = engine.target.diffusion
         if family is not None and (length := family.defaults.canvas_length) is not None:
             # A pass that commits a canvas has the next one as well.

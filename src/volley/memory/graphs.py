@@ -9,6 +9,7 @@ A library chooses the kernel of a product by its number of rows, and another ker
 of requests has the same number of rows in every pass, however few tokens each verifies.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -31,7 +32,7 @@ MOST_SEGMENTS = 64
 FREE_ROWS = 128
 """Up to so many rows a pass takes about as long as with a single row, so padding is free."""
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a request
-_ALIKE = 2**-7  # two runs of one pass differ at most by so much of what they compute, if sums have no fixed order
+_ALIKE = 2**-3  # of what a pass computes: two runs of it differ by less, whatever the order of sums, two tokens by more
 _SIZE = 2**20  # 32-bit numbers in the buffer; most are page ids
 _ALIGNED = 4  # a part of the buffer begins at a multiple of 16 bytes
 
@@ -171,6 +172,8 @@ class StaticPasses:
             return None
         static = self._inputs.get(bucket)
         if static is None:
+            if not may_capture:
+                return None
             static = self._inputs[bucket] = _Input.of(self._buffer, bucket, self.tilings)
         self._batch = self._filled_up(segments, static)
         margin = 0 if moved is None else segments[0].length
@@ -199,12 +202,11 @@ class StaticPasses:
         """
         segments, bucket = [Segment(self._scratch, 0, 1)], Bucket.of([1], self._least)
         assert bucket is not None
-        for token in (0, 1):
+        for token in (1, 0):  # rows that fill the pass up have 0 as well: whichever is written last, K/V are the same
             self(segments, [token], [0])
         found = [output[0].clone() for output in self._outputs]
         self._run(self._inputs[bucket], is_told=False)
-        pairs = [(own.float(), output[0].float()) for own, output in zip(found, self._outputs, strict=True)]
-        return all(bool((own - other).norm() <= _ALIKE * other.norm()) for own, other in pairs)
+        return all(_are_alike(own, output[0]) for own, output in zip(found, self._outputs, strict=True))
 
     def _move(self, static: _Input, segments: Sequence[Segment], moved: Tensor) -> None:
         """Let the segments of the buffer begin further on. Windows are exact in the kernel, so lower bounds of keys may stay."""
@@ -351,7 +353,21 @@ def static_passes(
     """
     scratch = BlockTable(page_size, [store.num_slots // page_size - 1])
     passes = StaticPasses(forward, scratch, device, least, feedback)
-    return passes if device.type == "cpu" or (passes.can_be_captured and passes.repeats()) else None
+    if device.type == "cpu":
+        return passes
+    if not passes.can_be_captured:
+        return None
+    if not passes.repeats():
+        warnings.warn("a CUDA graph is not what its operations are, so these are launched one by one", stacklevel=2)
+        return None
+    return passes
+
+
+def _are_alike(found: Tensor, expected: Tensor) -> bool:
+    """Whether two outputs are the same up to rounding. Logits of tokens that are not drafted are −∞ in both."""
+    here = expected.isfinite()
+    own, other = (torch.where(here, values.float(), 0.0) for values in (found, expected))
+    return bool((found.isfinite() == here).all() and (own - other).norm() <= _ALIKE * other.norm())
 
 
 def _is_told(segment: Segment) -> np.ndarray[Any, np.dtype[np.int32]]:
