@@ -494,30 +494,14 @@ def demo(bench: Bench) -> dict[str, Any]:
     return commanded(bench, "-m", "volley.cli", "demo")
 
 
-def serving(bench: Bench) -> dict[str, Any]:
-    """``volley serve`` in fp32: whether answers to eight clients at once, and a streamed one, are the CPU's."""
-    if found := without("fastapi", "uvicorn"):
-        return found
+def asked_over_http(url: str, prompts: Sequence[str], most: int) -> tuple[str, list[str]]:
+    """A server's greedy answer to the first of ``prompts``, streamed, and to all of them at once, of ``most`` tokens."""
     from concurrent.futures import ThreadPoolExecutor
 
     import httpx
 
-    from volley import Engine, SamplingParams
-
-    prompts = [f"Write {count} sentences about a river." for count in range(2, 10)]
-    params = SamplingParams(max_tokens=8 if bench.dry else 64)
-    here = Engine.from_pretrained(dtype=bench.torch.float32, device="cpu", num_pages=1024)
-    wanted = [result.text for result in here.generate(prompts, params)]
-    command = [sys.executable, "-m", "volley.cli", "serve", "--port", "0", "--dtype", "float32", "--device"]
-    server = subprocess.Popen([*command, bench.device.type], stderr=subprocess.PIPE, text=True, env=searching())
-    try:
-        assert server.stderr is not None
-        told = next((json.loads(line) for line in server.stderr if '"listening"' in line), None)
-        if told is None:
-            return {"passed": False, "table": f"the server ended with status {server.wait()}"}
-        Thread(target=server.stderr.read, daemon=True).start()  # else its log would fill the pipe
-        client = httpx.Client(base_url=told["url"], timeout=100)
-        body = {"max_tokens": params.max_tokens, "temperature": 0}
+    body = {"max_tokens": most, "temperature": 0}
+    with httpx.Client(base_url=url, timeout=100) as client:
 
         def ask(prompt: str) -> str:
             return client.post("/v1/completions", json={**body, "prompt": prompt}).json()["choices"][0]["text"]
@@ -526,11 +510,35 @@ def serving(bench: Bench) -> dict[str, Any]:
             events = [json.loads(line[6:]) for line in lines.iter_lines() if line.startswith("data: {")]
         streamed = "".join(choice["text"] for event in events for choice in event["choices"])
         with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(ask, prompts))
+            return streamed, list(pool.map(ask, prompts))
+
+
+def serving(bench: Bench) -> dict[str, Any]:
+    """``volley serve`` in fp32: whether answers to eight clients at once, and a streamed one, are the CPU's."""
+    if found := without("fastapi", "uvicorn"):
+        return found
+    from volley import Engine, SamplingParams
+
+    prompts = [f"Write {count} sentences about a river." for count in range(2, 10)]
+    params = SamplingParams(max_tokens=8 if bench.dry else 64)
+    here = Engine.from_pretrained(dtype=bench.torch.float32, device="cpu", num_pages=1024)
+    wanted = [result.text for result in here.generate(prompts, params)]
+    command = [sys.executable, "-m", "volley.cli", "serve", "--port", "0", "--dtype", "float32", "--device"]
+    server = subprocess.Popen([*command, bench.device.type], stderr=subprocess.PIPE, text=True, env=searching())
+    assert server.stderr is not None
+    try:
+        told = next((json.loads(line) for line in server.stderr if '"listening"' in line), None)
+        if told is None:
+            return {"passed": False, "table": f"the server ended with status {server.wait()}"}
+        log = Thread(target=server.stderr.read, daemon=True)  # else it would fill the pipe
+        log.start()
+        streamed, answers = asked_over_http(told["url"], prompts, params.max_tokens)
         server.terminate()
         status = server.wait(60)
+        log.join()
     finally:
         server.kill()
+        server.stderr.close()
     equal = sum(one == other for one, other in zip(answers, wanted, strict=True))
     return {
         "passed": equal == len(prompts) and streamed == wanted[0] and status == 0,

@@ -518,7 +518,7 @@ def test_the_pass_ahead_reads_the_tokens_of_the_one_before(monkeypatch: pytest.M
     """Or the zeros that stand for them: planted, and seen in the answer."""
     own = engine()
     replay = own.runner.replay
-    monkeypatch.setattr(own.runner, "replay", lambda *given: replay(*given[:3], {}))
+    monkeypatch.setattr(own.runner, "replay", lambda *given, **options: replay(*given[:3], {}, **options))
     (result,) = own.generate(PROMPTS[0], LONG)
     assert result.token_ids != alone(0, 0)[0]
 

@@ -1,7 +1,6 @@
 """Kernels are started where their tensors are, and graphs captured in order."""
 
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,18 +41,23 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     @contextmanager
     def entered(*given: Any, **settings: Any) -> Any:
-        names = [own.name for own in given if isinstance(own, Stream | SimpleNamespace)]
+        names = [own.name for own in given if isinstance(own, Stream | Graph)]
         seen.append(f"in {' '.join(names)} {settings.get('pool', '')}".strip())
         yield
 
-    graph = SimpleNamespace(name="graph", replay=lambda: seen.append("replay"))
+    class Graph:
+        name = "graph"
+
+        def replay(self) -> None:
+            seen.append("replay")
+
     for name, fake in {
         "device": entered,
         "stream": entered,
         "graph": entered,
         "Stream": Stream,
         "current_stream": lambda _: Stream("current"),
-        "CUDAGraph": lambda: graph,
+        "CUDAGraph": Graph,
         "graph_pool_handle": lambda: "pool",
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
