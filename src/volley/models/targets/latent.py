@@ -61,9 +61,7 @@ class LatentAttention:
 
     def expand(self, mixed: Tensor) -> Tensor:
         """Outputs ``[1, T, heads, v]`` of mixed latents ``[1, T, heads, r + rope]``."""
-        if (
-            self._agrees is not None
-        ):  # no more is asked of them; in a graph's memory they would keep it from being freed
+        if self._agrees is not None:  # nothing more is asked of latents, which may keep a graph's memory
             self._latents = _NONE
         _, to_values = self._matrices()
         return torch.einsum("bthr,hvr->bthv", mixed[..., : self._rank], to_values)

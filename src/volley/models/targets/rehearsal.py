@@ -30,10 +30,8 @@ def made_up(
     pages = -(-(context + max(lengths)) // _PAGE)
     tables = [BlockTable(_PAGE, range(i * pages, (i + 1) * pages)) for i in range(len(lengths))]
     segments = [Segment(table, context, length, causal) for table, length in zip(tables, lengths, strict=True)]
-    tokens = torch.tensor(made_up_tokens(sum(lengths)))
-    return RaggedBatch(segments, tokens.to(device)), make_store(
-        "auto", shapes, len(lengths) * pages * _PAGE, dtype, device
-    )
+    batch = RaggedBatch(segments, torch.tensor(made_up_tokens(sum(lengths)), device=device))
+    return batch, make_store("auto", shapes, len(lengths) * pages * _PAGE, dtype, device)
 
 
 def context_of(lengths: Sequence[int], longest: int) -> int:

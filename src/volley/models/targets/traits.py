@@ -3,10 +3,7 @@
 from typing import Any
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what configs call their number
-_BY_LENGTH = {
-    "dynamic",
-    "longrope",
-}  # kinds of rotary embedding whose frequencies depend on the last position of a pass
+_BY_LENGTH = {"dynamic", "longrope"}  # kinds of rotary embedding that look at the last position of a pass
 
 
 def has_experts(config: Any) -> bool:
