@@ -13,7 +13,6 @@ vocabulary of 262,144.
 """
 
 import argparse
-import gc
 import statistics
 import time
 import warnings
@@ -34,6 +33,7 @@ from volley.decode.renoise import Renoise
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.files import REFERENCE
+from volley.memory.device import give_back
 from volley.models.targets.diffusion import JOINT
 from volley.proposers.scripted import ScriptedProposer
 
@@ -195,9 +195,7 @@ def compare_generate(shapes: Sequence[str], repeats: int, device: str) -> None:
             ]
             print(f"| {name} | {count} | " + " | ".join(columns) + " |", flush=True)
         del hf, engine  # their memory, before the next shape's
-        gc.collect()
-        if device != "cpu":
-            torch.cuda.empty_cache()
+        give_back(torch.device(device))
 
 
 def mean_entropy(engine: Engine, prompt: list[int]) -> float:

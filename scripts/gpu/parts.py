@@ -3,7 +3,6 @@
 Weights are random in Qwen3-8B's shape, or the bundled pair's. A part that checks something says so with ``passed``.
 """
 
-import gc
 import json
 import os
 import subprocess
@@ -36,8 +35,6 @@ LEVELS = (1, 2, 4, 8, 16, 32, 64)
 BLOCK = 16
 WANTED = 0.85
 """Of the bandwidth of a copy, in plain decoding."""
-SYNCHRONISED = "synchronizing CUDA operation"
-"""What PyTorch's warning of a wait says."""
 
 
 class Bench:
@@ -80,12 +77,6 @@ class Bench:
     def wait(self) -> None:
         if self.device.type == "cuda":
             self.torch.cuda.synchronize()
-
-    def give_back(self) -> None:
-        """Free the memory of models that are not used any more."""
-        gc.collect()
-        if self.device.type == "cuda":
-            self.torch.cuda.empty_cache()
 
     def warn_of_waits(self, on: bool) -> None:
         """Let PyTorch warn whenever the host waits for the device, or no more."""
@@ -264,8 +255,13 @@ def graphs(bench: Bench) -> dict[str, Any]:
             row |= {f"plain {name}": plain, f"verify {name}": verify, f"draft {name}": draft}
         answers.append([own.token_ids for level in bench.levels for own in engine.generate(prompts[:level], params)])
         held = sum(own.passes.nbytes for own in (engine.runner, engine.proposer) if own.passes is not None)
-    same = sum(one == other for one, other in zip(*answers, strict=True)) / len(answers[0])
+    same = share_equal(*answers)
     return {"equal_answers": same, "graphs_MiB": held / 2**20, "table": table}
+
+
+def share_equal(here: Sequence[Any], there: Sequence[Any]) -> float:
+    """The share of answers that are equal in two runs."""
+    return sum(one == other for one, other in zip(here, there, strict=True)) / len(here)
 
 
 def families(bench: Bench) -> dict[str, Any]:
@@ -273,6 +269,7 @@ def families(bench: Bench) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, Qwen3MoeConfig
 
     from volley import Engine, SamplingParams, Target
+    from volley.memory.device import give_back
     from volley.models.layers.accelerate import accelerate
 
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "sliding_window": 32}
@@ -307,9 +304,9 @@ def families(bench: Bench) -> dict[str, Any]:
                         row[f"{tokens} of {requests}, {kind}"] = 1e3 * engine.runner.seconds(tokens, requests)
             graphs = 0 if engine.runner.passes is None else engine.runner.passes.num_graphs
             row[f"graphs, {dtype}"] = graphs
-            row[f"equal, {dtype}"] = sum(one == other for one, other in zip(*answers, strict=True)) / len(prompts)
+            row[f"equal, {dtype}"] = share_equal(*answers)
             del model, target, engine
-            bench.give_back()
+            give_back(bench.device)
         table.append(row)
     return {"passed": all(row["equal, torch.float32"] == 1 for row in table), "table": table}
 
@@ -337,7 +334,7 @@ def canvases(bench: Bench) -> dict[str, Any]:
         answers.append([next(iter(engine.generate([prompt], params))).token_ids for prompt in prompts(4, 90)])
         found[kind] = time.perf_counter() - started
     found["graphs"] = 0 if engine.runner.passes is None else engine.runner.passes.num_graphs
-    found["equal"] = sum(one == other for one, other in zip(*answers, strict=True)) / len(answers[0])
+    found["equal"] = share_equal(*answers)
     return found
 
 
@@ -375,7 +372,7 @@ def ahead(bench: Bench) -> dict[str, Any]:
             answers.append([request.token_ids[: 32 + steps] for request in requests])
             for request in requests:
                 engine.abort(request)
-        row["equal"] = sum(one == other for one, other in zip(*answers, strict=True)) / level
+        row["equal"] = share_equal(*answers)
         same &= row["equal"] == 1 or (size > 1 and temperature > 0)
         table.append(row)
     return {"passed": same, "table": table}
@@ -441,7 +438,7 @@ def engine(bench: Bench) -> dict[str, Any]:
                 own.reconfigure(type(own.config)(**options))
                 own.reset_prefix_cache()
                 answers.append([result.token_ids for result in own.generate(prompts[:level], params)])
-            equal = sum(one == other for one, other in zip(*answers, strict=True)) / level
+            equal = share_equal(*answers)
             table.append({"kind": name, "requests": level, "equal": equal})
     return {"passed": all(row["equal"] == 1 for row in table), "table": table}
 
@@ -612,6 +609,7 @@ def waits(bench: Bench) -> dict[str, Any]:
 def waits_of(warn: Callable[[bool], None], run: Callable[[], object]) -> Counter[str]:
     """Places in volley where ``run`` waits for the device, by PyTorch's warnings, which ``warn`` switches."""
     import volley
+    from volley.memory.kernels.launching import SYNCHRONISED
 
     package, found = Path(volley.__file__).parent, Counter[str]()
 

@@ -96,10 +96,8 @@ def family(config: Any, params: SamplingParams, **options: Any) -> Kind:
 
 LIKE: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 OF_EXPERTS = Qwen3MoeConfig(**{**target_config(**SMALL).to_dict(), **LIKE}, num_experts=4, num_experts_per_tok=2)
-NORMED = Gemma3TextConfig(
-    **{**target_config(**SMALL).to_dict(), **LIKE, "layer_types": ["sliding_attention", "full_attention"]}
-    | {"sliding_window": 6},
-)
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+NORMED = Gemma3TextConfig(**{**target_config(**SMALL).to_dict(), **LIKE, **WINDOWS})
 DSPARK = {"head": HeadConfig(type="dspark", rank=4), "confidence_width": 36}
 KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
     "log-probabilities of prompts": (lambda: plain(replace(GREEDY, prompt_logprobs=2)), 1),

@@ -14,13 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributions import Categorical
 
-from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Look, read_together
+from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Look, most_together, read_together
 from volley.decode.sampling import draw, token_probs
 from volley.memory.upload import upload
 from volley.types import DiffusionParams, SamplingParams
-
-_PART, _MOST_PART = 2**20, 2**25
-"""Logits that are processed together: 4 MiB stay in the caches of a CPU, and 128 MiB elsewhere are few launches."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +131,7 @@ def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
 
 def _parts(logits: Tensor) -> tuple[Tensor, ...]:
     """Rows of ``logits [R, V]``, some at a time: intermediate results take more memory than they do."""
-    part = _PART if logits.device.type == "cpu" else _MOST_PART
-    return torch.split(logits, max(1, part // logits.shape[-1]))
+    return torch.split(logits, max(1, most_together(logits.device) // logits.shape[-1]))
 
 
 def _entropy(logits: Tensor) -> Tensor:

@@ -93,9 +93,8 @@ class _Input:
             start, at = at, at + -(-size // _ALIGNED) * _ALIGNED
             return buffer[start : start + size]
 
-        sources, order, positions, origins, slots, chosen = (
-            part(2 * size).view(torch.int64) for size in (2 * rows, *[rows] * 5)
-        )
+        sources = part(4 * rows).view(torch.int64)
+        order, positions, origins, slots, chosen = (part(2 * rows).view(torch.int64) for _ in range(5))
         told = part(rows)
         segments = part(7 * (bucket.segments + 2)).view(-1, 7)
         tiles = [part(4 * num_tiles(bucket, tiling)).view(-1, 4) for tiling in tilings]
@@ -178,8 +177,8 @@ class StaticPasses:
         self._batch = self._filled_up(segments, static)
         margin = 0 if moved is None else segments[0].length
         host, parts = self._described(bucket, static, token_ids, rows, late or {}, margin)
-        is_captured = bucket._replace(parts=parts) in self._replays
-        if len(host) > len(self._buffer) or not (is_captured or may_capture):
+        with_parts = bucket._replace(parts=parts)
+        if len(host) > len(self._buffer) or not (with_parts in self._replays or may_capture):
             return None
         refill(self._buffer, host)
         if late:
@@ -190,7 +189,7 @@ class StaticPasses:
             self._move(static, segments, moved)
         if is_told:
             self._tell(segments)
-        self._replay(bucket._replace(parts=parts), static)
+        self._replay(with_parts, static)
         batch = RaggedBatch(list(segments), static.sources[: len(token_ids)], static.positions[: len(token_ids)])
         return batch, [output[: bucket.rows] for output in self._outputs]
 
@@ -262,7 +261,8 @@ class StaticPasses:
         """
         rows = min(rows, MOST_ROWS)
         counts = [1 << i for i in range((min(requests, MOST_SEGMENTS) - 1).bit_length() + 1)]
-        sizes = [size for size in _SIZES if least <= size < rows] + [next(size for size in _SIZES if size >= rows)]
+        most = next(size for size in _SIZES if size >= rows)
+        sizes = [size for size in _SIZES if least <= size <= most]
         spans = [min(PART << i, reach) for i in range((-(-reach // PART) - 1).bit_length() + 1)]
         buckets = {Bucket.of([size] * count, self._least): [size] * count for count in counts for size in sizes}
         for lengths in buckets.values():

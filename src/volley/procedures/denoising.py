@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Edit, Look, Reveal
+from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Edit, Look, Reveal, most_together
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
 from volley.decode.sampling import best_tokens, logprobs_of
@@ -23,11 +23,6 @@ from volley.procedures.request import Procedure, Request
 from volley.types import DiffusionParams, SamplingParams, Verdict
 
 Works = Sequence[Work[Request]]
-
-_TOGETHER = {"cpu": 2**20}
-"""Logits of several canvases that are processed together, by kind of device: 4 MiB stay in the caches of a CPU."""
-_MOST_TOGETHER = 2**25
-"""Elsewhere: 128 MiB, of which a rule takes a few times as much. Whatever its size, one canvas is."""
 
 
 def diffusion_of(request: Request) -> DiffusionParams:
@@ -241,10 +236,10 @@ class Denoising(Procedure):
 
 
 def _neighbours(canvases: Sequence[tuple[Request, Tensor]]) -> Iterator[list[tuple[Request, Tensor]]]:
-    """Runs of ``canvases`` that are processed together."""
+    """Runs of ``canvases`` that are processed together; one is, whatever its size."""
     some, size = list[tuple[Request, Tensor]](), 0
     for request, rows in canvases:
-        if some and size + rows.numel() > _TOGETHER.get(rows.device.type, _MOST_TOGETHER):
+        if some and size + rows.numel() > most_together(rows.device):
             yield some
             some, size = [], 0
         some.append((request, rows))

@@ -43,6 +43,10 @@ def capture(run: Callable[[], object], device: torch.device) -> Callable[[], obj
     return graph.replay
 
 
+SYNCHRONISED = "synchronizing CUDA operation"
+"""What PyTorch's warning of a wait says."""
+
+
 def waits(run: Callable[[], object], device: torch.device) -> bool:
     """Whether the host waits for ``device`` within ``run``: only so can its operations depend on what the device computes.
 
@@ -57,10 +61,9 @@ def waits(run: Callable[[], object], device: torch.device) -> bool:
             run()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return any(_SYNCHRONISED in str(own.message) for own in found)
+    return any(SYNCHRONISED in str(own.message) for own in found)
 
 
-_SYNCHRONISED = "synchronizing CUDA operation"  # PyTorch's warning of a wait
 _CAPTURING = Lock()  # a process captures one graph at a time
 
 
