@@ -98,32 +98,44 @@ def test_penalties_are_judged_where_it_is_known_what_they_change(
 
 
 class Seeded:
-    """Draws letters by seed; ``again`` is what the second time of asking draws."""
+    """Draws letters by seed; ``again`` is what the second time of asking draws, of the first ``tipped`` prompts."""
 
     sure = -0.7
 
-    def __init__(self, again: str, other: str) -> None:
-        self.texts = iter(["abcdefghijklmnopqrst", again, other])
+    def __init__(self, again: str, other: str, tipped: int = 1) -> None:
+        same = "abcdefghijklmnopqrst"
+        self.texts = iter([[same] * 12, [again] * tipped + [same] * (12 - tipped), [other] * 12])
 
     def ask(self, prompts: Sequence[Any], params: Any, concurrency: int = 1) -> list[Reply]:
-        texts = [next(self.texts) for _ in prompts]
+        texts = next(self.texts)[: len(prompts)]
         return [reply(text, *({letter: self.sure, "~": -9.0} for letter in text)) for text in texts]
 
 
 @pytest.mark.parametrize(
-    ("again", "other", "exact", "passed"),
+    ("again", "other", "tipped", "exact", "outcome"),
     [
-        ("abcdefghijklmnopqrst", "zbcd", True, True),
-        ("abcdefghijklmnopqrsz", "zbcd", True, False),
-        ("abcdefghijklmnopqrsz", "zbcd", False, True),  # rounding may tip a draw
-        ("abcdefghizklmnopqrst", "azcd", False, False),  # but seldom
-        ("abcdefghijklmnopqrst", "abcdefghijklmnopqrst", False, False),  # the seed changes nothing
+        ("abcdefghijklmnopqrst", "zbcd", 0, True, "passed"),
+        ("abcdefghijklmnopqrsz", "zbcd", 1, True, "FAILED"),
+        ("abcdefghijklmnopqrsz", "zbcd", 12, False, "passed"),  # rounding may tip a draw
+        ("abcdefghijklmzopqrst", "abcdefghijzl", 3, False, "passed"),  # as chance has it, in few answers more often
+        ("abcdefghijzlmnopqrst", "abcdefghijzl", 12, False, "FAILED"),  # but as seldom as that
+        ("abcdefghijklmnopqrst", "abcdefghijklmnopqrst", 0, False, "FAILED"),  # the seed changes nothing
     ],
 )
-def test_a_seed_gives_an_answer_again_but_for_rounding(again: str, other: str, exact: bool, passed: bool) -> None:
-    greedy, subject = greedy_params(8), Seeded(again, other)
-    questions = Questions(subject, None, ["x"], ["x"], lambda asked, _: list(asked), greedy, exact=exact)  # type: ignore[arg-type]
-    assert check_seeds(questions).outcome == ("passed" if passed else "FAILED")
+def test_a_seed_gives_an_answer_again_but_for_rounding(
+    again: str, other: str, tipped: int, exact: bool, outcome: str
+) -> None:
+    greedy, subject = greedy_params(8), Seeded(again, other, tipped)
+    prompts = ["x"] * 12
+    questions = Questions(subject, None, prompts, prompts, lambda asked, _: list(asked), greedy, exact=exact)  # type: ignore[arg-type]
+    assert check_seeds(questions).outcome == outcome
+
+
+def test_seeds_of_few_answers_that_rounding_may_tip_are_not_judged() -> None:
+    """Three answers that all part would prove nothing."""
+    subject = Seeded("abcdefghijzlmnopqrst", "abcdefghijzl", 3)
+    questions = Questions(subject, None, ["x"] * 3, ["x"] * 3, lambda asked, _: list(asked), greedy_params(8))  # type: ignore[arg-type]
+    assert check_seeds(questions).outcome == "not judged"
 
 
 def test_seeds_of_answers_that_are_all_but_certain_are_not_judged() -> None:

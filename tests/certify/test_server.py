@@ -2,9 +2,11 @@
 
 import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -14,7 +16,7 @@ from tests.serve.running import Tiny, running
 from volley.certify.certificate import certify_server
 from volley.certify.checks import greedy_params
 from volley.certify.options import CertifyConfig
-from volley.certify.subject import Reply, ServerFailure, ServerSubject
+from volley.certify.subject import Reply, ServerFailure, ServerSubject, TooBusy
 from volley.cli import app
 from volley.errors import EndpointError
 from volley.types import SamplingParams
@@ -34,9 +36,13 @@ def tiny(tiny_pair: TinyPair) -> Tiny:
     return Tiny(tiny_pair)
 
 
-def test_a_lossless_server_passes_beside_plain_decoding(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_lossless_server_passes_beside_plain_decoding(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("volley.certify.sampled.MOST_ROUNDS", 60)
     asked = tmp_path / "prompts.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    several = [f"{text} {more}".strip() for text in PROMPTS for more in ("", "and", "then")]  # for seeds to be judged
+    asked.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in several))
     with running(tiny.engine(policy="fixed")) as server, running(tiny.plain) as plain:
         args = [
             "certify",
@@ -99,3 +105,59 @@ def test_a_server_that_breaks_down_has_failed_what_it_was_asked(tiny: Tiny, monk
 def test_nobody_there() -> None:
     with pytest.raises(EndpointError, match="is an OpenAI-compatible server there"):
         certify_server("http://127.0.0.1:9/v1", PROMPTS, QUICK)
+
+
+def test_a_busy_server_is_asked_again_and_not_called_broken(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([429, 503, 200, 503, 429])
+    monkeypatch.setattr("volley.certify.subject.PATIENCE", 1.2)
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(next(answers), json={"data": [{"id": "m"}]}, headers={"retry-after": "0"})
+
+    monkeypatch.setattr(
+        "volley.certify.subject.httpx.Client", partial(httpx.Client, transport=httpx.MockTransport(respond))
+    )
+    with closing(ServerSubject("http://h/v1")) as subject:
+        assert subject.model == "m"
+        monkeypatch.setattr("volley.certify.subject.PATIENCE", 0.6)
+        with pytest.raises(TooBusy, match="HTTP 429"):
+            subject.choices(PROMPTS[0], greedy_params(4), 2)
+
+
+def test_what_a_busy_server_does_not_answer_is_not_judged(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = ServerSubject.ask
+
+    def turn_away(self: ServerSubject, prompts: Any, params: Any, concurrency: int = 1) -> list[Reply]:
+        if concurrency == 32:
+            raise TooBusy("HTTP 429")
+        return ask(self, prompts, params, concurrency)
+
+    monkeypatch.setattr(ServerSubject, "ask", turn_away)
+    with running(tiny.plain) as server:
+        found = certify_server(f"{server.url}/v1", PROMPTS, QUICK, say=lambda _: None)
+    outcomes = {check.name: check.outcome for check in found.checks}
+    assert outcomes["concurrency 32"] == "not judged"
+    assert "FAILED" not in outcomes.values()
+
+
+def test_a_field_that_plain_decoding_ignores_as_well_is_not_offered(tiny: Tiny) -> None:
+    verdicts = []
+    for plain_ignores in (True, False):
+        engine, plain = tiny.engine(policy="fixed"), tiny.engine(policy="fixed:1")
+        for each in (engine, *([plain] if plain_ignores else [])):
+            answer_by(each, TopPIgnored(each.config))
+        with running(engine) as server, running(plain) as beside:
+            urls = (f"{one.url}/v1" for one in (server, beside))
+            found = certify_server(next(urls), PROMPTS, QUICK, plain=next(urls), say=lambda _: None)
+        verdicts.append({check.name: check.outcome for check in found.checks}["top_p"])
+    assert verdicts == ["not judged", "FAILED"]
+
+
+def test_few_sampled_tokens_decide_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("volley.certify.sampled.MOST_ROUNDS", 1)
+    with running(tiny.plain) as server:
+        few = CertifyConfig(bias=0.01, max_tokens=8, prompts_used=2)
+        found = certify_server(f"{server.url}/v1", PROMPTS, few, say=lambda _: None)
+    outcomes = {check.name: check.outcome for check in found.checks}
+    assert outcomes["sampled"] == "not judged"
+    assert found.verdict == "undecided"

@@ -1,13 +1,15 @@
 """A bias of one percent is found with the stated number of tokens, and without one no alarm is raised."""
 
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution, penalised
-from volley.certify.statistics import Deviations, two_sample_p
+from volley.certify.statistics import Deviations, poisson_p, sum_p, two_sample_p, two_sided
 from volley.decode.sampling import token_probs
 from volley.types import SamplingParams
 
@@ -76,3 +78,25 @@ def test_the_slow_penalties() -> None:
     )
     found = penalised(torch.tensor([2.0, -2.0, 1.0, 0.0]), params, prompt=[1], output=[0, 0])
     assert found.tolist() == [1.0 - 0.5 - 0.5, -4.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("chance", [0.0003, 0.003, 0.03])
+def test_a_sum_of_rare_misses_raises_no_more_alarms_than_it_says(chance: float) -> None:
+    """As where answers are all but certain: their number is Poisson's, whose tail is far above that of a normal number."""
+    count, level = 400, 1e-3
+    rng, alarms, normal = np.random.default_rng(0), 0, 0
+    misses = rng.binomial(count, chance, 200_000)
+    variance = count * chance * (1 - chance)
+    for number, times in zip(*np.unique(misses, return_counts=True), strict=True):
+        total = count * chance - float(number)
+        alarms += int(times) * (sum_p(total, variance) < level)
+        normal += int(times) * (two_sided(total / variance**0.5) < level)
+    assert alarms <= 200_000 * level
+    assert normal > 200_000 * level, "the normal distribution raises too many"
+    assert sum_p(20.0, 1.0) < 1e-12, "and what is far off is seen"
+
+
+def test_rare_events() -> None:
+    assert poisson_p(0, 0.3) == 1.0
+    assert poisson_p(1, 0.3) == pytest.approx(1 - math.exp(-0.3))
+    assert poisson_p(2, 0.3) == pytest.approx(1 - 1.3 * math.exp(-0.3))

@@ -16,7 +16,7 @@ from tests.doctor.answers import TARGET, write_answers
 from volley import Engine
 from volley.doctor.diagnosis import Doctor
 from volley.engine.states import TargetPages
-from volley.errors import InputError
+from volley.errors import InputError, MismatchError
 from volley.files import REFERENCE, load_tensors, save_tensors
 from volley.models.drafters.export import export
 from volley.procedures.request import Request
@@ -205,3 +205,12 @@ def test_no_answers(drafter: Path, tmp_path: Path) -> None:
     empty.write_text(json.dumps({"prompt_token_ids": [5], "response_token_ids": [6]}) + "\n")
     with pytest.raises(InputError, match="no row has an answer of three tokens"):
         Doctor(TARGET, drafter, [empty])
+
+
+def test_a_drafter_of_a_target_of_another_shape_is_refused(drafter: Path, rows: Path) -> None:
+    def deeper(config: dict[str, Any]) -> None:
+        config["num_target_layers"] = 99
+
+    edit(drafter, deeper)
+    with pytest.raises(MismatchError, match="number of target layers is 99"):
+        Doctor(TARGET, drafter, [rows])

@@ -13,10 +13,13 @@ from tests.diffusion_gemma import random_model
 from tests.procedures.test_denoising import masked_model
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
+from volley.decode.canvas import Canvas, Reveal
+from volley.decode.work import Kind
 from volley.engine.recovery import recover
 from volley.models.targets.diffusion import SDAR
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.models.targets.target import Target
+from volley.procedures import denoising
 from volley.procedures.request import Request
 
 FAMILIES = ["sdar", "gemma"]
@@ -207,3 +210,105 @@ def test_feedback_is_of_the_size_of_a_canvas(target: Target) -> None:
     assert canvas.predicted is None
     assert sum(part.nbytes for part in parts) <= 4 * CANVAS * target.hidden_size * torch.float32.itemsize
     engine.abort(request)
+
+
+class FusedDenoiser(Reveal):
+    """Raises behind a pass over the canvases that it is told."""
+
+    fuse = -1
+
+    def step(self, canvas: Canvas, *rest: Any) -> Tensor:
+        found = super().step(canvas, *rest)
+        FusedDenoiser.fuse -= 1
+        if FusedDenoiser.fuse == 0:
+            raise RuntimeError("planted")
+        return found
+
+
+@pytest.mark.parametrize("fuse", [1, 2, 5, 7])
+def test_a_canvas_that_has_moved_when_a_pass_raises_begins_again(fuse: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = masked_model(SDAR).target
+    monkeypatch.setattr(denoising, "Reveal", FusedDenoiser)
+    engine = engine_of(target)
+    requests = [engine.add_request(PROMPTS[index], params(index)) for index in range(3)]
+    FusedDenoiser.fuse = fuse
+    with pytest.raises(RuntimeError, match="planted"):
+        finish(engine, requests)
+    assert recover(engine, RuntimeError("planted")) == []
+    assert finish(engine, requests) == [alone(target, index, params(index)) for index in range(3)]
+
+
+def test_feedback_that_cannot_be_made_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = FusedGemma(random_model(is_sharp=True))
+    real, calls = target.feedback, list[int]()
+
+    def feedback(logits: Tensor) -> Tensor | None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("planted")
+        return real(logits)
+
+    expected = [alone(target, index, params(index)) for index in range(3)]
+    monkeypatch.setattr(target, "feedback", feedback)
+    engine = engine_of(target)
+    requests = [engine.add_request(PROMPTS[index], params(index)) for index in range(3)]
+    with pytest.raises(RuntimeError, match="planted"):
+        finish(engine, requests)
+    assert recover(engine, RuntimeError("planted")) == []
+    assert finish(engine, requests) == expected
+
+
+def test_other_answers_to_a_prompt_wait_until_it_is_read_and_no_longer(target: Target) -> None:
+    engine, prompt = engine_of(target), [*range(5, 45)]
+    first = engine.add_request(prompt, params(0, max_tokens=CANVAS))
+    second = engine.add_request(prompt, params(1, max_tokens=CANVAS), after=first)
+    engine.step()
+    assert (first.computed, second.computed) == (40, 0)
+    engine.step()
+    assert second.computed == 40
+    assert second.stats.cached_tokens >= 32
+    finish(engine, [first, second])
+    unshared = engine_of(target, page_size=3)  # blocks of pages that end where no canvas does are not shared
+    first = unshared.add_request(prompt, params(0, max_tokens=CANVAS))
+    second = unshared.add_request(prompt, params(1, max_tokens=CANVAS), after=first)
+    assert (second.after is None) == (first.prefix_root is None)
+    finish(unshared, [first, second])
+
+
+def test_canvases_that_ride_behind_drafts_keep_to_the_size_of_a_pass() -> None:
+    """Drafts are verified in any case; what rides behind them has what is left."""
+    target = masked_model(SDAR).target
+    own = DiffusionParams(canvas_length=8, mode="self", max_steps=1)
+    each = [params(index, diffusion=own, temperature=0.0, max_tokens=40) for index in range(6)]
+    answers, rows = [], []
+    for size in (24, 512):
+        engine = engine_of(target, max_batch_tokens=size, num_pages=100)
+        schedule, largest = engine.scheduler.schedule, [0]
+
+        def measured(*given: Any, largest: list[int] = largest, schedule: Any = schedule) -> Any:
+            step = schedule(*given)
+            riders = sum(
+                work.ask.size - len(work.proposal.token_ids) for work in step.works if work.kind is Kind.VERIFY
+            )
+            largest[0] = max(largest[0], riders)
+            return step
+
+        engine.scheduler.schedule = measured  # type: ignore[method-assign]
+        requests = [engine.add_request(PROMPTS[index % 4], each[index]) for index in range(6)]
+        answers.append(finish(engine, requests))
+        rows.append(largest[0])
+    assert answers[0] == answers[1]
+    assert 0 < rows[0] <= 24 < rows[1]
+
+
+def test_reading_again_is_no_commit(target: Target) -> None:
+    engine, prompt = engine_of(target, max_batch_tokens=16), [5 + place % 40 for place in range(64)]
+    request = engine.add_request(prompt, params(max_tokens=2 * CANVAS))
+    while request.num_output < CANVAS:
+        engine.step()
+    assert request.stats.commit_passes == 0
+    engine.scheduler.preempt(request)
+    engine.reset_prefix_cache()
+    finish(engine, [request])
+    assert request.stats.preemptions == 1
+    assert request.stats.commit_passes <= 1

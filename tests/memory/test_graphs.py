@@ -143,6 +143,30 @@ def test_what_is_warmed_up_needs_no_capture(monkeypatch: pytest.MonkeyPatch) -> 
     assert passes.num_graphs == known
 
 
+def test_what_cannot_be_captured_is_run_and_no_more_is_tried_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[object]()
+    monkeypatch.setattr(graphs.launching, "capture", lambda *given: tried.append(given))
+    passes = StaticPasses(Model().forward, BlockTable(SIZE, [PAGES]), CPU, 6)
+    passes.warm_up(5, 9, 64, causal=True)
+    assert (len(tried), passes.num_graphs, passes.is_refused) == (1, 0, True)
+    refused = passes.made_up([3], 5, causal=True)
+    monkeypatch.undo()
+    whole = StaticPasses(Model().forward, BlockTable(SIZE, [PAGES]), CPU, 6).made_up([3], 5, causal=True)
+    assert refused is not None
+    assert whole is not None
+    torch.testing.assert_close(refused()[:3], whole()[:3])
+
+
+def test_what_all_logits_have_in_common_says_nothing() -> None:
+    """Models may give all tokens a low logit, beside which two tokens look alike."""
+    torch.manual_seed(0)
+    logits, other = (3 * torch.randn(50) - 100 for _ in range(2))
+    assert graphs._are_alike(logits + 0.01 * torch.randn(50), logits)
+    assert not graphs._are_alike(other, logits)
+    logits[7] = -torch.inf
+    assert graphs._are_alike(logits.clone(), logits)
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=30), st.sampled_from([1, 3, 16]))
 def test_a_bucket_has_room_for_all_tiles(lengths: list[int], tokens: int) -> None:

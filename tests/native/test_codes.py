@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from volley.native.codes import FINE, Codes, StackedCodes, quantise_finely
+from volley.native.codes import FINE, Codes, StackedCodes, quantise_finely, quantise_int4
 
 
 def made_up(kind: str, outputs: int) -> Codes:
@@ -43,3 +43,13 @@ def test_fine_codes_are_near(scale: float) -> None:
     error = (found.dense() - weight).abs()
     assert bool((error <= 0.57 * steps).all())  # half a step, and the largest weight's share of a scale rounded down
     assert not found.dense()[3].any()
+
+
+def test_a_damaged_weight_stays_damaged() -> None:
+    weight = torch.randn(4, 128)
+    weight[1, 70], weight[2, 3] = torch.nan, torch.inf
+    codes, scales = quantise_int4(weight)
+    dense = (codes.float().view(4, 2, 64) * scales[..., None]).view(4, 128)
+    damaged = dense.view(4, 2, 64).isnan().all(dim=-1)
+    assert damaged.tolist() == [[False, False], [False, True], [True, False], [False, False]]
+    assert bool(dense[0].isfinite().all())

@@ -98,23 +98,35 @@ def sdar_reveals(own: DiffusionParams, masked: list[int], sure: Tensor, probs: T
     return ordered[: max(1, kept)]
 
 
+Change = Callable[[Tensor, list[int]], Tensor]
+"""What a rule makes of logits ``[L, V]`` where ``output`` has come out."""
+
+
 def dense_sdar(
-    model: Masked, prompt: list[int], params: SamplingParams, own: DiffusionParams, mask: int = MASK
+    model: Masked,
+    prompt: list[int],
+    params: SamplingParams,
+    own: DiffusionParams,
+    mask: int = MASK,
+    change: Change = lambda rows, _: rows,
+    logprobs: dict[int, float] | None = None,
 ) -> tuple[list[int], int]:
-    """Tokens of the answer, and passes over canvases."""
+    """Tokens of the answer, and passes over canvases; notes the log-probability of the token at each position."""
     length, noise, tokens, passes = own.canvas_length, PositionNoise(params.seed or 0), list(prompt), 0
     assert length is not None
     while len(tokens) < len(prompt) + params.max_tokens:
-        start = len(tokens) // length * length
+        start, output = len(tokens) // length * length, tokens[len(prompt) :]
         tokens += [mask] * (start + length - len(tokens))
         masked = [slot for slot in range(length) if tokens[start + slot] == mask]
         for step, count in enumerate(transfers(length, own.max_steps or length) + [1] * length):
             if not masked:
                 break
-            rows = dense_logits(model.hf, tokens, length)[start:]
+            rows = change(dense_logits(model.hf, tokens, length)[start:], output)
             found, sure, probs = candidates(rows, params, noise, start, step, mask)
             for slot in sdar_reveals(own, masked, sure, probs, count):
                 tokens[start + slot] = int(found[slot])
+                if logprobs is not None:
+                    logprobs[start + slot] = float(rows[slot].log_softmax(-1)[found[slot]])
                 masked = [other for other in masked if other != slot]
             passes += 1
     return tokens[len(prompt) : len(prompt) + params.max_tokens], passes
@@ -128,7 +140,8 @@ def dense_fast_dllm(
     assert own.sub_block is not None
     while len(tokens) < len(prompt) + params.max_tokens:
         if len(tokens) % length == 0:
-            tokens.append(int(dense_logits(model.hf, tokens, length)[-1].argmax()))
+            first = dense_logits(model.hf, tokens, length)[-1]
+            tokens.append(int(first.masked_fill(torch.arange(len(first)) == MASK, -torch.inf).argmax()))
         start = len(tokens) // length * length
         is_masked = [False] * (len(tokens) - start) + [True] * (start + length - len(tokens))
         tokens += [MASK] * sum(is_masked)
@@ -269,3 +282,68 @@ def test_edited_tokens_have_the_log_probability_of_the_pass_that_put_them_there(
     assert result.logprobs is not None
     assert len(result.logprobs) == 13
     assert all(logprob < 0 for logprob in result.logprobs)
+
+
+@pytest.mark.parametrize("own", STRATEGIES, ids=lambda own: own["strategy"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_log_probabilities_are_of_the_pass_that_chose_the_token(
+    sdar: Masked, own: dict[str, Any], temperature: float
+) -> None:
+    """At temperature 1 and with the mask among the tokens: of the model's unmodified logits."""
+    diffusion = DiffusionParams(canvas_length=4, **own)
+    params = SamplingParams(
+        max_tokens=9, temperature=temperature, seed=5, logprobs=True, top_logprobs=2, diffusion=diffusion
+    )
+    for prompt in prompts_around(4):
+        expected = dict[int, float]()
+        dense_sdar(sdar, prompt, params, diffusion, logprobs=expected)
+        (result,) = Engine(sdar.target, page_size=8).generate([prompt], params)
+        assert result.logprobs == pytest.approx([expected[len(prompt) + place] for place in range(9)], abs=1e-4)
+        assert result.top_logprobs is not None
+        for token, logprob, top in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=True):
+            assert len(top) == 2
+            assert top[0][1] >= top[1][1] >= -20
+            assert dict(top).get(token, top[1][1]) >= logprob - 1e-4
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.05}])
+@pytest.mark.parametrize("own", STRATEGIES, ids=lambda own: own["strategy"])
+def test_confidences_are_taken_behind_truncation(sdar: Masked, own: dict[str, Any], narrow: dict[str, Any]) -> None:
+    diffusion = DiffusionParams(canvas_length=4, **own)
+    params = SamplingParams(max_tokens=9, temperature=0.8, seed=5, diffusion=diffusion, **narrow)
+    compare(sdar, dense_sdar, prompts_around(4), params)
+
+
+def test_penalties_are_of_what_has_come_out(sdar: Masked) -> None:
+    """And not of what stands on the canvas."""
+    diffusion = DiffusionParams(canvas_length=4, strategy="sequential", max_steps=4)
+    params = SamplingParams(max_tokens=16, presence_penalty=2.0, frequency_penalty=2.0, diffusion=diffusion)
+    plain = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
+
+    def penalised(rows: Tensor, output: list[int]) -> Tensor:
+        counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=rows.shape[-1])
+        return rows - 2.0 * (counts > 0) - 2.0 * counts
+
+    changed = 0
+    for prompt in prompts_around(4):
+        (result,) = Engine(sdar.target, page_size=8).generate([prompt], params)
+        tokens, passes = dense_sdar(sdar, prompt, params, diffusion, change=penalised)
+        assert (result.token_ids, result.stats.denoising_steps) == (tokens, passes)
+        changed += tokens != dense_sdar(sdar, prompt, plain, diffusion)[0]
+    assert changed > 0
+
+
+def test_the_first_slot_is_never_the_mask(fast_dllm: Masked) -> None:
+    """The token before a block predicts it, and may say that the mask comes next."""
+    hf = copy.deepcopy(fast_dllm.hf)
+    target = Target(hf, None, fast_dllm.target.diffusion)
+
+    def likeliest(_module: Any, _inputs: Any, logits: Tensor) -> Tensor:
+        logits = logits.clone()
+        logits[..., MASK] = 100.0
+        return logits
+
+    hf.get_output_embeddings().register_forward_hook(likeliest)
+    params = SamplingParams(max_tokens=12, diffusion=DiffusionParams(canvas_length=4))
+    for result in Engine(target).generate([[1, 2, 3, 4], [5, 6]], params):
+        assert MASK not in result.token_ids

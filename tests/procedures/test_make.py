@@ -1,14 +1,20 @@
 """Which procedure answers, and by which settings."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests import tiny
+from tests.conftest import byte_tokenizer
+from tests.hybrid import model as recurrent_model
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.config import DecodingConfig
-from volley.errors import ConfigError
-from volley.models.targets.diffusion import SDAR
+from volley.errors import ConfigError, UnsupportedModelError
+from volley.models.targets.diffusion import FAST_DLLM, JOINT, SDAR, load_target
 from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.make import Procedures
@@ -100,3 +106,43 @@ def test_settings_are_read_from_words() -> None:
 def test_settings_that_cannot_be_used_say_so(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingParams(diffusion=values)  # type: ignore[arg-type]
+
+
+def test_drafts_are_of_whole_canvases_unless_a_request_says_otherwise() -> None:
+    target = Target(tiny.eager_model(tiny.target_config()), None, replace(FAST_DLLM, mask_token_id=3))
+    procedures = Procedures(target, Speculative(DecodingConfig()))
+    for asked, sub_block in ((None, None), (2, 2)):
+        own = SamplingParams(diffusion=DiffusionParams(mode="self", sub_block=asked))
+        _, params = procedures.choose(own)
+        assert params.diffusion is not None
+        assert (params.diffusion.sub_block, params.diffusion.strategy) == (sub_block, "low_confidence_static")
+    _, params = procedures.choose(SamplingParams())
+    assert params.diffusion is not None
+    assert params.diffusion.sub_block == 8, "of texts"
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"mode": "self"}, (None, "low_confidence_static")),
+        ({"mode": "self", "max_steps": 2, "strategy": "sequential"}, (2, "sequential")),
+        ({"max_steps": 2}, (None, "low_confidence_static")),  # said of texts
+    ],
+)
+def test_a_model_that_drafts_for_itself_may_say_how(
+    tmp_path: Path, own: dict[str, Any], expected: tuple[int | None, str]
+) -> None:
+    tiny.eager_model(tiny.target_config()).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "block_diffusion": {"mask_token_id": 3, **own}}))
+    byte_tokenizer().save_pretrained(tmp_path)
+    procedures = Procedures(load_target(tmp_path, torch.float32, "cpu"), Speculative(DecodingConfig()))
+    _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(mode="self")))
+    assert params.diffusion is not None
+    assert (params.diffusion.max_steps, params.diffusion.strategy) == expected
+
+
+def test_canvases_of_recurrent_layers_are_refused() -> None:
+    target = Target(recurrent_model("qwen3_next"), None, replace(JOINT, mask_token_id=3))
+    with pytest.raises(UnsupportedModelError, match="leave block_diffusion out"):
+        Engine(target)

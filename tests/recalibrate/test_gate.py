@@ -84,3 +84,9 @@ def test_a_shift_is_followed_on_the_newest_answers_and_nothing_goes_against_them
     assert back.reason.startswith("on the newest answers")
     steady = judge_shift(noisy(48, 0.1, 2), set(range(32, 48)), 1, 0)
     assert steady.rows == 48 or steady.is_better
+
+
+@pytest.mark.parametrize("count", [LEAST_ROWS, 16, 40])
+def test_few_answers_let_chance_through_no_more_often(count: int) -> None:
+    passed = sum(judge(noisy(count, 0.0, seed), 1, 0).is_better for seed in range(3000))
+    assert passed < 3000 * 0.035, "23 in a thousand are meant"

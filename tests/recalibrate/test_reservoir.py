@@ -198,3 +198,24 @@ def test_a_kill_at_any_moment_leaves_whole_rows(tmp_path: Path) -> None:
     again = opened(folder, most_tokens=3000)
     again.add("a", [0], list(range(200)), 0.0)
     assert again.tokens <= 3000
+
+
+def test_what_was_kept_while_the_clock_was_wrong_does_not_stay_or_hide_what_is_old(tmp_path: Path) -> None:
+    now = [5_000_000.0]
+    reservoir = opened(tmp_path, most_days=1, clock=lambda: now[0])
+    reservoir.add("a", [1], [2, 3], 0.0)
+    now[0] = 1_000_000.0
+    reservoir.add("a", [2], [2, 3], 0.0)
+    assert [entry.number for entry in entries(tmp_path)] == [1]
+    now[0] += 3_600
+    reservoir.add("a", [3], [2, 3], 0.0)
+    now[0] -= 3_600  # an hour is the change of a clock, and loses nothing
+    reservoir.clean()
+    assert [entry.number for entry in entries(tmp_path)] == [1, 2]
+
+
+def test_what_was_being_written_when_a_server_was_killed_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    (tmp_path / "rows" / ".000000000000.1.a.3.train.json.77").write_text("[1, 2")
+    opened(tmp_path)
+    assert not list((tmp_path / "rows").iterdir())

@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from tests.recalibrate.conftest import Kept
+from volley.errors import ConfigError
 from volley.files import load_tensors
 from volley.models.drafters.drafter import Drafter
 from volley.recalibrate import rounds
+from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import Entry, erase
 from volley.recalibrate.rounds import Recalibration, choose_rows
 from volley.recalibrate.state import BASE, Standing
 from volley.train.features import target_ends
+from volley.train.options import TrainConfig
 from volley.train.vocabulary import Vocabulary
 
 
@@ -277,3 +280,18 @@ def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str, reduced
         assert torch.equal(made.lm_head.weight.bfloat16(), base.lm_head.weight.bfloat16())
         assert torch.equal(made.d2t, base.d2t)
     assert kept.events[-1]["event"] == "judged"
+
+
+def test_a_round_goes_on_under_other_options_from_its_beginning(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.serve(60)
+    options = {"recalibrate_updates": ("full",), "recalibrate_steps": 6}
+    monkeypatch.setattr(rounds, "TrainConfig", lambda **own: TrainConfig(**{**own, "save_steps": 1}))
+    assert os.WIFSIGNALED(killed_at(kept.recalibration(**options), 6))
+    assert list(kept.folder.glob("rounds/000001/run-full/*.pt"))
+    assert kept.recalibration(**{**options, "recalibrate_steps": 4}).work()
+    assert kept.events[-1]["event"] == "judged"
+
+
+def test_a_reservoir_without_room_for_a_round_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reservoir_tokens is 400; it must be at least recalibrate_tokens, 500"):
+        RecalibrateConfig(reservoir_tokens=400, recalibrate_tokens=500)

@@ -229,3 +229,19 @@ def test_what_needs_token_by_token_is_refused_on_canvases(server: Running, path:
     assert error["param"] == ("diffusion.mode" if "min_tokens" in body else "prompt_logprobs")
     response = server.post(path, {**asked, "diffusion": {**OWN, "mode": "autoregressive"}})
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_a_chat_without_a_limit_fills_a_pool_that_is_no_multiple_of_its_canvases(size: int) -> None:
+    """The last canvas ends where the pool does, or before."""
+    hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
+    family = replace(JOINT, mask_token_id=3, defaults=replace(JOINT.defaults, canvas_length=5))
+    engine = Engine(Target(hf, byte_tokenizer(), family), page_size=8, num_pages=8)
+    with running(engine) as server:
+        found = server.post("chat/completions", {"messages": [{"role": "user", "content": "x" * size}]})
+        assert found.status_code == 200, found.text
+        choice, used = found.json()["choices"][0], found.json()["usage"]
+        assert choice["finish_reason"] in ("length", "stop")
+        if choice["finish_reason"] == "length":
+            assert 64 - 5 < used["prompt_tokens"] + used["completion_tokens"] <= 64
+        server.settle()

@@ -223,7 +223,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(200, {"choices": [choice], "usage": {"completion_tokens": 2}})
             return
         last = body["messages"][-1]["content"]
-        message = {"role": "assistant", "content": f"re: {last}", "reasoning_content": "hm"}
+        message = {"role": "assistant", "content": f"re: {last}"}
+        if last == "think":
+            message["reasoning_content"] = "hm"
         choice = {"message": message, "finish_reason": "length"}
         self.reply(200, {"choices": [choice], "usage": {"completion_tokens": 5}})
 
@@ -258,7 +260,7 @@ def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: 
     summary = collect(config, source)
     assert (summary.finished, summary.failed, summary.output_tokens) == (13, 0, 70)
     found = {row["messages"][0]["content"]: row for row in rows_of(config.out) if row["turn"] == row["turns"]}
-    assert found["3"]["messages"][-1] == {"role": "assistant", "content": "re: 3", "reasoning_content": "hm"}
+    assert found["3"]["messages"][-1] == {"role": "assistant", "content": "re: 3"}
     assert [m["content"] for m in found["a"]["messages"]] == ["a", "re: a", "b", "re: b"]
     row = found["3"]
     assert (row["model"], row["chat_template"], row["finish_reason"]) == ("stub-model", True, "length")
@@ -269,6 +271,13 @@ def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: 
     assert body["chat_template_kwargs"] == {"enable_thinking": True}
     assert server.keys == {"Bearer secret"}
     assert collect(config, source).finished == 0
+
+
+def test_an_endpoint_that_takes_reasoning_out_of_its_answers_is_refused(tmp_path: Path, serve: Any) -> None:
+    """What is left is not what the target writes behind the prompt."""
+    config = CollectConfig(prompts=(prompts_file(tmp_path, {"prompt": "think"}),), out=tmp_path / "o.jsonl")
+    with pytest.raises(EndpointError, match="without a reasoning parser, ask with --no-thinking"):
+        collect(config, source_of(serve()))
 
 
 def test_a_base_model_is_sent_prompts_as_they_are(tmp_path: Path, serve: Any) -> None:

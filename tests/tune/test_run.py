@@ -342,3 +342,40 @@ def test_batches_leave_steps_and_keep_the_optimizer_small(
     seconds: float, per_token: float, update: float, expected: int
 ) -> None:
     assert batch_tokens(seconds, per_token, update) == expected
+
+
+def test_few_prompts_are_refused_before_anything_is_loaded_or_answered(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in "abca"))
+    config = TuneConfig(target="t", out=tmp_path / "o", prompts=(str(prompts),))
+    with pytest.raises(InputError, match=r"there are 3 different prompts.*give at least 4"):
+        tune(config, lambda _: None)
+    assert not (tmp_path / "o" / "tune.json").exists(), "so a longer file goes into the same folder"
+
+
+def test_what_judges_has_an_answer_and_room_for_another(tmp_path: Path) -> None:
+    """Empty answers, and prompts that fill the context, are not held out."""
+    target = make_target(tmp_path, CONFIGS["llama"])
+    rows = [
+        {"prompt_token_ids": [5 + index] * size, "response_token_ids": [7] * answer, "temperature": 0.0}
+        for index, (size, answer) in enumerate([(4, 0), (4, 1), (200, 9), (230, 9), (4, 9), (5, 9), (6, 9), (7, 9)])
+    ]
+    data = tmp_path / "rows.jsonl"
+
+    def parted(some: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+        data.write_text("".join(json.dumps(row) + "\n" for row in some))
+        out = tmp_path / f"out-{len(some)}"
+        make_folder(out)
+        tuning = Tuning(TuneConfig(target=str(target), out=out, data=(str(data),), dtype="float32"), lambda _: None)
+        tuning.collect()
+        return tuple(list(read_rows([out / f"{name}.jsonl"])) for name in ("held-out", "train"))  # type: ignore[return-value]
+
+    held, train = parted(rows)
+    assert len(held) == 2
+    assert all(len(row["prompt_token_ids"]) < 10 for row in held)
+    assert len(train) == 4
+    assert min(len(row["response_token_ids"]) for row in [*held, *train]) == 9
+    with pytest.raises(InputError, match="responses of two tokens or more answer 3 different prompts"):
+        parted(rows[:5])
+    with pytest.raises(InputError, match="1 prompts leave 64 tokens of the target's context of 256"):
+        parted([{**row, "prompt_token_ids": [9 + index] * 200} for index, row in enumerate(rows[2:7])] + rows[7:])

@@ -20,7 +20,7 @@ from volley.certify.checks import Check, Questions
 from volley.certify.options import CertifyConfig
 from volley.certify.sampled import check_server, check_way, plain_engine, ways
 from volley.certify.structured import check_json
-from volley.certify.subject import EngineSubject, NotOffered, ServerFailure, ServerSubject
+from volley.certify.subject import EngineSubject, NotOffered, ServerFailure, ServerSubject, TooBusy
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, EndpointError
 from volley.files import read_json, write_atomically
@@ -196,18 +196,23 @@ def _server_checks(
     todo: Steps = [
         *_before_sampling(questions),
         ("sampled", lambda: check_server(subject, reference, lambda _: chosen, greedy, config, 4)),
-        *_parameters(questions),
-        ("seeds", lambda: [checks.check_seeds(questions)]),
+        *_fields(questions),
         ("n", lambda: [_check_choices(subject, chosen[0], greedy)]),
         ("json", lambda: [check_json(subject, reference, chosen[:JSON_PROMPTS])]),
     ]
+    elsewhere = {} if reference is None else dict(_fields(replace(questions, subject=reference)))
     for name, check in todo:
         try:
-            yield from check()
+            found = check()
+            if name in elsewhere and not _all_passed(found) and not _all_passed(elsewhere[name]()):
+                found = [Check(name, True, "not offered: plain decoding ignores it too", judged=False)]
+            yield from found
         except NotOffered as error:
             if name not in OPTIONAL:
                 raise
             yield Check(name, True, f"not offered by this server: {error}", judged=False)
+        except TooBusy as error:
+            yield Check(name, True, f"the server was too busy: {error}", judged=False)
         except ServerFailure as error:
             yield Check(name, False, f"the server broke down: {error}", facts={"broke": True})
             if not subject.is_there():
@@ -244,6 +249,15 @@ def _parameters(questions: Questions) -> Steps:
         ("penalties", lambda: [checks.check_penalties(questions)]),
         ("stop", lambda: [checks.check_stop(questions)]),
     ]
+
+
+def _fields(questions: Questions) -> Steps:
+    """Of a server: fields that some ignore."""
+    return [*_parameters(questions), ("seeds", lambda: [checks.check_seeds(questions)])]
+
+
+def _all_passed(found: Sequence[Check]) -> bool:
+    return all(check.passed for check in found)
 
 
 def _said(check: Check, say: Say) -> Check:

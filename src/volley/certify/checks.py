@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from volley.bench.ties import TIE_UNITS, unit_in_last_place
+from volley.certify.statistics import poisson_p
 from volley.certify.subject import TOP, Reply, Subject, Token
 from volley.types import SamplingParams
 
@@ -187,16 +188,17 @@ def check_seeds(questions: Questions) -> Check:
     again = questions.ask(params)
     other = questions.ask([replace(one, seed=10**6 + i) for i, one in enumerate(params)])
     repeated = sum(a.tokens == b.tokens for a, b in zip(first, again, strict=True))
-    parted, differs = _parted(first, again), _parted(first, other)
+    (parted, compared), (differs, others) = _parted(first, again), _parted(first, other)
     if not parted and not differs and _chance_alike(first) > SELDOM:
         return Check("seeds", True, "the answers are so sure that another seed need not change one", judged=False)
-    passed = differs > 0 and (parted == 0 if questions.exact else parted <= ROUNDED_DRAWS * differs)
-    return Check(
-        "seeds",
-        passed,
-        f"{repeated} of {len(first)} answers came again; they part {_often(parted)} with the same seed, {_often(differs)} with "
-        "another",
-    )
+    share = differs / max(1, others)
+    passed, could_fail = differs > 0 and parted == 0, True
+    if differs and not questions.exact:
+        passed = poisson_p(parted, ROUNDED_DRAWS * share * compared) > SELDOM
+        could_fail = poisson_p(differs, ROUNDED_DRAWS * differs) <= SELDOM  # if seeds did nothing
+    often = _often(parted / max(1, compared)), _often(share)
+    detail = f"{repeated} of {len(first)} answers came again; they part {often[0]} with the same seed, {often[1]} with another"
+    return Check("seeds", passed, detail, judged=could_fail or not passed)
 
 
 def _chance_alike(replies: Sequence[Reply]) -> float:
@@ -205,15 +207,15 @@ def _chance_alike(replies: Sequence[Reply]) -> float:
     return math.prod(min(1.0, chance) for chance in chances)
 
 
-def _parted(mine: Sequence[Reply], theirs: Sequence[Reply]) -> float:
-    """How often a token was another one, of those with equal tokens before them."""
+def _parted(mine: Sequence[Reply], theirs: Sequence[Reply]) -> tuple[int, int]:
+    """How many tokens were others, of how many with equal tokens before them."""
     parted = compared = 0
     for one, other in zip(mine, theirs, strict=True):
         pairs = list(zip_longest(one.tokens, other.tokens))
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         parted += at is not None
         compared += len(pairs) if at is None else at + 1
-    return parted / max(1, compared)
+    return parted, compared
 
 
 def _often(share: float) -> str:

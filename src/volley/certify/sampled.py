@@ -16,7 +16,7 @@ from torch import Tensor
 from volley.certify.checks import Check, tie_between
 from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution, penalised
-from volley.certify.statistics import LEAST_ANSWERS, Deviations, two_sample_p, two_sided
+from volley.certify.statistics import LEAST_ANSWERS, Deviations, sum_p, two_sample_p
 from volley.certify.subject import Reply, Subject
 from volley.config import CapacityConfig, DecodingConfig
 from volley.decode.work import Work
@@ -218,17 +218,9 @@ def check_server(
     is_enough = deviations.count >= wanted
     detail = f"{deviations.count} tokens{'' if is_enough else f' of {wanted} wanted could be judged'}; {shift}"
     facts = {"finds": config.bias, "power": 0.9} if is_enough else {}
-    checks = [
-        Check(
-            "sampled",
-            p_value >= config.alpha / tests,
-            detail,
-            p_value,
-            deviations.count,
-            facts,
-            judged=deviations.count > 0,
-        )
-    ]
+    passed = p_value >= config.alpha / tests
+    judged = is_enough or not passed
+    checks = [Check("sampled", passed, detail, p_value, deviations.count, facts, judged=judged)]
     if plain is not None:
         asked = len(prompts(0))
         rounds = max(-(-LEAST_ANSWERS // asked), -(-wanted // (params.max_tokens * asked)))
@@ -275,7 +267,7 @@ class _Hits:
         return self.excess / max(1, self.count)
 
     def p_value(self) -> float:
-        return two_sided(self.excess / math.sqrt(self.variance)) if self.variance else 1.0
+        return sum_p(self.excess, self.variance) if self.variance else 1.0
 
 
 def _mean_hits(reply: Reply) -> list[float]:

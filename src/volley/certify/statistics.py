@@ -58,7 +58,29 @@ class Deviations:
     def _p_hits(self) -> float:
         if self.variance == 0:
             return 1.0 if abs(self.hits) < 1e-6 * max(1, self.count) else 0.0
-        return two_sided(self.hits / math.sqrt(self.variance))
+        return sum_p(self.hits, self.variance)
+
+
+NORMAL_FROM = 100.0
+"""Variance from which on a sum is taken to be normal."""
+
+
+def sum_p(total: float, variance: float) -> float:
+    """At most the chance of a sum so far from 0, of terms within ±1 whose mean is 0 whatever came before (``variance`` > 0).
+
+    A sum of few rare events is no normal number: there it is Freedman's bound (1975).
+    """
+    if variance >= NORMAL_FROM:
+        return two_sided(total / math.sqrt(variance))
+    far = abs(total) / variance
+    return min(1.0, 2 * math.exp(-variance * ((1 + far) * math.log1p(far) - far)))
+
+
+def poisson_p(count: int, expected: float) -> float:
+    """The chance of at least ``count`` rare events."""
+    if count == 0:
+        return 1.0
+    return float(torch.special.gammainc(torch.tensor(float(count)).double(), torch.tensor(expected).double()))
 
 
 def two_sided(deviations: float) -> float:

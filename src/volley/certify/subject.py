@@ -1,5 +1,6 @@
 """Who is asked: an engine here, or any OpenAI-compatible server, of which nothing is known but its answers."""
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import httpx
 
 from volley.engine.engine import Engine
 from volley.errors import EndpointError
+from volley.train.endpoint import retry_after
 from volley.types import SamplingParams
 
 TOP = 20
@@ -16,6 +18,10 @@ TIMEOUT = 600.0
 """Seconds that a server has for one answer."""
 REFUSALS = (400, 404, 405, 422, 501)
 """HTTP statuses of a server that does not offer what it was asked for."""
+BUSY = (408, 425, 429, 503)
+"""HTTP statuses of a server that takes no more requests at the moment."""
+PATIENCE = 60.0
+"""Seconds for which a busy server is asked again."""
 _PART = "\ufffd"
 """Stands for a part of a character: tokens that are written so cannot be told apart, and their places are not judged."""
 Token = int | str
@@ -167,16 +173,22 @@ class ServerSubject:
         return {key: value for key, value in body.items() if value is not None and (value != 0 or key in kept)}
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        try:
-            response = self.client.request(method, self.url + path, json=body)
-            if response.is_success:
-                return dict(response.json())
-        except (httpx.HTTPError, ValueError, TypeError) as error:
-            raise self._failure(
-                f"{self.url}{path}: {type(error).__name__} {error}; is an OpenAI-compatible server there?"
-            ) from None
-        status = response.status_code
-        kind = NotOffered if status in REFUSALS else self._failure if status >= 500 else EndpointError
+        patience = time.monotonic() + PATIENCE
+        while True:
+            try:
+                response = self.client.request(method, self.url + path, json=body)
+                if response.is_success:
+                    return dict(response.json())
+            except (httpx.HTTPError, ValueError, TypeError) as error:
+                raise self._failure(
+                    f"{self.url}{path}: {type(error).__name__} {error}; is an OpenAI-compatible server there?"
+                ) from None
+            status, pause = response.status_code, max(0.5, retry_after(response))
+            if status not in BUSY or time.monotonic() + pause > patience:
+                break
+            time.sleep(pause)
+        known = {**dict.fromkeys(REFUSALS, NotOffered), **dict.fromkeys(BUSY, TooBusy)}
+        kind = known.get(status, self._failure if status >= 500 else EndpointError)
         raise kind(
             f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL (…/v1), model and key"
         )
@@ -188,6 +200,10 @@ class ServerFailure(EndpointError):
 
 class NotOffered(EndpointError):
     """The server understood the request and does not do it."""
+
+
+class TooBusy(EndpointError):
+    """The server turned the request away for as long as it was asked."""
 
 
 def _reply(choice: dict[str, Any]) -> Reply:

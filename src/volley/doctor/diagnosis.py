@@ -22,6 +22,7 @@ from volley.errors import CheckpointError, ConfigError, InputError
 from volley.files import read_json
 from volley.models.checkpoints.formats import drafter_folder
 from volley.models.drafters.drafter import Drafter
+from volley.models.targets.taps import decoder_layers
 from volley.train.data import Row, encode_rows, prompt_ids, read_rows
 from volley.train.features import FrozenTarget
 from volley.train.shape import choose_mask_token
@@ -101,6 +102,11 @@ class Doctor:
                 f"{drafter} is of a kind that volley does not train, and the doctor knows those it trains; compare its "
                 "acceptance with the figures of the program that it comes from"
             )
+        self.drafter.config.check_target(
+            hidden_size=self.target.text_config.hidden_size,
+            vocab_size=self.target.vocab_size,
+            num_layers=len(decoder_layers(self.target.model)),
+        )
         documents = encode_rows(self.target.tokenizer, self.rows, LONGEST, self.target.stop_token_ids)
         self.documents = [document for document in documents if len(document) - document.response_start > 2]
         if not self.documents:
@@ -334,7 +340,7 @@ class Doctor:
         engine.block_size = engine.proposer.block_size if engine.proposer else 1
         try:
             params = [
-                SamplingParams(temperature=self.temperature or 0.0, max_tokens=min(count, MOST_ANCHORS), seed=0)
+                SamplingParams(temperature=self.temperature or 0.0, max_tokens=min(count, MOST_ANCHORS))
                 for count in answered
             ]
             results = list(engine.generate(prompts, params))

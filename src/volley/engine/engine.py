@@ -268,7 +268,8 @@ class Engine:
         ``after`` is a request with the same prompt: this one waits until that has been read, and takes its cached pages.
         """
         request = self._make_request(prompt, params, procedure)
-        if self.capacity.prefix_caching and request.num_prompt > self.capacity.page_size:
+        is_shared = self.capacity.prefix_caching and request.prefix_root is not None
+        if is_shared and request.num_prompt > self.capacity.page_size:
             request.after = after
         self.arrivals.came(beside=self.scheduler.is_decoding)
         self.scheduler.add(request)
@@ -450,6 +451,11 @@ class Engine:
         """Seconds of a cycle of so many requests with blocks of one size (1: no drafts), measured on made-up text."""
         tokens, proposer = block_size * requests, self.proposer if block_size > 1 else None
         return (proposer.seconds(tokens, requests) if proposer else 0.0) + self.runner.seconds(tokens, requests)
+
+    def room(self, num_prompt: int, params: SamplingParams) -> int:
+        """Tokens that an answer with these parameters may have at most, behind a prompt of ``num_prompt`` tokens."""
+        procedure, params = self.procedures.choose(params)
+        return procedure.most_tokens(num_prompt, self.snapshot().max_tokens, params) - num_prompt
 
     @property
     def has_work(self) -> bool:

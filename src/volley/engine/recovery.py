@@ -20,6 +20,7 @@ def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]
     suspects = [*running, *waiting[:1]]  # admitting the first in the queue may have raised
     for request in [*running, *waiting]:
         scheduler.finish(request)
+        request.canvas = None  # it may be half a pass ahead; the same noise makes it again
     engine.reset_prefix_cache()
     faults = list[tuple[Request, Exception]]()
     for request in suspects:

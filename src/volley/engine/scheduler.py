@@ -11,6 +11,7 @@ import time
 from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from volley.decode.work import Kind, Shape, Work
@@ -125,18 +126,26 @@ class Scheduler:
     def _is_held(self, request: Request) -> bool:
         """Whether a request waits for another one that is about to read the same prompt."""
         other = request.after
-        if other is not None and (other.num_output or not (other in self.running or other in self.waiting)):
-            other = request.after = None
+        if other is not None:
+            is_read = other.num_output > 0 or other.is_decoding
+            if is_read or not (other in self.running or other in self.waiting):
+                other = request.after = None
         return other is not None
 
     def _in_turn(self, works: list[Work[Request]]) -> list[Work[Request]]:
-        """``works`` without canvases that have no room in this pass; those that have waited longest get it first."""
+        """``works`` without canvases that have no room in this pass; those that have waited longest get it first.
+
+        A draft that a procedure made itself is verified in any case, without the canvas behind it where that has no room.
+        """
         self.step += 1
         most = room = self.capacity.max_batch_tokens
         waiting = set[Request]()
-        canvases = [work for work in works if work.kind in (Kind.DENOISE, Kind.COMMIT)]
+        canvases = [work for work in works if work.kind in (Kind.DENOISE, Kind.COMMIT, Kind.VERIFY)]
         for work in sorted(canvases, key=attrgetter("request.denoised_at")):
-            if work.num_tokens <= room or room == most:
+            has_room = work.num_tokens <= room or room == most
+            if work.kind is Kind.VERIFY and not has_room:
+                work.ask, has_room = replace(work.ask, size=len(work.proposal.token_ids)), True
+            if has_room:
                 room -= work.num_tokens
                 work.request.denoised_at = self.step
             else:

@@ -35,7 +35,8 @@ def warm_up(engine: Engine) -> tuple[int, float]:
         if family is not None and (length := family.defaults.canvas_length) is not None:
             # A pass that commits a canvas has the next one as well.
             is_told = engine.target.takes_feedback
-            engine.runner.passes.warm_up(requests, 2 * length, reach, causal=False, least=length, is_told=is_told)
+            least = -(-length // 2)  # of three requests, a bucket for four has less room for each
+            engine.runner.passes.warm_up(requests, 2 * length, reach, causal=False, least=least, is_told=is_told)
     if engine.proposer is not None and engine.proposer.passes is not None and policy.block_size > 1:
         engine.proposer.passes.warm_up(requests, drafted, reach, causal=False)
     seconds = time.perf_counter() - started

@@ -12,6 +12,7 @@ of requests has the same number of rows in every pass, however few tokens each v
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -137,6 +138,10 @@ class StaticPasses:
         """Passes so far: the outputs of one are valid until the next."""
         self._inputs: dict[Bucket, _Input] = {}
         self._replays: dict[Bucket, Callable[[], object]] = {}
+        self.num_graphs = 0
+        """Buckets that have been captured."""
+        self.is_refused = False
+        """Whether a bucket could not be captured: such a one is launched operation by operation."""
         self._captured_bytes = 0
 
     @property
@@ -268,13 +273,8 @@ class StaticPasses:
         for lengths in buckets.values():
             for span in spans:
                 run = self.made_up(lengths, max(0, span - lengths[0]), causal=causal, is_told=is_told)
-                if run is not None:
+                if run is not None and not self.is_refused:
                     run()
-
-    @property
-    def num_graphs(self) -> int:
-        """Buckets that have been captured."""
-        return len(self._replays)
 
     def _scratch_table(self, num_tokens: int) -> BlockTable:
         """A table for ``num_tokens``, all of whose pages are the scratch page."""
@@ -324,8 +324,11 @@ class StaticPasses:
             plan = TiledBatch(tiles, static.segments, static.cells, static.positions, static.origins, bucket.parts)
             self._batch.plans[tiling] = plan
         if bucket not in self._replays:
-            before = reserved_bytes(self.device)
-            self._replays[bucket] = launching.capture(lambda: self._run(static, is_told=bucket.is_told), self.device)
+            run, before = partial(self._run, static, is_told=bucket.is_told), reserved_bytes(self.device)
+            graph = launching.capture(run, self.device)
+            self._replays[bucket] = graph or run
+            self.num_graphs += graph is not None
+            self.is_refused |= graph is None
             self._captured_bytes += max(0, reserved_bytes(self.device) - before)
         self._replays[bucket]()
         self.num_runs += 1
@@ -357,16 +360,23 @@ def static_passes(
         return passes
     if not passes.can_be_captured:
         return None
-    if not passes.repeats():
+    is_alike = passes.repeats()
+    if passes.is_refused:  # which was said
+        return None
+    if not is_alike:
         warnings.warn("a CUDA graph is not what its operations are, so these are launched one by one", stacklevel=2)
         return None
     return passes
 
 
 def _are_alike(found: Tensor, expected: Tensor) -> bool:
-    """Whether two outputs are the same up to rounding. Logits of tokens that are not drafted are −∞ in both."""
+    """Whether two outputs are the same up to rounding, but for what all numbers have in common, which says nothing in logits.
+
+    Logits of tokens that are not drafted are −∞ in both.
+    """
     here = expected.isfinite()
-    own, other = (torch.where(here, values.float(), 0.0) for values in (found, expected))
+    numbers = [torch.where(here, values.float(), 0.0) for values in (found, expected)]
+    own, other = (torch.where(here, values - values.sum() / here.sum().clamp_min(1), 0.0) for values in numbers)
     return bool((found.isfinite() == here).all() and (own - other).norm() <= _ALIKE * other.norm())
 
 

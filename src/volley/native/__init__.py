@@ -138,9 +138,9 @@ def gated_silu(x: Tensor) -> Tensor:
 # -- products -----------------------------------------------------------------------------------------------------------
 
 
-def fits(weight: Tensor, kind: Weights) -> bool:
-    """Whether the products take a weight ``[out, in]``."""
-    return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else GROUP) == 0
+def fits(weight: Tensor, kind: Weights, group: int = GROUP) -> bool:
+    """Whether the products take a weight ``[out, in]``, in codes with a scale for ``group`` inputs."""
+    return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else group) == 0
 
 
 class Product:

@@ -222,4 +222,5 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
         better = error < least
         least = torch.where(better, error, least)
         best_codes, best_scales = torch.where(better, codes, best_codes), torch.where(better, scales, best_scales)
+    best_scales = torch.where(extreme.isfinite(), best_scales, torch.nan)  # as a damaged weight would be in bf16
     return best_codes.to(torch.int8).view(weight.shape), best_scales[..., 0].contiguous()

@@ -290,8 +290,10 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
    in a process. */
 int64_t usable(int64_t tiles) {
     has_tiles = tiles && __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
-    has_dot = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    return has_dot ? 2 : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const int64_t has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")
+        && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("movbe"); /* some of x86-64-v3 is masked in virtual machines */
+    has_dot = has_avx2 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    return has_dot ? 2 : has_avx2;
 }
 
 #else

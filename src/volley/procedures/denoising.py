@@ -105,7 +105,8 @@ class Denoising(Procedure):
             length = canvas_length(request.params)
             num_tokens = max(1, num_tokens // length) * length
         size = min(num_tokens, left)
-        kind = Kind.COMMIT if request.num_output else Kind.PREFILL
+        is_block = request.num_output > 0 and left <= canvas_length(request.params)  # else a preemption dropped more
+        kind = Kind.COMMIT if is_block else Kind.PREFILL
         if size < left or self._awaits_first(request):
             return Work(request, NO_DRAFT, kind, size)
         return Work(request, self._open(request), kind, size)
@@ -216,7 +217,8 @@ class Denoising(Procedure):
             canvas.feedback, canvas.predicted = part, None
 
     def _predict_first(self, request: Request, rows: Tensor) -> None:
-        own = apply_rules(request.rules, rows, [()]) if request.rules else rows
+        own = apply_rules(request.rules, rows, [()]) if request.rules else rows.clone()
+        own[:, self.family.mask_token_id] = -torch.inf
         first = best_tokens(own)
         request.canvas = self.make_canvas(request, request.length, first)
         if request.params.logprobs:

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from volley.errors import ConfigError
+from volley.errors import ConfigError, UnsupportedModelError
+from volley.models.targets.diffusion import SELF_STRATEGY
 from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
@@ -11,9 +12,6 @@ from volley.procedures.request import Procedure
 from volley.procedures.self_speculative import SelfSpeculative
 from volley.procedures.speculative import Speculative
 from volley.types import DiffusionMode, DiffusionParams, SamplingParams
-
-_SELF = DiffusionParams(mode="self", strategy="low_confidence_static")
-"""Self-speculation drafts whole canvases. The passes over a draft are measured unless a request sets their number."""
 
 _MASK_DEFAULTS = DiffusionParams(threshold=0.9, edit_threshold=0.9, entropy_bound=0.35)
 """What the strategies of mask tokens read, where a family does not say: it names what its own strategy reads."""
@@ -32,6 +30,11 @@ class Procedures:
         self.default_mode: DiffusionMode = "diffusion"
         """The mode of requests that name none."""
         if target.diffusion is not None:
+            if target.recurrent:
+                raise UnsupportedModelError(
+                    "recurrent layers read from left to right, and a canvas is read both ways; leave block_diffusion out of the "
+                    "model's config, or use a model whose layers are all attention"
+                )
             self.default_mode = target.diffusion.defaults.mode or "diffusion"
             self.by_mode = {
                 "diffusion": Denoising(target, target.diffusion),
@@ -70,12 +73,10 @@ class Procedures:
                 told = f"{name} is not for this model: {begins}; leave it out, or set one of {', '.join(read)}"
                 raise ConfigError(told, field=f"diffusion.{name}")
         defaults = family.defaults if renoises else family.defaults.over(_MASK_DEFAULTS)
-        if mode == "self":
-            defaults = replace(_SELF, strategy=defaults.strategy if renoises else _SELF.strategy).over(defaults)
-        filled = replace(own, mode=mode).over(defaults)
-        if mode == "self":
-            filled = replace(filled, max_steps=own.max_steps)
-        return self.by_mode[mode], replace(params, diffusion=filled)
+        if mode == "self" and defaults.mode != "self":  # they are for texts, not for drafts
+            strategy = defaults.strategy if renoises else SELF_STRATEGY
+            defaults = replace(defaults, strategy=strategy, max_steps=None, sub_block=None)
+        return self.by_mode[mode], replace(params, diffusion=replace(own, mode=mode).over(defaults))
 
     def use_costs(self, costs: PassCost) -> None:
         """Use this cost table of the target's passes; what was learnt with an earlier one is forgotten."""

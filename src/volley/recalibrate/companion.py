@@ -18,6 +18,7 @@ from typing import Any
 from volley.engine.engine import Engine
 from volley.engine.holdings import memory_of
 from volley.engine.reload import replace_drafter
+from volley.engine.start import warm_up
 from volley.errors import ConfigError
 from volley.files import REFERENCE, write_atomically
 from volley.memory.device import find_device
@@ -115,6 +116,7 @@ class Recalibrator:
             return
         try:
             replace_drafter(self._engine, self._load(current.folder))
+            warm_up(self._engine)
         except Exception as error:
             log.error(
                 "the drafter that was learnt cannot be used; the given one serves",

@@ -23,7 +23,7 @@ LEAST_ROWS = 8
 OTHERS = 6
 """Answers of other clients from which on a gain must hold for these alone."""
 ERRORS = 2.0
-"""Standard errors that a gain must exceed."""
+"""Standard errors that a gain must exceed, over many answers (:func:`_errors`)."""
 LEAST_GAIN = 0.01
 RECENT_SECONDS = 86_400
 
@@ -99,16 +99,24 @@ def _why_not(replayed: Sequence[Replayed], weights: Sequence[float], candidate: 
     if len(replayed) < LEAST_ROWS:
         return f"{len(replayed)} answers to judge on, {LEAST_ROWS} are needed"
     gain, error = _ratio(replayed, weights, candidate, before)
-    if gain <= max(LEAST_GAIN, ERRORS * error):
-        return f"a gain of {gain:+.1%} is not more than its error (± {ERRORS * error:.1%})"
+    error *= _errors(len(replayed))
+    if gain <= max(LEAST_GAIN, error):
+        return f"a gain of {gain:+.1%} is not more than its error (± {error:.1%})"
     for client in sorted({row.row.entry.client for row in replayed}):
         others = [row for row in replayed if row.row.entry.client != client]
         if len(others) < OTHERS:
             continue
         gain, error = _ratio(others, _weights(others), candidate, before)
-        if gain <= ERRORS * error:
-            return f"without one client the gain is {gain:+.1%} (± {ERRORS * error:.1%})"
+        error *= _errors(len(others))
+        if gain <= error:
+            return f"without one client the gain is {gain:+.1%} (± {error:.1%})"
     return ""
+
+
+def _errors(rows: int) -> float:
+    """Standard errors that are exceeded as seldom as ``ERRORS`` over many answers: Student's quantile, by Cornish and Fisher."""
+    z, freedom = ERRORS, max(1, rows - 1)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _weights(replayed: Sequence[Replayed]) -> list[float]:

@@ -52,5 +52,7 @@ class RecalibrateConfig:
         yield "recalibrate_updates", bool(self.recalibrate_updates), "full, adapter or both"
         yield "recalibrate_nice", 0 <= self.recalibrate_nice <= 19, "between 0 and 19"
         yield "recalibrate_idle", self.recalibrate_idle >= 0, "0 or more"
+        room = f"at least recalibrate_tokens, {self.recalibrate_tokens}, or no round is ever due"
+        yield "reservoir_tokens", self.reservoir_tokens >= self.recalibrate_tokens, room
         for name in ("reservoir_tokens", "reservoir_days", "recalibrate_tokens", "recalibrate_steps"):
             yield name, getattr(self, name) > 0, "more than 0"

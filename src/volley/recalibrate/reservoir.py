@@ -26,6 +26,10 @@ HELD_OUT = 0.2
 """Share of the prompts that nothing is trained on."""
 
 
+AHEAD_SECONDS = 86_400
+"""An answer that is from so far in the future was kept while the clock was wrong."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """What the name of a row's file says."""
@@ -87,6 +91,7 @@ class Reservoir:
         for path in (self.folder, self.rows_folder):
             path.chmod(0o700)
         self.lock()
+        _remove_unfinished(self.folder)
         path = self.folder / "reservoir.json"
         if not path.exists():
             write_atomically(path, json.dumps({"target": target, "key": secrets.token_hex(16)}) + "\n")
@@ -162,10 +167,11 @@ class Reservoir:
 
     def clean(self) -> None:
         """Let go of what is too old or too much."""
-        oldest = self._clock() - self.most_seconds
-        if not self._entries or (self.tokens <= self.most_tokens and self._entries[0].seconds >= oldest):
+        now = self._clock()
+        kept = range(int(now - self.most_seconds), int(now + AHEAD_SECONDS))
+        gone = {entry.number for entry in self._entries if entry.seconds not in kept}
+        if not gone and self.tokens <= self.most_tokens:
             return
-        gone = {entry.number for entry in self._entries if entry.seconds < oldest}
         held: dict[str, int] = defaultdict(int)
         for entry in self._entries:
             held[entry.client] += entry.tokens * (entry.number not in gone)
@@ -210,12 +216,17 @@ def erase(folder: Path) -> int:
     number = max(_next(found), _erased_next(folder))
     for entry in found:
         (folder / "rows" / entry.name).unlink(missing_ok=True)
-    for leftover in (folder / "rows").glob(".*"):  # of a process that was killed while it wrote
-        leftover.unlink(missing_ok=True)
+    _remove_unfinished(folder)
     for copy in folder.glob("rounds/*/*.jsonl*"):
         copy.unlink(missing_ok=True)
     write_atomically(folder / "erased", f"{number}\n")
     return len(found)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what a process was writing when it was killed."""
+    for leftover in (folder / "rows").glob(".*"):
+        leftover.unlink(missing_ok=True)
 
 
 def forget(folder: Path) -> None:

@@ -64,8 +64,8 @@ class Recalibration:
         self, folder: Path, target: FrozenTarget, path: str, config: RecalibrateConfig, tell: Callable[[Event], None]
     ) -> None:
         """``path`` is where ``target`` was loaded from. ``tell`` hands what was found to the server."""
-        self.folder, self.target, self.path, self.config, self._tell = folder, target, path, config, tell
-        self.rounds = folder / "rounds"
+        self.folder, self.target, self.path, self.config, self._tell = folder.resolve(), target, path, config, tell
+        self.rounds = self.folder / "rounds"
         self.ranks = Ranks(str(target.device))
         self._judged_until = {"former": -1, "pending": -1}
         self._told, self._told_at = 0, 0.0
@@ -157,6 +157,7 @@ class Recalibration:
         """Train and judge what is not yet; a round that cannot end says why in its verdict."""
         plan, folder = self._plan(number), self._round(number)
         try:
+            self._check_base(plan)
             made = [self._train(plan, kind) for kind in self.config.recalibrate_updates]
             verdict = self._judge(plan, made)
         except Exception as error:  # whatever it is, it would be the same in the next attempt
@@ -209,7 +210,11 @@ class Recalibration:
             save_minutes=1.0,
         )
         trainer = Trainer(options, self.ranks, target, speaks=False)
-        trainer.resume()
+        try:
+            trainer.resume()
+        except ConfigError:  # the server was started again with other options
+            shutil.rmtree(options.out)
+            trainer = Trainer(options, self.ranks, target, speaks=False)
         product = trainer.run()
         drafter = Drafter.from_pretrained(product if kind == "full" else init, torch.float32)
         (adapted(drafter, product) if kind == "adapter" else drafter).save_pretrained(folder / kind)
@@ -218,16 +223,20 @@ class Recalibration:
     # -- judging ---------------------------------------------------------------------------------------------------
     def _judge(self, plan: RoundPlan, made: Sequence[Standing]) -> Event:
         """The best of the candidates and of the drafters of before against the one that serves."""
+        self._check_base(plan)
         learnt = self.learnt
-        if plan.base != learnt.base:  # of another shape, a candidate may do better and be slower
-            raise ConfigError(
-                "the server was given another drafter in the meantime; the next round begins from that one"
-            )
         others = [*made, *self._former(learnt)]
         best, event = self._compare(learnt, others)
         if best is None:
             event = {**event, "folder": learnt.current.folder, "gain": 0.0}
         return {**event, "event": "judged", "round": plan.number}
+
+    def _check_base(self, plan: RoundPlan) -> None:
+        """Refuse a round that began with another drafter: of another shape, a candidate may do better and be slower."""
+        if plan.base != self.learnt.base:
+            raise ConfigError(
+                "the server was given another drafter in the meantime; the next round begins from that one"
+            )
 
     def _former(self, learnt: Learnt) -> list[Standing]:
         former = [] if learnt.previous is None else [learnt.previous]

@@ -149,6 +149,8 @@ class Service:
         asked = body.max_completion_tokens or body.max_tokens
         max_tokens = self._check_length(token_ids, asked, "messages")
         params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
+        if asked is None:
+            params = replace(params, max_tokens=self._engine.room(len(token_ids), params))
         params = replace(params, draft_adapter=adapter)
         parsers: list[AnswerParser] = []
         if form is not None:

@@ -74,7 +74,6 @@ class Answer:
     text: str
     finish_reason: str
     output_tokens: int
-    reasoning: str | None = None
     prompt_token_ids: list[int] | None = None
     response_token_ids: list[int] | None = None
 
@@ -93,10 +92,7 @@ class CollectJob:
 
     def add(self, answer: Answer) -> bool:
         """Add an answer. Returns whether the conversation is complete."""
-        message = {"role": "assistant", "content": answer.text}
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
-        self.messages.append(message)
+        self.messages.append({"role": "assistant", "content": answer.text})
         self.answers.append(answer)
         if len(self.answers) == self.conversation.num_answers:
             return True
@@ -340,7 +336,7 @@ class EngineSource:
             open_jobs = []
             for job, prompt, result in zip(batch, prompts, results, strict=True):
                 ids = list(result.token_ids)
-                if job.add(Answer(result.text, result.finish_reason, len(ids), None, prompt, ids)):
+                if job.add(Answer(result.text, result.finish_reason, len(ids), prompt, ids)):
                     done(job)
                 else:
                     open_jobs.append(job)

@@ -42,6 +42,11 @@ def _check(row: Row, where: str) -> Row:
             raise InputError(f"{where}: a message is not {{'role': …, 'content': text}}; write each message so")
     if messages[-1]["role"] != "assistant":
         raise InputError(f"{where}: the last message is not the assistant's; it must be the target's own response")
+    if messages[-1].get("reasoning_content"):
+        raise InputError(
+            f"{where}: the response has its reasoning apart, and a drafter learns the text as the target writes it; "
+            "collect it again with token ids, or without reasoning"
+        )
     return row
 
 

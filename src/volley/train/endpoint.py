@@ -167,7 +167,7 @@ class EndpointSource:
                 if response.status_code in _REFUSED_PROMPT and method == "POST":
                     raise _PromptRefused(problem)
                 hopeless = response.status_code not in _RETRIED
-                wait = _retry_after(response)
+                wait = retry_after(response)
             except httpx.HTTPError as error:
                 problem, hopeless = f"{endpoint.url}: {type(error).__name__} {error}".rstrip(), False
             except (ValueError, TypeError):
@@ -202,7 +202,8 @@ class EndpointSource:
         return any(now >= other.rests_until for other in self._endpoints)
 
 
-def _retry_after(response: httpx.Response) -> float:
+def retry_after(response: httpx.Response) -> float:
+    """Seconds, 60 at most, that the server asks to wait."""
     try:
         return min(60.0, float(response.headers.get("retry-after", 0)))
     except ValueError:  # an HTTP date
@@ -214,10 +215,16 @@ def _parse(raw: dict[str, Any]) -> Answer:
         choice = raw["choices"][0]
         message = {"content": choice["text"]} if "text" in choice else choice["message"]
         text = message.get("content") or ""
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        is_parted = bool(message.get("reasoning_content") or message.get("reasoning"))
         usage = raw.get("usage") or {}
-        return Answer(text, choice.get("finish_reason") or "stop", int(usage.get("completion_tokens", 0)), reasoning)
+        answer = Answer(text, choice.get("finish_reason") or "stop", int(usage.get("completion_tokens", 0)))
     except (KeyError, IndexError, TypeError, AttributeError):
         raise EndpointError(
             f"not a chat completion: {str(raw)[:200]}; is this an OpenAI-compatible endpoint?"
         ) from None
+    if is_parted:
+        raise EndpointError(
+            "the endpoint takes reasoning out of its answers, and a drafter learns the text as the target writes it; start the "
+            "server without a reasoning parser, ask with --no-thinking, or collect with the target here"
+        )
+    return answer

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from volley.errors import WriteError
 from volley.files import write_atomically
 from volley.train.losses import accepted_prefix
 from volley.train.state import Position
@@ -38,8 +39,14 @@ class Reporter:
     def record(self, kind: str, position: Position, values: dict[str, Any]) -> None:
         """Append a line to the log."""
         if self.speaks:
-            with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, "step": position.step, **values}) + "\n")
+            path = self.out / "log.jsonl"
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"kind": kind, "step": position.step, **values}) + "\n")
+            except OSError as error:
+                raise WriteError(
+                    f"{path} cannot be written ({error}); make room and run the same command again"
+                ) from None
 
     def first_step(self, position: Position, fraction: float, seconds: float) -> None:
         """How long the run may take, long before there is a line on its progress."""

@@ -16,10 +16,12 @@ from volley.files import write_atomically
 from volley.models.targets.target import Target, load_tokenizer
 from volley.train.collect import CollectConfig, EngineSource, Source, collect, make_jobs
 from volley.train.collect import Progress as Collected
-from volley.train.data import asked, prompt_ids, read_rows
+from volley.train.data import asked, encode_rows, prompt_ids, read_rows
 from volley.train.endpoint import EndpointSource
+from volley.train.options import LONGEST
 from volley.tune.options import TuneConfig
 
+LEAST_PROMPTS = 4
 WANTED_RESPONSES = 1000
 MOST_SAMPLES = 8
 HELD_OUT_SHARE = 0.1
@@ -41,13 +43,23 @@ def plan_collection(config: TuneConfig, out: Path) -> CollectConfig:
         temperatures=config.temperatures,
         thinking=config.thinking,
     )
-    prompts, warm = len(make_jobs(once)), [t for t in config.temperatures if t > 0]
+    jobs, warm = make_jobs(once), [t for t in config.temperatures if t > 0]
+    prompts = len(jobs)
+    _check_different(len({json.dumps([job.messages, job.conversation.turns]) for job in jobs}), "there are")
     samples = max(1, min(MOST_SAMPLES, -(-WANTED_RESPONSES // max(1, prompts))))
     if samples == 1 or not warm:
         return once
     cycle = [t for t in config.temperatures if t == 0][:1]
     cycle += [warm[i % len(warm)] for i in range(samples - len(cycle))]
     return replace(once, temperatures=tuple(cycle), samples=samples)
+
+
+def _check_different(prompts: int, what: str) -> None:
+    if prompts < LEAST_PROMPTS:
+        raise InputError(
+            f"{what} {prompts} different prompts; a drafter is judged on others than it learns from, so give at least "
+            f"{LEAST_PROMPTS}"
+        )
 
 
 def digests(config: TuneConfig) -> dict[str, str]:
@@ -84,17 +96,31 @@ def _source(config: TuneConfig, target: Callable[[], Target]) -> Source:
     return EndpointSource((config.endpoint,), config.model, key, config.thinking, raw=raw)
 
 
-def part(paths: tuple[str, ...], out: Path) -> dict[str, Any]:
-    """Write ``train.jsonl`` and ``held-out.jsonl`` into ``out``: all responses to a prompt lie on one side."""
+def part(paths: tuple[str, ...], out: Path, load: Callable[[], Target]) -> dict[str, Any]:
+    """Write ``train.jsonl`` and ``held-out.jsonl`` into ``out``: all responses to a prompt lie on one side.
+
+    Rows without two tokens of a response teach nothing and are left out. What judges must be answered once more, so a prompt
+    that fills the context of the target, which is loaded for this, is learnt from only.
+    """
+    rows = read_rows(paths)
+    _check_different(len({asked(row) for row in rows}), "the responses answer")
+    target = load()
+    tokenizer, context = target.tokenizer, target.context_length
+    assert tokenizer is not None, "a loaded target has a tokenizer"
+    documents = encode_rows(tokenizer, rows, min(LONGEST, context), set(target.stop_token_ids))
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in read_rows(paths):
-        groups.setdefault(asked(row), []).append(row)
-    if len(groups) < 4:
+    fitting = set[str]()
+    for row, document in zip(rows, documents, strict=True):
+        if len(document) - document.response_start >= 2:
+            groups.setdefault(asked(row), []).append(row)
+            if document.response_start <= context - ROOM:
+                fitting.add(asked(row))
+    _check_different(len(groups), "responses of two tokens or more answer")
+    held = set(sorted(fitting)[: min(MOST_HELD_OUT, max(2, int(HELD_OUT_SHARE * len(groups))))])
+    if len(held) < 2:
         raise InputError(
-            f"the responses answer {len(groups)} different prompts; a drafter is judged on others than it learns "
-            "from, so give at least 4"
+            f"{len(held)} prompts leave {ROOM} tokens of the target's context of {context}, and two must judge; give shorter ones"
         )
-    held = set(sorted(groups)[: min(MOST_HELD_OUT, max(2, int(HELD_OUT_SHARE * len(groups))))])
     sides = {"held-out.jsonl": [row for key in sorted(held) for row in groups[key]]}
     sides["train.jsonl"] = [row for key, rows in groups.items() if key not in held for row in rows]
     for name, rows in sides.items():

@@ -141,7 +141,7 @@ class Tuning:
                 self.say(refusal)
             paths = (str(file),)
             give_back(self.ranks.device)
-        found = part(paths, self.out)
+        found = part(paths, self.out, lambda: self.serving)
         self.say(
             f"{found['rows']} responses to learn from; {found['held_out_prompts']} of {found['prompts']} prompts are held out"
         )

@@ -33,6 +33,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
 
     class Stream:
+        device_index = 7
+
         def __init__(self, name: Any = "beside") -> None:
             self.name = name if isinstance(name, str) else "beside"
 
@@ -59,14 +61,20 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "current_stream": lambda _: Stream("current"),
         "CUDAGraph": Graph,
         "graph_pool_handle": lambda: "pool",
+        "set_stream": lambda stream: seen.append(f"back to {stream.name}"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    left = {"_cuda_endAllocateToPool": lambda device, pool: seen.append(f"out of {pool} of {device}")}
+    for name, fake in left.items():
+        monkeypatch.setattr(torch._C, name, fake, raising=False)
     return seen
 
 
 def test_a_graph_is_captured_after_two_runs_beside(seen: list[str]) -> None:
     """The calls that PyTorch's documentation asks for, in their order; what they do is seen on a GPU alone."""
-    capture(lambda: seen.append("run"), torch.device("cuda", 7))()
+    replay = capture(lambda: seen.append("run"), torch.device("cuda", 7))
+    assert replay is not None
+    replay()
     assert seen == [
         "in",
         "beside waits for current",
@@ -80,13 +88,19 @@ def test_a_graph_is_captured_after_two_runs_beside(seen: list[str]) -> None:
     ]
 
 
-def test_a_pass_that_is_not_captured_runs_as_it_is(seen: list[str]) -> None:
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_pass_that_is_not_captured_leaves_the_stream_and_the_memory_of_graphs(
+    seen: list[str], captures: bool
+) -> None:
+    """Whether a library refuses the capture or there is no memory for the runs before it."""
+
     def run() -> None:
-        if "in graph pool" in seen:
+        if not captures or "in graph pool" in seen:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.warns(UserWarning, match="operation by operation: operation not permitted"):
-        assert capture(run, torch.device("cuda", 7)) is run
+        assert capture(run, torch.device("cuda", 7)) is None
+    assert seen[-3:] == ["back to current", "out of pool of 7", "current waits for beside"]
 
 
 def test_a_cpu_runs_what_it_would_capture() -> None:
@@ -99,6 +113,7 @@ def test_a_cpu_runs_what_it_would_capture() -> None:
 def test_a_replay_reads_memory_as_it_is_now() -> None:
     source, target = torch.ones(4, device=DEVICE), torch.zeros(4, device=DEVICE)
     replay = capture(lambda: target.copy_(source * 2), DEVICE)
+    assert replay is not None
     source.fill_(5)
     replay()
     assert target.tolist() == [10, 10, 10, 10]

@@ -29,6 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
 def saved(path: Path, **changes: Any) -> Path:
     random_drafter(**{**SHAPE, **changes}).save_pretrained(path)
     return path
@@ -49,7 +52,8 @@ def assert_same(one: Checkpoint, other: Checkpoint) -> None:
         {},
         SLIDING,
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        {"rope_scaling": YARN},
+        {"rope_scaling": {**YARN, "beta_fast": 24.0, "beta_slow": 2.0, "attention_factor": 1.25}},
         {"draft_vocab_size": 20},
         {"head": HeadConfig(type="dspark", rank=5)},
         {"head": HeadConfig(type="dspark", rank=5), "sample_from_anchor": True, "draft_vocab_size": 20},
@@ -146,3 +150,24 @@ def test_files_that_are_no_drafter(tmp_path: Path, folder: Path) -> None:
     file.write_bytes(whole[:-5000])
     with pytest.raises(CheckpointError, match="is truncated or damaged"):
         Drafter.from_pretrained(file)
+
+
+def test_a_vocabulary_that_is_none_is_refused(tmp_path: Path, folder: Path) -> None:
+    export(saved(tmp_path / "own", draft_vocab_size=20), tmp_path / "drafter.gguf", "gguf", target=str(folder))
+    whole, places = (
+        (tmp_path / "drafter.gguf").read_bytes(),
+        next(tensor for tensor in GGUFReader(tmp_path / "drafter.gguf").tensors if tensor.name == "d2t"),
+    )
+    for value, said in ((300, "outside the vocabulary of 300"), (int(places.data[1]), "names a token twice")):
+        wrong = bytearray(whole)
+        wrong[places.data_offset : places.data_offset + 8] = value.to_bytes(8, "little")
+        (tmp_path / "wrong.gguf").write_bytes(wrong)
+        with pytest.raises(CheckpointError, match=said):
+            Drafter.from_pretrained(tmp_path / "wrong.gguf")
+        assert any(said in problem for problem in diagnose(tmp_path / "wrong.gguf").problems)
+
+
+def test_parameters_of_a_scaling_that_the_file_cannot_hold_are_named(tmp_path: Path, folder: Path) -> None:
+    yarn = {**YARN, "mscale": 0.7}
+    with pytest.raises(ConfigError, match="no place for mscale of rope_scaling"):
+        export(saved(tmp_path / "own", rope_scaling=yarn), tmp_path / "drafter.gguf", "gguf", target=str(folder))

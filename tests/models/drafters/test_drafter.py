@@ -1,5 +1,7 @@
 """The drafter against a slow implementation of its definition (DFlash §4), through the engine's own draft path."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +187,18 @@ def test_a_target_may_reach_further_than_its_drafter(pair: Pair) -> None:
     (result,) = engine.generate([1, 2, 3], SamplingParams(max_tokens=60))
     assert result.token_ids == greedy(pair.hf, [1, 2, 3], 60)
     check(pair, drafter, drafts[-3:])
+
+
+def test_tables_that_a_graph_may_read_stay_when_longer_ones_are_made(pair: Pair) -> None:
+    rotary, positions = pair.drafter.rotary, torch.arange(4)
+    rotary(positions, torch.float32)
+    (tables,) = rotary._tables.values()
+    kept = weakref.ref(tables[0])
+    del tables
+    rotary.cover(rotary.length + 5)
+    gc.collect()
+    assert kept() is not None
+    assert len(rotary(torch.tensor([rotary.length - 1]), torch.float32)[0]) == 1
 
 
 def test_bf16_pairs_draft_too() -> None:

@@ -210,3 +210,24 @@ def test_the_decoded_model_is_never_in_memory_whole(tmp_path: Path) -> None:
     accelerate(model, "int8", release=True, fill=fill)
     assert len(sizes) == 1 + 8 + 1  # the head, the layers, and the rest
     assert 0 < max(sizes) < 1.1 * layer
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_widths_of_half_a_group_keep_their_codes(tmp_path: Path, kind: str) -> None:
+    """288 is the width of llama2.c's stories15M: a multiple of a file's blocks of 32, and of no 64."""
+    heads = {"head_dim": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
+    path = write(tmp_path, kind, hidden_size=288, intermediate_size=352, **heads)
+    target = Target.from_pretrained(path, dtype=torch.bfloat16)
+    found = products(target)
+    assert {product.kind for product in found.values()} == {"int8" if kind == "Q8_0" else "int4"}
+    torch.manual_seed(0)
+    for name, product in found.items():
+        dense = numbers(path, name, target)
+        x = torch.randn(3, dense.shape[1]).bfloat16()
+        expected = x.float() @ dense.T
+        assert (product(x).float() - expected).norm() < 0.02 * expected.norm()
+    engine = Engine(target, exact=True)
+    plain = next(engine.generate(PROMPT, SamplingParams(max_tokens=20))).token_ids
+    copies = Engine(target, policy="goodput", max_batch_tokens=7)
+    assert next(copies.generate(PROMPT, SamplingParams(max_tokens=20))).token_ids == plain

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFEndian, GGUFWriter
 from transformers import PreTrainedModel
 
 from tests.models.gguf.files import (
@@ -24,7 +25,7 @@ from volley import Engine, SamplingParams
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.models.drafters.export import TargetEnds, TargetShape
 from volley.models.gguf.file import GGUFFile, is_gguf
-from volley.models.gguf.target import load_model
+from volley.models.gguf.target import load_model, stop_tokens
 from volley.models.targets.target import Target
 
 PROMPTS = [[5, 9, 17, 33, 8], list(range(40, 75))]
@@ -115,7 +116,8 @@ def test_llama_3_scales_its_frequencies_by_a_tensor(tmp_path: Path) -> None:
 def test_every_way_to_load_a_target_takes_a_file(tmp_path: Path) -> None:
     model = random_model("qwen3")
     path = write_model(tmp_path / "model.gguf", model, "qwen3", tokenizer=bpe_tokenizer())
-    (result,) = Engine.from_pretrained(str(path), dtype=torch.float32).generate("the tar", SamplingParams(max_tokens=8))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    (result,) = Engine.from_pretrained(str(path), dtype=torch.float32).generate("the tar", params)
     assert result.token_ids == greedy(model, bpe_tokenizer()("the tar")["input_ids"], 8)
     shape = TargetShape.from_pretrained(path)
     assert (shape.hidden_size, shape.num_layers, shape.architectures) == (64, 3, ("Qwen3ForCausalLM",))
@@ -215,4 +217,26 @@ def test_without_the_package_the_error_names_its_installation(tmp_path: Path, mo
 
     monkeypatch.setattr(builtins, "__import__", absent)
     with pytest.raises(ConfigError, match=r"pip install 'volley-llm\[gguf\]'"):
+        GGUFFile(tmp_path / "model.gguf")
+
+
+def test_control_tokens_that_end_a_text_are_found_by_their_spelling(tmp_path: Path) -> None:
+    """The file names one of them."""
+    tokenizer = bpe_tokenizer()
+    path = write_model(tmp_path / "model.gguf", random_model("llama"), "llama", "Q8_0", tokenizer=tokenizer)
+    ends = sorted(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+    assert stop_tokens(GGUFFile(path)) == ends
+    for target in (Target(load_model(path, torch.float32)), Target.from_pretrained(path)):
+        assert sorted(target.stop_token_ids) == ends
+
+
+def test_a_file_of_the_other_byte_order_is_refused(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama", endianess=GGUFEndian.BIG)
+    writer.add_block_count(1)
+    writer.add_tensor("token_embd.weight", np.ones((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match="other byte order; convert it"):
         GGUFFile(tmp_path / "model.gguf")

@@ -118,3 +118,16 @@ def test_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
 def test_an_unknown_way_to_split_text_is_refused(tmp_path: Path, split: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"splits text as '{split}'; known are .*gpt-2.*qwen2"):
         load_gguf_tokenizer(write(tmp_path / "model.gguf", split))
+
+
+def test_a_file_that_does_not_say_how_text_is_split_is_refused(tmp_path: Path) -> None:
+    """llama.cpp takes it for its default, which is not GPT-2's."""
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_pre = lambda _: None  # type: ignore[method-assign]
+    add_tokenizer(writer, bpe_tokenizer())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"splits text as 'default'.*Hugging Face folder"):
+        load_gguf_tokenizer(tmp_path / "model.gguf")

@@ -8,8 +8,11 @@ import transformers
 from torch import nn
 
 from tests.diffusion_gemma import random_model
+from tests.models.test_other_attention import make_model
+from volley import Engine
 from volley.models.layers.accelerate import SharedProjection, accelerate
 from volley.models.layers.products import make_product
+from volley.models.targets.target import Target
 
 SIZES = {
     "vocab_size": 60,
@@ -96,3 +99,30 @@ def test_other_dtypes_are_left_alone() -> None:
     model = make(transformers.Qwen3Config(**SIZES, head_dim=8), torch.float32)
     assert not accelerate(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_weights_that_a_model_keeps_in_fp32_do_not_stop_the_others() -> None:
+    """ERNIE's gates stay in fp32 in a bf16 model."""
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 0}
+    config = transformers.Ernie4_5_MoeConfig(**SIZES, **experts)
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for name, weight in plain.named_parameters():
+        if name.endswith("gate.weight"):
+            weight.data = weight.data.float()
+    fast = copy.deepcopy(plain)
+    assert accelerate(fast, release=True)
+    changed = [name for name, module in fast.named_modules() if "forward" in vars(module)]
+    assert any(name.endswith("o_proj") for name in changed)
+    ids = torch.arange(3, 20)[None]
+    with torch.inference_mode():
+        expected, found = plain(ids).logits.float(), fast(ids).logits.float()
+    assert (found - expected).norm() / expected.norm() < 2**-4
+
+
+def test_a_weight_that_its_parent_multiplies_with_stays() -> None:
+    target = Target(make_model("longcat_flash").bfloat16())
+    expected = Engine(target).next_logits(range(3, 20))
+    accelerate(target.model, release=True)
+    found = Engine(target).next_logits(range(3, 20))
+    assert (found - expected).norm() / expected.norm() < 2**-4

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -17,30 +17,39 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments:
         kernel[grid](*arguments, **constants)
 
 
-def capture(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+def capture(run: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
     """``run`` as one launch: a CUDA graph of the operations that it starts, on the memory that they read and write now.
 
-    It runs twice before, which compiles kernels. On a CPU it is ``run`` itself, and so it is, with a warning, where a driver
-    or a library refuses the capture.
+    It runs twice before, which compiles kernels. On a CPU it is ``run`` itself. ``None``, with a warning, where a driver or a
+    library refuses the capture, or memory is short.
     """
     if device.type != "cuda":
         return run
     with _CAPTURING, torch.cuda.device(device):
         stream, (pool, graphs) = _capturing_stream(device), _graph_memory(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        before, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
+        stream.wait_stream(before)
         try:
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    run()
+            before.wait_stream(stream)
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 run()
         except RuntimeError as error:
+            _leave(before, pool)
+            before.wait_stream(stream)
             warnings.warn(f"no CUDA graph, so a pass is launched operation by operation: {error}", stacklevel=2)
-            return run
+            return None
     graphs.add(graph)
     return graph.replay
+
+
+def _leave(stream: Any, pool: Any) -> None:
+    """Go back to ``stream`` and to memory outside ``pool``: PyTorch stays in both where the end of a capture raises."""
+    torch.cuda.set_stream(stream)
+    with suppress(RuntimeError, AttributeError):  # it had left, or cannot capture at all
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
 
 
 SYNCHRONISED = "synchronizing CUDA operation"

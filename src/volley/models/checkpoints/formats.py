@@ -163,7 +163,10 @@ def width_problem(config: DrafterConfig) -> str | None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a folder in any format, a run's, or a GGUF file. ``check_weights`` decides whether the tensors fit the config."""
     if is_gguf(path):
-        return read_gguf(path)
+        checkpoint = read_gguf(path)
+        tensors = dict(checkpoint.tensors)
+        check_vocabulary(path, checkpoint.config, tensors, None)
+        return Checkpoint(checkpoint.config, tensors)
     path = drafter_folder(path)
     config = parse_config(read_raw(path))
     stored = (pair for file in weight_files(path) for pair in load_tensors(file).items())
@@ -174,13 +177,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     in_vocabulary, problem = tensors.pop("t2d", None), width_problem(config)
     if problem:
         raise CheckpointError(f"{path}: {problem}")
-    if "d2t" in tensors:
-        problem = vocabulary_problem(config, tensors["d2t"], in_vocabulary)
-        if problem:
-            raise CheckpointError(f"{path}: {problem}; export the drafter again")
-        if config.draft_vocab_size == config.vocab_size:
-            del tensors["d2t"]
+    check_vocabulary(path, config, tensors, in_vocabulary)
     return Checkpoint(config, tensors)
+
+
+def check_vocabulary(path: Path, config: DrafterConfig, tensors: dict[str, Tensor], t2d: Tensor | None) -> None:
+    """Refuse wrong tables of a reduced vocabulary; that of a whole one is taken out of ``tensors``."""
+    if "d2t" not in tensors:
+        return
+    problem = vocabulary_problem(config, tensors["d2t"], t2d)
+    if problem:
+        raise CheckpointError(f"{path}: {problem}; export the drafter again")
+    if config.draft_vocab_size == config.vocab_size:
+        del tensors["d2t"]
 
 
 def vocabulary_problem(config: DrafterConfig, d2t: Tensor, t2d: Tensor | None) -> str | None:

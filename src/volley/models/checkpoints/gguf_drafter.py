@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import replaced
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig, HeadConfig
-from volley.models.gguf.file import GGUFFile, gguf_package, is_gguf
+from volley.models.gguf.file import YARN, GGUFFile, gguf_package, is_gguf
 
 ARCHITECTURE = "dflash"
 
@@ -137,6 +137,8 @@ def _read_scaling(file: GGUFFile) -> dict[str, Any] | None:
             f"{file.path} scales rotary positions by {kind!r}; none, linear and yarn are supported"
         )
     scaling = {"rope_type": kind, "factor": _rounded(file.require("rope.scaling.factor"))}
+    given = {key: file.get(f"rope.scaling.{name}") for key, name in YARN.items()}
+    scaling |= {key: _rounded(value) for key, value in given.items() if value is not None}
     original = file.get("rope.scaling.original_context_length")
     return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
 
@@ -162,12 +164,17 @@ def write_gguf(path: Path, checkpoint: Checkpoint, target: str) -> None:
         writer.close()
 
 
+_SCALING = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", *YARN}
+
+
 def obstacles_in_gguf(config: DrafterConfig) -> list[str]:
     """What a drafter has that llama.cpp's ``dflash`` cannot hold."""
-    scaling = (config.rope_scaling or {}).get("rope_type", "default")
-    return [f"llama.cpp's drafters cannot scale rotary positions by {scaling!r}"] * (
-        scaling not in ("default", "linear", "yarn")
+    scaling = config.rope_scaling or {}
+    kind, unknown = scaling.get("rope_type", "default"), sorted(scaling.keys() - _SCALING)
+    found = [f"llama.cpp's drafters cannot scale rotary positions by {kind!r}"] * (
+        kind not in ("default", "linear", "yarn")
     )
+    return found or [f"llama.cpp's drafters have no place for {name} of rope_scaling" for name in unknown]
 
 
 def _keys(config: DrafterConfig) -> dict[str, Any]:
@@ -192,6 +199,7 @@ def _keys(config: DrafterConfig) -> dict[str, Any]:
         keys["rope.scaling.factor"] = float(scaling["factor"])
         if "original_max_position_embeddings" in scaling:
             keys["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
+        keys |= {f"rope.scaling.{name}": float(scaling[key]) for key, name in YARN.items() if key in scaling}
     if config.sliding_window:
         keys |= {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": slides}
         keys["attention.causal"] = False

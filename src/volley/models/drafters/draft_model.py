@@ -195,7 +195,8 @@ def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraf
         moved = path if path.norm.weight.device == target.device else path.to(target.device)
         return moved.to(target.dtype).eval()
     kind = choose_draft_weights(weights, target.kept_head, target.device, target.dtype)
-    head: Tensor | native.Product | None = target.kept_head
+    has_bias = getattr(target.model.get_output_embeddings(), "bias", None) is not None  # which codes of the weight lack
+    head: Tensor | native.Product | None = None if has_bias else target.kept_head
     with giving_back():
         folder, checkpoint = read_drafter(path)
         drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
@@ -203,7 +204,8 @@ def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraf
         if drafter.lm_head is None and drafter.config.eagle is None and pays(head):
             assert isinstance(head, native.Product)
             assert kind != "fp8"
-            drafter.own_head, head = FrequentHead(head, kind, sorted(target.stop_token_ids)), None
+            stops = sorted(token for token in target.stop_token_ids if 0 <= token < target.vocab_size)
+            drafter.own_head, head = FrequentHead(head, kind, stops), None
         if target.device.type == "cpu" and drafter.fc.weight.dtype == torch.bfloat16 and drafter.config.eagle is None:
             drafter.joined_kv = join_kv(drafter)
         drafter.fuse(kind, None if kind == "bf16" else head, release=True)

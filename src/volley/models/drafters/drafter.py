@@ -69,10 +69,13 @@ class Rotary:
                 f"drafter config: transformers cannot use the rope parameters {rope} ({error!r})"
             ) from None
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+        self._shorter: list[object] = []
+        """Tables of before, which CUDA graphs may read."""
 
     def cover(self, length: int) -> None:
         """Serve positions below ``length`` too: a target may reach further than its drafter was trained for."""
         if length > self.length:
+            self._shorter.append(self._tables)
             self.length, self._tables = length, {}
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

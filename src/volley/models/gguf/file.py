@@ -17,9 +17,14 @@ from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 MAGIC = b"GGUF"
 _TOKENS = "tokenizer.ggml.tokens"
-_TOKENIZER_LISTS = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
+_KINDS = "tokenizer.ggml.token_type"
+CONTROL = 3
+"""The type of tokens that end a text or a turn."""
+_TOKENIZER_LISTS = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", _KINDS)
 _INTEGERS = {"I8", "I16", "I32", "I64"}
 _PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
+YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+"""Keys below ``rope.scaling``, by transformers' names."""
 _READ = "F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M"
 _UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")  # what the package's reader raises
 _DECODED_AT_ONCE = 2**20  # numbers of a tensor
@@ -62,6 +67,13 @@ class GGUFFile:
                 name: field.contents() for name, field in reader.fields.items() if whole or name not in _TOKENIZER_LISTS
             }
             self.num_tokens = len(reader.fields[_TOKENS].data) if _TOKENS in reader.fields else 0
+            kinds = reader.fields[_KINDS].contents() if self.num_tokens and _KINDS in reader.fields else []
+            self.control_tokens = {
+                token: str(reader.fields[_TOKENS].contents(token))
+                for token, kind in enumerate(kinds)
+                if kind == CONTROL
+            }
+            """Tokens that are found in text as they are spelled and have a meaning, by their numbers."""
         except Exception as error:  # the reader raises whatever numpy does for a file that ends too early
             unknown = _UNKNOWN_TYPE.search(str(error))
             if unknown is not None:
@@ -72,6 +84,10 @@ class GGUFFile:
             raise CheckpointError(
                 f"{self.path} is truncated or damaged ({error or type(error).__name__}); fetch or convert it again"
             ) from None
+        if reader.byte_order == "S":
+            raise UnsupportedModelError(
+                f"{self.path} is of the other byte order; convert it with gguf-convert-endian, or fetch another file"
+            )
         parts = int(self.metadata.get("split.count", 1))
         if parts > 1:
             raise UnsupportedModelError(

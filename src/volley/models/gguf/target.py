@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.models.gguf.file import GGUFFile, Rows
+from volley.models.gguf.file import YARN, GGUFFile, Rows
 
 log = logging.getLogger("volley")
 
@@ -153,8 +153,7 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
             f"{file.path} scales rotary positions by {kind!r}; none, linear and yarn are supported. "
             "Give the model's Hugging Face folder instead"
         )
-    names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
-    given = {key: file.get(f"rope.scaling.{name}") for key, name in names.items()}
+    given = {key: file.get(f"rope.scaling.{name}") for key, name in YARN.items()}
     return {
         **rope,
         "rope_type": "yarn",
@@ -216,15 +215,11 @@ def row_order(architecture: str, name: str, config: Any) -> Rows | None:
 
 ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 """Control tokens that end a turn or a text, whether or not the file says so."""
-CONTROL = 3
-"""The type of such tokens in a file."""
 
 
 def stop_tokens(file: GGUFFile) -> list[int]:
     """Tokens that end a text or a turn."""
     keys = ("eos", "eot", "eom")
     found = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
-    pieces, kinds = (file.metadata.get(f"tokenizer.ggml.{key}", ()) for key in ("tokens", "token_type"))
-    named = enumerate(zip(pieces, kinds, strict=False))
-    by_text = [token for token, (piece, kind) in named if kind == CONTROL and piece in ENDS]
+    by_text = [token for token, piece in file.control_tokens.items() if piece in ENDS]
     return sorted({*(int(token) for token in found if token is not None), *by_text})

@@ -11,14 +11,14 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.models.gguf.file import GGUFFile
+from volley.models.gguf.file import CONTROL, GGUFFile
 
 _LLAMA_3 = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
 }  # fmt: skip
 """Ways to split text whose vocabularies hold whole words that their merges do not reach, and whose texts have a first token."""
 
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in text as they are spelled
+_USER_DEFINED = 4  # the other type of tokens that are found in text as they are spelled
 
 
 def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -28,7 +28,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"{path} holds no tokenizer; convert the model again with its tokenizer files beside its weights"
         )
-    kind, split = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre", "gpt-2")
+    kind, split = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre", "default")
     _check(file.path, kind, split)
     tokenizer: Any = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
     if kind == "gpt2":
@@ -60,7 +60,7 @@ def _spelled_out(tokenizer: Any, file: GGUFFile) -> Any:
     respelled = {
         index: token
         for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (_CONTROL, _USER_DEFINED) and not of_bytes.issuperset(token)
+        if kind in (CONTROL, _USER_DEFINED) and not of_bytes.issuperset(token)
     }
     if not respelled and len(tokenizer) <= len(tokens):
         return tokenizer
@@ -71,7 +71,7 @@ def _spelled_out(tokenizer: Any, file: GGUFFile) -> Any:
     options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [one for one in state["added_tokens"] if one["content"] not in known and one["id"] < len(tokens)]
     added += [
-        {"id": index, "content": token, "special": types[index] == _CONTROL, **options}
+        {"id": index, "content": token, "special": types[index] == CONTROL, **options}
         for index, token in respelled.items()
     ]
     state["added_tokens"] = sorted(added, key=lambda one: int(one["id"]))

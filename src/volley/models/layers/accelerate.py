@@ -25,6 +25,8 @@ from volley.models.layers.residency import MappedFiles, trim
 from volley.native import Weights
 
 Fill = Callable[[nn.Module], None]
+_READS_ITS_CLASSIFIER = {"LongcatFlashTopkRouter"}
+"""Modules that take the weight of their linear layer and multiply with it themselves."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -67,7 +69,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     """
     if kernels.usable(next(model.parameters()).device):
         return join_layers(model) > 0
-    own = [weight for module in model.modules() if "forward" not in vars(module) for weight in module.parameters(False)]
+    own = [module.weight for module in model.modules() if is_linear(module)]  # other weights may be kept in fp32
     if not packing_pays(*(weight for weight in own if weight.device.type != "meta" or fill is filled)):
         fill(model)
         return release and sum(_fuse_norm(module) for module in model.modules() if _is_norm(module)) > 0
@@ -76,6 +78,8 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     done = _replace_head(model, weights, files, fill)
     done |= _fuse_layers(model, weights, files, fill)
     done |= {module for module in model.modules() if "forward" in vars(module)}
+    reading = [module for module in model.modules() if type(module).__name__ in _READS_ITS_CLASSIFIER]
+    done |= {module.get_submodule("classifier") for module in reading}
     fill(model)
     for module in model.modules():
         if module in done:

@@ -22,7 +22,7 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
-from volley.models.layers.products import codes_of, is_linear
+from volley.models.layers.products import codes_of, group_of, is_linear
 from volley.models.layers.residency import MappedFiles, StackedRows
 from volley.native import Product, Weights
 from volley.native.decoder import Decoder, LayerShape, LayerWeights, P, attends
@@ -31,6 +31,7 @@ _TOLERANCE = 2**-6
 _ASKING = Lock()  # transformers' table of attention functions is one for all threads
 _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_JOINED = (_PROJECTIONS[:3], _PROJECTIONS[3:], _GATED[:2], _GATED[2:])
 LINEAR = (*_PROJECTIONS, *_GATED)
 """The linear layers whose weights a fused layer holds."""
 
@@ -87,8 +88,15 @@ def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
     return (
         is_gated_layer(layer)
         and not getattr(layer.self_attn, "head_dim", 1) % 16
-        and all(native.fits(layer.get_submodule(name).get_parameter("weight"), weights) for name in LINEAR)
+        and all(_fit(layer, names, weights) for names in _JOINED)
     )
+
+
+def _fit(layer: nn.Module, names: Sequence[str], weights: Weights) -> bool:
+    """Whether the products take the weights of linear layers that are joined."""
+    linear = [module for name in names if is_linear(module := layer.get_submodule(name))]
+    group = group_of(None if weights == "bf16" else codes_of(linear))
+    return all(native.fits(module.weight, weights, group) for module in linear)
 
 
 def is_gated_layer(layer: nn.Module) -> bool:

@@ -87,6 +87,11 @@ def codes_of(layers: Sequence[nn.Linear]) -> CodeSource | None:
     return found[0] if len(found) == 1 else StackedCodes(found, [layer.out_features for layer in layers])
 
 
+def group_of(codes: CodeSource | None) -> int:
+    """How many inputs share a scale in ``codes``, or in those that a weight is rounded to where it has none."""
+    return native.GROUP if codes is None else codes.group
+
+
 def make_product(
     weight: Tensor,
     bias: Tensor | None = None,
@@ -103,8 +108,9 @@ def make_product(
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
     for kind in (weights, "bf16"):
-        if native.fits(weight, kind):
-            return native.Product(StackedRows([weight], files), bias, kind, stored if kind != "bf16" else None)
+        codes = None if kind == "bf16" else stored
+        if native.fits(weight, kind, group_of(codes)):
+            return native.Product(StackedRows([weight], files), bias, kind, codes)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         wide, wide_bias = weight.float(), None if bias is None else bias.float()
         return lambda x: linear(x.float(), wide, wide_bias).bfloat16()

@@ -15,7 +15,7 @@ from volley.models.quantised.scheme import load_model
 from volley.models.targets.loading import load_config, reading, straight_to
 from volley.models.targets.target import TARGET_FILES, BlockDiffusion, Target
 from volley.native import TargetWeights
-from volley.types import DiffusionParams
+from volley.types import DiffusionParams, Strategy
 
 SDAR = BlockDiffusion(
     mask_token_id=151669,
@@ -43,6 +43,8 @@ JOINT = BlockDiffusion(
 )
 """A causal LM that was also taught to fill masks (TiDAR, arXiv 2511.08923): finished text stays causal, and canvases begin
 anywhere. Its config says so in ``block_diffusion``: ``mask_token_id``, and the defaults of requests by their names."""
+SELF_STRATEGY: Strategy = "low_confidence_static"
+"""Self-speculation drafts whole canvases."""
 
 _NATIVE = {"sdar": ("qwen3", SDAR), "sdar_moe": ("qwen3_moe", SDAR), "fast_dllm_qwen": ("qwen2", FAST_DLLM)}
 """Families whose weights are those of an architecture that transformers has, by ``model_type`` in lower case."""
@@ -116,7 +118,8 @@ def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
         settings = DiffusionParams.from_mapping(defaults)
     except ConfigError as error:
         raise CheckpointError(f"{remedy}, and defaults of requests: {error}") from None
-    return replace(JOINT, mask_token_id=own["mask_token_id"], defaults=settings.over(JOINT.defaults))
+    usual = replace(JOINT.defaults, strategy=SELF_STRATEGY) if settings.mode == "self" else JOINT.defaults
+    return replace(JOINT, mask_token_id=own["mask_token_id"], defaults=settings.over(usual))
 
 
 def load_target_config(path: str | Path) -> PretrainedConfig:
@@ -153,7 +156,8 @@ def _load_native(
 
 def _as_saved(family: BlockDiffusion, values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> BlockDiffusion:
     """The family with the mask token and the block length that the checkpoint names."""
-    mask = values.get("mask_token_id", tokenizer.mask_token_id)
+    mask = values.get("mask_token_id")
+    mask = tokenizer.mask_token_id if mask is None else mask
     lengths = [values[key] for key in _LENGTH_KEYS if isinstance(values.get(key), int)]
     defaults = replace(family.defaults, canvas_length=lengths[0]) if lengths else family.defaults
     return replace(family, mask_token_id=family.mask_token_id if mask is None else mask, defaults=defaults)
