@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/tune-hour"))
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--limit", type=int, default=6000, help="prompts that are answered, of 21,000")
+    parser.add_argument("--limit", type=int, default=10_000, help="prompts that are answered, of 21,000")
     parser.add_argument("--num-prompts", type=int, default=PROMPTS_PER_DOMAIN, help="held-out prompts of each domain")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

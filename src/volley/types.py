@@ -172,8 +172,9 @@ class SamplingParams:
         diffusion: object = self.diffusion
         if isinstance(diffusion, Mapping):
             object.__setattr__(self, "diffusion", DiffusionParams.from_mapping(diffusion))
-        if 0 < self.temperature < 1e-5:
-            object.__setattr__(self, "temperature", 0.0)
+        for name in ("temperature", "draft_temperature"):
+            if 0 < (getattr(self, name) or 0) < 1e-5:
+                object.__setattr__(self, name, 0.0)
         checks = [
             ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number ≥ 0"),
             ("top_k", self.top_k >= 0, "0 (keep all) or a positive count"),
@@ -189,7 +190,7 @@ class SamplingParams:
             ),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number > 0"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "in [0.01, 100]"),
             ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "biases in [-100, 100]"),
             (
                 "grammar",
@@ -197,7 +198,12 @@ class SamplingParams:
                 "a Grammar, such as Grammar.json_schema({...}), or None",
             ),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "a non-negative 63-bit integer"),
-            ("draft_temperature", self.draft_temperature is None or self.draft_temperature >= 0, "≥ 0, or None"),
+            (
+                "draft_temperature",
+                self.draft_temperature is None
+                or (self.draft_temperature >= 0 and math.isfinite(self.draft_temperature)),
+                "a finite number ≥ 0, or None",
+            ),
         ]
         for name, good, want in checks:
             if not good:

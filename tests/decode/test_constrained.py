@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from volley import native
+from volley.decode import constrained
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.rules import Bits, Constraint, TokenRule, allowed_choice, apply_rules, forced_tokens, make_rules
 from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
@@ -18,6 +19,7 @@ from volley.native.sampling import allowed_best
 from volley.types import Proposal, SamplingParams
 
 V, LEVELS = 20, 6
+CPU = torch.device("cpu")
 
 
 class Rising(Constraint):
@@ -83,7 +85,7 @@ def grown(logits: Tensor, params: SamplingParams, seed: int, count: int) -> Prop
 
 def drafted(logits: Tensor, params: SamplingParams, rule: Rule, seed: int, rules: Sequence[TokenRule]) -> Proposal:
     work = asked(params, seed, rules, Ask(Shape.CHAIN, rule, LEVELS, LEVELS))
-    return walk_constrained(following(logits), work, with_confidence=True)
+    return walk_constrained(following(logits), work, CPU, with_confidence=True)
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -124,7 +126,7 @@ def test_a_loop_that_looks_at_allowed_tokens_alone_drafts_the_same() -> None:
         logits[2, 5:] = -torch.inf  # what the drafter cannot say
         work = asked(SamplingParams(), seed, [Rising()], Ask(Shape.CHAIN, Rule.GREEDY, LEVELS, LEVELS))
         found, expected = (
-            walk_constrained(own, work, with_confidence=True) for own in (looping(logits), following(logits))
+            walk_constrained(own, work, CPU, with_confidence=True) for own in (looping(logits), following(logits))
         )
         assert found.token_ids == expected.token_ids
         assert found.confidence == pytest.approx(expected.confidence, rel=1e-5)
@@ -140,6 +142,19 @@ def test_a_forced_token_is_drafted_even_if_the_drafter_cannot_say_it() -> None:
     assert proposal.draft_probs[3].tolist() == [float(token == 12) for token in range(V)]
 
 
+def test_distributions_of_certain_tokens_go_where_they_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row of the drafter, which is there, says where that is."""
+    sent = list[torch.device]()
+    monkeypatch.setattr(constrained, "upload", lambda array, device: sent.append(device) or torch.from_numpy(array))
+    only = Rising()
+    monkeypatch.setattr(constrained, "forced_tokens", lambda rules, path, most: [3, 6, 9, 12][len(path) :][:most])
+    work = asked(SamplingParams(temperature=1.0), 0, [only], Ask(Shape.CHAIN, Rule.SPECULATIVE, LEVELS, LEVELS))
+    elsewhere = torch.device("cuda", 0)
+    proposal = walk_constrained(following(torch.zeros(LEVELS, V)), work, elsewhere)
+    assert proposal.token_ids == [3, 6, 9, 12]
+    assert sent == [elsewhere]
+
+
 def test_a_drafter_with_a_state_reads_forced_tokens_and_others_are_not_asked() -> None:
     for is_stateful in (True, False):
         asked_at: list[tuple[int, int]] = []
@@ -149,7 +164,7 @@ def test_a_drafter_with_a_state_reads_forced_tokens_and_others_are_not_asked() -
             return columns(torch.zeros(1, V).index_fill(1, torch.tensor([3, 6, 9]), 1.0), among)
 
         work = asked(SamplingParams(), 0, [Rising()], Ask(Shape.CHAIN, Rule.GREEDY, LEVELS, LEVELS))
-        assert walk_constrained(Following(logits, V, is_stateful), work).token_ids == [3, 6, 9, 12]
+        assert walk_constrained(Following(logits, V, is_stateful), work, CPU).token_ids == [3, 6, 9, 12]
         assert asked_at == [(0, 0), (1, 3), (2, 6), (3, 9)][: 3 + is_stateful]
 
 

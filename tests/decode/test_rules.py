@@ -107,6 +107,8 @@ def test_nothing_asked_is_nothing_changed() -> None:
         {"frequency_penalty": float("nan")},
         {"repetition_penalty": 0},
         {"repetition_penalty": float("inf")},
+        {"repetition_penalty": 1e-40},
+        {"draft_temperature": float("inf")},
         {"logit_bias": {1: 101}},
         {"top_logprobs": -1},
     ],

@@ -237,3 +237,24 @@ def test_drawing_from_parts_of_the_vocabulary_is_drawing_from_all_of_it(parts: i
         assert row[token] > 0
         place, error = uniform * total[-1], 1e-6 * total[-1]
         assert total[token] - row[token].double() - error <= place <= total[token] + error
+
+
+@pytest.mark.parametrize("size", [200, 256])
+def test_a_row_without_numbers_draws_some_token(size: int) -> None:
+    """An index beyond the row would end a whole process on a GPU."""
+    found = draw(torch.full((2, size), math.nan), [0.3, 0.7])
+    assert bool(((found >= 0) & (found < size)).all())
+
+
+@pytest.mark.parametrize("narrow", [{"top_p": 0.95}, {"min_p": 0.001}])
+def test_a_truncated_distribution_does_not_depend_on_the_number_of_rows(narrow: dict[str, float]) -> None:
+    params = SamplingParams(temperature=1.0, **narrow)  # type: ignore[arg-type]
+    logits = 3 * torch.randn(5, 151_936, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = token_probs(logits, params)
+        for row, expected in zip(logits, together, strict=True):
+            assert torch.equal(token_probs(row[None], params)[0], expected)
+    finally:
+        torch.set_num_threads(before)

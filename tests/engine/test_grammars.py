@@ -328,8 +328,8 @@ Walk = Callable[..., Proposal]
 def scored_without_masks(honest: Walk) -> Walk:
     """Drafts are drawn under the masks and scored as if there were none."""
 
-    def walk(following: Any, work: Any, **more: Any) -> Proposal:
-        proposal = honest(following, work, **more)
+    def walk(following: Any, work: Any, *more: Any, **options: Any) -> Proposal:
+        proposal = honest(following, work, *more, **options)
         before = [work.request.anchor, *proposal.token_ids]
         rows = [following.logits(at, before[at], None) for at in range(len(proposal.token_ids))]
         proposal.draft_probs = token_probs(torch.cat(rows), work.request.params) if rows else None

@@ -23,7 +23,7 @@ EACH: list[dict[str, Any]] = [
     {"frequency_penalty": 1.5},
     {"presence_penalty": 2.0},
     {"repetition_penalty": 1.6},
-    {"logit_bias": {7: 6.0, 11: -100.0}},
+    {"logit_bias": {7: 6, 11: -100}},
     {"frequency_penalty": -0.7, "presence_penalty": 1.0, "repetition_penalty": 1.2, "logit_bias": {3: 2.0}},
 ]
 

@@ -124,6 +124,9 @@ def test_two_forms_at_once_are_refused() -> None:
         ({"response_format": {**TAGS, "triggers": ["<a=", "["]}}, "response_format", "'[' begins no tag"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
         ({"ebnf": "root = 1"}, "ebnf", "Expected ::= at line 1"),
+        ({"ebnf": 'a ::= "b"'}, "ebnf", "the ebnf grammar cannot be used: No 'root' rule"),
+        ({"ebnf": "root ::= x"}, "ebnf", "the ebnf grammar cannot be used: Rule 'x'"),
+        ({"ebnf": 'root ::= "\\'}, "ebnf", "the ebnf grammar cannot be used"),
         ({"regex": "a", "ebnf": EBNF}, "ebnf", "regex and ebnf both say"),
     ],
 )

@@ -21,7 +21,7 @@ from volley.engine.step import Step
 from volley.errors import ParallelError
 from volley.serve.answer import AnswerResponse
 from volley.serve.replies import ChatDialect
-from volley.serve.worker import End, Job, Piece
+from volley.serve.worker import End, Job, Piece, Stopped
 from volley.types import GenerationStats, SamplingParams, TextChunk
 
 LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -149,8 +149,10 @@ def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine, "check_integrity", wrong)
     with running(engine) as server:
         assert server.client.get("/health").status_code == 200
-        assert server.chat("Hello").status_code == 503
+        assert server.chat("Hello").json()["error"]["code"] == "engine_dead", "a request on its way"
         wait_until(lambda: not server.service.worker.is_alive)
+        swapped = server.service.worker.swap(tiny.drafter, {})
+        assert isinstance(swapped.exception(timeout=5), Stopped), "a reload does not wait for ever"
         for path in ("/health", "/ready"):
             assert server.client.get(path).status_code == 503
         assert server.chat("Hello").json()["error"]["code"] == "engine_dead"

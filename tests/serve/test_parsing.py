@@ -327,6 +327,33 @@ def test_a_call_cut_short_keeps_what_there_was() -> None:
     assert [(part.kind, part.text) for part in parts] == [("call", "f"), ("arguments", '{"a": ')]
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ("qwen3_5", "<tool_call>\n<function=weather>\n<parameter=city>\nBer", '{"city": "Ber'),
+        ("qwen3_5", "<tool_call>\n<function=weather>\n<parameter=days>\n3", "{"),
+        ("qwen3_5", "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n", '{"city": "Bern"}'),
+        ("glm4_5", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ber", '{"city": "Ber'),
+    ],
+)
+def test_a_tagged_call_cut_short_has_no_mark_of_its_format(form: str, text: str, expected: str) -> None:
+    prompt = "<|assistant|>" if form == "glm4_5" else CHATML
+    parser = AnswerParser(load_format(form), prompt, [WEATHER], with_calls=True)
+    parts = parser.feed(text) + parser.finish()
+    assert "".join(part.text for part in parts if part.kind == "arguments").startswith(expected)
+    assert not any(mark in part.text for part in parts for mark in ("</", "tool_call>"))
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_line_breaks_that_a_model_writes_into_strings_become_json(size: int) -> None:
+    text = '<tool_call>{"name": "f",\n "arguments": {"a": "x\ny\tz", "b": "\\\n",\n"c": 1}}</tool_call>'
+    parser = AnswerParser(load_format("hermes"), CHATML, with_calls=True)
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+    found = json.loads("".join(part.text for part in parts if part.kind == "arguments"))
+    assert found == {"a": "x\ny\tz", "b": "\n", "c": 1}
+
+
 @given(st.text(alphabet='{}[]",:\\ namef\n', max_size=60))
 def test_junk_gives_no_error(text: str) -> None:
     whole, pieces = CallReader(0).feed(text), []

@@ -12,6 +12,7 @@ from openai import OpenAI
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import CHAT, openai_client
 from tests.serve.test_tools import SCHEMA, Weather, templated
+from volley.serve.responses import MessageItem, ReasoningItem, _messages
 
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
@@ -183,3 +184,11 @@ def test_a_full_queue_fails_as_anywhere(tiny: Tiny) -> None:
         with pytest.raises(openai.RateLimitError):
             client.responses.create(model=MODEL, input="Hello")
         stream.close()
+
+
+def test_what_was_thought_in_several_items_of_a_turn_stays() -> None:
+    parts = [[{"type": "reasoning_text", "text": text}] for text in ("a", "b")]
+    thought = [ReasoningItem.model_validate({"type": "reasoning", "content": part}) for part in parts]
+    said = MessageItem.model_validate({"role": "assistant", "content": "well"})
+    (message,) = _messages([thought[0], said, thought[1]], None)
+    assert (message["reasoning_content"], message["content"]) == ("ab", "well")

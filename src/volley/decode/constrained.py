@@ -15,6 +15,7 @@ from volley.decode.rules import Bits, Constraint, TokenRule, apply_rules, constr
 from volley.decode.sampling import Purpose, confidences, draft_temperature, draw, race, token_probs
 from volley.decode.tree import CANDIDATES, coupled_logits, expand_freely
 from volley.decode.work import Rule, Work
+from volley.memory.upload import upload
 from volley.types import Proposal
 
 
@@ -31,8 +32,10 @@ class Following(NamedTuple):
     among them; ``None`` if none can be drafted."""
 
 
-def walk_constrained(following: Following, work: Work[Any], *, with_confidence: bool = False) -> Proposal:
-    """A chain under all rules of the work's request. It ends early where no token may follow.
+def walk_constrained(
+    following: Following, work: Work[Any], device: torch.device, *, with_confidence: bool = False
+) -> Proposal:
+    """A chain under all rules of the work's request, to be verified on ``device``. It ends early where no token may follow.
 
     Forced tokens are drafted without the drafter, even if its head does not have them.
 
@@ -77,6 +80,10 @@ def walk_constrained(following: Following, work: Work[Any], *, with_confidence: 
             confidence.append(sure)
         tokens.append(token)
     probs_of_draft = _stacked(distributions, following.vocab_size) if ask.rule is Rule.SPECULATIVE and tokens else None
+    if (
+        probs_of_draft is not None and probs_of_draft.device != device
+    ):  # all tokens were certain, or were chosen on the host
+        probs_of_draft = upload(probs_of_draft.numpy(), device)
     return Proposal(tokens, probs_of_draft, confidence=confidence if with_confidence else [])
 
 

@@ -131,7 +131,7 @@ class Grammars:
 
 def _text_for_library(grammar: Grammar) -> str:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     match grammar.kind:
         case "json_schema":
@@ -146,8 +146,9 @@ def _text_for_library(grammar: Grammar) -> str:
         case "ebnf":
             try:
                 text = LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.source))
-            except (GbnfToLarkError, RecursionError) as error:
-                raise ConfigError(f"the ebnf grammar cannot be used: {error}") from None
+            except Exception as error:  # the converter raises bare ones
+                told = shorten(str(error) or type(error).__name__, _LONGEST_MESSAGE)
+                raise ConfigError(f"the ebnf grammar cannot be used: {told}") from None
     return str(text)
 
 

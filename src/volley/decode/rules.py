@@ -235,7 +235,10 @@ class LogitBias(TokenRule):
 
     def __init__(self, bias: Sequence[tuple[int, float]], device: torch.device) -> None:
         tokens, values = zip(*bias, strict=True)
-        self.tokens, self.values = torch.tensor(tokens, device=device), torch.tensor(values, device=device)
+        self.tokens, self.values = (
+            torch.tensor(tokens, device=device),
+            torch.tensor(values, dtype=torch.float32, device=device),
+        )
 
     def take(self, token_id: int) -> None:
         pass

@@ -162,7 +162,7 @@ def _invert(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:]
     places = (places * total).minimum(total.nextafter(torch.zeros_like(total)))
-    entry = torch.searchsorted(sums, places, right=True)
+    entry = torch.searchsorted(sums, places, right=True).clamp_max_(sums.shape[-1] - 1)  # a row of NaN has no place
     return entry, sums.gather(-1, entry) - places
 
 
@@ -190,7 +190,8 @@ def token_probs(logits: Tensor, params: SamplingParams, temperature: float | Non
         probs = probs.masked_fill(cut.gather(-1, order.argsort(dim=-1)), 0.0)
     if params.min_p > 0:
         probs = probs.masked_fill(probs < params.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
-    return probs / probs.sum(dim=-1, keepdim=True)
+    # In fp64 the order of the sum, which may depend on the number of rows, does not show.
+    return probs / probs.sum(dim=-1, keepdim=True, dtype=torch.float64).float()
 
 
 def draft_temperature(params: SamplingParams) -> float:

@@ -35,6 +35,8 @@ class ChainProposer(Proposer):
     """A drafter that makes one pass for each token of a chain."""
 
     vocab_size: int
+    device: torch.device
+    """Where drafts are verified."""
 
     @abstractmethod
     def open(self, works: Works) -> list[Work[Any]]:
@@ -47,7 +49,8 @@ class ChainProposer(Proposer):
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         drafted = self.open(works)
         for work in (work for work in drafted if constraints(work.request.rules)):
-            work.proposal = walk_constrained(self._following(work), work, with_confidence=with_confidence)
+            following = self._following(work)
+            work.proposal = walk_constrained(following, work, self.device, with_confidence=with_confidence)
         free = [work for work in drafted if not constraints(work.request.rules)]
         alike = group_by(free, lambda work: (work.ask.rule, work.request.params.distribution))
         for (rule, _), indices in alike.items():
@@ -106,7 +109,7 @@ class AutoregressiveProposer(ChainProposer):
                 f"the draft model has a vocabulary of {model.vocab_size} and the target one of {vocab_size}; give a draft model "
                 "with the target's tokenizer"
             )
-        self.model, self.vocab_size, self.block_size = model, vocab_size, block_size
+        self.model, self.vocab_size, self.block_size, self.device = model, vocab_size, block_size, model.device
         self.pool = PagePool(-(-num_tokens // _PAGE), _PAGE)
         self.store = make_store("auto", model.kv_shapes, self.pool.num_pages * _PAGE, model.dtype, model.device)
         self._texts: OrderedDict[int, _Text] = OrderedDict()  # by request id, least recently drafted for first

@@ -150,9 +150,7 @@ class BlockProposer(Proposer):
             if work.ask.shape is Shape.TREE:
                 work.proposal = grow_constrained(following, work)
                 continue
-            work.proposal = walk_constrained(following, work, with_confidence=with_confidence)
-            if work.proposal.draft_probs is not None and work.proposal.draft_probs.device.type == "cpu":
-                work.proposal.draft_probs = upload(work.proposal.draft_probs.numpy(), logits.device)
+            work.proposal = walk_constrained(following, work, logits.device, with_confidence=with_confidence)
         if not left:
             return [], logits[:0], hidden[:0]
         return (

@@ -110,6 +110,11 @@ class TaggedArguments(_Arguments):
         self._separator = ""
         self._phase = self._begin
 
+    @property
+    def is_between(self) -> bool:
+        """Whether no argument is open."""
+        return self._phase in (self._begin, self._between)
+
     def _begin(self) -> str:
         self._phase = self._between
         return "{"

@@ -57,6 +57,11 @@ class CallReader:
             parts += found
         return parts
 
+    def close(self, mark: str) -> list[Part]:
+        """The region has ended with ``mark``, or with the answer: inside of an argument that was cut, nothing follows."""
+        is_cut = isinstance(self._translation, TaggedArguments) and not self._translation.is_between
+        return [] if is_cut else self.feed(mark)
+
     # Each phase takes text from the buffer, sets the next phase and gives parts. None: it needs more text.
     def _outside(self) -> list[Part] | None:
         self._buffer = self._buffer.lstrip(" \n\r\t[],;")
@@ -136,9 +141,11 @@ class CallReader:
         return []
 
     def _arguments(self) -> list[Part]:
-        """Characters of the arguments, up to the brace that closes them."""
-        end = len(self._buffer)
+        """Characters of the arguments, up to the brace that closes them. Models write line breaks in strings as they are."""
+        end, written = len(self._buffer), list[str]()
         for place, character in enumerate(self._buffer):
+            is_raw = self._in_string and character < " "
+            written.append(json.dumps(character)[1 + self._escaped : -1] if is_raw else character)
             if self._escaped:
                 self._escaped = False
             elif self._in_string:
@@ -152,8 +159,8 @@ class CallReader:
                 if self._depth == 0:
                     self._phase, end = self._after_arguments, place + 1
                     break
-        text, self._buffer = self._buffer[:end], self._buffer[end:]
-        return self._more(text)
+        self._buffer = self._buffer[end:]
+        return self._more("".join(written))
 
     def _decoded(self) -> tuple[Any, int] | None:
         """The JSON value at the buffer's beginning and where it ends, once it is complete."""

@@ -53,10 +53,14 @@ def as_api_error(error: Exception) -> ApiError:
             after = {"Retry-After": str(error.retry_after)}
             return ApiError(429, str(error), kind="requests", code="rate_limit_exceeded", headers=after)
         case Stopped():
-            return shutting_down(1)
+            return engine_dead() if error.is_dead else shutting_down(1)
         case VolleyError():
             return ApiError(400, str(error), param=error.field)
     return ApiError(500, "the request failed inside the server; its log says why", kind="server_error")
+
+
+def engine_dead() -> ApiError:
+    return ApiError(503, "the engine has stopped; restart the server", kind="server_error", code="engine_dead")
 
 
 def shutting_down(retry_after: float) -> ApiError:

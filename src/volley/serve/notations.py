@@ -31,6 +31,7 @@ _KEYWORDS = {
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
+_SAYS_WHAT = {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 _SCALARS = ("boolean", "integer", "null", "number")
 
 Schema = Mapping[str, Any]
@@ -48,8 +49,8 @@ def arguments_in_lark(name: str, schema: Schema, call: CallText, literal: Litera
 
     Raises :class:`ConfigError` if the notation of the call cannot express the schema.
     """
-    if call.is_json:
-        return [f"{name}: {in_json(schema)}"]
+    if call.is_json:  # which are an object, whether or not the schema says so
+        return [f"{name}: {in_json(schema if schema.keys() & _SAYS_WHAT else {'type': 'object', **schema})}"]
     try:
         if call.parameter is not None:
             return _Tagged(name, schema, literal, call.parameter).arguments()

@@ -99,7 +99,7 @@ class AnswerParser:
         if self._reader is not None:
             # What closes the region may end the arguments too.
             if self._call is not None and self._call.parameter is not None:
-                yield from self._count(self._reader.feed(self._call.parameter.after))
+                yield from self._count(self._reader.close(self._call.parameter.after))
             self._reader = None
         else:
             for one in value if isinstance(value, list) else [value]:

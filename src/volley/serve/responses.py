@@ -287,7 +287,8 @@ def _messages(given: Sequence[Item], instructions: str | None) -> list[dict[str,
                 call = {"id": item.call_id, "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)
             case ReasoningItem():
-                assistant()["reasoning_content"] = _text(item.content)
+                own = assistant()
+                own["reasoning_content"] = own.get("reasoning_content", "") + _text(item.content)
             case MessageItem(role="assistant"):
                 assistant()["content"] += _text(item.content)
             case MessageItem():

@@ -20,7 +20,7 @@ from volley.models.drafters.drafter import Drafter
 from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.conversations import Conversations
-from volley.serve.errors import ApiError, shutting_down
+from volley.serve.errors import ApiError, engine_dead, shutting_down
 from volley.serve.formats import AnswerFormat, format_of, plain_calls
 from volley.serve.grammars import asked_for, compile_grammar
 from volley.serve.messages import NamedTool, for_template
@@ -286,7 +286,7 @@ class Service:
         if self.draining:
             raise shutting_down(self.config.shutdown_timeout)
         if not self.worker.is_alive:
-            raise ApiError(503, "the engine has stopped; restart the server", kind="server_error", code="engine_dead")
+            raise engine_dead()
         return self.adapter_of(model)
 
     @property

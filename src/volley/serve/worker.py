@@ -86,6 +86,11 @@ class QueueFull(Exception):
 class Stopped(Exception):
     """The worker ended before the job did."""
 
+    def __init__(self, *, is_dead: bool = False) -> None:
+        """``is_dead``: the engine broke down, and nobody stopped it."""
+        super().__init__("the engine has stopped" if is_dead else "the server is shutting down")
+        self.is_dead = is_dead
+
 
 class Job:
     """What one HTTP request asks for: one choice for each prompt of token ids. Made and read by the event loop."""
@@ -175,7 +180,7 @@ class Worker:
             raise QueueFull(self.held, min(60, max(1, math.ceil(rounds * self._seconds))))
         with self._end_of_inbox:
             if self._has_ended:
-                raise Stopped
+                raise self._stopped()
             self._inbox.put(("submit", job))
         self._hold(len(job.prompts))
         self._handed_in += 1
@@ -187,8 +192,15 @@ class Worker:
     def swap(self, drafter: Drafter, adapters: Mapping[str, str]) -> "Future[None]":
         """Replace the drafter between two steps; the future is done when it is, or has the error that kept the old one."""
         swap = Swap(drafter, adapters)
-        self._inbox.put(("swap", swap))
+        with self._end_of_inbox:
+            if self._has_ended:
+                swap.done.set_exception(self._stopped())
+            else:
+                self._inbox.put(("swap", swap))
         return swap.done
+
+    def _stopped(self) -> Stopped:
+        return Stopped(is_dead=self.fatal is not None)
 
     def _hold(self, more: int) -> None:
         self.held += more
@@ -230,11 +242,11 @@ class Worker:
             command, job = self._inbox.get()
             if isinstance(job, Swap):
                 if job.done.set_running_or_notify_cancel():
-                    job.done.set_exception(Stopped())
+                    job.done.set_exception(self._stopped())
             elif command == "submit" and job is not None:
                 jobs[id(job)] = job
                 self._left += len(job.prompts)
-        self._outbox += [(job, Failure(Stopped())) for job in jobs.values()]
+        self._outbox += [(job, Failure(self._stopped())) for job in jobs.values()]
         self._hand_over()
 
     def _obey(self) -> bool:

@@ -235,6 +235,7 @@ async function ask() {
     headers: headers(),
     signal: running.signal,
     body: JSON.stringify({
+      ...(model ? { model: model.id } : {}),
       messages: [{ role: "user", content: $("prompt").value }],
       temperature: Number($("temperature").value),
       max_tokens: Number($("max").value),
@@ -259,11 +260,12 @@ async function ask() {
       answer.append(sketch);
       answer.dataset.sketches = 1 + Number(answer.dataset.sketches ?? 0);
     }
-    if (choice?.delta.content) {
+    const text = choice?.delta.reasoning_content ?? choice?.delta.content;
+    if (text) {
       first ??= performance.now();
       const piece = document.createElement("span");
       piece.className = choice.from_draft ? "drafted" : "own";
-      piece.textContent = choice.delta.content;
+      piece.textContent = text;
       const atEnd = answer.scrollHeight - answer.scrollTop - answer.clientHeight < 40;
       answer.append(piece);
       if (atEnd) answer.scrollTop = answer.scrollHeight;
