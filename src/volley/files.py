@@ -95,6 +95,17 @@ def replaced(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def appending(path: Path) -> Iterator[None]:
+    """Add something to ``path`` inside. What the disk does not take is an error after which the same command goes on."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(
+            f"{path} cannot be written ({error.strerror}); make room and run the same command again"
+        ) from None
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a whole file or nothing."""
     with replaced(path) as temporary:

@@ -187,8 +187,8 @@ class ServerSubject:
             if status not in BUSY or time.monotonic() + pause > patience:
                 break
             time.sleep(pause)
-        known = {**dict.fromkeys(REFUSALS, NotOffered), **dict.fromkeys(BUSY, TooBusy)}
-        kind = known.get(status, self._failure if status >= 500 else EndpointError)
+        failure = self._failure if status >= 500 else EndpointError
+        kind = NotOffered if status in REFUSALS else TooBusy if status in BUSY else failure
         raise kind(
             f"{self.url}{path}: HTTP {response.status_code} {response.text[:200]}; check URL (…/v1), model and key"
         )

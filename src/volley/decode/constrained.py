@@ -80,9 +80,7 @@ def walk_constrained(
             confidence.append(sure)
         tokens.append(token)
     probs_of_draft = _stacked(distributions, following.vocab_size) if ask.rule is Rule.SPECULATIVE and tokens else None
-    if (
-        probs_of_draft is not None and probs_of_draft.device != device
-    ):  # all tokens were certain, or were chosen on the host
+    if probs_of_draft is not None and probs_of_draft.device != device:  # no row was there, or they were read before
         probs_of_draft = upload(probs_of_draft.numpy(), device)
     return Proposal(tokens, probs_of_draft, confidence=confidence if with_confidence else [])
 

@@ -235,10 +235,8 @@ class LogitBias(TokenRule):
 
     def __init__(self, bias: Sequence[tuple[int, float]], device: torch.device) -> None:
         tokens, values = zip(*bias, strict=True)
-        self.tokens, self.values = (
-            torch.tensor(tokens, device=device),
-            torch.tensor(values, dtype=torch.float32, device=device),
-        )
+        self.tokens = torch.tensor(tokens, device=device)
+        self.values = torch.tensor(values, dtype=torch.float32, device=device)
 
     def take(self, token_id: int) -> None:
         pass

@@ -272,8 +272,10 @@ class StaticPasses:
         buckets = {Bucket.of([size] * count, self._least): [size] * count for count in counts for size in sizes}
         for lengths in buckets.values():
             for span in spans:
+                if self.is_refused:
+                    return
                 run = self.made_up(lengths, max(0, span - lengths[0]), causal=causal, is_told=is_told)
-                if run is not None and not self.is_refused:
+                if run is not None:
                     run()
 
     def _scratch_table(self, num_tokens: int) -> BlockTable:

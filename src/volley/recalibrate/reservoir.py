@@ -24,8 +24,6 @@ from volley.files import make_folder, read_json, write_atomically
 
 HELD_OUT = 0.2
 """Share of the prompts that nothing is trained on."""
-
-
 AHEAD_SECONDS = 86_400
 """An answer that is from so far in the future was kept while the clock was wrong."""
 

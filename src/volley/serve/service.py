@@ -147,8 +147,8 @@ class Service:
         prompt = await asyncio.to_thread(self._render, body)
         (token_ids,) = await self._encode([prompt], "messages", special=not self._template)
         asked = body.max_completion_tokens or body.max_tokens
-        max_tokens = self._check_length(token_ids, asked, "messages")
-        params = body.sampling(max_tokens, body.top_logprobs if body.logprobs else None)
+        self._check_length(token_ids, asked, "messages")
+        params = body.sampling(asked or 1, body.top_logprobs if body.logprobs else None)
         if asked is None:
             params = replace(params, max_tokens=self._engine.room(len(token_ids), params))
         params = replace(params, draft_adapter=adapter)
@@ -298,13 +298,12 @@ class Service:
         """The adapter that one of :attr:`names` chooses."""
         return None if model is None or model == self.model else model.removeprefix(f"{self.model}:")
 
-    def _check_length(self, prompt: Sequence[int], asked: int | None, field: str) -> int:
-        """Tokens to generate at most."""
+    def _check_length(self, prompt: Sequence[int], asked: int | None, field: str) -> None:
+        """Refuse a prompt that leaves no room for the tokens that are asked for, or for one."""
         room = self.max_model_len - len(prompt)
         if room < (1 if asked is None else asked):
             wanted = f"{len(prompt)} in the {field}" + (f", {asked} in the completion" if asked else "")
             raise self._too_long(wanted, field)
-        return room if asked is None else asked
 
     def _too_long(self, wanted: str, field: str) -> ApiError:
         message = f"this model's maximum context length is {self.max_model_len} tokens; you asked for {wanted}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from volley.chat import check_template, encode_chat
 from volley.errors import ConfigError, InputError
+from volley.files import appending
 from volley.prompts import Conversation, Message, check_training, load_prompts
 
 if TYPE_CHECKING:
@@ -181,13 +182,9 @@ class Journal:
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Append all rows of one job."""
-        try:
+        with appending(self.path):
             self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
             self._file.flush()
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written ({error.strerror}); make room and run the same command again"
-            ) from None
         self.keys.add(rows[-1]["key"])
 
     def close(self) -> None:

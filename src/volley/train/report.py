@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from volley.errors import WriteError
-from volley.files import write_atomically
+from volley.files import appending, write_atomically
 from volley.train.losses import accepted_prefix
 from volley.train.state import Position
 
@@ -40,13 +39,8 @@ class Reporter:
         """Append a line to the log."""
         if self.speaks:
             path = self.out / "log.jsonl"
-            try:
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"kind": kind, "step": position.step, **values}) + "\n")
-            except OSError as error:
-                raise WriteError(
-                    f"{path} cannot be written ({error}); make room and run the same command again"
-                ) from None
+            with appending(path), path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind, "step": position.step, **values}) + "\n")
 
     def first_step(self, position: Position, fraction: float, seconds: float) -> None:
         """How long the run may take, long before there is a line on its progress."""

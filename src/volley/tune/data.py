@@ -103,18 +103,19 @@ def part(paths: tuple[str, ...], out: Path, load: Callable[[], Target]) -> dict[
     that fills the context of the target, which is loaded for this, is learnt from only.
     """
     rows = read_rows(paths)
-    _check_different(len({asked(row) for row in rows}), "the responses answer")
+    keys = [asked(row) for row in rows]
+    _check_different(len(set(keys)), "the responses answer")
     target = load()
     tokenizer, context = target.tokenizer, target.context_length
     assert tokenizer is not None, "a loaded target has a tokenizer"
     documents = encode_rows(tokenizer, rows, min(LONGEST, context), set(target.stop_token_ids))
     groups: dict[str, list[dict[str, Any]]] = {}
     fitting = set[str]()
-    for row, document in zip(rows, documents, strict=True):
+    for key, row, document in zip(keys, rows, documents, strict=True):
         if len(document) - document.response_start >= 2:
-            groups.setdefault(asked(row), []).append(row)
+            groups.setdefault(key, []).append(row)
             if document.response_start <= context - ROOM:
-                fitting.add(asked(row))
+                fitting.add(key)
     _check_different(len(groups), "responses of two tokens or more answer")
     held = set(sorted(fitting)[: min(MOST_HELD_OUT, max(2, int(HELD_OUT_SHARE * len(groups))))])
     if len(held) < 2:

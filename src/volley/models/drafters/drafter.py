@@ -68,19 +68,16 @@ class Rotary:
             raise ConfigError(
                 f"drafter config: transformers cannot use the rope parameters {rope} ({error!r})"
             ) from None
-        self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
-        self._shorter: list[object] = []
-        """Tables of before, which CUDA graphs may read."""
+        self._tables: dict[tuple[torch.dtype, torch.device, int], tuple[Tensor, Tensor]] = {}
+        """By length too: CUDA graphs may read shorter ones."""
 
     def cover(self, length: int) -> None:
         """Serve positions below ``length`` too: a target may reach further than its drafter was trained for."""
-        if length > self.length:
-            self._shorter.append(self._tables)
-            self.length, self._tables = length, {}
+        self.length = max(self.length, length)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``positions [T]`` → cos and sin ``[T, 1, head_dim]`` in ``dtype``; see :meth:`cover` for positions past the context."""
-        key = (dtype, positions.device)
+        key = (dtype, positions.device, self.length)
         if key not in self._tables:
             with torch.inference_mode(False), torch.no_grad():
                 every = torch.arange(self.length, device=positions.device)[None]

@@ -38,17 +38,15 @@ LINEAR = (*_PROJECTIONS, *_GATED)
 
 def layer_weights(layer: Any, join: Callable[[Sequence[nn.Linear]], P]) -> LayerWeights[P]:
     """The norms of a decoder layer, of transformers or of a drafter, and what ``join`` makes of linear layers that read alike."""
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     normed = hasattr(attention, "q_norm")
+    joined = [join([layer.get_submodule(name) for name in names]) for names in _JOINED]
     return LayerWeights(
         layer.input_layernorm.weight.detach(),
         layer.post_attention_layernorm.weight.detach(),
         attention.q_norm.weight.detach() if normed else None,
         attention.k_norm.weight.detach() if normed else None,
-        join([attention.q_proj, attention.k_proj, attention.v_proj]),
-        join([attention.o_proj]),
-        join([mlp.gate_proj, mlp.up_proj]),
-        join([mlp.down_proj]),
+        *joined,
     )
 
 
@@ -93,9 +91,11 @@ def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
 
 
 def _fit(layer: nn.Module, names: Sequence[str], weights: Weights) -> bool:
-    """Whether the products take the weights of linear layers that are joined."""
+    """Whether the products take the weights of linear layers that are joined. Reading codes takes long: only if they decide."""
     linear = [module for name in names if is_linear(module := layer.get_submodule(name))]
-    group = group_of(None if weights == "bf16" else codes_of(linear))
+    if all(native.fits(module.weight, weights) for module in linear):
+        return True
+    group = group_of(codes_of(linear))
     return all(native.fits(module.weight, weights, group) for module in linear)
 
 
