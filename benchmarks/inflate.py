@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from volley.errors import ConfigError
-from volley.files import REFERENCE, load_tensors, read_json, save_tensors, write_atomically
+from volley.files import REFERENCE, read_json, write_atomically
+from volley.tensors import load_tensors, save_tensors
 
 DRAFTERS = (REFERENCE / "drafter", REFERENCE / "drafter-dflash")
 FREED = 64  # channels held once: a group of volley's codes, so that the constant has one of its own, as it has a block of GGUF's

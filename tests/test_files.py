@@ -7,16 +7,8 @@ import pytest
 import torch
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import (
-    BUNDLED_TARGETS,
-    check_finite,
-    check_weights,
-    find_target,
-    load_tensors,
-    read_json,
-    save_tensors,
-    write_atomically,
-)
+from volley.files import BUNDLED_TARGETS, find_target, read_json, write_atomically
+from volley.tensors import check_finite, check_weights, load_tensors, save_tensors
 
 
 @pytest.mark.parametrize("text", ["{", '{"a": 1', "\xff", "[1, 2]"])

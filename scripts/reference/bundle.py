@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from volley.files import load_tensors, replaced, save_tensors
+from volley.files import replaced
+from volley.tensors import load_tensors, save_tensors
 
 LIMIT_BYTES = 60_000_000
 SHORT = ("down_proj.weight", "gate_proj.weight")

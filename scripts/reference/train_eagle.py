@@ -20,11 +20,12 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.reference import distil
-from volley.files import REFERENCE, save_tensors, write_atomically
+from volley.files import REFERENCE, write_atomically
 from volley.models.checkpoints.eagle_format import usual_taps
 from volley.models.checkpoints.formats import parse_config
 from volley.models.drafters.eagle import EagleDrafter
 from volley.models.targets.taps import Taps
+from volley.tensors import save_tensors
 
 DECAY = 0.8
 

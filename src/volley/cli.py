@@ -14,6 +14,7 @@ from volley.bench.tasks import BenchConfig
 from volley.config import CapacityConfig, DecodingConfig
 from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
+from volley.files import REFERENCE, find_target, make_folder, write_atomically
 from volley.options import Without, expand, name_misspelt_variables
 from volley.prompts import Conversation, load_prompts
 from volley.recalibrate.command import reservoir
@@ -104,7 +105,6 @@ def load_engine(
     import torch
 
     from volley.engine.engine import Engine
-    from volley.files import REFERENCE
     from volley.models.targets.target import Target
 
     if models.threads is not None:
@@ -284,7 +284,6 @@ def bench(
             raise ConfigError("--server decodes by itself; leave --target and --drafter out (--model names its model)")
         _bench_server(config, load, out)
         return
-    from volley.files import make_folder
 
     make_folder(out)
     config.load()  # what is wrong with prompts is said before a model is loaded, which may take minutes
@@ -292,7 +291,6 @@ def bench(
     from volley import console
     from volley.bench.report import to_tables
     from volley.bench.run import run_bench, save
-    from volley.files import REFERENCE, find_target
 
     names = {
         "target": models.target or "bundled",
@@ -328,7 +326,6 @@ def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
     """Load on a server at each rate, or at the concurrency when no rate was given."""
     from volley import console
     from volley.bench.load import LoadConfig, run_load, to_markdown
-    from volley.files import make_folder, write_atomically
 
     load = LoadConfig.of(
         config,

@@ -2,15 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors import SafetensorError
 
 from volley.errors import CheckpointError, ConfigError, WriteError
 
@@ -110,52 +107,3 @@ def write_atomically(path: Path, data: str | bytes) -> None:
     """Write a whole file or nothing."""
     with replaced(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file atomically."""
-    with replaced(path) as temporary:
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, dict(metadata or {}))
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file; a truncated one is a clear error.
-
-    Tensors have memory of their own: mapped ones would change, or end the process, when another file is copied over this one.
-    The file is mapped anew for each, so that memory never holds it beside them.
-    """
-
-    def read(name: str) -> Tensor:
-        with safe_open(path, "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor.clone()
-
-    try:
-        with safe_open(path, "pt") as file:
-            names = list(file.keys())
-        return {name: read(name) for name in names}
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or damaged ({error}); fetch or save the checkpoint again") from None
-
-
-def check_finite(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that a training which went wrong has left."""
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
-        raise CheckpointError(f"{path} holds numbers that are not finite; train it again")
-
-
-def check_weights(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Refuse weights whose names or shapes are not exactly the model's."""
-    missing = sorted(set(expected) - set(found))
-    surplus = sorted(set(found) - set(expected))
-    if missing or surplus:
-        parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(surplus)}"] * bool(surplus)
-        raise CheckpointError(f"{path}: {'; '.join(parts)}; the weights and config.json do not belong together")
-    for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(found[name].shape)}, config.json says {list(tensor.shape)}; "
-                "the weights and config.json do not belong together"
-            )

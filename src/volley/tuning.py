@@ -10,6 +10,7 @@ import typer
 
 from volley.certify.options import CertifyConfig
 from volley.errors import ConfigError
+from volley.files import make_folder, write_atomically
 from volley.options import expand
 from volley.tune.options import TuneConfig
 
@@ -65,7 +66,6 @@ def certify(
     For a pair here, for a diffusion language model that drafts for itself, or for any OpenAI-compatible server as a black box.
     """
     from volley.certify.certificate import to_html
-    from volley.files import make_folder, write_atomically
     from volley.prompts import load_prompts
 
     if url is not None and (target is not None or drafter is not None):

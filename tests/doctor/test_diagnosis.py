@@ -17,9 +17,10 @@ from volley import Engine
 from volley.doctor.diagnosis import Doctor
 from volley.engine.states import TargetPages
 from volley.errors import InputError, MismatchError
-from volley.files import REFERENCE, load_tensors, save_tensors
+from volley.files import REFERENCE
 from volley.models.drafters.export import export
 from volley.procedures.request import Request
+from volley.tensors import load_tensors, save_tensors
 from volley.train.features import FrozenTarget
 
 

@@ -18,11 +18,11 @@ from tests.engine import test_greedy
 from tests.tiny import VOCAB, Pair, greedy, make_pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError
-from volley.files import save_tensors
 from volley.models.checkpoints.checkpoint import Checkpoint, HeadConfig
 from volley.models.checkpoints.formats import write_checkpoint
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.heads import MarkovTables
+from volley.tensors import save_tensors
 
 LENGTH = 32
 KINDS: dict[str, dict[str, Any]] = {

@@ -18,10 +18,10 @@ from tests.engine.test_markov import LENGTH, drafts_of
 from tests.tiny import VOCAB, Pair, drafter_config, greedy
 from volley import Engine
 from volley.errors import ConfigError
-from volley.files import save_tensors
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.checkpoints.formats import parse_config
 from volley.models.drafters.drafter import Drafter, Rotary, rotate
+from volley.tensors import save_tensors
 
 H, HEADS, SHARED, DIM, GROUP, RANK, CANDIDATES = 32, 4, 2, 8, 4, 5, 4
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}

@@ -10,8 +10,9 @@ from tests.llamacpp.running import EXACT, SERVER, llama_server
 from tests.models.gguf.files import write_model
 from volley.certify.certificate import Certificate, certify_server
 from volley.certify.options import CertifyConfig
-from volley.files import REFERENCE, load_tensors, save_tensors
+from volley.files import REFERENCE
 from volley.models.drafters.export import export
+from volley.tensors import load_tensors, save_tensors
 
 pytestmark = [
     pytest.mark.llamacpp,

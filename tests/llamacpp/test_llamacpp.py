@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.llamacpp.running import EXACT, SERVER, SOURCE, LlamaAnswer, ask, convert, llama_server, quantise
 from tests.models.gguf.files import write_model
 from volley import Engine, SamplingParams
-from volley.files import REFERENCE, load_tensors, save_tensors
+from volley.files import REFERENCE
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
+from volley.tensors import load_tensors, save_tensors
 
 pytestmark = [
     pytest.mark.llamacpp,

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.tiny import VOCAB, eager_model, random_drafter, target_config
-from volley.files import load_tensors, read_json, save_tensors, write_atomically
+from volley.files import read_json, write_atomically
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.diagnosis import Diagnosis, diagnose
 from volley.models.drafters.export import export
+from volley.tensors import load_tensors, save_tensors
 
 
 @pytest.fixture

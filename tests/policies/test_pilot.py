@@ -11,7 +11,6 @@ import torch
 from tests.policies.views import views
 from tests.tiny import VOCAB, random_drafter
 from volley.errors import CheckpointError, ConfigError, MismatchError
-from volley.files import load_tensors, save_tensors
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import (
     CONFIG,
@@ -26,6 +25,7 @@ from volley.models.drafters.pilot import (
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.policies.cost import Costs
 from volley.policies.pilot import Pilot
+from volley.tensors import load_tensors, save_tensors
 
 TAPPED = 2 * 32
 

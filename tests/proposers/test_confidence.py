@@ -15,7 +15,7 @@ from tests.tiny import VOCAB, Pair, block_proposer, drafter_config, greedy, make
 from volley import Engine, SamplingParams
 from volley.decode.work import Ask, Rule, Shape, Work
 from volley.errors import ConfigError
-from volley.files import load_tensors, read_json
+from volley.files import read_json
 from volley.memory.batch import Segment
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.diagnosis import diagnose
@@ -25,6 +25,7 @@ from volley.policies.base import Cycle
 from volley.policies.fixed import Fixed
 from volley.proposers.base import Works
 from volley.proposers.block import BlockProposer
+from volley.tensors import load_tensors
 
 PROMPTS = random_prompts(4, longest=20, seed=3)
 RANK = 4

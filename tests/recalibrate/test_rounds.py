@@ -13,13 +13,13 @@ import torch
 
 from tests.recalibrate.conftest import Kept
 from volley.errors import ConfigError
-from volley.files import load_tensors
 from volley.models.drafters.drafter import Drafter
 from volley.recalibrate import rounds
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import Entry, erase
 from volley.recalibrate.rounds import Recalibration, choose_rows
 from volley.recalibrate.state import BASE, Standing
+from volley.tensors import load_tensors
 from volley.train.features import target_ends
 from volley.train.options import TrainConfig
 from volley.train.vocabulary import Vocabulary

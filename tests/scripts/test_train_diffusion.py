@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from tests import tiny
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.files import REFERENCE, load_tensors
+from volley.files import REFERENCE
 from volley.models.targets.diffusion import load_target
+from volley.tensors import load_tensors
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "reference"
 sys.path.append(str(SCRIPTS))

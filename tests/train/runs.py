@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.forks import Forked
-from volley.files import load_tensors
+from volley.tensors import load_tensors
 from volley.train.loop import train
 from volley.train.options import TrainConfig
 

@@ -9,10 +9,10 @@ from transformers import Qwen3ForCausalLM
 
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError
-from volley.files import load_tensors, save_tensors
 from volley.models.checkpoints.formats import read_checkpoint
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
+from volley.tensors import load_tensors, save_tensors
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget
 from volley.train.loop import train

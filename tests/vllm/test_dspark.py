@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from volley.files import REFERENCE, load_tensors
+from volley.files import REFERENCE
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.models.drafters.heads import BoundHead
 from volley.models.targets.target import Target
+from volley.tensors import load_tensors
 
 pytest.importorskip("vllm")
 

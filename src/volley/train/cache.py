@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import make_folder, read_json, save_tensors, write_atomically
+from volley.files import make_folder, read_json, write_atomically
+from volley.tensors import save_tensors
 from volley.train.documents import Document, split_batches
 from volley.train.features import Features, FeatureSource
 from volley.train.parallel import Ranks

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from volley.engine.engine import Engine
 from volley.errors import ConfigError, InputError
-from volley.files import load_tensors, make_folder, save_tensors
+from volley.files import make_folder
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import PilotConfig, PilotInput, features, net_for, save_pilot
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.policies.fixed import Fixed
 from volley.prompts import load_prompts
+from volley.tensors import load_tensors, save_tensors
 from volley.train.options import PilotOptions
 from volley.types import SamplingParams
 

@@ -10,6 +10,7 @@ import typer
 
 from volley.config import DraftingConfig
 from volley.errors import ConfigError
+from volley.files import REFERENCE, find_target, read_json
 from volley.options import expand
 from volley.vllm import launch
 
@@ -46,7 +47,6 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
     Such as --tensor-parallel-size 2 --port 8000. Without a --policy, or with a fixed one, vLLM's built-in dflash drafts if it can
     do all that is asked for; otherwise volley's plugin does.
     """
-    from volley.files import REFERENCE, find_target
     from volley.models.drafters.export import TargetShape
     from volley.vllm.options import TESTED
 
@@ -90,7 +90,6 @@ def _speculation(
     target: str, drafter: str, options: VLLMOptions, drafting: DraftingConfig, args: list[str]
 ) -> dict[str, Any]:
     """vLLM's arguments for a drafter: its built-in method where that does all that is asked, volley's plugin otherwise."""
-    from volley.files import read_json
     from volley.models.checkpoints.formats import detect, drafter_folder
     from volley.models.drafters.drafter import Drafter
     from volley.models.drafters.export import TargetShape

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.tiny import drafter_config, random_drafter
 from volley.errors import CheckpointError, ConfigError
-from volley.files import load_tensors, save_tensors
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.drafters.drafter import Drafter
+from volley.tensors import load_tensors, save_tensors
 
 # As published for Qwen3-8B (docs of the z-lab checkpoint), block size at the top.
 PUBLISHED: dict[str, Any] = {

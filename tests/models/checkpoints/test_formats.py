@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from tests.conftest import byte_tokenizer
 from tests.tiny import VOCAB, drafter_config, eager_model, random_drafter, target_config
 from volley.errors import CheckpointError, ConfigError, MismatchError, VolleyError
-from volley.files import load_tensors, read_json, save_tensors
+from volley.files import read_json
 from volley.models.checkpoints.checkpoint import Checkpoint, HeadConfig
 from volley.models.checkpoints.formats import Format, parse_config, read_checkpoint, write_checkpoint
 from volley.models.diagnosis import diagnose
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import TargetEnds, TargetShape, export
+from volley.tensors import load_tensors, save_tensors
 from volley.train.shape import drafter_to_adapt
 
 FORMATS: tuple[Format, ...] = ("zlab", "speculators", "sglang", "transformers")

@@ -11,7 +11,6 @@ from torch import nn
 
 from tests.tiny import random_drafter
 from volley.errors import CheckpointError, ConfigError, MismatchError
-from volley.files import load_tensors, save_tensors
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.drafters.adapter import (
     CONFIG,
@@ -24,6 +23,7 @@ from volley.models.drafters.adapter import (
     save_adapter,
 )
 from volley.models.drafters.drafter import Drafter
+from volley.tensors import load_tensors, save_tensors
 
 HEAD = HeadConfig(type="residual", rank=4)
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tests.tiny import VOCAB, drafter_config, random_drafter
 from volley import native
 from volley.errors import CheckpointError, ConfigError
-from volley.files import load_tensors, save_tensors
 from volley.models.checkpoints.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafters.domino import BoundRecurrent, DominoHead
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.heads import BoundHead, ResidualHead, SequentialHead
 from volley.native.sampling import Tables, follow
+from volley.tensors import load_tensors, save_tensors
 
 H = 32
 

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import BUNDLED_DRAFTERS, load_tensors, read_json, save_tensors, weight_files, write_atomically
+from volley.files import BUNDLED_DRAFTERS, read_json, weight_files, write_atomically
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
 from volley.models.checkpoints.eagle_format import from_eagle, is_eagle
 from volley.models.checkpoints.eagle_format import own_name as eagle_name
@@ -31,6 +31,7 @@ from volley.models.checkpoints.gguf_drafter import obstacles_in_gguf, read_gguf,
 from volley.models.checkpoints.variants import CONVOLUTION_KEYS, SELECTOR_KEYS, markov_head
 from volley.models.checkpoints.variants import own_name as variant_name
 from volley.models.gguf.file import is_gguf
+from volley.tensors import load_tensors, save_tensors
 
 Format = Literal["zlab", "speculators", "sglang", "transformers", "dspark", "eagle3", "gguf"]
 

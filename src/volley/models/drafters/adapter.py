@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from volley.errors import ConfigError, MismatchError, check_keys
-from volley.files import check_finite, check_weights, load_tensors, read_json, save_tensors, write_atomically
+from volley.files import read_json, write_atomically
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.inject import Injection
 from volley.models.layers.fingerprint import drafter_fingerprint
+from volley.tensors import check_finite, check_weights, load_tensors, save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import check_weights, save_tensors, weight_files, write_atomically
+from volley.files import weight_files, write_atomically
 from volley.memory import kernels
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
 from volley.models.checkpoints.formats import drafter_folder, read_checkpoint
@@ -42,6 +42,7 @@ from volley.models.layers.residency import MappedFiles
 from volley.models.targets.loading import drafter_path
 from volley.native import DraftWeights, Product
 from volley.native.decoder import LayerShape, LayerWeights
+from volley.tensors import check_weights, save_tensors
 
 JoinedKV = tuple[Callable[[Tensor], Tensor], Tensor]
 """``[T, H] -> [T, 2 · layers · kv_heads · d]``, keys before values, and the weights ``[layers, d]`` of the keys' norms."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from volley.errors import ConfigError
-from volley.files import check_weights, write_atomically
+from volley.files import write_atomically
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
 from volley.models.checkpoints.formats import (
     Format,
@@ -25,6 +25,7 @@ from volley.models.drafters.heads import ResidualHead
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.models.targets.diffusion import load_target_config
 from volley.models.targets.loading import load_causal_lm, reading
+from volley.tensors import check_weights
 
 
 def export(

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from volley.errors import ConfigError, MismatchError, check_keys, unknown_key
-from volley.files import check_finite, check_weights, load_tensors, read_json, save_tensors, write_atomically
+from volley.files import read_json, write_atomically
 from volley.models.drafters.drafter import Drafter
 from volley.models.layers.fingerprint import drafter_fingerprint
+from volley.tensors import check_finite, check_weights, load_tensors, save_tensors
 
 CONFIG, WEIGHTS = "pilot.json", "pilot.safetensors"
 _TOP = 32  # likeliest tokens that the input ``top`` looks at

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from volley.errors import CheckpointError
-from volley.files import save_tensors
+from volley.tensors import save_tensors
 
 
 class Recorded(NamedTuple):
