@@ -62,8 +62,9 @@ def transformers(settings: dict[str, Any]) -> Orders:
     from volley.models.targets.target import load_tokenizer
 
     torch.set_num_threads(settings["threads"])
-    stops = [load_tokenizer(settings["target"]).eos_token_id]
-    runners, _ = transformers_runners(settings["target"], None, stops, torch.bfloat16)
+    tokenizer = load_tokenizer(settings["target"])
+    stops = [tokenizer.eos_token_id]
+    runners, _ = transformers_runners(settings["target"], None, tokenizer, stops, torch.bfloat16)
     run = next(runner for case, runner in runners.items() if case.name == "transformers")
 
     def ask(prompts: list[list[int]], max_tokens: int, temperature: float, seed: int) -> Answer:

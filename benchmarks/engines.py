@@ -80,11 +80,12 @@ def transformers_answer(row: Row, options: argparse.Namespace) -> Answer:
 
     from volley import Drafter, SamplingParams
     from volley.bench.peers import transformers_runners
+    from volley.models.targets.target import load_tokenizer
 
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
     drafter = Drafter.from_pretrained(row.drafter, dtype=dtype) if row.drafter else None
-    runners, notes = transformers_runners(TARGET, drafter, [], dtype)
+    runners, notes = transformers_runners(TARGET, drafter, load_tokenizer(TARGET), [], dtype)
     wanted = "transformers-dflash" if row.drafter else "transformers"
     runner = next((runner for case, runner in runners.items() if case.name == wanted), None)
     if runner is None:

@@ -317,13 +317,14 @@ class Servers:
     Training goes on in the turns of the first alone, and in the pauses before them.
     """
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path, names: tuple[str, ...]) -> None:
+    def __init__(self, arguments: argparse.Namespace, folder: Path, names: tuple[str, ...], *options: str) -> None:
+        """``options`` are of the server that recalibrates."""
         if folder.exists():
             raise SystemExit(f"{folder} is of a run before; remove it, or give another --out")
         command = [sys.executable, "-m", "volley.cli", "serve", "--drafter", str(static_folder(arguments))]
         command += ["--threads", "1", "--dtype", arguments.dtype]
         kept = ["--recalibrate", str(folder), "--recalibrate-tokens", "1000", "--recalibrate-steps", "1000"]
-        kept += ["--recalibrate-idle", "0.05", "--recalibrate-updates", "full"]
+        kept += ["--recalibrate-idle", "0.05", "--recalibrate-updates", "full", *options]
         self.urls = {name: f"http://127.0.0.1:{8711 + place}" for place, name in enumerate(names)}
         self.folder, self.child, self.client = folder, 0, httpx.Client(timeout=120)
         self.processes = {
@@ -345,14 +346,15 @@ class Servers:
             server.kill()
             server.wait()
 
-    def begin(self, bodies: Sequence[dict[str, Any]]) -> None:
-        """Serve what the first round learns from, which warms all of them up, and wait until it has begun."""
+    def begin(self, bodies: Sequence[dict[str, Any]], more: Iterator[dict[str, Any]]) -> None:
+        """Warm all of them up, and serve the first one more until it has enough for a round, and to judge it, and has begun."""
         for body in bodies:
             for name in self.urls:
                 self.ask(name, [body])
         pid = self.processes["training"].pid
         self.child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
         while not list(self.folder.glob("rounds/*/plan.json")):
+            self.ask("training", [next(more)])
             time.sleep(0.2)
 
     def turn(self, name: str) -> None:
@@ -369,17 +371,24 @@ class Servers:
         return sum(answer["usage"]["completion_tokens"] for answer in answers), seconds
 
 
+def greedy_requests(arguments: argparse.Namespace, *, seed: int, max_tokens: int) -> Iterator[dict[str, Any]]:
+    """Bodies of greedy requests without end."""
+    for messages in prompts(arguments.data, arguments.workload, seed):
+        yield {"messages": messages, "max_tokens": max_tokens, "temperature": 0}
+
+
 def latency(arguments: argparse.Namespace) -> None:
     """Latency of one request after another while training goes on in the pauses, and without training: twice, so that the second
     shows what equal servers differ by.
 
+    The learning rate is next to nothing, so that no better drafter hides what training costs.
     Ratios are of latencies by what the same request usually takes without training: a long request is no late one.
     """
     names, found = ("training", "plain", "control"), list[list[float]]()
-    source = prompts(arguments.data, arguments.workload, 3)
-    bodies = [{"messages": next(source), "max_tokens": 48, "temperature": 0} for _ in range(LATE)]
-    with Servers(arguments, arguments.out / "latency", names) as servers:
-        servers.begin(bodies)
+    source = greedy_requests(arguments, seed=3, max_tokens=48)
+    bodies = [next(source) for _ in range(LATE)]
+    with Servers(arguments, arguments.out / "latency", names, "--recalibrate-learning-rate", "1e-9") as servers:
+        servers.begin(bodies, source)
         before, end = _cpu_seconds(servers.child), time.monotonic() + len(names) * arguments.seconds
         while time.monotonic() < end:
             turns, seconds = len(found) % len(names), {}
@@ -406,12 +415,12 @@ def latency(arguments: argparse.Namespace) -> None:
 def steady(arguments: argparse.Namespace) -> None:
     """Tokens a second of a server that recalibrates and of one that does not, on the workload that the drafter knows."""
     names, found = ("training", "plain", "control"), list[list[float]]()
-    source = prompts(arguments.data, arguments.workload, 4)
+    source = greedy_requests(arguments, seed=4, max_tokens=MAX_TOKENS)
     with Servers(arguments, arguments.out / "steady", names) as servers:
-        servers.begin([{"messages": next(source), "max_tokens": 48, "temperature": 0} for _ in range(24)])
+        servers.begin([next(source) for _ in range(24)], source)
         end = time.monotonic() + len(names) * arguments.seconds
         while time.monotonic() < end:
-            bodies = [{"messages": next(source), "max_tokens": MAX_TOKENS, "temperature": 0} for _ in range(AT_ONCE)]
+            bodies = [next(source) for _ in range(AT_ONCE)]
             turns, rates = len(found) % len(names), {}
             for name in (*names[turns:], *names[:turns]):
                 servers.turn(name)

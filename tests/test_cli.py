@@ -192,6 +192,7 @@ def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "sdar", "mask_token_id": 3}))
     own = ("--diffusion", "threshold=0", "--diffusion", "canvas_length=4")
+    assert "nothing is wrong with it" in run("inspect", folder)[0]
     _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
     assert "tokens a pass" in said
     with pytest.raises(ConfigError, match="add --diffusion mode=self"):

@@ -87,5 +87,15 @@ def test_options_find_their_config_and_unknown_ones_are_named() -> None:
         split_options({"page_sise": 4})
 
 
+def test_a_config_and_options_that_it_holds_do_not_go_together() -> None:
+    config, capacity = DecodingConfig(policy="fixed"), CapacityConfig(page_size=4)
+    assert split_options({"page_size": 8}, config) == (config, CapacityConfig(page_size=8))
+    assert split_options({"exact": True}, capacity=capacity) == (DecodingConfig(exact=True), capacity)
+    with pytest.raises(ConfigError, match="config is given, and exact, tree_nodes beside it"):
+        split_options({"exact": True, "tree_nodes": 8}, config)
+    with pytest.raises(ConfigError, match="capacity is given, and num_pages beside it"):
+        split_options({"num_pages": 8}, config, capacity)
+
+
 def test_no_name_is_declared_twice() -> None:
     assert not {field.name for field in fields(DecodingConfig)} & {field.name for field in fields(CapacityConfig)}

@@ -54,6 +54,13 @@ def test_a_field_whose_option_is_taken_keeps_its_default() -> None:
     assert found == {"first": Sizes(sizes=(4, 8), seed=3), "second": Rules(), "quiet": False}
 
 
+def test_several_values_are_separated_by_commas_or_given_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (("--sizes", "4,8"), ("--sizes", "4", "--sizes", "8")):
+        assert called(both, *given)["first"].sizes == (4, 8)
+    monkeypatch.setenv("VOLLEY_SIZES", "4, 8")
+    assert called(both)["first"].sizes == (4, 8)
+
+
 def test_a_plain_parameter_before_takes_an_option_too() -> None:
     def command(found: dict[str, Any]) -> Any:
         def command(seed: int, rules: Rules) -> None:

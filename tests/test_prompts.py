@@ -38,6 +38,7 @@ def test_each_kind_of_row_becomes_a_conversation(tmp_path: Path) -> None:
         ({"messages": ["hi"]}, "'messages' must be a list of objects"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message is the assistant's"),
         ("[1]", "line 2 is not a JSON object"),
+        ({"prompt": "hi", "tools": [{}]}, "line 2 has tools"),
         ('{"prompt": ', "line 2 is not JSON"),
     ],
 )
@@ -70,6 +71,10 @@ def test_named_datasets_come_from_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "mbpp.jsonl", *({"text": f"task {i}", "task_id": i} for i in (10, 11, 510, 511)))
     write(tmp_path / "mt_bench.jsonl", {"turns": ["first", "second"]})
     assert [c.messages[0]["content"] for c in load_prompts("mbpp", tmp_path)] == ["task 11", "task 510"]
+    write(tmp_path / "mbpp.jsonl", {"text": "Double it.", "task_id": 11, "test_list": ["assert twice(2) == 4"]})
+    (told,) = load_prompts("mbpp", tmp_path)
+    assert told.messages[0]["content"] == "Double it. Your code should pass these tests:\n\nassert twice(2) == 4"
+    write(tmp_path / "mbpp.jsonl", *({"text": f"task {i}", "task_id": i} for i in (10, 11, 510, 511)))
     assert [c.messages[0]["content"] for c in load_prompts("mbpp-train", tmp_path)] == ["task 10", "task 511"]
     (bench,) = load_prompts("mt-bench", tmp_path)
     assert (bench.id, bench.messages[0]["content"], bench.turns) == ("mt-bench/0", "first", ("second",))

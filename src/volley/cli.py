@@ -220,9 +220,8 @@ def _answer_file(
     """Answers as JSONL on standard output, a line about each on standard error."""
     from volley import console
 
-    for conversation, messages, results in console.answer_all(
-        engine, conversations, params, raw=raw, thinking=thinking
-    ):
+    answers = console.answer_all(engine, conversations, params, raw=raw, thinking=thinking)
+    for conversation, messages, results in answers:
         row = {
             "id": conversation.id,
             "messages": messages,
@@ -231,7 +230,8 @@ def _answer_file(
             **console.passes(engine, results),
         }
         print(json.dumps(row, ensure_ascii=False))
-        console.stderr().print(f"{conversation.id}: {console.describe(results[-1])}")
+        ended = "; there was no room for a further turn" * (len(results) < conversation.num_answers)
+        console.stderr().print(f"{conversation.id}: {console.describe(results[-1])}{ended}")
 
 
 def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, greedy: bool) -> None:
@@ -284,7 +284,8 @@ def bench(
             raise ConfigError("--server decodes by itself; leave --target and --drafter out (--model names its model)")
         _bench_server(config, load, out)
         return
-
+    if load.model is not None or load.rates:
+        raise ConfigError("--model and --rates are of a server; name it with --server, or a model here with --target")
     make_folder(out)
     config.load()  # what is wrong with prompts is said before a model is loaded, which may take minutes
     engine = load_engine(models, decoding, capacity)
@@ -295,6 +296,7 @@ def bench(
     names = {
         "target": models.target or "bundled",
         "drafter": models.drafter or ("bundled" if models.target is None else "none"),
+        **{name: str(getattr(models, name)) for name in ("weights", "draft_weights", "long_context")},
         "path": str(find_target(models.target or REFERENCE / "target")),
         **_chosen(decoding, "kv_dtype", "draft_kv_dtype"),
     }
@@ -309,8 +311,7 @@ def bench(
     wide = console.stdout()
     wide.width = max(wide.width, 110)
     wide.print(*to_tables(report.summaries))
-    for note in report.measurements.notes:
-        errors.print(note)
+    errors.print(*report.measurements.notes, sep="\n", end="\n" * bool(report.measurements.notes))
     errors.print(f"{'Interrupted; what was measured is' if report.measurements.partial else 'Written'} in {out}/")
     if report.measurements.partial:
         raise typer.Exit(130)
@@ -395,6 +396,7 @@ def serve(
 def collect(
     config: CollectConfig,
     models: ModelOptions,
+    capacity: CapacityConfig,
     batch: Annotated[int, typer.Option(help="Prompts handed to the engine at once.")] = 1024,
     endpoint: Annotated[
         list[str] | None,
@@ -424,17 +426,20 @@ def collect(
         key, warn = os.environ.get(api_key_env), console.stderr().print
         source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn, raw=raw)
     else:
+        if model is not None or raw:
+            raise ConfigError("--model and --raw are of an endpoint; give --endpoint, or a model here as --target")
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")
         make_jobs(config)  # what is wrong with prompts is said before a model is loaded
-        engine = load_engine(models)
-        source = EngineSource(engine, models.target or "bundled", config.thinking, batch, engine.target.context_length)
+        engine = load_engine(models, None, capacity)
+        most = engine.snapshot().max_tokens
+        source = EngineSource(engine, models.target or "bundled", config.thinking, batch, most)
     errors = console.stderr()
     end = run(config, source, console.progress(errors))
     errors.print(end.describe())
     for refusal in source.refusals:
         errors.print(refusal)
-    errors.print(f"Written to {config.out}" + (f"; {end.failed} prompts could not be answered" if end.failed else ""))
+    errors.print(f"Written to {config.out}" + f"; {end.failed} prompts could not be answered" * bool(end.failed))
     if end.failed and not end.finished + end.skipped:
         raise typer.Exit(1)
 

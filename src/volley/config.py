@@ -127,7 +127,7 @@ class CapacityConfig:
     page_size: int = 16
     """Tokens of a page of K/V."""
     num_pages: int | None = None
-    """Pages that hold all K/V; by default up to 1 GiB on a CPU, and 0.9 of what a GPU has left beside weights and a pass."""
+    """Pages that hold all K/V; by default 64k tokens in 1 GiB or an eighth of a CPU's memory, and 0.9 of what a GPU has left."""
     kv_mib: float | None = None
     """MiB of all K/V, target's and drafter's, instead of a number of pages."""
     prefix_caching: bool = True
@@ -151,11 +151,19 @@ class CapacityConfig:
             raise ConfigError(f"num_states is {self.num_states}; a request and a prefix need at least 2")
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[DecodingConfig, CapacityConfig]:
-    """Both configs from options by name; an unknown one is an error that names the nearest known."""
-    decoding, capacity = ({field.name for field in fields(config)} for config in (DecodingConfig, CapacityConfig))
-    check_keys("engine option", options, decoding | capacity)
+def split_options(
+    options: Mapping[str, Any], config: DecodingConfig | None = None, capacity: CapacityConfig | None = None
+) -> tuple[DecodingConfig, CapacityConfig]:
+    """Both configs, of which one that is not given comes from options by name.
+
+    ConfigError for an unknown option, with the nearest known one, and for one beside the config that it is a part of.
+    """
+    ours, sizes = ({field.name for field in fields(kind)} for kind in (DecodingConfig, CapacityConfig))
+    check_keys("engine option", options, ours | sizes)
+    for name, given, names in (("config", config, ours), ("capacity", capacity, sizes)):
+        if given is not None and (beside := sorted(options.keys() & names)):
+            raise ConfigError(f"{name} is given, and {', '.join(beside)} beside it; put all of it into {name}")
     return (
-        DecodingConfig(**{name: value for name, value in options.items() if name in decoding}),
-        CapacityConfig(**{name: value for name, value in options.items() if name in capacity}),
+        config or DecodingConfig(**{name: value for name, value in options.items() if name in ours}),
+        capacity or CapacityConfig(**{name: value for name, value in options.items() if name in sizes}),
     )

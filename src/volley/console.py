@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -271,14 +272,20 @@ def answer_all(
     raw: bool,
     thinking: bool | None = None,
 ) -> Iterator[tuple[Conversation, list[Message], list[GenerationResult]]]:
-    """Answer every turn of every conversation, all conversations at once, turn by turn; yields them in order."""
+    """Answer every turn of every conversation, all conversations at once, turn by turn; yields them in order.
+
+    A conversation ends before a further turn for which there is no room.
+    """
     chats: list[list[Message]] = [list(c.messages) for c in conversations]
     results: list[list[GenerationResult]] = [[] for _ in conversations]
     for turn in range(max(c.num_answers for c in conversations)):
-        asked = [i for i, c in enumerate(conversations) if turn < c.num_answers]
+        asked = [i for i, c in enumerate(conversations) if len(results[i]) == turn < c.num_answers]
         prompts = [
             engine.encode(conversations[i].raw if raw else chats[i], thinking=None if raw else thinking) for i in asked
         ]
+        if turn:
+            fits = [len(prompt) + params.max_tokens <= engine.snapshot().max_tokens for prompt in prompts]
+            asked, prompts = list(compress(asked, fits)), list(compress(prompts, fits))
         for i, result in zip(asked, engine.generate(prompts, params), strict=True):
             results[i].append(result)
             chats[i].append({"role": "assistant", "content": result.text})

@@ -9,6 +9,7 @@ import difflib
 import functools
 import inspect
 import math
+import os
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -104,9 +105,10 @@ def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:
     shown = _command_line_type(hint)
     names = [f"--{field.name.replace('_', '-')}"] if default is False else []  # there is nothing to switch off
     if get_origin(hint) is tuple:
-        doc += " Several are separated by commas."
+        doc += " Several are separated by commas, or given one by one."
     if isinstance(default, tuple):
-        default = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in default)
+        text = ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in default)
+        default = [text] if text else []
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -116,7 +118,7 @@ def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:
             typer.Option(
                 *names,
                 help=doc,
-                show_default=default not in (None, "", False),
+                show_default=default not in (None, "", False, []),
                 envvar=_variable(field.name),
                 show_envvar=False,
             ),
@@ -154,18 +156,19 @@ def _command_line_type(hint: Any) -> Any:
         members = [member for member in get_args(hint) if member is not type(None)]
         shown = members[0] if len(members) == 1 and get_origin(members[0]) is not tuple else str
         return shown | None
-    return str if get_origin(hint) is tuple else hint
+    return list[str] if get_origin(hint) is tuple else hint
 
 
 def _parse(name: str, value: Any, hint: Any) -> Any:
-    if get_origin(hint) is not tuple or not isinstance(value, str):
+    if get_origin(hint) is not tuple:
         return value
-    kind = get_args(hint)[0]
+    kind, variable = get_args(hint)[0], os.environ.get(_variable(name), "")
+    text = variable if list(value) == variable.split() else ",".join(value)  # spaces may be in the names of files
     try:
-        parts = tuple(kind(part.strip()) for part in value.split(",") if part.strip())
+        parts = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
         if kind is float and not all(map(math.isfinite, parts)):
             raise ValueError
         return parts
     except ValueError:
         kinds = f"{'finite ' * (kind is float)}{kind.__name__} values"
-        raise ConfigError(f"--{name.replace('_', '-')} is {value!r}; give {kinds} separated by commas") from None
+        raise ConfigError(f"--{name.replace('_', '-')} is {text!r}; give {kinds} separated by commas") from None

@@ -38,7 +38,7 @@ class Conversation:
     @property
     def raw(self) -> str:
         """The bare text of a single prompt: what is fed to a model without a chat template."""
-        if len(self.messages) != 1:
+        if len(self.messages) != 1 or self.turns:
             raise InputError(f"prompt {self.id} is a chat; without a chat template only single prompts can be sent")
         return self.messages[0]["content"]
 
@@ -81,6 +81,12 @@ def _gpqa_prompt(row: Mapping[str, Any]) -> str:
     )
 
 
+def _mbpp_prompt(row: Mapping[str, Any]) -> str:
+    """With the tests, which alone name the function, as its authors ask."""
+    tests = "\n".join(row.get("test_list") or ())
+    return f"{row['text']} Your code should pass these tests:\n\n{tests}" if tests else str(row["text"])
+
+
 def _livecodebench_prompt(row: Mapping[str, Any]) -> str:
     """As in LiveCodeBench's own runner (generic chat models)."""
     starter = row.get("starter_code") or ""
@@ -104,7 +110,9 @@ DATASETS = {
     "math500": Dataset("math500.jsonl", "problem", ("HuggingFaceH4/MATH-500", None, "test")),
     "aime25": Dataset("aime25.jsonl", "question", ("math-ai/aime25", None, "test")),
     "humaneval": Dataset("humaneval.jsonl", "prompt", ("openai/openai_humaneval", None, "test")),
-    "mbpp": Dataset("mbpp.jsonl", "text", ("google-research-datasets/mbpp", "full", "test"), test_rows=True),
+    "mbpp": Dataset(
+        "mbpp.jsonl", "text", ("google-research-datasets/mbpp", "full", "test"), test_rows=True, prompt=_mbpp_prompt
+    ),
     "mbpp-train": Dataset(
         "mbpp.jsonl", "text", ("google-research-datasets/mbpp", "full", "train"), evaluation=False, test_rows=False
     ),
@@ -151,6 +159,8 @@ def parse_row(row: Mapping[str, Any], where: str, row_id: str) -> Conversation:
     if len(given) != 1:
         problem = f"has {' and '.join(given)}" if given else f"has only {', '.join(sorted(row)) or 'nothing'}"
         raise InputError(f"{where} {problem}; a prompt row has exactly one of {', '.join(ROW_KEYS)}")
+    if row.get("tools"):
+        raise InputError(f"{where} has tools, which are not put into prompts here; leave the row out")
     row_id = str(row.get("id", row.get("task_id", row.get("question_id", row_id))))
     value = row[given[0]]
     if given[0] == "prompt":

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, get_args
@@ -168,7 +169,7 @@ class SamplingParams:
         stop = (given,) if isinstance(given, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", tuple(dict(self.logit_bias).items()))
+        self._take_numbers()
         diffusion: object = self.diffusion
         if isinstance(diffusion, Mapping):
             object.__setattr__(self, "diffusion", DiffusionParams.from_mapping(diffusion))
@@ -208,6 +209,18 @@ class SamplingParams:
         for name, good, want in checks:
             if not good:
                 raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {want}")
+
+    def _take_numbers(self) -> None:
+        """Whole numbers of other kinds, such as NumPy's, become Python's; tokens of biases may be texts, as in JSON."""
+        try:
+            if self.seed is not None:
+                object.__setattr__(self, "seed", operator.index(self.seed))
+            bias = {int(token): value for token, value in dict(self.logit_bias).items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"SamplingParams: seed and the tokens of logit_bias must be whole numbers ({error})"
+            ) from None
+        object.__setattr__(self, "logit_bias", tuple(bias.items()))
 
     @property
     def distribution(self) -> tuple[float | None, ...]:

@@ -28,14 +28,14 @@ def conversation(name: str, *turns: str) -> Conversation:
 class Runs:
     """Runners that note who ran on what, in order."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
+    def __init__(self, stop_at: int | None = None, stop: BaseException | None = None) -> None:
         self.log: list[tuple[str, tuple[int, ...], int]] = []
-        self.stop_at = stop_at
+        self.stop_at, self.stop = stop_at, stop or KeyboardInterrupt()
 
     def of(self, case: Case, token_ids: list[int]) -> Any:
         def run(prompts: Sequence[list[int]], params: SamplingParams) -> TimedResults:
             if len(self.log) == self.stop_at:
-                raise KeyboardInterrupt
+                raise self.stop
             self.log.append((case.label, tuple(map(len, prompts)), params.max_tokens))
             return TimedResults([result(token_ids) for _ in prompts], 1.1)
 
@@ -120,6 +120,21 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
     measured = measure(config, {"d": [conversation(n, "x") for n in "abc"]}, encode, runners, never)
     assert measured.partial
     assert [record.prompt for record in measured.records] == ["a", "a"]
+
+
+def test_a_prompt_that_does_not_fit_keeps_what_was_measured() -> None:
+    config, workload = BenchConfig(datasets=("d",), repeats=1), {"d": [conversation(n, "x") for n in "abc"]}
+    for stop_at in (5, 1):
+        runs = Runs(stop_at, InputError("the prompt has 9 tokens"))
+        runners = {PLAIN: runs.of(PLAIN, [1]), DRAFTED: runs.of(DRAFTED, [1])}
+        if stop_at == 1:  # nothing is there to be kept
+            with pytest.raises(InputError, match="9 tokens"):
+                measure(config, workload, encode, runners, never)
+            continue
+        measured = measure(config, workload, encode, runners, never)
+        assert measured.partial
+        assert measured.notes == ["stopped: the prompt has 9 tokens"]
+        assert [record.prompt for record in measured.records] == ["a", "a"]
 
 
 def test_identical_share_counts_missing_tokens() -> None:
@@ -209,6 +224,10 @@ def test_the_first_prompts_of_each_dataset_can_be_left_out(tmp_path: Path) -> No
     assert asked(num_prompts=9, skip_prompts=4) == {"a": ["a4"], "b": ["b4"]}
     with pytest.raises(InputError, match="has 5 prompts and skip_prompts is 5; skip fewer"):
         asked(skip_prompts=5)
+    other = tmp_path / "other" / "a.jsonl"
+    other.parent.mkdir()
+    other.write_text('{"prompt": "other"}\n')
+    assert list(BenchConfig(datasets=(str(paths[0]), str(other))).load()) == ["a", str(other)]
 
 
 def test_repeats_have_seeds_of_their_own_or_none() -> None:

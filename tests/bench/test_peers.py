@@ -11,12 +11,12 @@ from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.types import SamplingParams
 
-from ..conftest import TinyPair
+from ..conftest import TinyPair, byte_tokenizer
 
 
 def test_transformers_speculates_with_volleys_drafter_and_changes_no_token(tiny_pair: TinyPair) -> None:
     drafter = Drafter.from_pretrained(tiny_pair.drafter, torch.float32)
-    runners, notes = transformers_runners(str(tiny_pair.target), drafter, [2], torch.float32)
+    runners, notes = transformers_runners(str(tiny_pair.target), drafter, byte_tokenizer(), [2], torch.float32)
     assert notes == []
     assert [case.name for case in runners] == ["transformers", "transformers-lookup", "transformers-dflash"]
     prompt = list(range(10, 30))
@@ -26,6 +26,7 @@ def test_transformers_speculates_with_volleys_drafter_and_changes_no_token(tiny_
     for outcome in outcomes.values():
         answer = outcome.results[0]
         assert answer.token_ids == plain.token_ids
+        assert answer.text == byte_tokenizer().decode(plain.token_ids, skip_special_tokens=True) != ""
         assert 0 < outcome.first_token() < outcome.seconds
         assert sum(answer.stats.accepted_lengths) < len(answer.token_ids)
     sampled = runners[Case("transformers")]([prompt], SamplingParams(temperature=1.0, max_tokens=5, seed=3))
@@ -71,10 +72,12 @@ def test_an_exported_drafter_runs_in_transformers(tiny_pair: TinyPair, tmp_path:
 
 def test_what_transformers_cannot_run_becomes_a_note(tiny_pair: TinyPair) -> None:
     config = {**vars(Drafter.from_pretrained(tiny_pair.drafter).config), "target_layer_ids": (-1,)}
-    runners, notes = transformers_runners(str(tiny_pair.target), Drafter(DrafterConfig(**config)), [2], torch.float32)
+    runners, notes = transformers_runners(
+        str(tiny_pair.target), Drafter(DrafterConfig(**config)), byte_tokenizer(), [2], torch.float32
+    )
     assert notes == ["transformers-dflash: decoder layers alone are tapped there, not the embedding (tap -1)"]
     assert Case("transformers") in runners
-    _, notes = transformers_runners(str(tiny_pair.target), None, [2], torch.float32)
+    _, notes = transformers_runners(str(tiny_pair.target), None, byte_tokenizer(), [2], torch.float32)
     assert notes == ["transformers-dflash: there is no drafter to hand over"]
 
 
@@ -85,6 +88,6 @@ def test_a_target_that_fails_under_speculation_does_not_stop_the_benchmark(
     broken = to_transformers(drafter)
     monkeypatch.setattr(broken.config, "target_layer_ids", [0, 99])
     monkeypatch.setattr("volley.bench.peers.to_transformers", lambda _: broken)
-    runners, notes = transformers_runners(str(tiny_pair.target), drafter, [2], torch.float32)
+    runners, notes = transformers_runners(str(tiny_pair.target), drafter, byte_tokenizer(), [2], torch.float32)
     assert len(runners) == 2
     assert notes[0].startswith("transformers-dflash: generate failed on this target: IndexError")

@@ -79,14 +79,34 @@ def test_memory_may_be_given_instead_of_pages() -> None:
             CapacityConfig(**wrong)
 
 
+def test_rings_leave_half_of_the_memory_that_is_given(caplog: pytest.LogCaptureFixture) -> None:
+    config, ring = CapacityConfig(kv_mib=4096, max_running=32), 168 * 2**20  # 8,192 tokens of an 8B model's drafter
+    found = sizes(config, gpu(80), per_ring=ring)
+    assert 1 < found.max_running < 32
+    assert found.num_pages * 16 * (QWEN3_8B + DRAFTER) == pytest.approx(2 * GIB, rel=0.1)
+    assert f"at most {found.max_running} requests run at once" in caplog.text
+    assert sizes(config, gpu(80), per_ring=2**20).max_running == 32
+
+
 def test_a_full_device_still_has_a_context() -> None:
     assert sizes(CapacityConfig(), gpu(2), context_length=512).num_pages == 32
 
 
 @pytest.mark.parametrize(
-    ("per_token", "context", "tokens"), [(2**10, 4096, 2**16), (2**20, 512, 1024), (2**20, 2**20, 4096)]
+    ("memory", "per_token", "context", "tokens"),
+    [
+        (8 * GIB, 2**10, 4096, 2**16),
+        (8 * GIB, 2**20, 512, 1024),
+        (8 * GIB, 2**20, 2**20, 4096),
+        (4 * GIB, 2**20, 512, 1024),
+        (64 * GIB, 2**20, 512, 8192),
+        (2**10 * GIB, 2**20, 512, 2**16),
+    ],
 )
-def test_the_pool_on_a_cpu_is_bounded_and_holds_a_context(per_token: int, context: int, tokens: int) -> None:
+def test_the_pool_on_a_cpu_is_bounded_and_holds_a_context(
+    monkeypatch: pytest.MonkeyPatch, memory: int, per_token: int, context: int, tokens: int
+) -> None:
+    monkeypatch.setattr("volley.engine.capacity.memory_bytes", lambda _: memory)
     found = sizes(CapacityConfig(page_size=16), CPU, per_token=per_token, context_length=context)
     assert (found.max_running, found.max_batch_tokens, found.num_pages) == (64, 512, tokens // 16)
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import Pair, greedy, random_drafter, random_prompts
+from tests.tiny import Pair, greedy, make_pair, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.config import CapacityConfig, DecodingConfig
 from volley.errors import CapacityError, ConfigError, MismatchError
+from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.policies.base import Policy
 from volley.policies.fixed import Feedback, Fixed
 
@@ -129,6 +130,17 @@ def test_a_config_that_is_refused_changes_nothing(pair: Pair, refused: dict[str,
     while request.finish_reason is None:
         engine.step()
     assert request.result().token_ids == greedy(pair.hf, prompt, 20)
+
+
+def test_a_config_that_the_proposer_refuses_changes_nothing() -> None:
+    head = HeadConfig(type="dspark", rank=8)
+    pair = make_pair(drafter={"head": head, "sample_from_anchor": True})
+    engine = Engine(pair.target, pair.drafter, policy="feedback", num_pages=60)
+    before = standing(engine)
+    with pytest.raises(ConfigError):
+        engine.reconfigure(DecodingConfig(policy="fixed:3", denoising_steps=2))
+    assert standing(engine) == before
+    engine.block_size = 3
 
 
 def test_trees_without_a_drafter_are_refused_and_change_nothing(pair: Pair) -> None:

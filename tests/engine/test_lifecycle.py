@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -219,6 +220,35 @@ def test_an_error_in_a_step_frees_everything(pair: Pair) -> None:
     engine.on_verified.clear()
     (result,) = engine.generate(PROMPTS[0], PARAMS[0])
     assert result.token_ids == alone(0, 0)[0]
+
+
+@pytest.mark.parametrize("where", ["commit", "pass"])
+def test_an_error_of_one_answer_leaves_those_of_others(pair: Pair, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two iterators on one engine: one's error ends its own answers, and the other goes on with the same tokens."""
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
+    failing, other = (engine.generate(PROMPTS[i], PARAMS[0]) for i in (0, 1))
+    stream = engine.stream(PROMPTS[2], PARAMS[0])
+    texts = [next(stream)]
+
+    def fail(request: Any, *_: object) -> None:
+        if request.token_ids[: len(PROMPTS[0])] == PROMPTS[0] and request.num_output > 3:
+            raise ValueError("planted")
+
+    def fall(*_: object) -> None:
+        raise ValueError("planted")
+
+    if where == "commit":
+        engine.on_verified.append(fail)
+    else:
+        engine.scheduler.add(engine._make_request(PROMPTS[3], PARAMS[0]))
+        monkeypatch.setattr(engine.sequences, "keep", fall)
+    with pytest.raises(ValueError, match="planted"):
+        next(failing)
+    monkeypatch.undo()
+    engine.check_integrity()
+    assert next(other).token_ids == alone(1, 0)[0]
+    texts += stream
+    assert [token for chunk in texts for token in chunk.token_ids] == alone(2, 0)[0]
 
 
 def test_a_listener_may_end_a_request(pair: Pair) -> None:

@@ -1,11 +1,12 @@
 """Configs with the shapes of published drafters: read, built on the meta device, and written back."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from tests.tiny import drafter_config, random_drafter
+from volley.errors import ConfigError
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.checkpoints.formats import Format, obstacles, parse_config, read_checkpoint
 from volley.models.drafters.drafter import Drafter
@@ -63,7 +64,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "kimi-k2.6": drafter(7168, 18432, 64, (61, 163840), [1, 12, 24, 35, 47, 58], 163838)
     | KIMI | slides(2048, 6) | {"block_size": 8},
     "gemma-4-31b": drafter(5376, 21504, 32, (60, 262144), [1, 12, 23, 35, 46, 57], 4)
-    | slides(2048, 5) | {"block_size": 16},
+    | slides(2048, 5) | {"block_size": 16, "final_logit_softcapping": 30.0},
     "qwen3-8b, dspark": drafter(4096, 12288, 32, (36, 151936), QWEN_TAPS, 151669)
     | full(5) | {"block_size": 7, "markov_rank": 256, "sample_from_anchor": True},
     "kimi-k3, dspark": drafter(7168, 18432, 64, (93, 163840), K3_TAPS, 163824)
@@ -91,6 +92,19 @@ def test_shapes_of_published_drafters(name: str) -> None:
     expected = {"q": heads * dim, "k": 8 * dim, "v": 8 * dim, "o": hidden} if raw["attention_bias"] else {}
     assert biases == {f"{last}.self_attn.{part}_proj.bias": (rows,) for part, rows in expected.items()}
     assert parse_config(config.to_json()) == config
+
+
+def test_logits_are_capped() -> None:
+    plain, capped = (random_drafter(final_logit_softcapping=cap) for cap in (None, 2.0))
+    hidden, head = torch.randn(3, 32), torch.nn.Linear(32, 50, bias=False)
+    logits = plain.logits(hidden, head)
+    assert torch.allclose(capped.logits(hidden, head), 2 * torch.tanh(logits / 2))
+    assert plain.config == random_drafter(final_logit_softcapping=0.0).config
+    for form in get_args(Format):
+        is_capped = any("capped" in one for one in obstacles(capped.config, form))
+        assert is_capped == (form in ("gguf", "transformers", "speculators"))
+    with pytest.raises(ConfigError, match="final_logit_softcapping is -1"):
+        random_drafter(final_logit_softcapping=-1.0)
 
 
 # -- biases ------------------------------------------------------------------------------------------------------------

@@ -246,6 +246,21 @@ def test_nothing_is_tried_while_nobody_can_be_drafted_for() -> None:
     assert asks[0].positions > 0, "at the first chance"
 
 
+def test_those_who_end_with_their_next_token_keep_nobody_from_a_plan() -> None:
+    """A stream of sampled requests that cannot be drafted for, so that nothing is learnt of their kind."""
+    policy, random = goodput(token=1.0, draft=1.0), np.random.default_rng(0)
+    rules, drafted = [Rule.GREEDY, Rule.SPECULATIVE], []
+    for _ in range(300):
+        asks = policy.decide(views([7, 0], rules, max_nodes=0), 2)
+        assert asks[1].positions == 0
+        cycle = [Cycle(0, asks[0], [0.1] * asks[0].positions)]
+        (size,) = policy.trim(cycle)
+        conclude(cycle[0], size, int(np.cumprod(random.random(size) < 0.1).sum()))
+        policy.observe(cycle)
+        drafted.append(asks[0].positions)
+    assert np.mean(np.array(drafted[100:]) > 0) < 0.2, "drafts that do not pay are dropped"
+
+
 def test_while_drafts_have_lost_too_much_nothing_is_drafted_or_copied() -> None:
     policy = goodput(token=0.0)
     simulate(policy, 2, 100, sure=0.9)

@@ -122,6 +122,9 @@ def test_a_context_longer_than_the_draft_models_is_decoded_plainly() -> None:
     (result,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=45 - len(PROMPTS[0]) + 10))
     assert result.token_ids == greedy(pair.hf, PROMPTS[0], 45 - len(PROMPTS[0]) + 10)
     assert result.stats.accepted_lengths[-1] == 1
+    assert result.stats.block_sizes[-1] == 1
+    list(engine.generate([[1] * 45] * 3, SamplingParams(max_tokens=4)))
+    assert len(engine.proposer._texts) <= 1, "texts that it cannot read are not kept"
 
 
 def test_drafts_that_gave_way_to_a_prompt_are_made_once_more(pair: Pair) -> None:

@@ -121,6 +121,33 @@ def test_a_template_gets_what_it_can_write(template: str, messages: list[dict[st
     assert told(template, *messages) == want
 
 
+@pytest.mark.parametrize("text", ['{"city": "Be', "[1]", "null", '"\\ud800"', '{"a": "\\ud800"}', "[" * 100_000])
+def test_what_a_model_wrote_instead_of_arguments_reaches_the_template_as_it_is(text: str) -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
+        "{{ a if a is string else a | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    sent = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": text}}
+    said = {"role": "assistant", "tool_calls": [sent, call("call_2")]}
+    assert told(template, USER, said, result("call_1", "No JSON.")) == f'Weather?{text}{{"city": "Bern"}}No JSON.'
+
+
+def test_templates_that_ask_for_an_object_get_one() -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}"
+    )
+    sent = {"id": "call_1", "type": "function", "function": {"name": "no tool", "arguments": '{"city": "Be'}}
+    said = {"role": "assistant", "tool_calls": [sent, call("call_2")]}
+    want = 'Weather?no tool<arguments>{"city": "Beweather<city>BernNo JSON.'
+    assert told(template, USER, said, result("call_1", "No JSON.")) == want
+
+
+def test_the_name_of_a_speaker_reaches_the_template() -> None:
+    template = "{% for m in messages %}<{{ m.role }}{{ ' ' + m.name if m.name }}>{{ m.content }}{% endfor %}"
+    assert told(template, {**USER, "name": "Ada"}, USER) == "<user Ada>Weather?<user>Weather?"
+
+
 def test_ids_of_nine_characters() -> None:
     mine, theirs = "abcDEF123", "call_0123456789"
     sent = {"role": "assistant", "tool_calls": [call(mine), call(theirs)]}

@@ -92,6 +92,7 @@ def test_a_client_that_stops_reading_holds_nothing(stream: bool) -> None:
             dialect,
             stream=stream,
             timeout=0.1,
+            started=time.monotonic(),
             last_words_seconds=0.1,
         )
         await asyncio.wait_for(response({"type": "http"}, never, never), 5)

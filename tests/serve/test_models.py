@@ -114,6 +114,8 @@ def load(file: Path) -> None:
         ("[models.a]\nnum_page=1", "unknown option of the model 'a' 'num_page'; did you mean 'num_pages'"),
         ("[models.a]\nnum_pages='many'", "the model 'a': num_pages: .*valid integer"),
         ("[models.a]\nkv_mib=1\nnum_pages=1", "give one of them"),
+        ("[models.a]\napi_key_file='keys'", "api_key_file of the model 'a' .*the whole server.*--api-key-file"),
+        ("[models.a]\nthreads=2", "threads of the model 'a' .*the whole server"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -3,6 +3,7 @@
 import shutil
 import ssl
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -52,6 +53,37 @@ def test_a_client_may_set_a_deadline(server: Running) -> None:
         response = server.post("chat/completions", long, headers={"x-request-timeout": wrong})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "x-request-timeout"
+
+
+def test_a_deadline_holds_while_a_request_is_prepared(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*_: object, **__: object) -> str:
+        time.sleep(0.5)
+        return "Hello"
+
+    monkeypatch.setattr("volley.serve.service.render_chat", slowly)
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    response = server.post("chat/completions", chat, headers={"x-request-timeout": "0.05"})
+    assert response.status_code == 504
+    assert response.elapsed.total_seconds() < 0.4
+    response = server.post(
+        "chat/completions", {**chat, "max_tokens": 900, "n": 8}, headers={"x-request-timeout": "0.8"}
+    )
+    assert response.status_code == 504
+    assert response.elapsed.total_seconds() < 1.2, "what preparation took counts"
+
+
+def test_a_full_server_prepares_nothing_more(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tiny.engine(max_running=1), max_waiting=0) as server:
+        body = {
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 900,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with server.client.stream("POST", "/v1/chat/completions", json=body) as held:
+            next(held.iter_lines())
+            monkeypatch.delattr("volley.serve.service.render_chat")
+            assert server.post("chat/completions", body).status_code == 429
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.serve.notations import call_text, glm_text
 from volley.errors import ConfigError
 from volley.serve.arguments import TaggedArguments
 from volley.serve.call_reader import CallReader
-from volley.serve.formats import format_of, load_format
+from volley.serve.formats import anchored, format_of, load_format
 from volley.serve.parsing import AnswerParser
 
 CHATML, LLAMA = "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -63,6 +63,14 @@ CASES: list[tuple[str, str, str, Answer]] = [
     ("hermes", CHATML + "<think>\n", "Hm.\n</think>\n\nTwo.", ("Hm.", "Two.", [])),
     ("hermes", CHATML + "<think>\n\n</think>\n\n", "\nTwo.", ("", "Two.", [])),
     ("hermes", CHATML + "<think>\n", "Never done", ("Never done", "", [])),
+    ("hermes", CHATML + "<think>", "Hm.</think>Two.", ("Hm.", "Two.", [])),
+    ("hermes", CHATML, "Use <think> and </think>.", ("", "Use <think> and </think>.", [])),
+    ("hermes", CHATML, '{"tag": "<think>"}', ("", '{"tag": "<think>"}', [])),
+    ("qwen3_5", CHATML + "<think>\n\n</think>\n\n", "A <think>.", ("", "A <think>.", [])),
+    ("thinking", "]~b]ai\n<think>\n", "Hm.</think>\n\nYes.", ("Hm.", "Yes.", [])),
+    ("mistral", "[/INST]", "Write [THINK] so.", ("", "Write [THINK] so.", [])),
+    ("hermes", CHATML, "def f():\n    ", ("", "def f():\n    ", [])),
+    ("hermes", CHATML + "def f():\n    ", "return 1", ("", "return 1", [])),
     ("hermes", CHATML, "Look:\n" + hermes(("weather", ODD)), ("", "Look:", [("weather", ODD)])),
     (
         "hermes",
@@ -70,7 +78,7 @@ CASES: list[tuple[str, str, str, Answer]] = [
         hermes(("weather", {}), ("time", {"in": []})),
         ("", "", [("weather", {}), ("time", {"in": []})]),
     ),
-    ("hermes", CHATML, "<tool_call>\nno JSON</tool_call> So.", ("", "\nno JSONSo.", [])),
+    ("hermes", CHATML, "<tool_call>\nno JSON</tool_call> So.", ("", "<tool_call>\nno JSON</tool_call> So.", [])),
     ("hermes", CHATML, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', ("", "", [("f", {"a": 1})])),
     ("hermes", CHATML, '<tool_call>{"name": "f", "id": 12}</tool_call>', ("", "", [("f", {})])),
     (
@@ -366,6 +374,25 @@ def test_junk_gives_no_error(text: str) -> None:
 class Tokenizer:
     def __init__(self, response_template: Any = None) -> None:
         self.response_template = response_template
+
+
+def test_a_format_learns_how_a_template_begins_answers() -> None:
+    form, opening = load_format("thinking"), "<eot>\n<bot>\n<think>\n"
+    learnt = anchored(form, opening)
+    assert learnt is not None
+    parser = AnswerParser(learnt, "<user>Hi" + opening, with_calls=False)
+    assert parser.is_thinking
+    assert not AnswerParser(form, "<user>Hi" + opening, with_calls=False).is_thinking
+    assert not AnswerParser(learnt, "<user>What is <think>", with_calls=False).is_thinking
+    assert anchored(form, CHATML) is form
+    assert anchored(form, "") is form
+    assert anchored(None, opening) is None
+
+
+def test_brackets_without_end_are_text() -> None:
+    parser = AnswerParser(load_format("hermes"), CHATML, with_calls=True)
+    parser.feed('<tool_call>{"name": "f", "arguments": ' + "[" * 100_000)
+    parser.finish()
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,8 @@ def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
         ({"background": True}, "background", "leave it out"),
         ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
         ({"diffusion": {}}, "diffusion", "diffusion"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+        ({"tools": [{"type": "mcp"}]}, "tools.0.type", "function"),
+        ({"input": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "input", "unknown field"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"mood": 1}, "mood", "unknown field"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "medium"),
@@ -173,6 +174,25 @@ def test_bad_fields_are_named(server: Running, body: Any, param: str, message: s
     error = response.json()["error"]
     assert message in error["message"]
     assert (error["param"] or "").startswith(param)
+
+
+def test_what_codex_sends_is_taken(server: Running) -> None:
+    tools = [
+        {"type": "function", "name": "shell", "parameters": {"type": "object", "properties": {}}},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+    ]
+    text = {"type": "input_text", "text": "Hello", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    called = {"type": "function_call", "call_id": "a", "name": "no such tool", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": [text]},
+        called,
+        {"type": "function_call_output", "call_id": "a", "output": "x"},
+    ]
+    body = {"client_metadata": {"session_id": "1"}, "tool_choice": "auto", "max_output_tokens": 2}
+    response = server.post("responses", {"input": items, "tools": tools, **body})
+    assert response.status_code == 200, response.text
+    assert [tool["name"] for tool in response.json()["tools"]] == ["shell"]
 
 
 def test_a_full_queue_fails_as_anywhere(tiny: Tiny) -> None:

@@ -24,6 +24,7 @@ from volley.errors import ConfigError
 from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.formats import load_format
 from volley.serve.messages import Tool, Tools
+from volley.serve.parsing import AnswerParser
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %} {{ tool | tojson }}{% endfor %} Call them in <tool_call>."
@@ -268,6 +269,28 @@ def strict_rule(tiny: Tiny, name: str, tools: list[Any], *, is_special: bool = T
     return lambda: grammars.rule(grammar), tokenizer
 
 
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_a_form_of_gpt_oss_is_an_answer_of_its_own(tiny: Tiny, with_tools: bool) -> None:
+    """It may think first; its answer is opened, or nothing of it would be found."""
+    tokenizer = copy.deepcopy(tiny.plain.tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": MARKERS["gpt_oss"]})
+    tools = Tools(tools=[Tool.model_validate(WEATHER)] if with_tools else [])
+    own = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    grammar = grammar_of_answer(load_format("gpt_oss"), tools, own, tokenizer, is_thinking=False)
+    assert grammar is not None
+    rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule
+    final, thought = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    texts = {final + '{"a": 1}': True, thought + final + '{"a": 1}': True, '{"a": 1}': False, final + "Hm.": False}
+    texts |= {IN_FORM["gpt_oss"]: with_tools}
+    for text, want in texts.items():
+        own_rule = rule(grammar)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert (own_rule.num_allowed(tokens) == len(tokens)) == want, text
+    parser = AnswerParser(load_format("gpt_oss"), "<|start|>assistant", with_calls=False)
+    parts = [*parser.feed(thought + final + '{"a": 1}'), *parser.finish()]
+    assert "".join(part.text for part in parts if part.kind == "content") == '{"a": 1}'
+
+
 def in_strict(tool: Any, **changes: Any) -> Any:
     return {"type": "function", "function": {**tool["function"], "strict": True, **changes}}
 
@@ -497,16 +520,6 @@ CALL = {"id": "a", "type": "function", "function": {"name": "weather", "argument
         ({"messages": [*CHAT, {"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
         ({"messages": [*CHAT, {"role": "user"}]}, "messages", "no content"),
         ({"messages": [*CHAT, {"role": "user", "content": "", "tool_calls": [CALL]}]}, "messages", "assistant"),
-        (
-            {
-                "messages": [
-                    *CHAT,
-                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1"}}]},
-                ]
-            },
-            "messages",
-            "not a JSON object",
-        ),
         ({"messages": CHAT, "reasoning_effort": "some"}, "reasoning_effort", "'none'"),
         ({"messages": CHAT, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "cannot set tools"),
         ({"messages": CHAT, "chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs", "cannot set"),

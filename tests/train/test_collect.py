@@ -135,10 +135,24 @@ def test_a_full_disk_ends_it_and_what_was_written_counts(tmp_path: Path) -> None
 def test_prompts_longer_than_the_context_are_counted_not_fatal(tmp_path: Path) -> None:
     file = prompts_file(tmp_path, {"prompt": "x" * 50}, {"prompt": "x"})
     config = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl")
-    source = EngineSource(FakeEngine(), "tiny", context_length=30)
+    source = EngineSource(FakeEngine(), "tiny", most_tokens=30)
     summary = collect(config, source)
     assert (summary.finished, summary.failed) == (1, 1)
-    assert source.refusals == ["1 prompts do not fit the target's context of 30 tokens; give shorter ones"]
+    (refusal,) = source.refusals
+    assert refusal.startswith("1 prompts do not fit in 30 tokens")
+
+
+def test_an_answer_has_the_tokens_that_there_is_room_for(tmp_path: Path) -> None:
+    file = prompts_file(tmp_path, {"prompt": "xx"})
+    config, seen = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl", max_tokens=20), []
+
+    class Engine(FakeEngine):
+        def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[GenerationResult]:
+            seen.extend((len(prompt), one.max_tokens) for prompt, one in zip(prompts, params, strict=True))
+            return super().generate(prompts, params)
+
+    collect(config, EngineSource(Engine(), "tiny", most_tokens=18))
+    assert seen == [(5, 13)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from volley.errors import InputError
-from volley.train.data import TrainingData, asked, encode_rows, read_rows
+from volley.train.data import TrainingData, asked, encode_rows, prompt_ids, read_rows
 from volley.train.documents import Document, fingerprint, plan_epoch
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig
@@ -78,12 +78,24 @@ def test_thinking_recorded_with_a_row_reaches_the_template() -> None:
     assert [tokenizer.decode(d.token_ids[: d.response_start]) for d in documents] == ["T", "F"]
 
 
+def test_a_prompt_that_was_sent_as_it_is_is_read_so() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "T{{ messages[0].content }}"
+    bare = {"messages": CHAT, "chat_template": False}
+    rows = [{"messages": CHAT}, bare, {"messages": CHAT, "chat_template": True}]
+    documents = encode_rows(tokenizer, rows, 99, {2})
+    assert [tokenizer.decode(d.token_ids[: d.response_start]) for d in documents] == ["Thi", "hi", "Thi"]
+    assert documents[1].token_ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(prompt_ids(tokenizer, bare)) == "hi"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
         ("[1]", "line 2 is not a JSON object"),
         ('{"text": "hi"}', "line 2: no 'messages'"),
+        ('{"messages": [], "tools": [{}]}', "line 2: it has tools"),
         ('{"messages": []}', "line 2: no 'messages'"),
         ('{"messages": [{"role": "user"}]}', "line 2: a message is not"),
         ('{"messages": [{"role": "user", "content": "hi"}]}', "line 2: the last message is not the assistant's"),

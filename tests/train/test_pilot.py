@@ -1,5 +1,6 @@
 """Labelling and training a pilot on a tiny pair."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,17 @@ from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import PilotConfig, load_pilot
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.train.options import PilotOptions
-from volley.train.pilot import Labelled, PilotOutcome, cycle_seconds, fit, inputs_of, label, label_all, train_pilot
+from volley.train.pilot import (
+    Labelled,
+    PilotOutcome,
+    cycle_seconds,
+    fit,
+    inputs_of,
+    label,
+    label_all,
+    split,
+    train_pilot,
+)
 
 PROMPTS = random_prompts(5, longest=20, seed=3)
 
@@ -52,9 +63,17 @@ def made_up(count: int) -> tuple[Labelled, Tensor]:
     long = (sure & (temperature == 0))[:, None]
     cycles = torch.where(long, torch.tensor([50, 30, 10]), torch.tensor([50, 49, 48]))
     tokens = torch.full((count, 3), 100)
-    return Labelled(
-        temperature=temperature, logits=logits, hidden=torch.zeros(count, 64), tokens=tokens, cycles=cycles
-    ), torch.tensor([1.0, 1.2, 1.4])
+    prompt, hidden = torch.arange(count), torch.zeros(count, 64)
+    found = Labelled(prompt=prompt, temperature=temperature, logits=logits, hidden=hidden, tokens=tokens, cycles=cycles)
+    return found, torch.tensor([1.0, 1.2, 1.4])
+
+
+def test_what_is_held_out_are_prompts_at_all_temperatures() -> None:
+    examples, _ = made_up(40)
+    twice = replace(examples, prompt=examples.prompt // 2)
+    held, kept = split(twice, PilotOptions(prompts=("p",), eval_share=0.2))
+    assert (len(held), len(kept)) == (8, 32)
+    assert not set(held.prompt.tolist()) & set(kept.prompt.tolist())
 
 
 def test_a_pilot_learns_what_the_prompt_tells(pair: Pair) -> None:

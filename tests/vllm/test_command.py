@@ -28,6 +28,7 @@ SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "check_installed", lambda tested: tested)
+    monkeypatch.setattr(launch, "is_cpu_build", lambda: False)
 
 
 def test_a_missing_or_untested_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +86,18 @@ def test_a_plain_drafter_goes_to_the_built_in_method(tiny_pair: TinyPair) -> Non
     assert speculation(line(*pair, "--policy", "fixed:4"))["num_speculative_tokens"] == 3
     plain = line("--target", tiny_pair.target, "--drafter", "none", "--port", 8001)
     assert plain == [*SERVER, str(tiny_pair.target), "--port", "8001"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_build_for_cpus_has_its_fault_named_whoever_drafts(
+    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "is_cpu_build", lambda: True)
+    pair = (tiny_pair.target, "--drafter", tiny_pair.drafter)
+    with pytest.raises(UnsupportedModelError, match="verifies drafts at wrong temperatures"):
+        line(*pair)
+    assert speculation(line(*pair, "--greedy-only"))["method"] == "dflash"
+    assert "--speculative-config" not in line("--target", tiny_pair.target, "--drafter", "none")
 
 
 @pytest.mark.usefixtures("installed")

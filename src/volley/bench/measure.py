@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from volley.bench.score import judge
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.config import DecodingConfig
+from volley.errors import VolleyError
 from volley.policies.base import Policy
 from volley.policies.make import make_policy
 from volley.prompts import Conversation, Message
@@ -139,7 +140,7 @@ def measure(
     is_tie: IsTie,
     progress: Callable[[Record, int, int], None] | None = None,
 ) -> Measurements:
-    """Run everything; Ctrl-C ends it early and keeps what was measured.
+    """Run everything; Ctrl-C ends it early and keeps what was measured, and so does a prompt that does not fit.
 
     ``runners`` must hold ``PLAIN``: its answers are what a conversation's further turns follow, for all cases. ``is_tie``
     says whether two differing answers part where the target cannot tell their tokens apart.
@@ -161,6 +162,11 @@ def measure(
                             progress(records[-1], len(measured.records), total)
     except KeyboardInterrupt:
         measured.partial = True
+    except VolleyError as error:
+        if not measured.records:
+            raise
+        measured.partial = True
+        measured.notes.append(f"stopped: {error}")
     measured.peak_memory_bytes = peak_memory_bytes()
     return measured
 

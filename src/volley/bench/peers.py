@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from volley.bench.measure import Runner, TimedResults
@@ -41,6 +41,7 @@ class _Listener(BaseStreamer):  # type: ignore[misc]
 def transformers_runners(
     path: str,
     drafter: Drafter | None,
+    tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -48,8 +49,10 @@ def transformers_runners(
     """Runners for what transformers can do with these weights, and a note on each thing it cannot."""
     model = load_causal_lm(path, dtype, "sdpa").to(device).eval()
     runners = {
-        Case("transformers"): _runner(model, stop_token_ids, {}),
-        Case("transformers-lookup"): _runner(model, stop_token_ids, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+        Case("transformers"): _runner(model, tokenizer, stop_token_ids, {}),
+        Case("transformers-lookup"): _runner(
+            model, tokenizer, stop_token_ids, {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+        ),
     }
     if drafter is None:
         return runners, ["transformers-dflash: there is no drafter to hand over"]
@@ -57,7 +60,7 @@ def transformers_runners(
         assistant = to_transformers(drafter).to(device=device, dtype=dtype).eval()
     except (ImportError, ValueError, RuntimeError) as error:
         return runners, [f"transformers-dflash: {error}"]
-    dflash = _runner(model, stop_token_ids, {"assistant_model": assistant, "speculation_type": "dflash"})
+    dflash = _runner(model, tokenizer, stop_token_ids, {"assistant_model": assistant, "speculation_type": "dflash"})
     try:
         dflash([[0, 1]], SamplingParams(max_tokens=assistant.config.block_size + 2))
     except Exception as error:  # whatever another library raises is a fact to report, not ours to pass on
@@ -80,7 +83,9 @@ def to_transformers(drafter: Drafter) -> PreTrainedModel:
     return model
 
 
-def _runner(model: PreTrainedModel, stop_token_ids: Sequence[int], how: dict[str, Any]) -> Runner:
+def _runner(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], how: dict[str, Any]
+) -> Runner:
     def run(prompts: Sequence[list[int]], params: SamplingParams) -> TimedResults:
         assert len(prompts) == 1, "transformers speculates for one prompt at a time"
         input_ids = torch.tensor([prompts[0]], device=model.device)
@@ -108,7 +113,8 @@ def _runner(model: PreTrainedModel, stop_token_ids: Sequence[int], how: dict[str
             total_seconds=seconds,
         )
         reason: FinishReason = "stop" if token_ids and token_ids[-1] in stop_token_ids else "length"
-        return TimedResults([GenerationResult("", token_ids, reason, stats)], seconds)
+        text = tokenizer.decode(token_ids, skip_special_tokens=True)
+        return TimedResults([GenerationResult(text, token_ids, reason, stats)], seconds)
 
     return run
 

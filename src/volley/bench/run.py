@@ -89,7 +89,7 @@ def run_bench(
         from volley.bench.peers import transformers_runners
 
         peers, notes = transformers_runners(
-            models["path"], drafter, sorted(target.stop_token_ids), target.dtype, target.device
+            models["path"], drafter, engine.tokenizer, sorted(target.stop_token_ids), target.dtype, target.device
         )
         runners |= peers
 

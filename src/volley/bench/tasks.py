@@ -154,7 +154,8 @@ class BenchConfig:
                 raise InputError(
                     f"{name} has {len(conversations)} prompts and skip_prompts is {self.skip_prompts}; skip fewer"
                 )
-            workload[Path(name).stem if name.endswith(".jsonl") else name] = conversations[self.skip_prompts :]
+            short = Path(name).stem if name.endswith(".jsonl") else name
+            workload[name if short in workload else short] = conversations[self.skip_prompts :]
         return workload
 
     def params(self, temperature: float, repeat: int) -> "SamplingParams":

@@ -193,7 +193,10 @@ class Reveal(Denoiser):
 def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
     """The masked slots of least entropy, as long as the sum of their entropies stays below the bound; at least one."""
     assert params.entropy_bound is not None
-    entropy = torch.special.entr(probs).sum(dim=-1).cpu().masked_fill(~masked, torch.inf)
+    entropy = torch.special.entr(probs).sum(dim=-1).cpu()
+    entropy = entropy.nan_to_num(nan=torch.finfo(entropy.dtype).max).masked_fill(
+        ~masked, torch.inf
+    )  # a broken model ends, too
     ordered, order = entropy.sort(stable=True)
     chosen = torch.zeros_like(masked)
     chosen[order[: max(1, int((ordered.cumsum(0) < params.entropy_bound).sum()))]] = True

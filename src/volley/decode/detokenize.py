@@ -72,6 +72,14 @@ class Detokenizer:
             self._known = text[: len(text) - held]
         return new
 
+    def flush(self) -> str:
+        """What is left of an unfinished character, for the end of a text."""
+        if self._is_silent:
+            return ""
+        text = self._decode(self._token_ids[self._start :])
+        new, self._known = text[len(self._known) :], text
+        return new
+
     def peek(self, token_ids: Sequence[int | None], masked: str) -> str:
         """The text that ``token_ids`` would add, with ``masked`` for each that is not known; nothing of it is kept."""
         context, done = self._token_ids[self._start :], self._known

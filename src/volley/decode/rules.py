@@ -203,31 +203,43 @@ def _allowed_softmax(
 class Penalties(TokenRule):
     """Repetition penalty (of prompt and output), then frequency and presence penalties (of the output)."""
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
         self.params = params
-        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.in_prompt[upload_indices(prompt, device)] = True
-        self.counts = torch.zeros(vocab_size, device=device)
-        """How often the output has each token ``[V]``."""
+        known = dict.fromkeys(prompt) if params.repetition_penalty != 1 else ()
+        self._columns = {token: column for column, token in enumerate(known)}
+        """The tokens that may be penalised, which are few of a vocabulary, by their places in :attr:`_counts`."""
+        self._counts = [0] * len(self._columns)
+        """How often the output has each."""
+        self._num_in_prompt = len(self._columns)
 
     def take(self, token_id: int) -> None:
-        self.counts[token_id] += 1
+        column = self._columns.setdefault(token_id, len(self._columns))
+        if column == len(self._counts):
+            self._counts.append(0)
+        self._counts[column] += 1
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        params, counts = self.params, self.counts.expand_as(logits)
-        rows = [row for row, path in enumerate(paths) for _ in path]
-        if rows:
-            tokens = [token for path in paths for token in path]
-            where = upload(np.array([rows, tokens], dtype=np.int64), logits.device)
-            one = torch.ones((), device=logits.device)
-            counts = counts.clone().index_put_((where[0], where[1]), one, accumulate=True)
+        """In place."""
+        columns = dict(self._columns)
+        for path in paths:
+            for token in path:
+                columns.setdefault(token, len(columns))
+        if not columns:
+            return logits
+        each = np.zeros((len(logits), len(columns)), dtype=np.float32)
+        each[:, : len(self._counts)] = self._counts
+        for row, path in zip(each, paths, strict=True):
+            for token in path:
+                row[columns[token]] += 1
+        tokens, counts = upload_indices(list(columns), logits.device), upload(each, logits.device)
+        params, chosen = self.params, logits.index_select(-1, tokens)
         if params.repetition_penalty != 1:
-            factor = params.repetition_penalty
-            repeated = torch.where(logits > 0, logits / factor, logits * factor)
-            logits = torch.where(self.in_prompt | (counts > 0), repeated, logits)
+            repeated = torch.where(chosen > 0, chosen / params.repetition_penalty, chosen * params.repetition_penalty)
+            of_prompt = torch.arange(len(columns), device=logits.device) < self._num_in_prompt
+            chosen = torch.where(of_prompt | (counts > 0), repeated, chosen)
         if params.frequency_penalty or params.presence_penalty:
-            logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
-        return logits
+            chosen = chosen - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        return logits.index_copy_(-1, tokens, chosen)
 
 
 class LogitBias(TokenRule):
@@ -270,7 +282,7 @@ def make_rules(
     """The rules of a request, in the order in which they apply: penalties, biases, then rules of the caller."""
     rules: list[TokenRule] = []
     if params.is_penalised:
-        rules.append(Penalties(params, prompt, vocab_size, device))
+        rules.append(Penalties(params, prompt))
     if params.logit_bias:
         rules.append(LogitBias(params.logit_bias, device))
     return (*rules, *(make(prompt, vocab_size, device) for make in params.rules))

@@ -21,6 +21,7 @@ from volley.types import SamplingParams
 Numbers = Sequence[float] | NDArray[np.float64]
 _CPU = torch.device("cpu")
 _ROWS_AT_ONCE = 8  # of logits, on a CPU
+_SORTS_ALL = 0.999  # a top_p above which rounding might count
 _PART = 128  # tokens in each part of a vocabulary, of which one is drawn first
 
 
@@ -184,14 +185,33 @@ def token_probs(logits: Tensor, params: SamplingParams, temperature: float | Non
     if params.top_p >= 1 and params.min_p <= 0:
         return probs
     if params.top_p < 1:
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered
-        cut = (before >= params.top_p) & (before > 0)  # a top_p that fp32 takes for 0 still keeps the likeliest
-        probs = probs.masked_fill(cut.gather(-1, order.argsort(dim=-1)), 0.0)
+        probs = nucleus(probs, params.top_p)
     if params.min_p > 0:
         probs = probs.masked_fill(probs < params.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
     # In fp64 the order of the sum, which may depend on the number of rows, does not show.
     return probs / probs.sum(dim=-1, keepdim=True, dtype=torch.float64).float()
+
+
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """``probs [R, V]`` with zeros behind the likeliest tokens, whose sum reaches ``top_p``; of equal ones the first stay.
+
+    On a CPU only tokens of at least half of ``(1 - top_p) / V`` are sorted: all others together are less than what is cut.
+    """
+    if probs.device.type != "cpu" or top_p > _SORTS_ALL:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(_behind(ordered, top_p), 0.0))
+    kept, least = torch.zeros_like(probs), (1 - top_p) / 2 / probs.shape[-1]
+    for row, own in zip(probs, kept, strict=True):
+        places = (row >= least).nonzero()[:, 0]
+        ordered, order = row[places].sort(descending=True, stable=True)
+        own[places[order]] = ordered.masked_fill(_behind(ordered, top_p), 0.0)
+    return kept
+
+
+def _behind(ordered: Tensor, top_p: float) -> Tensor:
+    """Where the sum of those before reaches ``top_p``; one that fp32 takes for 0 still keeps the likeliest."""
+    before = ordered.cumsum(dim=-1) - ordered
+    return (before >= top_p) & (before > 0)
 
 
 def draft_temperature(params: SamplingParams) -> float:

@@ -83,6 +83,10 @@ class Ahead:
         self._launched: _Launched | None = None
         self._size = self._num_alike = 0  # drafts of so many tokens, in so many steps in a row
 
+    def forget(self) -> None:
+        """Let nobody take what is launched."""
+        self._launched = None
+
     def launch(self, works: Works, tokens: Tensor) -> None:
         """Launch the next passes of ``works`` if a step like this one is all that is likely to come next.
 

@@ -1,5 +1,6 @@
 """How much an engine holds and does at once: the defaults that fit a device."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -7,16 +8,18 @@ import torch
 
 from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.states import num_rings, ring_pages
-from volley.memory.device import Device, find_device, peak_bytes
+from volley.memory.device import Device, find_device, memory_bytes, peak_bytes
 from volley.memory.kv_store import bytes_per_token
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.rehearsal import made_up, spread
 from volley.models.targets.target import Target
 
+log = logging.getLogger(__name__)
 _CPU = (64, 512)  # requests at once, tokens of a pass
 _GPU = (256, 4096)
 _SHARE = 0.9  # of the GPU's memory that weights and a pass leave, which K/V take
 _RINGS = 0.25  # of the same memory, which draft rings may take: the more requests, the less room each has for the target's K/V
+_RINGS_OF_KV = 0.5  # the same of what ``kv_mib`` gives both
 _BESIDE = CapacityConfig(kv_mib=4096, max_running=32)
 
 
@@ -54,6 +57,12 @@ def fit(
     given["max_batch_tokens"] = batch = config.max_batch_tokens or most_tokens
     given["cuda_graphs"] = config.cuda_graphs and device.kind == "cuda"
     if config.kv_mib is not None:
+        most = int(_RINGS_OF_KV * config.kv_mib * 2**20) // max(1, per_ring) - num_rings(0)
+        if running > max(1, most):
+            log.warning(
+                "at most %d requests run at once: draft rings for %d would take too much of kv_mib", most, running
+            )
+            given["max_running"] = running = max(1, most)
         left = config.kv_mib * 2**20 - num_rings(running) * per_ring
         given["num_pages"] = max(1, int(left // (per_token * config.page_size)))
         given["kv_mib"] = None
@@ -71,8 +80,8 @@ def fit(
 
 
 def _tokens_on_cpu(per_token: int) -> int:
-    """64k tokens or 1 GiB, whichever is less."""
-    return min(2**16, 2**30 // per_token)
+    """64k, or fewer if these would take 1 GiB and an eighth of the memory. What is not written takes none."""
+    return min(2**16, max(2**30, memory_bytes(torch.device("cpu")) // 8) // per_token)
 
 
 def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target, drafter: Drafter | None) -> Capacity:

@@ -1,6 +1,7 @@
 """The engine: ``step`` is the loop, everything else brings prompts in and results out."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from volley.chat import Prompt, encode_prompt, is_one_prompt
 from volley.config import CapacityConfig, DecodingConfig, split_options
 from volley.decode.grammars import Grammars
-from volley.decode.work import Kind, Work
+from volley.decode.work import Work
 from volley.engine.ahead import Ahead
 from volley.engine.capacity import fit_engine
 from volley.engine.exactness import check_exact
@@ -34,7 +35,7 @@ from volley.engine.states import (
     num_rings,
     ring_pages,
 )
-from volley.engine.step import Step, Timings, accept, propose
+from volley.engine.step import Step, Timings, accept, conclude, propose
 from volley.errors import CapacityError, ConfigError, InputError
 from volley.files import REFERENCE
 from volley.memory.batch import RaggedBatch, Segment
@@ -83,9 +84,9 @@ class Engine:
 
         ``policy`` may also be a :class:`Policy` object of your own. A ``proposer`` drafts instead of the drafter.
         """
-        decoding, sizes = split_options(options)
-        self.config, self.target = config or decoding, target
-        self.capacity = fit_engine(capacity or sizes, self.config, target, drafter)
+        self.target = target
+        self.config, sizes = split_options(options, config, capacity)
+        self.capacity = fit_engine(sizes, self.config, target, drafter)
         """The sizes that were given; those that were not are chosen to fit the device."""
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
         """Compiles the grammars of requests. A server calls it ahead of time, from other threads."""
@@ -177,7 +178,8 @@ class Engine:
         gets the target's codes, or int8 beside bf16 on a CPU with AVX512's dot products.
         ``tensor_parallel`` divides a target over torchrun's processes. Only rank 0 returns; others follow and exit (SystemExit).
         """
-        split_options({name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}})
+        own = {name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}}
+        split_options(own, options.get("config"), options.get("capacity"))
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
         target = load_target(target or REFERENCE / "target", dtype, device, weights, tensor_parallel=tensor_parallel)
@@ -213,46 +215,37 @@ class Engine:
         return ended
 
     def commit(self, step: Step) -> list[Request]:
-        """Make the verdicts final in the requests; returns those that ended."""
+        """Make the verdicts final in the requests; returns those that ended.
+
+        Where a text, a rule or a listener of one raises, the verdicts of all others are final before that is raised.
+        """
         self._timings = step.timings
-        finished, now = list[Request](), time.perf_counter()
+        finished, first, now = list[Request](), None, time.perf_counter()
         try:
             for work in step.works:
-                self._conclude(step, work, now)
+                try:
+                    self._conclude(step, work, now)
+                except Exception as error:
+                    first = first or error
                 if work.request.finish_reason is not None:
                     finished.append(work.request)
-        finally:  # a text or a listener may raise; what ended before has ended
+        finally:
             for request in finished:
                 self._end(request)
+        if first is not None:
+            raise first
         return finished
 
     def _conclude(self, step: Step, work: Work[Request], now: float) -> None:
-        request, verdict, stats = work.request, work.verdict, work.request.stats
-        if work.kind is Kind.PREFILL:
-            stats.prefill_seconds += now - step.started
-        else:
-            stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
-        if not verdict.token_ids:
-            if request.remaining == 0 and request.computed == request.length:  # max_tokens is 0: a prompt to read
-                request.finish_reason = "length"
-                stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
-            return
-        taken = request.append(verdict.token_ids, verdict.accepted)
-        request.computed = min(request.computed, request.length)  # it may have ended inside the block
-        request.logprobs += work.logprobs[:taken]
-        request.top_logprobs += work.top_logprobs[:taken]
-        if work.kind in (Kind.DECODE, Kind.VERIFY):
-            stats.accepted_lengths.append(taken)
-            stats.block_sizes.append(1 + len(work.proposal.token_ids))
-        stats.total_seconds = time.perf_counter() - request.arrived
-        stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
-        self.overlap.write(request)
-        for listener in self.on_verified:
-            listener(request, work.proposal, verdict)
+        if conclude(step, work, now):
+            self.overlap.write(work.request)
+            for listener in self.on_verified:
+                listener(work.request, work.proposal, work.verdict)
 
     def _end(self, request: Request) -> None:
         self.scheduler.finish(request)
         self.policy.end(request.request_id)
+        request.rules = ()  # some hold tensors as long as the vocabulary
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def add_request(
@@ -311,16 +304,29 @@ class Engine:
 
     def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
         """Queue the requests when the first result is asked for: an iterator that nobody reads leaves nothing behind."""
+        left = deque(requests)
+        requests.clear()  # what was answered is held by the caller alone
         try:
-            for request in requests:
+            for request in left:
                 self.scheduler.add(request)
-            for request in requests:
-                while request.finish_reason is None:
-                    self.step()
-                yield request.result()
+            while left:
+                while left[0].finish_reason is None:
+                    self._advance()
+                yield left.popleft().result()
         finally:
-            for request in requests:
+            for request in left:
                 self.abort(request)
+
+    def _advance(self) -> None:
+        """A step. Where it raises, K/V may be half written: all that runs begins anew when it goes on, and finds no prefix."""
+        try:
+            self.step()
+        except BaseException:
+            for request in list(self.scheduler.running):
+                self.scheduler.preempt(request)
+                request.canvas = None
+            self.reset_prefix_cache()
+            raise
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -329,7 +335,7 @@ class Engine:
         request = self.add_request(prompt, params)
         try:
             while request.finish_reason is None:
-                self.step()
+                self._advance()
                 yield from request.take_chunks()
             return request.result()
         finally:
@@ -339,6 +345,7 @@ class Engine:
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in a pass of their own."""
         table, size = BlockTable(self.pool.page_size), len(token_ids)
+        self.ahead.forget()  # its pages may be free now, and taken here
         self.pool.check_fits(size)
         if not self.pool.grow(table, size):
             raise CapacityError("no pages are free for that many tokens now; finish or abort requests first")
@@ -390,12 +397,17 @@ class Engine:
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(f"{name} says where K/V live and cannot change; make another engine for {name}")
         check_exact(self.target, self.runner.store, config)
-        if self._policy_spec(config) != self._policy_spec(self.config) or config.policy is not self.config.policy:
-            self.pacing.policy = self._make_policy(config, self.pacing.costs)
         self._check_trees(config)
-        self.config = self.procedure.config = config
         if self.proposer is not None:
             self.proposer.configure(config)
+        try:
+            if self._policy_spec(config) != self._policy_spec(self.config) or config.policy is not self.config.policy:
+                self.pacing.policy = self._make_policy(config, self.pacing.costs)
+        except BaseException:
+            if self.proposer is not None:
+                self.proposer.configure(self.config)
+            raise
+        self.config = self.procedure.config = config
 
     def _make_policy(self, config: DecodingConfig, costs: Costs) -> Policy:
         self._check_trees(config)

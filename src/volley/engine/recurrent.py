@@ -88,7 +88,11 @@ class RecurrentStates(SequenceState):
             if rows:
                 wanted += [Wanted(index, rows[-1], slot), *self._snapshots_of(index, work, rows)]
         # A snapshot of this step may have given its slot to a later one, whose states are written in another order.
-        step.recurrent.write(list({each.slot: each for each in wanted}.values()))
+        try:
+            step.recurrent.write(list({each.slot: each for each in wanted}.values()))
+        except BaseException:
+            self.forget()  # some would be found, and hold other states
+            raise
 
     def release(self, request: Request) -> None:
         self._held.pop(request.request_id, None)

@@ -234,7 +234,8 @@ class DraftContext(SequenceState):
             after = tokens[first : first + count]
             following += after + [0] * (count - len(after))  # none comes after a prompt that is only read
             end += count
-            request.tapped = features[end - 1].clone()
+            if count:
+                request.tapped = features[end - 1].clone()
         return self.model.with_next(features, torch.tensor(following, device=features.device))
 
 

@@ -103,3 +103,27 @@ def accept(step: Step) -> None:
     with step.timings.count("verify"):
         for procedure, members in group_by(step.works, lambda work: work.request.procedure).items():
             procedure.absorb([step.works[index] for index in members], step.logits)
+
+
+def conclude(step: Step, work: Work[Request], now: float) -> bool:
+    """Make a verdict final in its request at the time ``now``: tokens and statistics. Whether there were any tokens."""
+    request, verdict, stats = work.request, work.verdict, work.request.stats
+    if work.kind is Kind.PREFILL:
+        stats.prefill_seconds += now - step.started
+    else:
+        stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
+    if not verdict.token_ids:
+        if request.remaining == 0 and request.computed == request.length:  # max_tokens is 0: a prompt to read
+            request.finish_reason = "length"
+            stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
+        return False
+    taken = request.append(verdict.token_ids, verdict.accepted)
+    request.computed = min(request.computed, request.length)  # it may have ended inside the block
+    request.logprobs += work.logprobs[:taken]
+    request.top_logprobs += work.top_logprobs[:taken]
+    if work.kind in (Kind.DECODE, Kind.VERIFY):
+        stats.accepted_lengths.append(taken)
+        stats.block_sizes.append(1 + len(work.proposal.token_ids))
+    stats.total_seconds = time.perf_counter() - request.arrived
+    stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
+    return True

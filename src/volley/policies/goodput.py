@@ -61,7 +61,9 @@ class Goodput(Policy):
         # The last blocks by kind: the chance of each slot, the number of tokens expected to be right, and that of right ones.
         self._blocks = [deque[tuple[list[float], float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)]
         self._usual: list[list[float]] = [[] for _ in range(KINDS)]  # mean chances at the last review, by slot
-        self._reviews: dict[frozenset[int], _Review] = {}  # by the kinds present
+        self._reviews: dict[
+            frozenset[tuple[int, bool]], _Review
+        ] = {}  # by the kinds present, and whether each is known
         self._review = _Review(_WHOLE)  # the one in use
         self._tried = [0, 0]  # the cycles in which the other plans were last tried
         self._trial: int | None = None  # which of them is tried now; a draft that gave way to prompts was no trial
@@ -92,7 +94,7 @@ class Goodput(Policy):
             for view in views
         ]
         kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
-        plan, is_probe = self._choose(kinds, can_draft=any(view.limit for view in views))
+        plan, is_probe = self._choose(kinds, {kind for view, kind in zip(views, kinds, strict=True) if view.limit})
         if self.costs.ledger.is_spent:
             plan, is_probe = _NOTHING, True
         asks, room = list[Ask](), 0 if is_probe else self._review.room
@@ -118,36 +120,40 @@ class Goodput(Policy):
     def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
         return _SAMPLE if under_way >= self._hopeless.get(frozenset(sampled), under_way + 1) else 1
 
-    def _choose(self, kinds: list[int], *, can_draft: bool) -> tuple[Plan, bool]:
-        """The plan of this cycle, and whether it is a probe: a plan that is tried to keep its measurements up to date."""
+    def _choose(self, kinds: list[int], drafting: Set[int]) -> tuple[Plan, bool]:
+        """The plan of this cycle, and whether it is a probe: a plan that is tried to keep its measurements up to date.
+
+        Requests of the kinds in ``drafting`` can be drafted for; the others end with their next token.
+        """
         assert self.costs is not None
-        if self.block_size > 1 and not self._knows(kinds):
+        if self.block_size > 1 and not all(map(self._knows, drafting)):
             most = fitting(self.costs, len(kinds), max(_NODES, self.block_size - 1))
             if most:
                 return _WHOLE._replace(slots=[most] * KINDS, nodes=most), True
         # The last review of these kinds serves, unless it is used up or was made for a very different number of requests.
-        review = self._reviews.get(frozenset(kinds))
+        present = frozenset((kind, self._knows(kind)) for kind in kinds)
+        review = self._reviews.get(present)
         if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
-            review = self._reviews[frozenset(kinds)] = self._look(kinds)
+            review = self._reviews[present] = self._look(kinds)
         review.left -= 1
         self._review = review
         for index, (plan, every) in enumerate(review.others):
-            if self._cycle >= self._tried[index] + every and (can_draft or not any(plan.slots)):
+            if self._cycle >= self._tried[index] + every and (drafting or not any(plan.slots)):
                 self._trial = index
                 return plan, True
         self._trial = None
         return review.plan, False
 
-    def _knows(self, kinds: list[int]) -> bool:
-        """Whether all these kinds have had enough blocks."""
-        return all(len(self._blocks[kind]) >= _ENOUGH for kind in kinds)
+    def _knows(self, kind: int) -> bool:
+        """Whether a kind has had enough blocks."""
+        return len(self._blocks[kind]) >= _ENOUGH
 
     def _look(self, kinds: list[int]) -> _Review:
         """Choose between plain decoding and the best plan that drafts. The other one and whole blocks are tried now and then."""
         assert self.costs is not None
         self._tree_nodes.clear()
         gains, trust = {}, [1.0] * KINDS
-        for kind in set(kinds) if self.block_size > 1 and self._knows(kinds) else ():
+        for kind in filter(self._knows, set(kinds)) if self.block_size > 1 else ():
             blocks, expected, right = zip(*self._blocks[kind], strict=True)
             gains[kind] = np.array(list(zip_longest(*blocks, fillvalue=0.0)))
             self._usual[kind] = np.maximum(gains[kind].mean(axis=1), 1e-6).tolist()

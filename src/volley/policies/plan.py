@@ -40,8 +40,8 @@ class Planner:
         self, costs: Costs, counts: list[int], gains: dict[int, FloatArray], trust: list[float], most: int
     ) -> None:
         """``counts`` are the numbers of requests by kind. ``gains[kind] [slots, blocks]`` are the chances of slots, or nodes, of
-        the last blocks: they decide what is verified, and ``trust[kind]`` is the share of them that came true. ``most`` is the
-        largest number of slots.
+        the last blocks: they decide what is verified, and ``trust[kind]`` is the share of them that came true. A kind without
+        gains is not drafted for. ``most`` is the largest number of slots.
         """
         self._costs, self._counts, self._total = costs, np.array(counts, dtype=float), sum(counts)
         self.most_seconds = most_seconds(costs, self._total)
@@ -55,6 +55,7 @@ class Planner:
         self._options[0, TREE:] = most * (slots > 0)  # a tree is drafted whole or not at all
         self._options[1] = np.append(0.0, np.tile(prices, len(sizes)))
         self._options[2] = 1.0
+        self._options[:2, [kind for kind in range(KINDS) if kind not in gains]] = 0.0
         for kind, chances in gains.items():
             kept = chances >= prices[:, None, None]  # [prices, slots, blocks]
             last = np.minimum(sizes, len(chances)) if kind < TREE else np.full(len(sizes), len(chances))

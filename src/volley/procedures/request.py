@@ -223,7 +223,9 @@ class Request:
             token, from_draft = self.unwritten[0]
             known = len(self.text)
             is_last = len(self.unwritten) == 1 and self.finish_reason in ("stop", "length")
-            if token not in self.stop_token_ids or self.params.skip_special_tokens:
+            if token in self.stop_token_ids:
+                self.text += self.detokenizer.flush()
+            else:
                 self.text += self.detokenizer.push(token, last=is_last)
             if has_stop:
                 self._cut_at_stop_string(known)

@@ -48,6 +48,10 @@ class ChainProposer(Proposer):
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         drafted = self.open(works)
+        opened = set(map(id, drafted))
+        for work in works:
+            if id(work) not in opened:
+                work.ask = work.ask.cut(0)  # or costs and chances of drafts would be learnt from what is none
         for work in (work for work in drafted if constraints(work.request.rules)):
             following = self._following(work)
             work.proposal = walk_constrained(following, work, self.device, with_confidence=with_confidence)
@@ -121,20 +125,27 @@ class AutoregressiveProposer(ChainProposer):
     def _open(self, work: Work[Any], works: Works) -> bool:
         """Prepare the text of a work's request up to its anchor; False if there is no room for it and its draft."""
         request = work.request
+        needed = request.length + work.ask.positions
+        if needed > self.model.context_length:
+            self._forget(request.request_id)
+            return False
         text = self._texts.setdefault(request.request_id, _Text(BlockTable(_PAGE)))
         self._texts.move_to_end(request.request_id)
         before = request.token_ids[: request.length - 1]
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text.tokens, before, strict=False)))
         text.tokens, text.unread = before[:same], before[same:]
         self.pool.rollback(text.table, same)
-        needed = request.length + work.ask.positions
         drafting = {other.request.request_id for other in works}
-        while needed <= self.model.context_length and not self.pool.grow(text.table, needed):
+        while not self.pool.grow(text.table, needed):
             idle = next((key for key in self._texts if key not in drafting), None)
             if idle is None:
                 return False
-            self.pool.release(self._texts.pop(idle).table)
-        return bool(needed <= self.model.context_length)
+            self._forget(idle)
+        return True
+
+    def _forget(self, request_id: int) -> None:
+        if (text := self._texts.pop(request_id, None)) is not None:
+            self.pool.release(text.table)
 
     @torch.inference_mode()
     def read(self, requests: Sequence[Drafted], token_ids: list[int]) -> Tensor:

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from volley.serve.errors import JSON, ApiError, as_api_error
+from volley.serve.errors import JSON, as_api_error, took_too_long
 from volley.serve.replies import Choice, Dialect, Usage
 from volley.serve.worker import End, Failure, Job, Piece, Scored, Sketched, Worker
 
@@ -35,14 +36,16 @@ class AnswerResponse(Response):
         *,
         stream: bool,
         timeout: float,
+        started: float,
         last_words_seconds: float = LAST_WORDS_SECONDS,
     ) -> None:
-        """The job is given up after ``timeout`` seconds; then ``last_words_seconds`` are left to tell the client so."""
+        """The job is given up ``timeout`` seconds after ``started``, on the monotonic clock; then ``last_words_seconds`` are
+        left to tell the client so."""
         self.worker = worker
         self.job = job
         self.dialect = dialect
         self.stream = stream
-        self.timeout = timeout
+        self.timeout, self.started = timeout, started
         self.last_words_seconds = last_words_seconds
         self.background = None
         prompts = {id(prompt): (choice, prompt) for choice, prompt in reversed(list(enumerate(job.prompts)))}
@@ -59,14 +62,13 @@ class AnswerResponse(Response):
         work = asyncio.create_task(self._stream(tell) if self.stream else self._whole(scope, receive, tell))
         gone = asyncio.create_task(_disconnected(receive))
         try:
-            done, _ = await asyncio.wait((work, gone), timeout=self.timeout, return_when=asyncio.FIRST_COMPLETED)
+            left = max(0.0, self.started + self.timeout - time.monotonic())
+            done, _ = await asyncio.wait((work, gone), timeout=left, return_when=asyncio.FIRST_COMPLETED)
             error = work.exception() if work in done else None
             if not done:
                 await _cancel(work)
                 self.worker.abort(self.job)
-                allowed = f"the {self.timeout:g} s that the server, or its header x-request-timeout, allows"
-                message = f"the request took longer than {allowed}"
-                error = ApiError(504, message, kind="server_error", code="timeout")
+                error = took_too_long(self.timeout)
             if isinstance(error, Exception) and gone not in done:
                 with contextlib.suppress(TimeoutError):  # the client may have stopped reading
                     async with asyncio.timeout(self.last_words_seconds):

@@ -20,7 +20,7 @@ import volley
 from volley.errors import did_you_mean
 from volley.serve.answer import AnswerResponse
 from volley.serve.config import ApiKeys, ServeConfig
-from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error
+from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error, took_too_long
 from volley.serve.fields import first_problem
 from volley.serve.gate import Gate, Refused
 from volley.serve.models import Models
@@ -112,12 +112,16 @@ def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
         service, timeout = models.find(body.model), _timeout(config, request)
         if config.log_prompts:
             request.state.fields["body"] = body.model_dump(exclude_unset=True)
+        started = time.monotonic()
         service.preparing += 1
         try:
-            job, dialect = await open_job(service, body, request.state.client)
+            async with asyncio.timeout(timeout):
+                job, dialect = await open_job(service, body, request.state.client)
+        except TimeoutError:
+            raise took_too_long(timeout) from None
         finally:
             service.preparing -= 1
-        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout)
+        return AnswerResponse(service.worker, job, dialect, stream=body.stream, timeout=timeout, started=started)
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

@@ -166,7 +166,7 @@ class CallReader:
         """The JSON value at the buffer's beginning and where it ends, once it is complete."""
         try:
             return self._decoder.raw_decode(self._buffer)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     def _begin(self) -> list[Part]:

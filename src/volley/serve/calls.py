@@ -24,7 +24,8 @@ def grammar_of_answer(
     offered = tools.offered
     call = form.call if form is not None and offered else None
     thinking = form.thinking if form is not None and is_thinking else None
-    start = "start: reasoning SPACE?" if thinking else "start:"
+    opens = form.answer if form is not None and own is not None else None
+    start = "start: reasoning SPACE?" if thinking else "start: thought?" if opens else "start:"
     if tools.is_forced:
         assert call is not None, "a format with calls is chosen where one is forced"
         if own is not None:
@@ -33,19 +34,33 @@ def grammar_of_answer(
         rules = [f"{start} calls", *_calls(call, offered, tokenizer, is_single=is_single, binds_all=True)]
     elif own is not None and call is not None:
         calls = _calls(call, offered, tokenizer, is_single=not tools.parallel_tool_calls, binds_all=False)
-        rules = [f"{start} (calls | answer)", *calls, f"answer: {_in_lark(own)}"]
-    elif own is not None and is_thinking:
-        rules = [f"{start} answer", f"answer: {_in_lark(own)}"]
+        rules = [f"{start} (calls | answer)", *calls, *_answer(own, opens, tokenizer)]
+    elif own is not None and (is_thinking or opens):
+        rules = [f"{start} answer", *_answer(own, opens, tokenizer)]
     elif call is not None and any(tool.function.strict for tool in offered):
         return _strict_anywhere(call, offered, tokenizer)
     else:
         return own
     if thinking:
-        body = f"reasoning[suffix={json.dumps(thinking[1])}]: /(?s:.*)/"
-        if _special_in(thinking[1], tokenizer):
-            body = f"reasoning: /(?s:.*)/ {_literal(thinking[1], tokenizer)}"
-        rules += [body, "SPACE: /\\s+/"]
+        end = thinking[1] + (opens[1] if opens else "")
+        rules += [_until("reasoning", end, tokenizer), "SPACE: /\\s+/"]
+    elif opens and form is not None and form.thinking is not None:
+        begin, end = form.thinking
+        rules += [f"thought: {_literal(begin, tokenizer)} thinking", _until("thinking", end + opens[1], tokenizer)]
     return Grammar.lark("\n".join(rules) + "\n")
+
+
+def _answer(own: Grammar, opens: tuple[str, str] | None, tokenizer: Any) -> list[str]:
+    """Rules for an answer of a form, behind what opens one."""
+    before = f"{_literal(opens[0], tokenizer)} form" if opens else "form"
+    return [f"answer: {before}", f"form: {_in_lark(own)}"]
+
+
+def _until(name: str, end: str, tokenizer: Any) -> str:
+    """A rule for any text up to a mark."""
+    if _special_in(end, tokenizer):
+        return f"{name}: /(?s:.*)/ {_literal(end, tokenizer)}"
+    return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
 
 
 def _calls(call: CallText, tools: Sequence[Tool], tokenizer: Any, *, is_single: bool, binds_all: bool) -> list[str]:

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from volley.errors import ConfigError
@@ -86,6 +86,11 @@ class ServeConfig:
             return self.chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the chat template cannot be read ({error}); give a file of Jinja") from error
+
+
+OF_THE_SERVER = {field.name for field in fields(ServeConfig)} | {"threads"}
+OF_THE_SERVER -= {"adapters", "answer_format", "chat_template", "max_waiting"}
+"""Options that no single model of several can have."""
 
 
 class ApiKeys:

@@ -18,6 +18,15 @@ Way = Callable[[Sequence[Message]], list[Message]]
 """Puts the same conversation otherwise."""
 
 
+def opening_of(render: Callable[..., str]) -> str:
+    """What a template writes behind the last message for an answer to begin; empty if that cannot be told."""
+    mark = "Asked by volley"
+    try:
+        return render([{"role": "user", "content": mark}]).rpartition(mark)[2]
+    except Exception:  # a template may raise anything
+        return ""
+
+
 def short_ids(messages: Sequence[Message]) -> list[Message]:
     """Ids of calls as nine letters and digits, which is what Mistral's templates insist on. Such ids stay as they are."""
 
@@ -100,6 +109,22 @@ def tools_as_text(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
+def arguments_as_objects(messages: Sequence[Message]) -> list[Message]:
+    """Arguments that are no object, since a model wrote none or was cut, under a name: some templates ask for theirs."""
+    told = []
+    for message in messages:
+        own = dict(message)
+        if own.get("tool_calls"):
+            own["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in own["tool_calls"]]
+        told.append(own)
+    return told
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": {"arguments": arguments} if isinstance(arguments, str) else arguments}
+
+
 def text_before_calls(messages: Sequence[Message]) -> list[Message]:
     """What is said beside calls as a message of its own before them."""
     told: list[Message] = []
@@ -173,6 +198,9 @@ _OFFERED: dict[str, Any] = {
 _ASKED: Message = {"role": "user", "content": "Asked"}
 _A, _B = _call("a"), _call("b")
 _TOLD_A, _TOLD_B = ("probe_a", "Placea"), ("probe_b", "Placeb")
+_CUT: dict[str, Any] = {"id": f"call_{'c' * 24}", "type": "function"}
+_CUT["function"] = {"name": "probe_c", "arguments": '{"city": "Placec'}
+_TOLD_CUT = ("probe_c", "Placec")
 _PROBES: tuple[tuple[list[Message], tuple[str, ...], tuple[Way, ...]], ...] = (
     (
         [{"role": "system", "content": "First."}, {"role": "system", "content": "Second."}, _ASKED],
@@ -191,5 +219,6 @@ _PROBES: tuple[tuple[list[Message], tuple[str, ...], tuple[Way, ...]], ...] = (
         ("Said.", *_TOLD_A, "Resulta"),
         (text_as_thought, text_before_calls),
     ),
+    ([_ASKED, _answer(_CUT), _result(_CUT, "Resultc")], (*_TOLD_CUT, "Resultc"), (arguments_as_objects,)),
 )
 """A conversation, what must be told of it, and the ways to be tried if it is not."""

@@ -59,6 +59,11 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the request failed inside the server; its log says why", kind="server_error")
 
 
+def took_too_long(seconds: float) -> ApiError:
+    message = f"the request took longer than the {seconds:g} s that the server, or its header x-request-timeout, allows"
+    return ApiError(504, message, kind="server_error", code="timeout")
+
+
 def engine_dead() -> ApiError:
     return ApiError(503, "the engine has stopped; restart the server", kind="server_error", code="engine_dead")
 

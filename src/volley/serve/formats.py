@@ -69,6 +69,8 @@ class AnswerFormat:
     call: CallText | None = None
     thinking: tuple[str, str] | None = None
     """What opens and what closes reasoning."""
+    answer: tuple[str, str] | None = None
+    """What opens an answer, and what stands before it where reasoning came first; ``None``: nothing does."""
     recognise: tuple[str, ...] = field(default=(), repr=False)
     """A chat template that has all of these is of this format,"""
     unless: tuple[str, ...] = field(default=(), repr=False)
@@ -107,6 +109,7 @@ def load_format(name: str) -> AnswerFormat:
             response=data["response"],
             call=_call_text(data["call"]) if data.get("call") else None,
             thinking=(thinking["open"], thinking["close"]) if thinking else None,
+            answer=(data["answer"]["begin"], data["answer"]["next"]) if data.get("answer") else None,
             recognise=tuple(data.get("recognise", ())),
             unless=tuple(data.get("unless", ())),
         )
@@ -144,3 +147,18 @@ def format_of(tokenizer: Any, template: str, choice: str = "auto") -> AnswerForm
     if own is None:
         return known
     return AnswerFormat("tokenizer", own, None, known.thinking if known else None)
+
+
+def anchored(form: AnswerFormat | None, opening: str) -> AnswerFormat | None:
+    """The format, which learns the text before an answer from ``opening``, the end of a prompt, if it knows none of it.
+
+    So reasoning that the template opens is found whatever it calls the assistant.
+    """
+    if form is None or form.thinking is None or "start_anchor" not in form.response:
+        return form
+    anchor = opening.partition(form.thinking[0])[0]
+    if not anchor.strip() or form.template(with_calls=True).start_anchor_re.search(opening) is not None:
+        return form
+    known = form.response["start_anchor"]
+    anchors = [*([known] if isinstance(known, str) else known), anchor]
+    return replace(form, response={**form.response, "start_anchor": anchors})

@@ -17,11 +17,13 @@ _TAKEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).pa
 _UNREAD = ("annotations", "parsed", "provider_specific_fields", "reasoning_details", "refusal", "thinking_blocks")
 """Fields of an answer's message, of gateways and the openai client's ``parse`` among them, that clients send back and no template
 reads."""
-_MARKS = ("cache_control", "prompt_cache_breakpoint")
+_KINDS = {"text", "message"}
+"""What some clients write as the type of a whole message."""
+MARKS = ("cache_control", "prompt_cache_breakpoint")
 """Where a client wants prompts to be cached; here all of them are."""
 
 
-def _without(data: Any, names: Sequence[str]) -> Any:
+def without(data: Any, names: Sequence[str]) -> Any:
     return {k: v for k, v in data.items() if k not in names} if isinstance(data, Mapping) else data
 
 
@@ -32,28 +34,26 @@ class TextPart(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_marks(cls, data: Any) -> Any:
-        return _without(data, _MARKS)
+        return without(data, MARKS)
 
 
 class FunctionCall(Strict):
-    name: FunctionName
+    name: Text
     arguments: Text
 
     @model_validator(mode="before")
     @classmethod
     def _as_it_was_written(cls, data: Any) -> Any:
-        return _without(data, ("parsed_arguments",))  # which the openai client's ``parse`` adds
+        return without(data, ("parsed_arguments",))  # which the openai client's ``parse`` adds
 
-    @model_validator(mode="after")
-    def _arguments_are_an_object(self) -> Self:
+    def decoded_arguments(self) -> dict[str, Any] | str:
+        """The object that templates want; the text itself where a model wrote none, or was cut."""
         try:
             found = json.loads(self.arguments or "{}")
             is_object = isinstance(found, dict) and bool(json.dumps(found, ensure_ascii=False).encode())
         except (ValueError, RecursionError):  # half of a surrogate pair is no character
             is_object = False
-        if not is_object:
-            raise refusal("messages", f"the arguments of the call of {self.name!r} are not a JSON object")
-        return self
+        return found if is_object else self.arguments
 
 
 class ToolCall(Strict):
@@ -63,8 +63,7 @@ class ToolCall(Strict):
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """With the arguments decoded, as templates want them."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
+        function = {"name": self.function.name, "arguments": self.function.decoded_arguments()}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -80,7 +79,8 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return _without(without_nulls(data), _UNREAD + _MARKS)
+        kept = without(without_nulls(data), _UNREAD + MARKS)
+        return without(kept, ("type",)) if isinstance(kept, Mapping) and kept.get("type") in _KINDS else kept
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
@@ -106,7 +106,7 @@ class Message(Strict):
             message |= {"reasoning_content": reasoning, "thinking": reasoning}  # templates have either name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
-        if self.name is not None and self.role == "tool":
+        if self.name is not None:
             message["name"] = self.name
         return message
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from volley.errors import ConfigError, check_keys
+from volley.serve.config import OF_THE_SERVER
 
 T = TypeVar("T")
 
@@ -24,6 +25,12 @@ def read_models(path: Path) -> dict[str, dict[str, Any]]:
     for name, own in models.items():
         if ":" in name:
             raise ConfigError(f"the model name {name!r} has a colon, which separates adapters; leave it out")
+        if shared := OF_THE_SERVER & own.keys():
+            option = min(shared)
+            raise ConfigError(
+                f"{option} of the model {name!r} would hold for the whole server; give it on the command line, as "
+                f"--{option.replace('_', '-')}"
+            )
         if len(models) > 1 and not {"kv_mib", "num_pages"} & own.keys():
             raise ConfigError(
                 f"the model {name!r} does not say what its K/V may take; give each of several models kv_mib (or num_pages)"

@@ -28,6 +28,8 @@ class AnswerParser:
         """``prompt`` is the text before the answer, of which the chat template may have written a part of the answer."""
         template = form.template(with_calls=with_calls)
         has_begun = template.start_anchor_re.search(prompt) is not None
+        if form.thinking is not None and prompt.endswith(form.thinking[0]):
+            prompt += "\n"  # a pattern at the very end might go on
         self._parser = ResponseParser(template, prefix=prompt if has_begun else "", tools=list(tools) or None)
         calls = template.fields.get("tool_calls")
         self._reads_calls = calls is not None and calls.content == "text"
@@ -43,6 +45,7 @@ class AnswerParser:
         self.num_calls = 0
         for event in self._parser.initial_events:
             list(self._read(event))
+        self._held = ""  # of the prompt
 
     @property
     def is_thinking(self) -> bool:

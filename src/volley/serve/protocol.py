@@ -50,11 +50,15 @@ _OF_OTHERS: dict[str, tuple[Any, ...]] = {
 """Unsupported fields of vLLM's and SGLang's, which their clients send with values that request nothing."""
 
 
+LEAST_TOP_P = 1e-6
+"""What 0 stands for: the likeliest token alone."""
+
+
 class Sampling(Strict):
     """How tokens are chosen, and what ends a text."""
 
     temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, description="Keep so many of the likeliest tokens; 0 or -1 keeps all.")
     min_p: float = Field(0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -171,7 +175,7 @@ class _Request(Body, Sampling, GrammarFields):
         return SamplingParams(
             temperature=self.temperature,
             top_k=max(0, self.top_k),
-            top_p=self.top_p,
+            top_p=self.top_p or LEAST_TOP_P,
             min_p=self.min_p,
             seed=None if self.seed is None else self.seed % 2**63,
             max_tokens=max_tokens,

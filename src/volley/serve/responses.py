@@ -7,8 +7,10 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from volley.serve.errors import ApiError
 from volley.serve.fields import KINDS_OF_ITEMS, Body, FunctionName, Strict, Text, first_problem, refusal, without_nulls
+from volley.serve.messages import MARKS, without
 from volley.serve.protocol import ChatRequest, Diffusion, Sampling
 
+_RUN_BY_SERVERS = {"custom", "image_generation", "local_shell", "namespace", "web_search", "web_search_preview"}
 _CALLED_HERE = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -40,7 +42,10 @@ class ContentPart(Strict):
     annotations: list[Any] = Field(default_factory=list)
     logprobs: list[Any] = Field(default_factory=list)
 
-    _drop_nulls = model_validator(mode="before")(_as_it_was_written)
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls_and_marks(cls, data: Any) -> Any:
+        return without(_as_it_was_written(data), MARKS)
 
 
 Content = Text | list[ContentPart]
@@ -56,7 +61,7 @@ class MessageItem(_Item):
 class CallItem(_Item):
     type: Literal["function_call"]
     call_id: Text
-    name: FunctionName
+    name: Text
     arguments: Text
 
 
@@ -85,6 +90,13 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
 ]
+
+
+def _functions(given: Any) -> Any:
+    """Only functions are called here. Tools that OpenAI's own servers run are left out, as if the model never chose them."""
+    if not isinstance(given, list):
+        return given
+    return [own for own in given if not isinstance(own, Mapping) or own.get("type") not in _RUN_BY_SERVERS]
 
 
 def _as_items(given: Any) -> Any:
@@ -174,6 +186,7 @@ class ResponsesRequest(Body, Sampling):
         "structured_outputs": "use text.format",
     }
     without_effect: ClassVar = (
+        "client_metadata",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -192,7 +205,7 @@ class ResponsesRequest(Body, Sampling):
     ]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: list[FunctionTool] = Field(default_factory=list, max_length=128)
+    tools: Annotated[list[FunctionTool], BeforeValidator(_functions)] = Field(default_factory=list, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()

@@ -19,9 +19,9 @@ from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.config import ServeConfig
-from volley.serve.conversations import Conversations
+from volley.serve.conversations import Conversations, opening_of
 from volley.serve.errors import ApiError, engine_dead, shutting_down
-from volley.serve.formats import AnswerFormat, format_of, plain_calls
+from volley.serve.formats import AnswerFormat, anchored, format_of, plain_calls
 from volley.serve.grammars import asked_for, compile_grammar
 from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics
@@ -80,8 +80,9 @@ class Service:
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
         self._template = config.read_chat_template() or str(engine.tokenizer.chat_template or "")
-        self._conversations = Conversations(partial(render_chat, engine.tokenizer, template=self._template or None))
-        self.form = format_of(engine.tokenizer, self._template, config.answer_format)
+        render = partial(render_chat, engine.tokenizer, template=self._template or None)
+        self._conversations = Conversations(render)
+        self.form = anchored(format_of(engine.tokenizer, self._template, config.answer_format), opening_of(render))
         self._spelling = Spelling(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
@@ -144,6 +145,7 @@ class Service:
     async def converse(self, body: ChatRequest, client: str = "") -> tuple[Job, list[AnswerParser]]:
         """The job of a conversation, and what takes each of its answers apart, if anything has to."""
         adapter, form = self._check(body.model), self._form_of(body)
+        self.worker.check_room()  # before the work of preparing what would be refused
         prompt = await asyncio.to_thread(self._render, body)
         (token_ids,) = await self._encode([prompt], "messages", special=not self._template)
         asked = body.max_completion_tokens or body.max_tokens
@@ -254,6 +256,7 @@ class Service:
 
     async def complete(self, body: CompletionRequest, client: str = "") -> tuple[Job, Dialect]:
         adapter = self._check(body.model)
+        self.worker.check_room()
         prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")

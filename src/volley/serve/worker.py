@@ -173,11 +173,15 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self.fatal is None
 
-    def submit(self, job: Job) -> None:
-        """Queue a job; its events come to ``job.events``. Raises :class:`QueueFull`, and :class:`Stopped` after the end."""
-        if self.held + len(job.prompts) > self.capacity:
+    def check_room(self, answers: int = 1) -> None:
+        """Raises :class:`QueueFull` where so many more would be too many."""
+        if self.held + answers > self.capacity:
             rounds = self.held / (self.capacity - self._max_waiting)
             raise QueueFull(self.held, min(60, max(1, math.ceil(rounds * self._seconds))))
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its events come to ``job.events``. Raises :class:`QueueFull`, and :class:`Stopped` after the end."""
+        self.check_room(len(job.prompts))
         with self._end_of_inbox:
             if self._has_ended:
                 raise self._stopped()

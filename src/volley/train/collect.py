@@ -8,10 +8,11 @@ which job it belongs to, so an interrupted run drops what it left half-written, 
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -304,14 +305,15 @@ class EngineSource:
         name: str,
         thinking: bool | None = None,
         batch: int = 1024,
-        context_length: int | None = None,
+        most_tokens: int | None = None,
     ) -> None:
+        """``most_tokens`` may a prompt and its answer have together."""
         template = check_template(engine.tokenizer, thinking)
         self.engine = engine
         self.name = name
         self.thinking = thinking
         self.batch = batch
-        self.context_length = context_length
+        self.most_tokens = most_tokens or sys.maxsize
         self.refusals: list[str] = []
         """Why prompts were not answered."""
         self.chat_template: str | bool = template is not None and hashlib.sha256(template.encode()).hexdigest()[:16]
@@ -326,10 +328,14 @@ class EngineSource:
         at_once = max(1, self.batch // turns)  # a kill loses the conversations that are not complete
         while batch := open_jobs + list(islice(fresh, at_once - len(open_jobs))):
             prompts = [encode_chat(self.engine.tokenizer, job.messages, thinking=self.thinking) for job in batch]
-            fits = [self.context_length is None or len(ids) < self.context_length for ids in prompts]
+            fits = [len(ids) < self.most_tokens for ids in prompts]
             refused += fits.count(False)
             batch, prompts = list(compress(batch, fits)), list(compress(prompts, fits))
-            results = self.engine.generate(prompts, [job.params for job in batch])
+            params = [
+                replace(job.params, max_tokens=min(job.params.max_tokens, self.most_tokens - len(ids)))
+                for job, ids in zip(batch, prompts, strict=True)
+            ]
+            results = self.engine.generate(prompts, params)
             open_jobs = []
             for job, prompt, result in zip(batch, prompts, results, strict=True):
                 ids = list(result.token_ids)
@@ -339,6 +345,7 @@ class EngineSource:
                     open_jobs.append(job)
         if refused:
             self.refusals.append(
-                f"{refused} prompts do not fit the target's context of {self.context_length} tokens; give shorter ones"
+                f"{refused} prompts do not fit in {self.most_tokens} tokens, the target's context or all of its K/V; give "
+                "shorter ones, or more memory with --kv-mib"
             )
         return refused

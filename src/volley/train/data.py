@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from volley.chat import encode_chat, end_of_turn, render_chat, tokenize_rendered
+from volley.chat import encode_chat, encode_prompt, end_of_turn, render_chat, tokenize_rendered
 from volley.errors import InputError
 from volley.prompts import read_jsonl
 from volley.train.documents import Document, fingerprint
@@ -35,6 +35,11 @@ def _check(row: Row, where: str) -> Row:
     if _has_ids(row):
         return row
     messages = row.get("messages")
+    if row.get("tools"):
+        raise InputError(
+            f"{where}: it has tools, which are not put into prompts here; give the token ids that the target read and wrote, "
+            "as prompt_token_ids and response_token_ids"
+        )
     if not isinstance(messages, list) or not messages:
         raise InputError(f"{where}: no 'messages'; each row needs a list of chat messages ending with the response")
     for message in messages:
@@ -96,21 +101,28 @@ def _encode_chunk(
     tokenizer: PreTrainedTokenizerBase, rows: list[Row], end: int | None
 ) -> Iterator[tuple[list[int], list[int]]]:
     texts = [row for row in rows if not _has_ids(row)]
-    prompts: list[list[int]] = []
-    responses: list[list[int]] = []
-    if texts:
-        rendered = [render_chat(tokenizer, row["messages"][:-1], thinking=_thinking(row)) for row in texts]
-        prompts = tokenize_rendered(tokenizer, rendered)
-        contents = [row["messages"][-1]["content"] for row in texts]
-        responses = tokenizer(contents, add_special_tokens=False)["input_ids"]
-    encoded = zip(texts, prompts, responses, strict=True)
+    bare, chats = [row for row in texts if _is_bare(row)], [row for row in texts if not _is_bare(row)]
+    prompts: dict[bool, Iterator[list[int]]] = {}
+    if bare:
+        prompts[True] = iter(tokenizer([row["messages"][0]["content"] for row in bare])["input_ids"])
+    if chats:
+        rendered = [render_chat(tokenizer, row["messages"][:-1], thinking=_thinking(row)) for row in chats]
+        prompts[False] = iter(tokenize_rendered(tokenizer, rendered))
+    contents = [row["messages"][-1]["content"] for row in texts]
+    responses = iter(tokenizer(contents, add_special_tokens=False)["input_ids"] if texts else ())
     for row in rows:
         if _has_ids(row):
             yield list(row["prompt_token_ids"]), list(row["response_token_ids"])
             continue
-        _, prompt, response = next(encoded)
+        prompt, response = next(prompts[_is_bare(row)]), next(responses)
+        own = tokenizer.eos_token_id if _is_bare(row) else end
         has_ended = row.get("finish_reason", "stop") == "stop"
-        yield list(prompt), [*response, end] if end is not None and has_ended else list(response)
+        yield list(prompt), [*response, own] if own is not None and has_ended else list(response)
+
+
+def _is_bare(row: Row) -> bool:
+    """Whether the target read the prompt without a chat template, as ``volley collect --raw`` has servers do."""
+    return row.get("chat_template") is False and len(row["messages"]) == 2
 
 
 def _thinking(row: Row) -> bool | None:
@@ -130,6 +142,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
     """The token ids of a row's prompt."""
     if _has_ids(row):
         return list(row["prompt_token_ids"])
+    if _is_bare(row):
+        return encode_prompt(tokenizer, row["messages"][0]["content"])
     return encode_chat(tokenizer, row["messages"][:-1], thinking=_thinking(row))
 
 

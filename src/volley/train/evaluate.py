@@ -109,7 +109,8 @@ def evaluate_tau(
 ) -> dict[str, Any]:
     """Greedy decoding of ``prompts``: mean τ over all cycles, and the share of cycles that accepted each slot.
 
-    The engine loads a target of its own: the training copy must keep its dense attention. ``drafter`` is left as it is.
+    The engine loads a target of its own: the training copy must keep its dense attention. ``drafter`` is left as it is. Prompts
+    that do not fit in the engine are left out.
     """
     copy = Drafter(drafter.config)
     copy.load_state_dict(drafter.state_dict())
@@ -117,7 +118,8 @@ def evaluate_tau(
     sizes = beside_others(place)
     engine = Engine.from_pretrained(target, drafter=copy, dtype=dtype, device=place, capacity=sizes, policy="fixed")
     accepted: list[int] = []
-    for result in engine.generate(list(prompts), SamplingParams(max_tokens=max_tokens)):
+    fitting = [prompt for prompt in prompts if len(prompt) + max_tokens <= engine.snapshot().max_tokens]
+    for result in engine.generate(fitting, SamplingParams(max_tokens=max_tokens)):
         accepted += result.stats.accepted_lengths
     del engine, copy
     give_back(place)

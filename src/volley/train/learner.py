@@ -118,6 +118,8 @@ def _vocabulary(config: TrainConfig, target: FrozenTarget, documents: Sequence[D
     if size is None:
         vocab_size, width = ends.head.shape
         size = choose_vocabulary(documents, vocab_size, width, target.pass_weights)
+    if size is not None and size >= len(ends.head):
+        raise ConfigError(f"draft_vocab_size is {size}; it must be between 1 and {len(ends.head) - 1}")
     return None if size is None else Vocabulary(size, response_counts(documents, len(ends.head)), ends)
 
 

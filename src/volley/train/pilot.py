@@ -9,9 +9,9 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ _NEAR = 0.05  # softness of the labels: a size that is slower by this share weig
 class Labelled:
     """Measurements of N requests, each decoded with S block sizes."""
 
+    prompt: Tensor
+    """``[N]``: its number, the same at every temperature."""
     temperature: Tensor
     """``[N]``"""
     logits: Tensor
@@ -88,6 +90,7 @@ def label(
         cycles.append([len(own) for own in lengths])
     seen = [recorder.seen[request_id] for request_id in sorted(recorder.seen)]
     return Labelled(
+        prompt=torch.arange(len(prompts)),
         temperature=torch.tensor([own.temperature for own in params]),
         logits=torch.stack([logits for logits, _ in seen]),
         hidden=torch.stack([hidden for _, hidden in seen]),
@@ -103,12 +106,15 @@ def label_all(
     report: Callable[[int, int], None],
 ) -> Labelled:
     """Label every prompt at every temperature, ``batch`` prompts at a time; ``options.labels`` is written after each."""
+    # Served without a seed, as most requests are, sampled drafts are verified so.
+    engine.reconfigure(replace(engine.config, verification="speculative"))
     conversations = [c for source in options.prompts for c in load_prompts(source, options.data_dir, options.limit)]
     random.Random(options.seed).shuffle(conversations)
     prompts = [engine.encode(list(conversation.messages), thinking=options.thinking) for conversation in conversations]
     room = engine.target.context_length - options.max_tokens
-    prompts = [prompt for prompt in prompts if len(prompt) <= room]
-    facts = [drafter_fingerprint(_drafter(engine)), list(block_sizes), options.temperatures, options.max_tokens]
+    prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts)) if len(prompt) <= room]
+    facts: list[Any] = [drafter_fingerprint(_drafter(engine)), list(block_sizes), options.temperatures]
+    facts += [options.max_tokens, engine.config.verification]
     key = hashlib.sha256(json.dumps([*facts, options.seed, options.batch, prompts]).encode()).digest()
     if not prompts:
         raise InputError(
@@ -124,7 +130,8 @@ def label_all(
                 SamplingParams(temperature=temperature, max_tokens=options.max_tokens, seed=options.seed + done + place)
                 for place in range(len(batch))
             ]
-            parts.append(label(engine, batch, params, block_sizes))
+            found = label(engine, batch, params, block_sizes)
+            parts.append(replace(found, prompt=found.prompt + done))
         done += len(batch)
         if options.labels is not None:
             whole = Labelled.joined(parts)
@@ -134,7 +141,7 @@ def label_all(
         report(done, len(prompts))
     found = Labelled.joined(parts)
     found = found[found.cycles.amin(dim=1) > 0]  # some end with their first token
-    if len(found) < 2:
+    if len(set(found.prompt.tolist())) < 2:
         raise InputError("hardly a prompt was answered with more than one token; give more prompts, or others")
     return found
 
@@ -221,6 +228,14 @@ class PilotOutcome:
         return cls(fixed, rate(choice), rate(best), float((choice == best).float().mean()))
 
 
+def split(examples: Labelled, options: PilotOptions) -> tuple[Labelled, Labelled]:
+    """A share of the prompts that is held out, with all their temperatures, and the others."""
+    prompts = torch.tensor(sorted(set(examples.prompt.tolist())))
+    order = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(options.seed))]
+    held = torch.isin(examples.prompt, order[: max(1, int(len(prompts) * options.eval_share))])
+    return examples[held], examples[~held]
+
+
 def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, int], None]) -> tuple[Path, PilotOutcome]:
     """Label, train, save; where it was saved, and how good it is."""
     drafter = _drafter(engine)
@@ -238,9 +253,7 @@ def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, in
     )
     examples = label_all(engine, options, sizes, report)
     seconds = cycle_seconds(engine, sizes, options.concurrency)
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(options.seed))
-    count = max(1, int(len(examples) * options.eval_share))
-    held, kept = examples[order[:count]], examples[order[count:]]
+    held, kept = split(examples, options)
     net = fit(config, drafter, kept, kept.rates(seconds), options)
     choice = net(inputs_of(config, held)).argmax(dim=1)
     save_pilot(folder, config, net)

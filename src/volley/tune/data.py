@@ -90,7 +90,7 @@ def _line(now: Collected) -> str:
 def _source(config: TuneConfig, target: Callable[[], Target]) -> Source:
     if config.endpoint is None:
         engine = Engine(target())
-        return EngineSource(engine, config.target, config.thinking, context_length=engine.target.context_length)
+        return EngineSource(engine, config.target, config.thinking, most_tokens=engine.snapshot().max_tokens)
     raw = not load_tokenizer(config.target).chat_template
     key = os.environ.get(config.api_key_env)
     return EndpointSource((config.endpoint,), config.model, key, config.thinking, raw=raw)

@@ -42,7 +42,7 @@ class TuneConfig:
     api_key_env: str = "OPENAI_API_KEY"
     """With --endpoint: environment variable that holds the key."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of both models. auto: bfloat16, but float32 to train for targets up to 512 wide on a CPU."""
+    """Data type of both models. auto: bfloat16, but float32 to train for narrow targets on a CPU, 512 wide at most."""
     device: str = "auto"
     """Torch device, such as cpu or cuda; auto is the GPU if there is one."""
     threads: int | None = None

@@ -94,7 +94,7 @@ def _speculation(
     from volley.models.drafters.drafter import Drafter
     from volley.models.drafters.export import TargetShape
     from volley.policies.make import DEFAULT_POLICY, make_policy
-    from volley.vllm.options import PluginOptions, block_drafter, engine_args
+    from volley.vllm.options import PluginOptions, block_drafter, engine_args, wrong_sampler
 
     drafter = str(drafter_folder(Path(drafter)))
     config = block_drafter(Path(drafter))
@@ -108,11 +108,13 @@ def _speculation(
             tensor_parallel_size=launch.size_option(args, "--tensor-parallel-size", "-tp"),
             pipeline_parallel_size=launch.size_option(args, "--pipeline-parallel-size", "-pp"),
         )
-    if (
-        found["speculative_config"]["method"] == "dflash"
-        and detect(read_json(Path(drafter) / "config.json")) == "transformers"
-    ):
-        raise ConfigError(f"vLLM does not read {drafter}, which is in transformers' format; volley export it --to zlab")
+    if found["speculative_config"]["method"] == "dflash":
+        if launch.is_cpu_build() and not options.greedy_only:
+            raise wrong_sampler()  # as the plugin does, when it starts
+        if detect(read_json(Path(drafter) / "config.json")) == "transformers":
+            raise ConfigError(
+                f"vLLM does not read {drafter}, which is in transformers' format; volley export it --to zlab"
+            )
     return found
 
 

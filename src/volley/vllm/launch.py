@@ -22,11 +22,20 @@ def check_installed(tested: str) -> str:
     """The version of the vLLM in this environment; an error without one or with one outside ``tested`` (such as "0.32")."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"vLLM is not installed in this environment; install it with {INSTALL}")
-    names = importlib.metadata.packages_distributions().get("vllm", [])  # its CPU build goes by another name
+    names = _distributions()
     version = importlib.metadata.version(names[0]) if names else "of an unknown version"
     if version.split(".")[:2] != tested.split("."):
         raise UnsupportedModelError(f"this is vLLM {version}; volley is tested with {tested}.x: {INSTALL}")
     return version
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM in this environment runs on CPUs: it goes by another name, or has a version of its own."""
+    return any("cpu" in f"{name} {importlib.metadata.version(name)}" for name in _distributions())
+
+
+def _distributions() -> Sequence[str]:
+    return importlib.metadata.packages_distributions().get("vllm", [])
 
 
 def split_target(args: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -150,12 +150,17 @@ def check_sampler(device: Any) -> None:
     temperatures = torch.tensor([0.5, 2.0], device=device)
     ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
     if expand_batch_to_tokens(temperatures, ends, 3).tolist() != [0.5, 2.0, 2.0]:
-        raise UnsupportedModelError(
-            "this build of vLLM verifies drafts at wrong temperatures, whoever drafts (0.32 does so on CPUs): sampled answers "
-            "would not have the target's distribution. If all requests have temperature 0, say so with "
-            "`volley serve --engine vllm --greedy-only`, in vLLM's words "
-            """--additional-config '{"volley": {"greedy_only": true, …}}'; else serve without speculation or on a GPU"""
-        )
+        raise wrong_sampler()
+
+
+def wrong_sampler() -> UnsupportedModelError:
+    """The error for a vLLM that verifies drafts wrongly."""
+    return UnsupportedModelError(
+        "this build of vLLM verifies drafts at wrong temperatures, whoever drafts (0.32 does so on CPUs): sampled answers "
+        "would not have the target's distribution. If all requests have temperature 0, say so with "
+        "`volley serve --engine vllm --greedy-only`, in vLLM's words "
+        """--additional-config '{"volley": {"greedy_only": true, …}}'; else serve without speculation or on a GPU"""
+    )
 
 
 def register() -> None:

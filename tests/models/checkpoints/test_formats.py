@@ -52,7 +52,9 @@ def counts() -> list[int]:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("changes", [{}, SLIDING, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}])
+@pytest.mark.parametrize(
+    "changes", [{}, SLIDING, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"draft_window": 512}]
+)
 def test_a_round_trip_changes_nothing(tmp_path: Path, form: Format, changes: dict[str, Any]) -> None:
     source = saved(tmp_path / "own", **changes)
     export(source, tmp_path / "theirs", form)

@@ -99,6 +99,10 @@ def test_targets_and_block_drafters_are_told_apart() -> None:
         ({"num_hidden_layers": 2}, "volley reads EAGLE-3 drafters of one layer"),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        (
+            {"eagle_config": {"use_last_layernorm": False, "parallel_draft_step": 2}},
+            "parallel_draft_step are not known",
+        ),
         ({"parallel_drafting": True}, "parallel_drafting are not known to volley and may change"),
         ({"use_aux_hidden_state": False, "eagle_config": {}}, "EAGLE-3 reads three layers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, "must be a list of 3 layer numbers"),

@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
@@ -176,7 +177,7 @@ def test_awq_is_decoded_as_the_library_converts_it(tmp_path: Path) -> None:
     made.save_awq(wide_model(), tmp_path)
     settings = {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     converted = AutoAWQConverter.from_autoawq_config(settings).process(load_file(tmp_path / "model.safetensors"))
-    decoded = dict(dense_tensors(tmp_path, FORMATS["awq"], settings))
+    decoded = dict(dense_tensors(tmp_path, FORMATS["awq"], settings, torch.float32))
     stem = "model.layers.1.mlp.down_proj"
     shape = torch.Size(converted[f"{stem}.weight_shape"].tolist())
     codes = unpack_from_int32(converted[f"{stem}.weight_packed"], 4, shape)
@@ -354,6 +355,41 @@ def test_biases_of_zeros_that_the_model_lacks_are_left_out(tmp_path: Path) -> No
     save_file({**tensors, name: torch.ones(128)}, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"has {name}, which"):
         load_causal_lm(tmp_path, torch.float32)
+
+
+def test_modules_that_are_not_quantised_are_named_by_a_minus(tmp_path: Path) -> None:
+    """As Qwen3.5's own GPTQ files do; an empty entry changes nothing either."""
+    model = wide_model()
+    made.save_gptq(model, tmp_path)
+    settings = AutoConfig.from_pretrained(tmp_path).quantization_config
+    made.edit_config(tmp_path, quantization_config={**settings, "dynamic": {"lm_head": {}, "-:.*mtp.*": {}}})
+    assert torch.allclose(logits(load_causal_lm(tmp_path, torch.float32, "eager")), logits(model), atol=1e-4)
+    made.edit_config(tmp_path, quantization_config={**settings, "dynamic": {"+:.*mlp.*": {"bits": 8}}})
+    with pytest.raises(UnsupportedModelError, match="other modules having other ones"):
+        load_causal_lm(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("save", [made.save_fp8, made.save_gptq, made.save_awq])
+def test_end_tokens_come_from_the_generation_config(
+    save: Callable[[PreTrainedModel, Path], None], tmp_path: Path
+) -> None:
+    save(wide_model(), tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert Target(load_causal_lm(tmp_path, torch.float32)).stop_token_ids >= {7, 9}
+
+
+def test_what_a_router_has_in_fp32_is_not_rounded(tmp_path: Path) -> None:
+    """Biases of some routers differ by less than bf16 can tell."""
+    shape = {**SHAPE, "hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    config = Glm4MoeConfig(
+        **shape, moe_intermediate_size=128, head_dim=32, vocab_size=50, num_hidden_layers=2, first_k_dense_replace=1
+    )
+    model = eager_model(config).requires_grad_(False)
+    name = next(name for name, _ in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    model.get_buffer(name).copy_(7 + torch.tensor([0.001, 0.002, 0.003, 0.004]))
+    made.save_fp8(model, tmp_path)
+    found = load_causal_lm(tmp_path, torch.bfloat16).get_buffer(name)
+    assert torch.equal(found, model.get_buffer(name))
 
 
 def test_a_packed_matrix_without_scales_is_refused(tmp_path: Path) -> None:

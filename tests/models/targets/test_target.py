@@ -167,6 +167,15 @@ def test_stop_tokens_come_from_model_and_generation_config() -> None:
     assert Target(model).stop_token_ids == {7, 9}
 
 
+def test_yarn_makes_the_context_longer() -> None:
+    """Model cards tell users to add it, and leave max_position_embeddings as it was."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    target = Target(eager_model(target_config(max_position_embeddings=64, rope_parameters=rope)))
+    assert target.context_length == 256
+    longer = Target(eager_model(target_config(max_position_embeddings=512, rope_parameters=rope)))
+    assert longer.context_length == 512
+
+
 def test_a_longrope_target_keeps_to_its_original_context() -> None:
     """Beyond it, all frequencies change with the longest sequence of a batch."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}

@@ -114,6 +114,8 @@ class DrafterConfig:
     """Channels that share what a convolution makes of its input."""
     target_hidden_size: int | None = None
     """Width of the target's states where the drafter has another; then embedding and head are the drafter's own."""
+    final_logit_softcapping: float | None = None
+    """Logits become ``cap · tanh(logits / cap)``, as in drafters for Gemma."""
     draft_window: int | None = None
     """Tokens of context that are enough for its drafts, measured when it was trained; ``None``: not measured."""
     target_fingerprint: str | None = None
@@ -130,6 +132,8 @@ class DrafterConfig:
             object.__setattr__(self, "layer_types", ("full_attention",) * self.num_hidden_layers)
         if self.target_hidden_size == self.hidden_size:
             object.__setattr__(self, "target_hidden_size", None)
+        if not self.final_logit_softcapping:
+            object.__setattr__(self, "final_logit_softcapping", None)
         if not any(self.causal_layers):
             object.__setattr__(self, "causal_layers", ())
         for wrong, message in (*self._problems_of_drafting(), *self._problems_of_layers()):
@@ -155,6 +159,11 @@ class DrafterConfig:
                 any(not -1 <= i < (self.num_target_layers or i + 1) for i in self.target_layer_ids),
                 f"target_layer_ids {list(self.target_layer_ids)} do not all lie in a target of "
                 f"{self.num_target_layers or 'any number of'} layers",
+            ),
+            (
+                not isinstance(self.final_logit_softcapping or 1.0, int | float)
+                or (self.final_logit_softcapping or 1.0) < 0,
+                f"final_logit_softcapping is {self.final_logit_softcapping!r}; it must be a positive number",
             ),
             (
                 not 0 <= self.mask_token_id < self.vocab_size,
@@ -249,9 +258,10 @@ class DrafterConfig:
         return " and ".join(name for there, name in parts if there) or None
 
     @property
-    def provenance(self) -> dict[str, Any]:
-        """What every format's config says of where the drafter comes from; other programs ignore it."""
-        return {"target_fingerprint": self.target_fingerprint} if self.target_fingerprint else {}
+    def own_keys(self) -> dict[str, Any]:
+        """What every format's config says for volley alone; other programs ignore it."""
+        own = {"target_fingerprint": self.target_fingerprint, "draft_window": self.draft_window}
+        return {key: value for key, value in own.items() if value}
 
     def to_json(self) -> dict[str, Any]:
         """The config as z-lab writes it; what newer and older readers expect in different places is in both."""
@@ -289,9 +299,9 @@ class DrafterConfig:
             **({"head": self.head.to_json()} if self.head else {}),
             **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
             **({"target_hidden_size": self.target_hidden_size} if self.target_hidden_size else {}),
+            **({"final_logit_softcapping": cap} if (cap := self.final_logit_softcapping) else {}),
             **({"causal_layers": list(self.causal_layers)} if self.causal_layers else {}),
-            **({"draft_window": self.draft_window} if self.draft_window else {}),
-            **self.provenance,
+            **self.own_keys,
             **{key: getattr(self, key) for key in CONVOLUTION_KEYS if getattr(self, key) is not None},
         }
 

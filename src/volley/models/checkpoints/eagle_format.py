@@ -32,6 +32,11 @@ _SAYS_NOTHING = {
     "draft_vocab_size", "target_hidden_size", "num_target_layers", _TAPS_KEY, "speculators_config", "speculators_model_type",
     "speculators_version", "transformer_layer_config", "embed_requires_grad", "block_size", "num_aux_hidden_states",
 }  # fmt: skip
+_USUAL = {
+    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "next_layer_regular": True,
+    "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1,
+}  # fmt: skip
+"""What ModelOpt writes of a layer as volley computes it."""
 _NAMES = {"midlayer.hidden_norm.weight": "hidden_norm.weight", "layers.0.hidden_norm.weight": "hidden_norm.weight"}
 
 
@@ -127,7 +132,11 @@ def _check_known(raw: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
     """Refuse what may change how the drafter computes; what is empty or switched off is accepted."""
     known = {*_SHAPE, *SWITCHES, *_SAYS_NOTHING}
     found = {**layers, **raw}
-    unread = sorted(key for key, value in found.items() if key not in known and value not in (None, False, {}, []))
+    unread = sorted(
+        key
+        for key, value in found.items()
+        if key not in known and value not in (None, False, {}, []) and value != _USUAL.get(key)
+    )
     if unread:
         raise ConfigError(
             f"EAGLE-3 config: {', '.join(unread)} are not known to volley and may change what the drafter computes; take "

@@ -64,7 +64,8 @@ _SPECULATORS_KEYS = {
     "architectures", "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
     "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
     "sliding_window_non_causal", "sample_from_anchor", "num_target_layers", "max_anchors", "tie_word_embeddings", "dtype",
-    "torch_dtype", "transformers_version", "auto_map", "model_type", "target_fingerprint", *_MARKOV_KEYS,
+    "torch_dtype", "transformers_version", "auto_map", "model_type", "target_fingerprint", "draft_window",
+    *_MARKOV_KEYS,
 }  # fmt: skip
 
 
@@ -226,6 +227,8 @@ def obstacles(config: DrafterConfig, form: Format) -> list[str]:
         found.append(
             "its attention has biases (attention_bias), which have no place there; zlab and speculators hold them"
         )
+    if form in ("gguf", "transformers", "speculators") and config.final_logit_softcapping:
+        found.append("its logits are capped (final_logit_softcapping), which has no place there; zlab holds it")
     if form == "gguf":
         found += obstacles_in_gguf(config)
     if form in ("sglang", "transformers"):
@@ -308,7 +311,7 @@ def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: 
         "num_target_layers": config.num_target_layers,
         "tie_word_embeddings": False,
         **({} if config.head is None else _markov(config)),
-        **config.provenance,
+        **config.own_keys,
     }
 
 
@@ -343,15 +346,21 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     taps = raw["aux_hidden_state_layer_ids"]
     if not isinstance(taps, list) or not all(isinstance(layer, int) for layer in taps):
         raise ConfigError(f"aux_hidden_state_layer_ids is {taps!r}; it must be a list of layer numbers")
+    says_nothing = ("use_qk_norm", "head", "pretraining_tp")
     in_order = not raw.get("sliding_window_non_causal", kind == "dflash2")
     types = layers.get("layer_types") if in_order else None
     return {
-        **{key: value for key, value in layers.items() if key not in ("use_qk_norm", "head")},
+        **{
+            key: value
+            for key, value in layers.items()
+            if key not in says_nothing and (key, value) != ("mlp_bias", False)
+        },
         **_head_and_block(raw, anchored=False),
         "draft_vocab_size": raw.get("draft_vocab_size"),
         "target_hidden_size": raw.get("target_hidden_size"),
         "num_target_layers": raw.get("num_target_layers"),
         "target_fingerprint": raw.get("target_fingerprint"),
+        "draft_window": raw.get("draft_window"),
         "causal_layers": [one == "sliding_attention" for one in types] if isinstance(types, list) else None,
         "dflash_config": {
             **({key: raw.get(key) for key in _DFLASH2_KEYS} if kind == "dflash2" else {}),
@@ -409,7 +418,7 @@ def transformers_config(config: DrafterConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
-        **config.provenance,
+        **config.own_keys,
     }
 
 

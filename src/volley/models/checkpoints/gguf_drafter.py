@@ -118,6 +118,7 @@ def _read_config(file: GGUFFile) -> DrafterConfig:
         ),
         head=head,
         draft_vocab_size=rows,
+        draft_window=file.get("draft_window"),
         sample_from_anchor=from_anchor,
         own_embedding="token_embd.weight" in file.names,
     )
@@ -203,6 +204,8 @@ def _keys(config: DrafterConfig) -> dict[str, Any]:
     if config.sliding_window:
         keys |= {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": slides}
         keys["attention.causal"] = False
+    if config.draft_window:
+        keys["draft_window"] = config.draft_window
     if config.head is not None:
         keys |= {"sample_from_anchor": config.sample_from_anchor, "has_confidence_head": False}
     return keys

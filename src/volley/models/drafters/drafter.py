@@ -395,11 +395,15 @@ class Drafter(nn.Module):
     def logits(self, hidden: Tensor, of_target: Projection) -> Tensor:
         """Logits ``[T, V]`` of final states ``[T, H]``, −∞ outside a reduced vocabulary; ``of_target`` is the target's head."""
         if self.lm_head is None:
-            return (self.own_head or of_target)(hidden)
-        own: Tensor = self.lm_head(hidden)
+            return self._capped((self.own_head or of_target)(hidden))
+        own = self._capped(self.lm_head(hidden))
         if self.drafted is None:
             return own
         return own.new_full((len(own), self.config.vocab_size), -torch.inf).index_copy(1, self.drafted, own)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else (cap * torch.tanh(logits.float() / cap)).to(logits.dtype)
 
     @classmethod
     def from_pretrained(cls, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> Self:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<place>\d+)\.(?P<part>gate|up|down)_proj")
+_SINGLE = re.compile(rf"{EXPERT.pattern}|.+\.experts\.\d+\.w[123]")
 _ROUNDING = re.compile(r"(input|output)_(scale|zero_point|global_scale)")
 
 Opened = Mapping[str, Any]
@@ -51,15 +52,18 @@ class Decoded:
     rounding: Mapping[str, Mapping[str, Tensor]]
 
 
-def has_experts(names: Iterable[str]) -> bool:
-    """Whether experts are coded one by one."""
-    return any(EXPERT.fullmatch(name.removesuffix(".weight_scale")) for name in names)
+def has_experts(names: Iterable[str], part: str = "weight_scale") -> bool:
+    """Whether experts are coded one by one, or with ``part`` "weight" stored so."""
+    return any(name.endswith(f".{part}") and _SINGLE.fullmatch(name.removesuffix(f".{part}")) for name in names)
 
 
 def decode_tensors(
     opened: Opened, settings: Mapping[str, Any], dtype: torch.dtype, twins: Twins | None = None
 ) -> Decoded:
-    """Decode a checkpoint, weights that ``twins`` share once. CheckpointError if parts of a layer's codes are missing."""
+    """Decode a checkpoint's codes to ``dtype``, weights that ``twins`` share once; the others stay as they are.
+
+    CheckpointError if parts of a layer's codes are missing.
+    """
     config = _config(settings)
     layers: dict[str, dict[str, str]] = defaultdict(dict)  # parts of each layer, with their names in the file
     for name in opened:
@@ -75,11 +79,11 @@ def decode_tensors(
         stored = {part: opened[name].get_tensor(name) for part, name in parts.items()}
         if "weight_scale" in stored:
             rounding[layer] = {part: stored.pop(part) for part in list(stored) if _ROUNDING.fullmatch(part)}
-            stored = {"weight": _decode_layer(layer, stored, config)} | {
+            stored = {"weight": _decode_layer(layer, stored, config).to(dtype)} | {
                 part: value for part, value in stored.items() if not part.startswith("weight")
             }
         for part, value in stored.items():
-            weights[f"{layer}.{part}"] = value.to(dtype) if value.is_floating_point() else value
+            weights[f"{layer}.{part}"] = value
     return Decoded(weights, rounding)
 
 

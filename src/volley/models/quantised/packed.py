@@ -46,8 +46,10 @@ def open_tensors(path: str | Path) -> dict[str, Any]:
     return where
 
 
-def dense_tensors(path: str | Path, form: PackedFormat, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder or hub name by its name, packed ones decoded to fp32."""
+def dense_tensors(
+    path: str | Path, form: PackedFormat, settings: Mapping[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder or hub name by its name: packed ones decoded to ``dtype``, the others as they are."""
     where = open_tensors(path)
     for name in where:
         stem, _, part = name.rpartition(".")
@@ -59,7 +61,7 @@ def dense_tensors(path: str | Path, form: PackedFormat, settings: Mapping[str, A
                 raise CheckpointError(f"{path} has {name} and lacks {', '.join(absent)}; fetch it again")
             names = {part: f"{stem}.{part}" for part in _PARTS if f"{stem}.{part}" in where}
             parts = {part: where[full].get_tensor(full) for part, full in names.items()}
-            yield f"{stem}.weight", form.decode(parts, settings)
+            yield f"{stem}.weight", form.decode(parts, settings).to(dtype)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -94,10 +96,11 @@ def _decode_awq(stored: Stored, _: Mapping[str, Any]) -> Tensor:
 
 def _check_gptq(settings: Mapping[str, Any]) -> None:
     form = settings.get("checkpoint_format") or "gptq"
-    if settings.get("bits") not in (2, 4, 8) or form not in ("gptq", "gptq_v2") or settings.get("dynamic"):
+    others = [name for name, own in (settings.get("dynamic") or {}).items() if own and not name.startswith("-:")]
+    if settings.get("bits") not in (2, 4, 8) or form not in ("gptq", "gptq_v2") or others:  # "-:" is not quantised
         raise UnsupportedModelError(
             f"GPTQ weights of {settings.get('bits')} bits in the format {form!r}"
-            f"{', other modules having other ones' if settings.get('dynamic') else ''}, are not read; volley reads 2, 4 and "
+            f"{', other modules having other ones' if others else ''}, are not read; volley reads 2, 4 and "
             "8 bits in the formats gptq and gptq_v2, the same for all modules: export the model so"
         )
 

@@ -18,8 +18,9 @@ _ENDINGS = ("_scale_inv", "_scale")  # the second is AutoFP8's; both multiply
 _OF_INPUTS = ("activation_scale", "input_scale")
 
 
-def decoded_float8(path: str | Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder or hub name by its name, codes decoded to fp32. Scales of inputs are left out."""
+def decoded_float8(path: str | Path, settings: Mapping[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a folder or hub name by its name: codes decoded to ``dtype``, the others as they are, but for scales of
+    inputs, which are left out."""
     where = open_tensors(path)
     scales = {f"{name}{ending}" for name in where for ending in _ENDINGS}
     for name, file in where.items():
@@ -32,7 +33,8 @@ def decoded_float8(path: str | Path, settings: Mapping[str, Any]) -> Iterator[tu
         if scale is None:
             yield name, stored
         elif stored.dtype == torch.float8_e4m3fn:
-            yield name, _decode(name, stored, where[scale].get_tensor(scale), settings.get("weight_block_size"))
+            scales_of = where[scale].get_tensor(scale)
+            yield name, _decode(name, stored, scales_of, settings.get("weight_block_size")).to(dtype)
         else:
             raise UnsupportedModelError(
                 f"{path}: {name} has a scale and is of type {stored.dtype}; volley reads float8_e4m3fn in such a checkpoint. "

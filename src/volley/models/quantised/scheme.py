@@ -6,6 +6,7 @@ layer that rounds its inputs too goes on doing so, by the ``forward`` that the l
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from logging import getLogger
@@ -196,7 +197,7 @@ def _load_compressed(
         decoded = decode_tensors(opened, quantisation.settings, _dtype(options), twins)
         if twins is not None:
             stack_experts(decoded.weights)
-        model, report = _load_plain(kind, decoded.weights, options)
+        model, report = _load_plain(kind, path, decoded.weights, options)
         round_inputs(model, quantisation.settings, decoded.rounding, twins)
         return model, report
     options["config"].quantization_config = {**quantisation.settings, "kv_cache_scheme": None}
@@ -223,10 +224,10 @@ def _load_packed(
 ) -> Loaded:
     dtype, settings = _dtype(options), quantisation.settings
     form = FORMATS.get(quantisation.method)
-    tensors = decoded_float8(path, settings) if form is None else dense_tensors(path, form, settings)
-    state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors}
+    tensors = decoded_float8(path, settings, dtype) if form is None else dense_tensors(path, form, settings, dtype)
+    state = dict(tensors)
     zeros = {name for name, value in state.items() if name.endswith(".bias") and not value.any()}
-    model, report = _load_plain(kind, state, options)
+    model, report = _load_plain(kind, path, state, options)
     # AutoGPTQ stored a bias for every layer, of zeros where the model has none
     return model, {**report, "unexpected_keys": set(report["unexpected_keys"]) - zeros}
 
@@ -236,8 +237,11 @@ def _dtype(options: Mapping[str, Any]) -> torch.dtype:
     return found
 
 
-def _load_plain(kind: Any, state: dict[str, Tensor], options: dict[str, Any]) -> Loaded:
-    """A model of weights that are decoded already."""
+def _load_plain(kind: Any, path: str | Path, state: dict[str, Tensor], options: dict[str, Any]) -> Loaded:
+    """A model of weights that are decoded already, or stored plain: transformers casts them, some to fp32.
+
+    Single experts are stacked where transformers has no rule for it.
+    """
     config, dtype = options["config"], _dtype(options)
     options.pop("device_map", None)
     chosen, text = _class_of(kind, config), config.get_text_config()
@@ -245,8 +249,15 @@ def _load_plain(kind: Any, state: dict[str, Tensor], options: dict[str, Any]) ->
         config = text
     for own in (options["config"], text):
         vars(own).pop("quantization_config", None)
-    loaded: Loaded = chosen.from_pretrained(None, state_dict=state, **{**options, "config": config, "dtype": dtype})
-    return loaded
+    chosen_options = {**options, "config": config, "dtype": dtype}
+    model, report = chosen.from_pretrained(None, state_dict=dict(state), **chosen_options)
+    if any(name.endswith("experts.gate_up_proj") for name in report["missing_keys"]) and has_experts(state, "weight"):
+        stack_experts(state)
+        model, report = chosen.from_pretrained(None, state_dict=dict(state), **chosen_options)
+    if model.can_generate():
+        with suppress(OSError):  # a checkpoint need not have one
+            model.generation_config = type(model.generation_config).from_pretrained(path)
+    return model, report
 
 
 def _class_of(kind: Any, config: PretrainedConfig) -> Any:

@@ -46,7 +46,13 @@ class Taps:
 
     def _output_hook(self, index: int) -> Any:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
-            self._states[index] = output[0] if isinstance(output, tuple) else output
+            states = output[0] if isinstance(output, tuple) else output
+            if states.dim() > 3:
+                raise UnsupportedModelError(
+                    "a layer of this target has several streams of states (Gemma 3n), so no drafter can read them; draft "
+                    "by copying from the text, with policy='goodput' and no drafter"
+                )
+            self._states[index] = states
 
         return keep
 

@@ -73,6 +73,7 @@ _ALIBI = "ALiBi, biases by distance that do not pass through transformers' Atten
 _REASONS = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl", "axk2", "hy_v4"), _INDEXER),
     **dict.fromkeys(("bloom", "mpt"), _ALIBI),
+    "mllama_text_model": "layers that attend to an image, which volley does not read",
 }
 """Why models of some types are refused, by the type without "_text"."""
 
@@ -476,25 +477,22 @@ def check_config(config: Any) -> None:
 def _context_length(text: Any, *, with_long_factors: bool = False) -> int:
     """Positions whose rotary frequencies depend on nothing but the position.
 
-    A longrope model changes all frequencies once a sequence outgrows the original context, which K/V already on pages
-    (and other requests of the batch) must not feel. Such a model is used within its original context, unless it has its long
-    factors at every position.
+    A longrope model changes all frequencies once a sequence outgrows the original context, which K/V already on pages (and other
+    requests of the batch) must not feel. So it is used within that, unless it has its long factors at every position.
     """
-    limits = [getattr(text, "max_position_embeddings", None) or 2**31]
-    if with_long_factors:
-        return limits[0]
+    limit: int = getattr(text, "max_position_embeddings", None) or 2**31
     rope = getattr(text, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):
-        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
-            limits.append(parameters["original_max_position_embeddings"])
-    return min(limits)
+    for own in (rope, *rope.values()):
+        if isinstance(own, dict) and (original := own.get("original_max_position_embeddings")):
+            if own.get("rope_type") == "longrope" and not with_long_factors:
+                limit = min(limit, original)
+            if own.get("rope_type") == "yarn":  # users add it as model cards say, and leave the other number
+                limit = max(limit, int(original * own.get("factor", 1)))
+    return limit
 
 
 def _stop_token_ids(
     generation: GenerationConfig | None, config: Any, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    found: set[int] = set()
-    for source in (generation, config.get_text_config(), tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
-    return frozenset(found)
+    values = [getattr(source, "eos_token_id", None) for source in (generation, config.get_text_config(), tokenizer)]
+    return frozenset(token for value in values for token in ([value] if isinstance(value, int) else value or []))
