@@ -114,7 +114,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("responses", {"input": [{"role": "user", "contnt": "x"}]}, "input.0.contnt", "did you mean 'content'?"),
         ("responses", {"input": [{"type": "function_call", "call_id": "a"}]}, "input.0.name", "required"),
         ("responses", {"input": "x" * 5000}, "input", "5019 in the input"),
-        ("text", {**TEXT, "user": "me", "metadata": {"a": "b"}, "top_p": 0}, "top_p", "greater than 0"),
+        ("text", {**TEXT, "user": "me", "metadata": {"a": "b"}, "top_p": -1}, "top_p", "greater than or equal to 0"),
     ],
 )
 def test_bad_fields_are_named(server: Running, path: str, body: Any, param: str | None, message: str) -> None:

@@ -125,11 +125,11 @@ def test_a_template_gets_what_it_can_write(template: str, messages: list[dict[st
 def test_what_a_model_wrote_instead_of_arguments_reaches_the_template_as_it_is(text: str) -> None:
     template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
-        "{{ a if a is string else a | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
+        "<{{ c.function.name }}>{{ a if a is string else a | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
     )
     sent = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": text}}
     said = {"role": "assistant", "tool_calls": [sent, call("call_2")]}
-    assert told(template, USER, said, result("call_1", "No JSON.")) == f'Weather?{text}{{"city": "Bern"}}No JSON.'
+    assert told(template, USER, said, result("call_1", "No JSON.")) == f'Weather?<weather>{text}<weather>{{"city": "Bern"}}No JSON.'
 
 
 def test_templates_that_ask_for_an_object_get_one() -> None:

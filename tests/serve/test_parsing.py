@@ -67,7 +67,6 @@ CASES: list[tuple[str, str, str, Answer]] = [
     ("hermes", CHATML, "Use <think> and </think>.", ("", "Use <think> and </think>.", [])),
     ("hermes", CHATML, '{"tag": "<think>"}', ("", '{"tag": "<think>"}', [])),
     ("qwen3_5", CHATML + "<think>\n\n</think>\n\n", "A <think>.", ("", "A <think>.", [])),
-    ("thinking", "]~b]ai\n<think>\n", "Hm.</think>\n\nYes.", ("Hm.", "Yes.", [])),
     ("mistral", "[/INST]", "Write [THINK] so.", ("", "Write [THINK] so.", [])),
     ("hermes", CHATML, "def f():\n    ", ("", "def f():\n    ", [])),
     ("hermes", CHATML + "def f():\n    ", "return 1", ("", "return 1", [])),

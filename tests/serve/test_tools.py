@@ -280,15 +280,15 @@ def test_a_form_of_gpt_oss_is_an_answer_of_its_own(tiny: Tiny, with_tools: bool)
     assert grammar is not None
     rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule
     final, thought = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-    texts = {final + '{"a": 1}': True, thought + final + '{"a": 1}': True, '{"a": 1}': False, final + "Hm.": False}
+    texts = {final + '{"a":1}': True, thought + final + '{"a":1}': True, '{"a":1}': False, final + "Hm.": False}
     texts |= {IN_FORM["gpt_oss"]: with_tools}
     for text, want in texts.items():
         own_rule = rule(grammar)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert (own_rule.num_allowed(tokens) == len(tokens)) == want, text
     parser = AnswerParser(load_format("gpt_oss"), "<|start|>assistant", with_calls=False)
-    parts = [*parser.feed(thought + final + '{"a": 1}'), *parser.finish()]
-    assert "".join(part.text for part in parts if part.kind == "content") == '{"a": 1}'
+    parts = [*parser.feed(thought + final + '{"a":1}'), *parser.finish()]
+    assert "".join(part.text for part in parts if part.kind == "content") == '{"a":1}'
 
 
 def in_strict(tool: Any, **changes: Any) -> Any:

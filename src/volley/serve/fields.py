@@ -116,7 +116,7 @@ def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
     error = next((error for error in errors if error["type"] == "unicode"), errors[0])
     path, context = list(_path(error["loc"])), error.get("ctx", {})
     for place, part in enumerate(path):
-        if part in _FORMS and error["type"] not in ("unicode", "unknown"):
+        if part in _FORMS and error["type"] != "unicode":
             field = ".".join(path[: place + 1])
             return f"{field} must be {_FORMS[part]}", field
     named = context.get("field") or ".".join(path) or None
