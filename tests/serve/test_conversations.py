@@ -129,7 +129,10 @@ def test_what_a_model_wrote_instead_of_arguments_reaches_the_template_as_it_is(t
     )
     sent = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": text}}
     said = {"role": "assistant", "tool_calls": [sent, call("call_2")]}
-    assert told(template, USER, said, result("call_1", "No JSON.")) == f'Weather?<weather>{text}<weather>{{"city": "Bern"}}No JSON.'
+    assert (
+        told(template, USER, said, result("call_1", "No JSON."))
+        == f'Weather?<weather>{text}<weather>{{"city": "Bern"}}No JSON.'
+    )
 
 
 def test_templates_that_ask_for_an_object_get_one() -> None:

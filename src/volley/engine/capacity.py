@@ -57,12 +57,10 @@ def fit(
     given["max_batch_tokens"] = batch = config.max_batch_tokens or most_tokens
     given["cuda_graphs"] = config.cuda_graphs and device.kind == "cuda"
     if config.kv_mib is not None:
-        most = int(_RINGS_OF_KV * config.kv_mib * 2**20) // max(1, per_ring) - num_rings(0)
-        if running > max(1, most):
-            log.warning(
-                "at most %d requests run at once: draft rings for %d would take too much of kv_mib", most, running
-            )
-            given["max_running"] = running = max(1, most)
+        most = max(1, int(_RINGS_OF_KV * config.kv_mib * 2**20) // max(1, per_ring) - num_rings(0))
+        if running > most:
+            log.warning("%d requests run at once: draft rings for %d would take too much of kv_mib", most, running)
+            given["max_running"] = running = most
         left = config.kv_mib * 2**20 - num_rings(running) * per_ring
         given["num_pages"] = max(1, int(left // (per_token * config.page_size)))
         given["kv_mib"] = None

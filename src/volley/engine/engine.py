@@ -337,6 +337,7 @@ class Engine:
             while request.finish_reason is None:
                 self._advance()
                 yield from request.take_chunks()
+            yield from request.take_chunks()  # of steps that another iterator made
             return request.result()
         finally:
             self.abort(request)
