@@ -358,9 +358,11 @@ class Servers:
             time.sleep(0.2)
 
     def turn(self, name: str) -> None:
-        """Let training go on, or not, and pause."""
-        os.kill(self.child, signal.SIGCONT if name == "training" else signal.SIGSTOP)
+        """Let training go on, or not, and pause. The server lets it go on by itself once it is idle, so it is stopped again."""
+        own = signal.SIGCONT if name == "training" else signal.SIGSTOP
+        os.kill(self.child, own)
         time.sleep(PAUSE)
+        os.kill(self.child, own)
 
     def ask(self, name: str, bodies: Sequence[dict[str, Any]]) -> tuple[int, float]:
         """All at once; tokens, and seconds until the last has come."""
@@ -397,6 +399,7 @@ def latency(arguments: argparse.Namespace) -> None:
                 seconds[name] = servers.ask(name, [bodies[len(found) % len(bodies)]])[1]
             found.append([seconds[name] for name in names])
         trained = round(_cpu_seconds(servers.child) - before, 1)
+    write_atomically(arguments.out / "seconds.json", json.dumps(found))
     figures: dict[str, Any] = {"requests": len(found), "cpu_seconds_trained": trained}
     usual = [
         statistics.median(value for row in found[body::LATE] for value in row[1:])

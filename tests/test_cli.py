@@ -186,6 +186,17 @@ def test_thinking_reaches_the_chat_template(tiny_pair: TinyPair, tmp_path: Path)
     assert json.loads((out / "report.json").read_text())["config"]["thinking"] is False
 
 
+def test_options_of_servers_are_refused_without_one(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "Hello"}\n')
+    for given in (("--model", "x"), ("--raw",)):
+        with pytest.raises(ConfigError, match="--model and --raw are of an endpoint"):
+            run("collect", "--prompts", file, "--out", tmp_path / "o.jsonl", *given)
+    for given in (("--model", "x"), ("--rates", "1,2")):
+        with pytest.raises(ConfigError, match="--model and --rates are of a server"):
+            run("bench", "--datasets", file, "--out", tmp_path / "bench", *given)
+
+
 def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None:
     folder = tmp_path / "sdar"
     shutil.copytree(tiny_pair.target, folder)

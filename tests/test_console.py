@@ -14,10 +14,11 @@ from rich.console import Console
 
 from tests.conftest import TinyPair
 from volley import Engine
-from volley.console import Comparison, Paper, demo_diffusion, explain_difference, median_turn
+from volley.console import Comparison, Paper, answer_all, demo_diffusion, explain_difference, median_turn
 from volley.models.targets.diffusion import JOINT
 from volley.models.targets.target import Target
-from volley.types import MASKED, GenerationResult, GenerationStats
+from volley.prompts import Conversation
+from volley.types import MASKED, GenerationResult, GenerationStats, SamplingParams
 
 
 def answer(token_ids: list[int]) -> GenerationResult:
@@ -159,3 +160,23 @@ def test_the_median_turn_is_shown_unless_tokens_differ_in_another() -> None:
 def timed(token_ids: list[int], per_second: float) -> GenerationResult:
     stats = GenerationStats(output_tokens=len(token_ids), total_seconds=(len(token_ids) - 1) / per_second)
     return GenerationResult("", token_ids, "length", stats)
+
+
+def test_a_conversation_ends_before_a_turn_without_room() -> None:
+    asked: list[list[int]] = []
+
+    class Engine:
+        def encode(self, chat: Any, thinking: bool | None = None) -> list[int]:
+            return [0] * sum(len(message["content"]) for message in chat)
+
+        def snapshot(self) -> Any:
+            return SimpleNamespace(max_tokens=20)
+
+        def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[GenerationResult]:
+            asked.append([len(prompt) for prompt in prompts])
+            return [GenerationResult("12345678", [0] * 8, "length", GenerationStats()) for _ in prompts]
+
+    long, short = (Conversation(text, ({"role": "user", "content": text},), ("b", "c")) for text in ("a" * 8, "a"))
+    found = list(answer_all(Engine(), [long, short], SamplingParams(max_tokens=8), raw=False))  # type: ignore[arg-type]
+    assert asked == [[8, 1], [10]]
+    assert [len(results) for _, _, results in found] == [1, 2]

@@ -230,7 +230,7 @@ def _answer_file(
             **console.passes(engine, results),
         }
         print(json.dumps(row, ensure_ascii=False))
-        ended = "; there was no room for a further turn" * (len(results) < conversation.num_answers)
+        ended = "" if len(results) == conversation.num_answers else "; there was no room for a further turn"
         console.stderr().print(f"{conversation.id}: {console.describe(results[-1])}{ended}")
 
 
@@ -311,8 +311,8 @@ def bench(
     wide = console.stdout()
     wide.width = max(wide.width, 110)
     wide.print(*to_tables(report.summaries))
-    errors.print(*report.measurements.notes, sep="\n", end="\n" * bool(report.measurements.notes))
-    errors.print(f"{'Interrupted; what was measured is' if report.measurements.partial else 'Written'} in {out}/")
+    end = f"{'Interrupted; what was measured is' if report.measurements.partial else 'Written'} in {out}/"
+    errors.print(*report.measurements.notes, end, sep="\n")
     if report.measurements.partial:
         raise typer.Exit(130)
 
@@ -439,7 +439,7 @@ def collect(
     errors.print(end.describe())
     for refusal in source.refusals:
         errors.print(refusal)
-    errors.print(f"Written to {config.out}" + f"; {end.failed} prompts could not be answered" * bool(end.failed))
+    errors.print(f"Written to {config.out}" + (f"; {end.failed} prompts could not be answered" if end.failed else ""))
     if end.failed and not end.finished + end.skipped:
         raise typer.Exit(1)
 

@@ -194,9 +194,8 @@ def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> 
     """The masked slots of least entropy, as long as the sum of their entropies stays below the bound; at least one."""
     assert params.entropy_bound is not None
     entropy = torch.special.entr(probs).sum(dim=-1).cpu()
-    entropy = entropy.nan_to_num(nan=torch.finfo(entropy.dtype).max).masked_fill(
-        ~masked, torch.inf
-    )  # a broken model ends, too
+    entropy = entropy.nan_to_num(nan=torch.finfo(entropy.dtype).max)  # canvases of a broken model end, too
+    entropy = entropy.masked_fill(~masked, torch.inf)
     ordered, order = entropy.sort(stable=True)
     chosen = torch.zeros_like(masked)
     chosen[order[: max(1, int((ordered.cumsum(0) < params.entropy_bound).sum()))]] = True

@@ -61,9 +61,8 @@ class Goodput(Policy):
         # The last blocks by kind: the chance of each slot, the number of tokens expected to be right, and that of right ones.
         self._blocks = [deque[tuple[list[float], float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)]
         self._usual: list[list[float]] = [[] for _ in range(KINDS)]  # mean chances at the last review, by slot
-        self._reviews: dict[
-            frozenset[tuple[int, bool]], _Review
-        ] = {}  # by the kinds present, and whether each is known
+        # By the kinds present, and whether each is known.
+        self._reviews: dict[frozenset[tuple[int, bool]], _Review] = {}
         self._review = _Review(_WHOLE)  # the one in use
         self._tried = [0, 0]  # the cycles in which the other plans were last tried
         self._trial: int | None = None  # which of them is tried now; a draft that gave way to prompts was no trial

@@ -10,7 +10,7 @@ from volley.serve.fields import KINDS_OF_ITEMS, Body, FunctionName, Strict, Text
 from volley.serve.messages import MARKS, without
 from volley.serve.protocol import ChatRequest, Diffusion, Sampling
 
-_RUN_BY_SERVERS = {"custom", "image_generation", "local_shell", "namespace", "web_search", "web_search_preview"}
+_OTHER_TOOLS = {"custom", "image_generation", "local_shell", "namespace", "web_search", "web_search_preview"}
 _CALLED_HERE = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -93,10 +93,10 @@ Item = Annotated[
 
 
 def _functions(given: Any) -> Any:
-    """Only functions are called here. Tools that OpenAI's own servers run are left out, as if the model never chose them."""
+    """Only functions can be called here. Other kinds that Codex offers are left out, as if the model never chose them."""
     if not isinstance(given, list):
         return given
-    return [own for own in given if not isinstance(own, Mapping) or own.get("type") not in _RUN_BY_SERVERS]
+    return [own for own in given if not isinstance(own, Mapping) or own.get("type") not in _OTHER_TOOLS]
 
 
 def _as_items(given: Any) -> Any:
