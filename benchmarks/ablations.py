@@ -44,9 +44,7 @@ def main() -> None:
     base = None
     for name, changes, block_size, paper in ROWS:
         drafter = folder_of(options.out, changes) / "drafter"
-        engine = Engine.from_pretrained(
-            target, drafter=drafter, dtype=target.dtype, block_size=block_size, policy="fixed"
-        )
+        engine = Engine.from_pretrained(target, drafter=drafter, dtype=target.dtype, block_size=block_size)
         stats = decode(engine, chats, SamplingParams(max_tokens=options.max_tokens))
         cost = sum(s.draft_seconds for s in stats) / sum(s.verify_seconds for s in stats)
         base = base or tau(stats)

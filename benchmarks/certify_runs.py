@@ -171,7 +171,7 @@ def _sum(parts: Sequence[dict[str, Any]]) -> Deviations:
 def report(done: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     config, size = CertifyConfig(bias=options.bias), options.pieces
     runs = [pooled(done[at : at + size], config) for at in range(0, len(done) - size + 1, size)]
-    checks = [check for run in runs for check in run]
+    checks = [check for run in runs for check in run if check.judged]
     alarms = sum(any(not check.passed for check in run) for run in runs)
     tokens = sum(check.sample for check in checks if not check.name.endswith("bonus"))
     seconds = sum(piece["seconds"] for piece in done[: len(runs) * size])

@@ -110,8 +110,8 @@ class Bench:
     def row(self, prompts: Sequence[list[int]], params: SamplingParams, length: int) -> list[dict[str, object]]:
         """A row of the table for each engine; engines take turns, passage by passage."""
         results: dict[str, list[GenerationResult]] = {name: [] for name in self.engines}
-        for prompt in prompts:
-            for name, engine in self.engines.items():
+        for index, prompt in enumerate(prompts):
+            for name, engine in list(self.engines.items())[:: -1 if index % 2 else 1]:
                 results[name] += engine.generate([prompt], params)
         rows: list[dict[str, object]] = []
         for name, found in results.items():

@@ -29,7 +29,7 @@ def main() -> None:
     torch.manual_seed(0)
     prompt = torch.randint(target.vocab_size, (options.length - 64,)).tolist()
     print("| draft window | tokens | target's K/V KiB | drafter's K/V KiB |\n|---|---|---|---|")
-    for window in (None, options.window):
+    for window in (0, options.window):
         engine = Engine(
             target, drafter, policy="fixed", draft_window=window, max_running=1, num_pages=-(-options.length // 16)
         )

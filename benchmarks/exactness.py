@@ -22,7 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain, 8 at once": {"block_size": 1, "max_running": 8},
     "plain, all at once": {"block_size": 1},
     "blocks of 4, one at a time": {"block_size": 4, "max_running": 1},
-    "blocks of 16, all at once": {"policy": "fixed"},
+    "the drafter's block, all at once": {"policy": "fixed"},
     "trees of 24, 8 at once": {"policy": "fixed", "tree_nodes": 24, "max_running": 8},
     "prompt chunks of 16, 4 at once": {"policy": "fixed", "max_batch_tokens": 16, "max_running": 4},
     "pool too small: preemption": {"policy": "fixed", "num_pages": 120},

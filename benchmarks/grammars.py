@@ -366,10 +366,10 @@ def run_speed(options: argparse.Namespace) -> int:
             break
         asked = schemas if round_ else [make_schema(numbers.stop + more) for more in range(WARMING)]
         found: dict[tuple[str, str], list[Answer]] = defaultdict(list)
-        for schema in asked:
+        for index, schema in enumerate(asked):
             for form in FORMS:
                 most = found[FORMS[0], "drafting"][-1].tokens if form == FORMS[-1] else options.max_tokens
-                for kind, engine in (("plain", plain), ("drafting", drafting[form])):
+                for kind, engine in (("plain", plain), ("drafting", drafting[form]))[:: -1 if index % 2 else 1]:
                     found[form, kind].append(answer_of(engine, schema, form, most, options))
         if round_:  # the first warms up, and the policies learn
             for own, each in found.items():

@@ -106,12 +106,11 @@ def pass_times(base: Engine, contexts: tuple[int, ...], repeats: int = 15) -> li
 
 
 def decode(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[GenerationResult], float]:
-    """One prompt at a time; tokens per second of the whole."""
+    """One prompt at a time; the seconds of the whole."""
     engine.reset_prefix_cache()
     started = time.perf_counter()
     results = [result for prompt in prompts for result in engine.generate([prompt], params)]
-    seconds = time.perf_counter() - started
-    return results, sum(len(result.token_ids) for result in results) / seconds
+    return results, time.perf_counter() - started
 
 
 @torch.inference_mode()
@@ -143,8 +142,17 @@ def measure(
     plain = without_drafter(engine)
     for each in (engine, plain):
         decode(each, prompts[:1], params)
-    fast, fast_speed = decode(engine, prompts, params)
-    slow, slow_speed = decode(plain, prompts, params)
+    found: dict[Engine, list[GenerationResult]] = {engine: [], plain: []}
+    seconds = dict.fromkeys(found, 0.0)
+    for index, prompt in enumerate(prompts):
+        for each in (engine, plain)[:: -1 if index % 2 else 1]:
+            (result,), taken = decode(each, [prompt], params)
+            found[each].append(result)
+            seconds[each] += taken
+    fast, slow = found[engine], found[plain]
+    fast_speed, slow_speed = (
+        sum(len(own.token_ids) for own in found[each]) / seconds[each] for each in (engine, plain)
+    )
     if not reference:
         reference += [result.token_ids for result in slow]
     lengths = [length for result in fast for length in result.stats.accepted_lengths]
