@@ -163,7 +163,7 @@ def timed(token_ids: list[int], per_second: float) -> GenerationResult:
 
 
 def test_a_conversation_ends_before_a_turn_without_room() -> None:
-    asked: list[list[int]] = []
+    asked: list[list[tuple[int, int]]] = []
 
     class Engine:
         def encode(self, chat: Any, thinking: bool | None = None) -> list[int]:
@@ -172,11 +172,11 @@ def test_a_conversation_ends_before_a_turn_without_room() -> None:
         def snapshot(self) -> Any:
             return SimpleNamespace(max_tokens=20)
 
-        def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[GenerationResult]:
-            asked.append([len(prompt) for prompt in prompts])
+        def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[GenerationResult]:
+            asked.append([(len(prompt), own.max_tokens) for prompt, own in zip(prompts, params, strict=True)])
             return [GenerationResult("12345678", [0] * 8, "length", GenerationStats()) for _ in prompts]
 
-    long, short = (Conversation(text, ({"role": "user", "content": text},), ("b", "c")) for text in ("a" * 8, "a"))
-    found = list(answer_all(Engine(), [long, short], SamplingParams(max_tokens=8), raw=False))  # type: ignore[arg-type]
-    assert asked == [[8, 1], [10]]
-    assert [len(results) for _, _, results in found] == [1, 2]
+    long, short = (Conversation(text, ({"role": "user", "content": text},), ("b", "c")) for text in ("a" * 12, "a"))
+    found = list(answer_all(Engine(), [long, short], SamplingParams(max_tokens=12), raw=False))  # type: ignore[arg-type]
+    assert asked == [[(12, 12), (1, 12)], [(10, 10)], [(19, 1)]]
+    assert [len(results) for _, _, results in found] == [1, 3]

@@ -15,7 +15,7 @@ from volley.config import CapacityConfig, DecodingConfig
 from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
 from volley.files import REFERENCE, find_target, make_folder, write_atomically
-from volley.options import Without, expand, name_misspelt_variables
+from volley.options import Without, expand, name_misspelt_variables, on_command_line
 from volley.prompts import Conversation, load_prompts
 from volley.recalibrate.command import reservoir
 from volley.recalibrate.options import RecalibrateConfig
@@ -284,7 +284,7 @@ def bench(
             raise ConfigError("--server decodes by itself; leave --target and --drafter out (--model names its model)")
         _bench_server(config, load, out)
         return
-    if load.model is not None or load.rates:
+    if on_command_line("model", load.model) or on_command_line("rates", load.rates):
         raise ConfigError("--model and --rates are of a server; name it with --server, or a model here with --target")
     make_folder(out)
     config.load()  # what is wrong with prompts is said before a model is loaded, which may take minutes
@@ -313,8 +313,7 @@ def bench(
     wide.print(*to_tables(report.summaries))
     end = f"{'Interrupted; what was measured is' if report.measurements.partial else 'Written'} in {out}/"
     errors.print(*report.measurements.notes, end, sep="\n")
-    if report.measurements.partial:
-        raise typer.Exit(130)
+    raise typer.Exit(report.measurements.exit_code)
 
 
 def _chosen(decoding: DecodingConfig, *always: str) -> dict[str, str]:
@@ -426,7 +425,7 @@ def collect(
         key, warn = os.environ.get(api_key_env), console.stderr().print
         source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn, raw=raw)
     else:
-        if model is not None or raw:
+        if on_command_line("model", model) or on_command_line("raw", raw):
             raise ConfigError("--model and --raw are of an endpoint; give --endpoint, or a model here as --target")
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")

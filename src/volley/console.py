@@ -283,10 +283,13 @@ def answer_all(
         prompts = [
             engine.encode(conversations[i].raw if raw else chats[i], thinking=None if raw else thinking) for i in asked
         ]
+        each = [params] * len(prompts)
         if turn:
-            fits = [len(prompt) + params.max_tokens <= engine.snapshot().max_tokens for prompt in prompts]
+            most = engine.snapshot().max_tokens
+            fits = [len(prompt) < most for prompt in prompts]
             asked, prompts = list(compress(asked, fits)), list(compress(prompts, fits))
-        for i, result in zip(asked, engine.generate(prompts, params), strict=True):
+            each = [replace(params, max_tokens=min(params.max_tokens, most - len(prompt))) for prompt in prompts]
+        for i, result in zip(asked, engine.generate(prompts, each), strict=True):
             results[i].append(result)
             chats[i].append({"role": "assistant", "content": result.text})
             if turn < len(conversations[i].turns):

@@ -131,6 +131,11 @@ def _variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
+def on_command_line(name: str, value: object) -> bool:
+    """Whether an option has a value that was given for this very command, and not for others as well by a variable."""
+    return bool(value) and not os.environ.get(_variable(name))
+
+
 def name_misspelt_variables(environment: Iterable[str], command: Any, *others: str) -> None:
     """Say of each variable that neither an option nor ``others`` have, but whose name is nearly theirs, that it is not looked at.
 

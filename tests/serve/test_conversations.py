@@ -135,6 +135,22 @@ def test_what_a_model_wrote_instead_of_arguments_reaches_the_template_as_it_is(t
     )
 
 
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<bot><think>",
+            "><bot><think>",
+        ),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}<bot>", ""),
+        ("{{ raise_exception('never') }}", ""),
+    ],
+)
+def test_what_begins_an_answer_is_what_stands_behind_users_and_tools(template: str, want: str) -> None:
+    conversations = Conversations(partial(render_chat, TOKENIZER, template=template))
+    assert conversations.opening() == want
+
+
 def test_templates_that_ask_for_an_object_get_one() -> None:
     template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"

@@ -3,7 +3,7 @@
 import shutil
 import ssl
 import subprocess
-import time
+import threading
 from pathlib import Path
 
 import httpx
@@ -56,20 +56,20 @@ def test_a_client_may_set_a_deadline(server: Running) -> None:
 
 
 def test_a_deadline_holds_while_a_request_is_prepared(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(*_: object, **__: object) -> str:
-        time.sleep(0.5)
+    is_over = threading.Event()
+
+    def waits(*_: object, **__: object) -> str:
+        is_over.wait(60)
         return "Hello"
 
-    monkeypatch.setattr("volley.serve.service.render_chat", slowly)
+    monkeypatch.setattr("volley.serve.service.render_chat", waits)
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-    response = server.post("chat/completions", chat, headers={"x-request-timeout": "0.05"})
+    try:
+        response = server.post("chat/completions", chat, headers={"x-request-timeout": "0.05"})
+    finally:
+        is_over.set()
     assert response.status_code == 504
-    assert response.elapsed.total_seconds() < 0.4
-    response = server.post(
-        "chat/completions", {**chat, "max_tokens": 900, "n": 8}, headers={"x-request-timeout": "0.8"}
-    )
-    assert response.status_code == 504
-    assert response.elapsed.total_seconds() < 1.2, "what preparation took counts"
+    server.settle()
 
 
 def test_a_full_server_prepares_nothing_more(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from volley.bench.score import judge
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.config import DecodingConfig
-from volley.errors import VolleyError
+from volley.errors import CapacityError, InputError
 from volley.policies.base import Policy
 from volley.policies.make import make_policy
 from volley.prompts import Conversation, Message
@@ -129,6 +129,8 @@ class Measurements:
     notes: list[str] = field(default_factory=list)
     """Peers that could not run, and why."""
     partial: bool = False
+    exit_code: int = 0
+    """Of the command: 130 after Ctrl-C, 2 after an error."""
     peak_memory_bytes: int = 0
 
 
@@ -161,11 +163,11 @@ def measure(
                         if progress is not None:
                             progress(records[-1], len(measured.records), total)
     except KeyboardInterrupt:
-        measured.partial = True
-    except VolleyError as error:
+        measured.partial, measured.exit_code = True, 130
+    except (InputError, CapacityError) as error:
         if not measured.records:
             raise
-        measured.partial = True
+        measured.partial, measured.exit_code = True, 2
         measured.notes.append(f"stopped: {error}")
     measured.peak_memory_bytes = peak_memory_bytes()
     return measured

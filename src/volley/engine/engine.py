@@ -225,10 +225,10 @@ class Engine:
             for work in step.works:
                 try:
                     self._conclude(step, work, now)
+                    if work.request.finish_reason is not None:
+                        finished.append(work.request)
                 except Exception as error:
                     first = first or error
-                if work.request.finish_reason is not None:
-                    finished.append(work.request)
         finally:
             for request in finished:
                 self._end(request)
@@ -322,9 +322,8 @@ class Engine:
         try:
             self.step()
         except BaseException:
-            for request in list(self.scheduler.running):
-                self.scheduler.preempt(request)
-                request.canvas = None
+            for torn in self.scheduler.begin_anew():
+                self.abort(torn)
             self.reset_prefix_cache()
             raise
 

@@ -195,6 +195,14 @@ class Scheduler:
         request.stats.preemptions += 1
         insort_left(self.waiting, request, key=_priority)
 
+    def begin_anew(self) -> list[Request]:
+        """Preempt all that runs, after a step that failed; returns those that it cut while they took tokens."""
+        running = self.running.copy()
+        for request in reversed(running):
+            self.preempt(request)
+            request.canvas = None  # it may be half a pass ahead
+        return [request for request in running if request.stats.output_tokens != request.num_output]
+
     def finish(self, request: Request) -> None:
         """Remove a request that ended or was aborted, wherever it is."""
         for queue in (self.running, self.waiting):

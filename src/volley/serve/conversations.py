@@ -10,21 +10,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 Message = dict[str, Any]
 Way = Callable[[Sequence[Message]], list[Message]]
 """Puts the same conversation otherwise."""
-
-
-def opening_of(render: Callable[..., str]) -> str:
-    """What a template writes behind the last message for an answer to begin; empty if that cannot be told."""
-    mark = "Asked by volley"
-    try:
-        return render([{"role": "user", "content": mark}]).rpartition(mark)[2]
-    except Exception:  # a template may raise anything
-        return ""
 
 
 def short_ids(messages: Sequence[Message]) -> list[Message]:
@@ -168,6 +159,19 @@ class Conversations:
         for way in self.ways:
             told = way(told)
         return told
+
+    def opening(self) -> str:
+        """What the template writes for an answer to begin, behind a message of the user and of a tool alike; empty if that cannot
+        be told."""
+        mark, endings = "Asked by volley", list[str]()
+        for messages in ([{"role": "user", "content": mark}], [_ASKED, _answer(_A), _result(_A, mark)]):
+            try:
+                _, found, rest = self._render(self(messages)).rpartition(mark)
+            except Exception:  # a template may raise anything
+                continue
+            endings += [rest[::-1]] * bool(found)
+        alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*endings, strict=False))
+        return "".join(letters[0] for letters in alike)[::-1]
 
     def _are_told(self, texts: Sequence[str], messages: list[Message]) -> bool:
         """Whether the template writes all of ``texts``, each as often as it stands there."""

@@ -19,7 +19,7 @@ from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.config import ServeConfig
-from volley.serve.conversations import Conversations, opening_of
+from volley.serve.conversations import Conversations
 from volley.serve.errors import ApiError, engine_dead, shutting_down
 from volley.serve.formats import AnswerFormat, anchored, format_of, plain_calls
 from volley.serve.grammars import asked_for, compile_grammar
@@ -80,9 +80,9 @@ class Service:
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
         self._template = config.read_chat_template() or str(engine.tokenizer.chat_template or "")
-        render = partial(render_chat, engine.tokenizer, template=self._template or None)
-        self._conversations = Conversations(render)
-        self.form = anchored(format_of(engine.tokenizer, self._template, config.answer_format), opening_of(render))
+        self._conversations = Conversations(partial(render_chat, engine.tokenizer, template=self._template or None))
+        form = format_of(engine.tokenizer, self._template, config.answer_format)
+        self.form = anchored(form, self._conversations.opening())
         self._spelling = Spelling(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes

@@ -345,7 +345,7 @@ class EngineSource:
                     open_jobs.append(job)
         if refused:
             self.refusals.append(
-                f"{refused} prompts do not fit in {self.most_tokens} tokens, the target's context or all of its K/V; give "
-                "shorter ones, or more memory with --kv-mib"
+                f"{refused} prompts do not fit in {self.most_tokens} tokens, the target's context or the room for its K/V; give "
+                "shorter ones"
             )
         return refused
