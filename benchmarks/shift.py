@@ -409,9 +409,10 @@ def latency(arguments: argparse.Namespace) -> None:
     for share in (50, 95, 99):
         at = {name: _percentile([row[place] for row in found], share) for place, name in enumerate(names)}
         figures[f"p{share}_ms"] = {name: round(1000 * value, 2) for name, value in at.items()}
-        for place, name in ((0, "training"), (2, "control")):
-            ratio = bootstrap(late, partial(_ratio_at, place=place, share=share))
-            figures[f"p{share}_{name}_to_plain"] = ratio
+        figures[f"p{share}_training_to_others"] = bootstrap(
+            late, partial(_ratio_at, place=0, others=(1, 2), share=share)
+        )
+        figures[f"p{share}_control_to_plain"] = bootstrap(late, partial(_ratio_at, place=2, others=(1,), share=share))
     note(arguments.out, {"step": "latency", "workload": arguments.workload, **figures})
 
 
@@ -447,8 +448,9 @@ def bootstrap(rows: Sequence[list[float]], figure: Callable[[Sequence[list[float
     return {"ratio": round(figure(rows), 3), "95%": [round(drawn[25], 3), round(drawn[974], 3)]}
 
 
-def _ratio_at(rows: Sequence[list[float]], *, place: int, share: int) -> float:
-    return _percentile([row[place] for row in rows], share) / _percentile([row[1] for row in rows], share)
+def _ratio_at(rows: Sequence[list[float]], *, place: int, others: Sequence[int], share: int) -> float:
+    found = [row[other] for row in rows for other in others]
+    return _percentile([row[place] for row in rows], share) / _percentile(found, share)
 
 
 def _median_ratio(rows: Sequence[list[float]], *, place: int) -> float:
