@@ -288,7 +288,7 @@ def answer_all(
             most = engine.snapshot().max_tokens
             fits = [len(prompt) < most for prompt in prompts]
             asked, prompts = list(compress(asked, fits)), list(compress(prompts, fits))
-            each = [replace(params, max_tokens=min(params.max_tokens, most - len(prompt))) for prompt in prompts]
+            each = [params.within(most - len(prompt)) for prompt in prompts]
         for i, result in zip(asked, engine.generate(prompts, each), strict=True):
             results[i].append(result)
             chats[i].append({"role": "assistant", "content": result.text})

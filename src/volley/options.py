@@ -132,7 +132,7 @@ def _variable(name: str) -> str:
 
 
 def on_command_line(name: str, value: object) -> bool:
-    """Whether an option has a value that was given for this very command, and not for others as well by a variable."""
+    """Whether an option was given on the command line. A variable may be meant for other commands."""
     return bool(value) and not os.environ.get(_variable(name))
 
 

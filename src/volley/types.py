@@ -232,6 +232,10 @@ class SamplingParams:
         """Whether any penalty changes logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
+    def within(self, room: int) -> "SamplingParams":
+        """The parameters of an answer that there is room for: of ``room`` tokens at most."""
+        return self if self.max_tokens <= room else replace(self, max_tokens=room)
+
     def for_choice(self, index: int) -> "SamplingParams":
         """The parameters of one of several answers to a prompt: the same, with a seed of its own. 0 keeps the request's."""
         if self.seed is None or index == 0:

@@ -21,7 +21,7 @@ from volley.types import SamplingParams
 Numbers = Sequence[float] | NDArray[np.float64]
 _CPU = torch.device("cpu")
 _ROWS_AT_ONCE = 8  # of logits, on a CPU
-_SORTS_ALL = 0.999  # a top_p above which rounding might count
+_SORTS_ALL = 0.999  # above this top_p all tokens are sorted: rounding might count
 _PART = 128  # tokens in each part of a vocabulary, of which one is drawn first
 
 
@@ -209,7 +209,7 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _behind(ordered: Tensor, top_p: float) -> Tensor:
-    """Where the sum of those before reaches ``top_p``; one that fp32 takes for 0 still keeps the likeliest."""
+    """Where the sum of those before reaches ``top_p``. The likeliest always stays."""
     before = ordered.cumsum(dim=-1) - ordered
     return (before >= top_p) & (before > 0)
 

@@ -24,8 +24,7 @@ def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]
     engine.reset_prefix_cache()
     faults = list[tuple[Request, Exception]]()
     for request in suspects:
-        is_torn = request.stats.output_tokens != request.num_output  # the error came while tokens were taken
-        own = error if is_torn else _step_alone(engine, request)
+        own = error if request.is_torn else _step_alone(engine, request)
         if own is not None:
             engine.abort(request)
             faults.append((request, own))

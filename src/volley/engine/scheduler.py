@@ -201,7 +201,7 @@ class Scheduler:
         for request in reversed(running):
             self.preempt(request)
             request.canvas = None  # it may be half a pass ahead
-        return [request for request in running if request.stats.output_tokens != request.num_output]
+        return [request for request in running if request.is_torn]
 
     def finish(self, request: Request) -> None:
         """Remove a request that ended or was aborted, wherever it is."""

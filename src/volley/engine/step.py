@@ -113,7 +113,7 @@ def conclude(step: Step, work: Work[Request], now: float) -> bool:
     else:
         stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
     if not verdict.token_ids:
-        if request.remaining == 0 and request.computed == request.length:  # max_tokens is 0: a prompt to read
+        if request.remaining == 0 and request.computed == request.length:  # max_tokens 0 only reads the prompt
             request.finish_reason = "length"
             stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
         return False

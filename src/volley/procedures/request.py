@@ -194,6 +194,11 @@ class Request:
             copied = copied[: max(0, rule.num_allowed(forced + copied) - len(forced))]
         return forced + copied, [CERTAIN] * len(forced) + found_confidence(agreed, len(copied))
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether an error came while its tokens were taken."""
+        return self.stats.output_tokens != self.num_output
+
     def append(self, token_ids: list[int], num_from_draft: int) -> int:
         """Take the tokens of one cycle until the request ends; returns how many were taken.
 

@@ -51,7 +51,7 @@ class ChainProposer(Proposer):
         opened = set(map(id, drafted))
         for work in works:
             if id(work) not in opened:
-                work.ask = work.ask.cut(0)  # or costs and chances of drafts would be learnt from what is none
+                work.ask = work.ask.cut(0)  # nothing is learnt from a draft that was not made
         for work in (work for work in drafted if constraints(work.request.rules)):
             following = self._following(work)
             work.proposal = walk_constrained(following, work, self.device, with_confidence=with_confidence)

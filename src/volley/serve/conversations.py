@@ -27,9 +27,7 @@ def short_ids(messages: Sequence[Message]) -> list[Message]:
 
     told = []
     for message in messages:
-        own = dict(message)
-        if own.get("tool_calls"):
-            own["tool_calls"] = [{**call, "id": short(call["id"])} for call in own["tool_calls"]]
+        own = _with_calls(message, lambda call: {**call, "id": short(call["id"])})
         if "tool_call_id" in own:
             own["tool_call_id"] = short(own["tool_call_id"])
         told.append(own)
@@ -102,18 +100,19 @@ def tools_as_text(messages: Sequence[Message]) -> list[Message]:
 
 def arguments_as_objects(messages: Sequence[Message]) -> list[Message]:
     """Arguments that are no object, since a model wrote none or was cut, under a name: some templates ask for theirs."""
-    told = []
-    for message in messages:
-        own = dict(message)
-        if own.get("tool_calls"):
-            own["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in own["tool_calls"]]
-        told.append(own)
-    return told
+
+    def with_object(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        own = {"arguments": arguments} if isinstance(arguments, str) else arguments
+        return {**call, "function": {**function, "arguments": own}}
+
+    return [_with_calls(message, with_object) for message in messages]
 
 
-def _with_object(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    return {**function, "arguments": {"arguments": arguments} if isinstance(arguments, str) else arguments}
+def _with_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [change(call) for call in calls]} if calls else dict(message)
 
 
 def text_before_calls(messages: Sequence[Message]) -> list[Message]:

@@ -145,7 +145,7 @@ class Service:
     async def converse(self, body: ChatRequest, client: str = "") -> tuple[Job, list[AnswerParser]]:
         """The job of a conversation, and what takes each of its answers apart, if anything has to."""
         adapter, form = self._check(body.model), self._form_of(body)
-        self.worker.check_room()  # before the work of preparing what would be refused
+        self.worker.check_room()  # a full server prepares nothing
         prompt = await asyncio.to_thread(self._render, body)
         (token_ids,) = await self._encode([prompt], "messages", special=not self._template)
         asked = body.max_completion_tokens or body.max_tokens

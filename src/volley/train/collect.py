@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -331,10 +331,7 @@ class EngineSource:
             fits = [len(ids) < self.most_tokens for ids in prompts]
             refused += fits.count(False)
             batch, prompts = list(compress(batch, fits)), list(compress(prompts, fits))
-            params = [
-                replace(job.params, max_tokens=min(job.params.max_tokens, self.most_tokens - len(ids)))
-                for job, ids in zip(batch, prompts, strict=True)
-            ]
+            params = [job.params.within(self.most_tokens - len(ids)) for job, ids in zip(batch, prompts, strict=True)]
             results = self.engine.generate(prompts, params)
             open_jobs = []
             for job, prompt, result in zip(batch, prompts, results, strict=True):

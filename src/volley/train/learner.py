@@ -9,6 +9,7 @@ from torch import nn
 from volley.errors import ConfigError
 from volley.models.drafters.adapter import AdapterConfig, attach, merge, save_adapter
 from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.export import check_vocabulary
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.train.data import TrainingData
 from volley.train.documents import Document
@@ -118,9 +119,10 @@ def _vocabulary(config: TrainConfig, target: FrozenTarget, documents: Sequence[D
     if size is None:
         vocab_size, width = ends.head.shape
         size = choose_vocabulary(documents, vocab_size, width, target.pass_weights)
-    if size is not None and size >= len(ends.head):
-        raise ConfigError(f"draft_vocab_size is {size}; it must be between 1 and {len(ends.head) - 1}")
-    return None if size is None else Vocabulary(size, response_counts(documents, len(ends.head)), ends)
+    if size is None:
+        return None
+    check_vocabulary(size, len(ends.head))
+    return Vocabulary(size, response_counts(documents, len(ends.head)), ends)
 
 
 def _choose_attention(config: TrainConfig, device: torch.device) -> str:

@@ -141,6 +141,7 @@ class DrafterConfig:
                 raise ConfigError(f"drafter config: {message}")
 
     def _problems_of_drafting(self) -> list[tuple[bool, str]]:
+        cap = self.final_logit_softcapping
         return [
             (self.block_size < 2, f"block_size is {self.block_size}; a block needs an anchor and at least one slot"),
             (
@@ -161,8 +162,7 @@ class DrafterConfig:
                 f"{self.num_target_layers or 'any number of'} layers",
             ),
             (
-                not isinstance(self.final_logit_softcapping or 1.0, int | float)
-                or (self.final_logit_softcapping or 1.0) < 0,
+                cap is not None and not (isinstance(cap, int | float) and cap > 0),
                 f"final_logit_softcapping is {self.final_logit_softcapping!r}; it must be a positive number",
             ),
             (

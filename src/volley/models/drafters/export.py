@@ -197,6 +197,12 @@ def without_ends(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
     return Checkpoint(config, tensors)
 
 
+def check_vocabulary(size: int, vocab_size: int) -> None:
+    """Refuse a reduced vocabulary that is none."""
+    if not 0 < size < vocab_size:
+        raise ConfigError(f"draft_vocab_size is {size}; it must be between 1 and {vocab_size - 1}")
+
+
 def with_vocabulary(checkpoint: Checkpoint, target: TargetEnds, counts: Sequence[int], size: int) -> Checkpoint:
     """Draft only the ``size`` tokens that ``counts [V]`` has most of, with the target's rows for them as head.
 
@@ -209,8 +215,7 @@ def with_vocabulary(checkpoint: Checkpoint, target: TargetEnds, counts: Sequence
         )
     if len(counts) != config.vocab_size:
         raise ConfigError(f"there are counts of {len(counts)} tokens for a vocabulary of {config.vocab_size}")
-    if not 0 < size < config.vocab_size:
-        raise ConfigError(f"draft_vocab_size is {size}; it must be between 1 and {config.vocab_size - 1}")
+    check_vocabulary(size, config.vocab_size)
     token_ids = torch.tensor(counts).argsort(descending=True, stable=True)[:size].sort().values
     outputs = {
         name: checkpoint.tensors[name][token_ids] for name in ("head.markov_w2.weight",) if name in checkpoint.tensors

@@ -486,7 +486,7 @@ def _context_length(text: Any, *, with_long_factors: bool = False) -> int:
         if isinstance(own, dict) and (original := own.get("original_max_position_embeddings")):
             if own.get("rope_type") == "longrope" and not with_long_factors:
                 limit = min(limit, original)
-            if own.get("rope_type") == "yarn":  # users add it as model cards say, and leave the other number
+            if own.get("rope_type") == "yarn":  # model cards have it added, and nothing else changed
                 limit = max(limit, int(original * own.get("factor", 1)))
     return limit
 
