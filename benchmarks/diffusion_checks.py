@@ -3,11 +3,11 @@
     python -m benchmarks.diffusion_checks leaks --turns 2000 --only DiffusionGemma
     python -m benchmarks.diffusion_checks draws --draws 20000
 
-``leaks``: requests of all modes come, are aborted and preempted at random; in each turn every page is recounted, and the
-memory of the process is reported now and then. ``draws``: tiny
-random models. The chi-square test of three tokens, for drafts of 1, 2, 4 passes and of a number chosen at random, and of fewer
-draws with a planted bias, which must be seen; then the acceptance lengths of canvases drawn with the verifier's noise and with
-noise of their own.
+``leaks``: requests of all modes that a model has come, are aborted and preempted at random; in each turn every page is recounted,
+requests that ended are asked for canvases, and the memory of the process is reported now and then. ``draws``: tiny random models.
+The chi-square test of three tokens, for drafts of 1, 2, 4 passes and of a number chosen at random, and of fewer draws with a
+planted bias, which must be seen; then the acceptance lengths of canvases drawn with the verifier's noise and with noise of their
+own.
 """
 
 import argparse
@@ -40,14 +40,15 @@ REPORTED = 200
 
 
 def arrive_and_leave(target: Target, turns: int, canvas: DiffusionParams = CANVAS) -> Iterator[int]:
-    """Requests of all three modes come, are aborted and preempted, and the books are recounted in each turn; how many came."""
+    """Requests of all its modes come, are aborted and preempted, and the books are recounted in each turn; how many came."""
     chance, came = random.Random(0), 0
     engine = Engine(target, num_pages=24, max_running=6, max_batch_tokens=40, **BLOCKS)
     alive: list[Request] = []
     for turn in range(turns):
         if len(alive) < 8 and chance.random() < 0.5:
             prompt = [chance.randrange(MASK) for _ in range(chance.choice([2, 8, 30]))]
-            own = replace(mixed(turn, canvas), max_tokens=chance.choice([3, 16, 21]))
+            index = turn if target.diffusion and target.diffusion.writes_causally else 3 * turn  # SDAR has one mode
+            own = replace(mixed(index, canvas), max_tokens=chance.choice([3, 16, 21]))
             alive.append(engine.add_request(prompt, own))
             came += 1
         if alive and chance.random() < 0.1:
@@ -56,6 +57,8 @@ def arrive_and_leave(target: Target, turns: int, canvas: DiffusionParams = CANVA
             engine.scheduler.preempt(chance.choice(engine.scheduler.running))
         engine.step()
         engine.check_integrity()
+        ended = [request for request in alive if request.finish_reason is not None]
+        assert not any(request.canvas for request in ended)
         alive = [request for request in alive if request.finish_reason is None]
         yield came
     finish(engine, alive)

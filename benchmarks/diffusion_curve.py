@@ -3,9 +3,10 @@
     python benchmarks/diffusion_curve.py --target path/to/model --prompts prompts.jsonl --thresholds 0.5 0.7 0.9 0.99
 
 ``prompts.jsonl`` has ``{"prompt": "…"}`` or ``{"messages": […]}`` in each line. They go through the chat template, if there is
-one; ``--raw`` leaves it out. *Nats* are per token of the texts written, under the model's own autoregressive mode, or under
-another model of the same tokenizer, ``--scorer``. *Distinct* is the share of different pairs of tokens; a low one means that the
-texts repeat themselves, which makes their nats low too. DiffusionGemma has no threshold: give ``--steps``.
+one; ``--raw`` leaves it out. *Tokens per pass* are all tokens over all passes. *Nats* are per token of the texts written, under
+the model's own autoregressive mode, or under another model of the same tokenizer, ``--scorer``; SDAR has no such mode, and
+without a scorer no nats. *Distinct* is the share of different pairs of tokens; a low one means that the texts repeat themselves,
+which makes their nats low too. DiffusionGemma has no threshold: give ``--steps``.
 
 All prompts are answered at once, by each setting in turn after a short first round, ``--repeats`` times; tokens per second are
 medians and ranges. With ``--server http://host:8000`` that server answers, and the model in ``--target`` only scores its texts.
@@ -13,6 +14,7 @@ medians and ranges. With ``--server http://host:8000`` that server answers, and 
 
 import argparse
 import json
+import math
 import statistics
 import time
 import urllib.request
@@ -31,7 +33,9 @@ AUTOREGRESSIVE = DiffusionParams(mode="autoregressive")
 
 
 def nats(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> float:
-    """The mean over answers of −log p(token | text before) per token."""
+    """The mean over answers of −log p(token | text before) per token; NaN where ``engine`` does not write causally."""
+    if engine.target.diffusion is not None and not engine.target.diffusion.writes_causally:
+        return math.nan
     causal = AUTOREGRESSIVE if engine.target.diffusion is not None else None
     read = SamplingParams(max_tokens=0, prompt_logprobs=0, diffusion=causal)
     pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if answer]
@@ -39,7 +43,7 @@ def nats(engine: Engine, prompts: Sequence[list[int]], answers: Sequence[list[in
     for (_, answer), result in zip(pairs, engine.generate([p + a for p, a in pairs], read), strict=True):
         assert result.prompt_logprobs is not None
         scores.append(-statistics.fmean(result.prompt_logprobs[-len(answer) :]))
-    return statistics.fmean(scores) if scores else float("nan")
+    return statistics.fmean(scores) if scores else math.nan
 
 
 def distinct(answers: Sequence[Sequence[int]]) -> float:
@@ -96,11 +100,11 @@ class Setting:
 
     def row(self, first: "Setting", scorer: Engine, prompts: Sequence[list[int]]) -> str:
         texts = [tokens for tokens, _ in self.answers]
-        passes = statistics.fmean(per_pass for _, per_pass in self.answers)
+        passes = sum(len(tokens) / per_pass for tokens, per_pass in self.answers)
         ratios = [own / plain for own, plain in zip(self.speeds, first.speeds, strict=True)]
         columns = [
             self.name,
-            f"{passes:.2f}",
+            f"{sum(map(len, texts)) / passes:.2f}",
             f"{statistics.median(self.speeds):.0f} ({min(self.speeds):.0f}–{max(self.speeds):.0f})",
             f"{statistics.median(ratios):.2f}",
             f"{nats(scorer, prompts, texts):.2f}",
@@ -109,7 +113,7 @@ class Setting:
         return f"| {' | '.join(columns)} |"
 
 
-def make_settings(options: argparse.Namespace) -> list[Setting]:
+def make_settings(options: argparse.Namespace, *, writes_causally: bool) -> list[Setting]:
     def setting(name: str, **own: object) -> Setting:
         diffusion = DiffusionParams(**own)  # type: ignore[arg-type]
         return Setting(
@@ -123,7 +127,10 @@ def make_settings(options: argparse.Namespace) -> list[Setting]:
             ),
         )
 
-    found = [setting(mode, mode=mode) for mode in ("autoregressive", "self")]
+    if writes_causally:
+        found = [setting(mode, mode=mode) for mode in ("autoregressive", "self")]
+    else:
+        found = [setting("canvas 1", canvas_length=1)]
     for length in options.lengths:
         canvas = f", canvas {length}" if length else ""
         for steps in options.steps:
@@ -165,7 +172,8 @@ def main() -> None:
     chosen = load_prompts(options.prompts)[options.skip :][: options.limit]
     prompts = [engine.encode(one.raw if is_raw else list(one.messages)) for one in chosen]
     answer = by(engine) if options.server is None else by_server(options.server)
-    settings = make_settings(options)
+    family = engine.target.diffusion
+    settings = make_settings(options, writes_causally=family is None or family.writes_causally)
     for setting in settings:  # kernels are warm, and passes timed, before anything counts
         answer(prompts, replace(setting.params, max_tokens=16))
     for _ in range(options.repeats):

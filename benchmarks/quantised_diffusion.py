@@ -46,14 +46,14 @@ class Measured:
         pairs = zip(self.prompts, answers, strict=True)
         texts = [(torch.tensor([prompt + answer]), len(prompt)) for prompt, answer in pairs]
         lengths = [length for result in self.drafted for length in result.stats.accepted_lengths]
-        gains = [result.stats.tokens_per_pass for result in self.denoised]
+        passes = sum(result.stats.denoising_steps + result.stats.commit_passes for result in self.denoised)
         same, _ = shared(self.plain, whole.plain)
         columns = [
             name,
             f"{perplexity(load_causal_lm(folder, torch.float32, 'sdpa'), texts):.3f}",
             f"{same} of {len(answers)}",
             f"{sum(lengths) / len(lengths):.2f}",
-            f"{sum(gains) / len(gains):.2f}",
+            f"{sum(result.stats.output_tokens for result in self.denoised) / passes:.2f}",
             f"{nats(whole.engine, self.prompts, [result.token_ids for result in self.denoised]):.2f}",
         ]
         return f"| {' | '.join(columns)} |"

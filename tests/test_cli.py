@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import volley.cli
 from tests.models.drafters.test_adapter import make_adapter
+from tests.quantised import edit_config
 from volley.cli import app, main
 from volley.errors import CheckpointError, ConfigError, InputError
 from volley.files import BUNDLED_TARGETS
@@ -206,14 +207,37 @@ def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None
     assert "nothing is wrong with it" in run("inspect", folder)[0]
     _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
     assert "tokens a pass" in said
-    with pytest.raises(ConfigError, match="add --diffusion mode=self"):
+    with pytest.raises(ConfigError, match="do not write; leave --compare out"):
         run("generate", "Hello", "--raw", "--compare", "--target", folder, *FAST, *own)
-    own = ("--diffusion", "mode=self", "--diffusion", "max_steps=1", "--compare", "--dtype", "float32")
-    _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
-    assert "identical to plain decoding's" in said
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hello"}\n')
     out, _ = run("generate", "--prompts", tmp_path / "p.jsonl", "--max-tokens", 12, "--target", folder, *FAST)
     assert 0 < json.loads(out)["tokens_per_pass"][0] < 4
+    joint = {**config, "block_diffusion": {"mask_token_id": 3, "canvas_length": 4}}
+    (folder / "config.json").write_text(json.dumps(joint))
+    with pytest.raises(ConfigError, match="add --diffusion mode=self"):
+        run("generate", "Hello", "--raw", "--compare", "--target", folder, *FAST)
+    own = ("--diffusion", "mode=self", "--diffusion", "max_steps=1", "--compare", "--dtype", "float32")
+    _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
+    assert "identical to plain decoding's" in said
+
+
+def test_commands_of_drafters_write_causally_on_a_model_of_both_kinds(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    from volley import Engine, SamplingParams
+    from volley.train.evaluate import evaluate_tau
+
+    folder, prompts, out = tmp_path / "both", tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    shutil.copytree(tiny_pair.target, folder)
+    edit_config(folder, block_diffusion={"mask_token_id": 3, "canvas_length": 4})
+    prompts.write_text('{"prompt": "Hello"}\n')
+    run("collect", "--prompts", prompts, "--out", out, "--max-tokens", 12, "--target", folder, *FAST)
+    row = json.loads(out.read_text())
+    plain = Engine.from_pretrained(tiny_pair.target, dtype=torch.float32)
+    (result,) = plain.generate([row["prompt_token_ids"]], SamplingParams(max_tokens=12))
+    assert row["response_token_ids"] == result.token_ids
+    drafter = Drafter.from_pretrained(tiny_pair.drafter, torch.float32)
+    found = evaluate_tau(drafter, str(folder), [[5, 6, 7]], max_tokens=9, dtype=torch.float32, device="cpu")
+    assert found["cycles"] > 0
+    assert found["tau"] >= 1
 
 
 def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,8 +169,8 @@ def test_a_conversation_ends_before_a_turn_without_room() -> None:
         def encode(self, chat: Any, thinking: bool | None = None) -> list[int]:
             return [0] * sum(len(message["content"]) for message in chat)
 
-        def snapshot(self) -> Any:
-            return SimpleNamespace(max_tokens=20)
+        def room(self, num_prompt: int, params: SamplingParams) -> int:
+            return max(0, (20 - num_prompt) // 3 * 3)  # of canvases
 
         def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[GenerationResult]:
             asked.append([(len(prompt), own.max_tokens) for prompt, own in zip(prompts, params, strict=True)])
@@ -178,5 +178,5 @@ def test_a_conversation_ends_before_a_turn_without_room() -> None:
 
     long, short = (Conversation(text, ({"role": "user", "content": text},), ("b", "c")) for text in ("a" * 12, "a"))
     found = list(answer_all(Engine(), [long, short], SamplingParams(max_tokens=12), raw=False))  # type: ignore[arg-type]
-    assert asked == [[(12, 12), (1, 12)], [(10, 10)], [(19, 1)]]
-    assert [len(results) for _, _, results in found] == [1, 3]
+    assert asked == [[(12, 12), (1, 12)], [(10, 9)], []]
+    assert [len(results) for _, _, results in found] == [1, 2]

@@ -431,8 +431,8 @@ def collect(
             raise ConfigError(f"batch is {batch}; it must be at least 1")
         make_jobs(config)  # what is wrong with prompts is said before a model is loaded
         engine = load_engine(models, None, capacity)
-        most = engine.snapshot().max_tokens
-        source = EngineSource(engine, models.target or "bundled", config.thinking, batch, most)
+        engine.procedures.write_causally()
+        source = EngineSource(engine, models.target or "bundled", config.thinking, batch, engine.snapshot().max_tokens)
     errors = console.stderr()
     end = run(config, source, console.progress(errors))
     errors.print(end.describe())

@@ -24,8 +24,8 @@ class DraftingConfig:
     denoising_schedule: Schedule = "cosine"
     """How many draft positions each denoising pass reveals: cosine, linear or sqrt."""
     denoising_threshold: float | None = None
-    """With several denoising passes: each also reveals positions whose token has a higher probability, and a full block ends
-    them. By default the schedule alone decides."""
+    """With several denoising passes: each also reveals positions whose likeliest token has a higher probability, and a full block
+    ends them. By default the schedule alone decides."""
     draft_window: int | None = None
     """Tokens of context that the drafter sees, and keeps; 0 for all, by default what it was measured to need."""
 
@@ -124,8 +124,8 @@ class CapacityConfig:
     max_batch_tokens: int | None = None
     """Tokens of one target pass, by default 512 on a CPU and 4096 on a GPU. Requests that draft sit out while prompts are due;
     otherwise chains take part first, and prompts, trees and copies share what they leave."""
-    page_size: int = 16
-    """Tokens of a page of K/V."""
+    page_size: int | None = None
+    """Tokens of a page of K/V; by default 16, or a multiple of the blocks of a model whose text attends both ways inside them."""
     num_pages: int | None = None
     """Pages that hold all K/V; by default 64k tokens in 1 GiB or an eighth of a CPU's memory, and 0.9 of what a GPU has left."""
     kv_mib: float | None = None
@@ -141,7 +141,7 @@ class CapacityConfig:
     def __post_init__(self) -> None:
         if any(size is not None and size < 1 for size in (self.max_batch_tokens, self.max_running)):
             raise ConfigError("max_batch_tokens and max_running must be at least 1")
-        if self.page_size < 1:
+        if self.page_size is not None and self.page_size < 1:
             raise ConfigError(f"page_size is {self.page_size}; a page holds at least 1 token")
         if self.kv_mib is not None and self.num_pages is not None:
             raise ConfigError("kv_mib and num_pages both say what K/V take; give one of them")

@@ -153,9 +153,9 @@ def passes(engine: "Engine", results: Sequence[GenerationResult]) -> dict[str, l
 def check_comparable(engine: "Engine", params: SamplingParams) -> None:
     """Refuse to compare what was never said to be equal."""
     if engine.procedures.mode(params) == "diffusion":
+        verified = "add --diffusion mode=self to verify them, or " if "self" in engine.procedures.by_mode else ""
         raise ConfigError(
-            "--compare is with plain decoding, whose text canvases do not write; add --diffusion mode=self to verify them, or "
-            "leave --compare out"
+            f"--compare is with plain decoding, whose text canvases do not write; {verified}leave --compare out"
         )
 
 
@@ -285,10 +285,9 @@ def answer_all(
         ]
         each = [params] * len(prompts)
         if turn:
-            most = engine.snapshot().max_tokens
-            fits = [len(prompt) < most for prompt in prompts]
-            asked, prompts = list(compress(asked, fits)), list(compress(prompts, fits))
-            each = [params.within(most - len(prompt)) for prompt in prompts]
+            rooms = [engine.room(len(prompt), params) for prompt in prompts]
+            asked, prompts = list(compress(asked, rooms)), list(compress(prompts, rooms))
+            each = [params.within(room) for room in rooms if room]
         for i, result in zip(asked, engine.generate(prompts, each), strict=True):
             results[i].append(result)
             chats[i].append({"role": "assistant", "content": result.text})

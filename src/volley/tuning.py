@@ -144,6 +144,8 @@ def doctor(
     counters = None if metrics is None else read_counters(metrics)
     physician = Doctor(target, drafter, data, temperature=temperature, block_size=block_size, say=_say)
     engine = Engine.from_pretrained(target, drafter=drafter, dtype=physician.target.dtype) if decode else None
+    if engine is not None:
+        engine.procedures.write_causally()
     found = physician.examine(engine, counters)
     measured = "" if found.measured is None else f", {found.measured:.2f} measured"
     typer.echo(f"τ {found.expected:.2f} expected from {len(physician.documents)} answers{measured}")

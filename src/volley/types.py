@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -52,6 +53,10 @@ class DiffusionParams:
     """Show what stands on the canvas after each pass, in a stream: :class:`CanvasDraft`."""
 
     def __post_init__(self) -> None:
+        for name in [own.name for own in fields(self)]:
+            value, (want, kind) = getattr(self, name), _KINDS.get(name, ("a number", Real))
+            if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+                raise ConfigError(f"diffusion.{name} is {value!r}; it must be {want}")
         for name, known in (("mode", get_args(DiffusionMode)), ("strategy", get_args(Strategy))):
             if (value := getattr(self, name)) is not None and value not in known:
                 raise unknown_key(f"diffusion {name}", str(value), known)
@@ -71,10 +76,6 @@ class DiffusionParams:
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """From settings by name; an unknown one is an error that names the nearest known."""
         check_keys("diffusion setting", values, [field.name for field in fields(cls)])
-        for name, value in values.items():
-            want, *kinds = _KINDS.get(name, ("a number", int, float))
-            if value is not None and type(value) not in kinds:
-                raise ConfigError(f"diffusion.{name} is {value!r}; it must be {want}")
         return cls(**values)
 
     @classmethod
@@ -97,9 +98,9 @@ class DiffusionParams:
         return replace(defaults, **said)
 
 
-_KINDS: dict[str, tuple[Any, ...]] = {
+_KINDS: dict[str, tuple[str, type]] = {
     **dict.fromkeys(("mode", "strategy"), ("a string", str)),
-    **dict.fromkeys(("canvas_length", "max_steps", "sub_block", "stability_threshold"), ("a whole number", int)),
+    **dict.fromkeys(("canvas_length", "max_steps", "sub_block", "stability_threshold"), ("a whole number", Integral)),
     "stream_drafts": ("true or false", bool),
 }
 _LEAST = {
@@ -109,7 +110,7 @@ _LEAST = {
     "sub_block": 1,
     "entropy_bound": 0,
     "edit_threshold": 0,
-    "t_min": 1e-3,
+    "t_min": 0,
     "t_max": 1e-3,
     "stability_threshold": 0,
     "confidence_threshold": 0,
@@ -332,14 +333,23 @@ class GenerationStats:
     """Passes that denoised a canvas of this request."""
     commit_passes: int = 0
     """Passes of a diffusion request behind its prompt that denoised nothing: they committed a block, or verified a draft."""
-    canvases: int = 0
-    """Canvases that were denoised to their end."""
+    canvas_steps: list[int] = field(default_factory=list)
+    """Passes over each canvas that was denoised to its end."""
+    first_tokens: int = 1
+    """Output tokens that came together after ``time_to_first_token``: more than one from a canvas."""
+    last_tokens: int = 0
+    """Output tokens of the last pass that brought any."""
 
     def add(self, draft: float, walk: float, verify: float) -> None:
         """The seconds of one more decoding cycle."""
         self.draft_seconds += draft
         self.walk_seconds += walk
         self.verify_seconds += verify
+
+    @property
+    def canvases(self) -> int:
+        """Canvases that were denoised to their end."""
+        return len(self.canvas_steps)
 
     @property
     def acceptance_length(self) -> float:
@@ -359,9 +369,11 @@ class GenerationStats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Output tokens after the first, per second after the first token."""
-        seconds = self.total_seconds - self.time_to_first_token
-        return (self.output_tokens - 1) / seconds if seconds > 0 and self.output_tokens > 1 else 0.0
+        """Output tokens behind those that came first, per second after these; all per second where all came at once."""
+        seconds, tokens = self.total_seconds - self.time_to_first_token, self.output_tokens - self.first_tokens
+        if tokens == 0 and self.first_tokens > 1:
+            return self.output_tokens / self.total_seconds
+        return tokens / seconds if seconds > 0 and tokens > 0 else 0.0
 
 
 @dataclass

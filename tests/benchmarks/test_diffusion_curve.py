@@ -17,12 +17,23 @@ from volley import Engine
 THRESHOLDS = ["0.2", "0.99"]
 
 
+@pytest.mark.parametrize(
+    ("own", "plain"),
+    [
+        ({"block_diffusion": {"mask_token_id": 3, "canvas_length": 8}}, ["autoregressive", "self"]),
+        ({"model_type": "sdar", "mask_token_id": 3, "block_size": 8}, ["canvas 1"]),
+    ],
+)
 def test_a_server_gives_the_curve_that_the_engine_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: dict[str, object],
+    plain: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    edit_config(tmp_path, model_type="sdar", mask_token_id=3, block_size=8)
+    edit_config(tmp_path, **own)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "What is it?")))
     command = [
@@ -43,11 +54,13 @@ def test_a_server_gives_the_curve_that_the_engine_gives(
         monkeypatch.setattr(sys, "argv", [*command, "--thresholds", *THRESHOLDS, *options])
         main()
         rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
-        assert [row[1].strip() for row in rows] == ["autoregressive", "self", *(f"threshold {t}" for t in THRESHOLDS)]
+        assert [row[1].strip() for row in rows] == [*plain, *(f"threshold {t}" for t in THRESHOLDS)]
         chosen = [row for row in rows if row[1].strip() != "self"]  # how often that drafts depends on the clock
         return [tuple(row[column].strip() for column in (2, 5, 6)) for row in chosen]
 
     here = figures()
+    assert here[0][0] == "1.00"
+    assert (here[0][1] == "nan") == (plain == ["canvas 1"]), "the likelihood of a text is causal"
     assert float(here[1][0]) > float(here[2][0]), "a lower threshold takes fewer passes"
     with running(Engine.from_pretrained(tmp_path, dtype=torch.float32)) as server:
         assert figures("--server", server.url) == here

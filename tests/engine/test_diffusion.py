@@ -15,14 +15,14 @@ from transformers import Qwen3MoeConfig
 
 from tests import tiny
 from tests.conftest import byte_tokenizer
-from tests.procedures.test_denoising import MASK, Masked, masked_model
+from tests.procedures.test_denoising import BOTH_WAYS, MASK, Masked, masked_model
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.rules import TokenRule
 from volley.engine.recovery import recover
 from volley.errors import CapacityError, CheckpointError, ConfigError, InputError, UnsupportedModelError
 from volley.models.targets.diffusion import FAST_DLLM, JOINT, SDAR
-from volley.models.targets.target import Target
+from volley.models.targets.target import BlockDiffusion, Target
 from volley.procedures.denoising import Denoising
 from volley.types import CanvasDraft
 
@@ -33,7 +33,8 @@ BLOCKS = {"page_size": 8}
 
 @pytest.fixture(scope="module", params=["sdar", "fast_dllm"])
 def model(request: pytest.FixtureRequest) -> Masked:
-    return masked_model({"sdar": SDAR, "fast_dllm": FAST_DLLM}[request.param])
+    family = {"sdar": BOTH_WAYS, "fast_dllm": FAST_DLLM}[request.param]
+    return masked_model(replace(family, defaults=replace(family.defaults, canvas_length=8)))
 
 
 def params(index: int = 0, **changes: Any) -> SamplingParams:
@@ -65,7 +66,7 @@ def test_three_modes_in_one_batch_answer_as_each_does_alone(model: Masked, max_b
 
 def test_a_drafter_serves_the_autoregressive_requests_beside_canvases() -> None:
     pair = tiny.make_pair()
-    target = Target(pair.hf, None, replace(SDAR, mask_token_id=MASK))
+    target = Target(pair.hf, None, replace(BOTH_WAYS, mask_token_id=MASK))
     engine = Engine(target, pair.drafter, policy="fixed", **BLOCKS)
     plain = params(diffusion=DiffusionParams(mode="autoregressive"))
     each = [plain if index % 2 else params(index) for index in range(4)]
@@ -101,13 +102,29 @@ def test_the_last_canvas_needs_room_though_it_is_cut(model: Masked) -> None:
         engine.add_request(PROMPTS[1], params(max_tokens=17))
 
 
-def test_an_answer_ends_with_the_last_canvas_that_fits_in_the_context() -> None:
-    target = masked_model(SDAR, max_position_embeddings=30).target
-    engine = Engine(target, **BLOCKS)
-    (result,) = engine.generate([PROMPTS[0]], params(max_tokens=100))
-    assert (len(result.token_ids), result.finish_reason) == (21, "length")
+@pytest.mark.parametrize("limit", ["context", "pages"])
+def test_an_answer_ends_with_the_last_canvas_that_fits(limit: str) -> None:
+    target = masked_model(SDAR, max_position_embeddings=30 if limit == "context" else 500).target
+    engine = Engine(target, page_size=6, num_pages=5 if limit == "pages" else None)
+    for own in (params(max_tokens=100 if limit == "context" else 27), params(max_tokens=22)):
+        assert engine.room(3, own) == 21
+        (result,) = engine.generate([PROMPTS[0]], own)
+        assert (len(result.token_ids), result.finish_reason) == (21, "length"), (
+            "a canvas more would end behind the last page"
+        )
+    assert engine.room(24, params()) == 0
     with pytest.raises(InputError, match="smaller canvas_length"):
-        engine.add_request([1] * 24, params())
+        engine.add_request([1] * 24, params(max_tokens=4))
+
+
+def test_a_canvas_that_does_not_fit_in_a_pass_is_refused() -> None:
+    target = masked_model(BOTH_WAYS).target
+    engine = Engine(target, max_batch_tokens=8, **BLOCKS)
+    for mode in ("diffusion", "self"):
+        with pytest.raises(ConfigError, match="max_batch_tokens is 8; use a smaller canvas_length"):
+            engine.add_request([1], params(diffusion=DiffusionParams(mode=mode, canvas_length=9)))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"a canvas of 4 tokens does not fit.*raise it"):
+        Engine(target, max_batch_tokens=3)
 
 
 class Broken(Target):
@@ -200,6 +217,15 @@ def test_sharing_pages_of_causal_passes_would_be_seen(model: Masked) -> None:
     assert request.stats.cached_tokens > 0
 
 
+@pytest.mark.parametrize(("family", "size"), [(FAST_DLLM, 32), (SDAR, 16), (JOINT, 16)])
+def test_pages_end_where_blocks_do_unless_their_size_is_given(family: BlockDiffusion, size: int) -> None:
+    target = masked_model(family).target
+    engine = Engine(target)
+    assert (engine.capacity.page_size, Engine(target, page_size=4).capacity.page_size) == (size, 4)
+    own = params(diffusion=None)
+    assert [cached(engine, own) for _ in range(2)] == [0, 32]
+
+
 def test_pages_that_end_inside_a_block_are_not_shared(model: Masked) -> None:
     engine = Engine(model.target, page_size=4)
     assert [cached(engine, params()) for _ in range(2)] == [0, 0]
@@ -253,6 +279,14 @@ def test_opening_the_next_canvas_with_the_commit_saves_a_pass_a_block() -> None:
     shifted = masked_model(FAST_DLLM).target
     (result,) = Engine(shifted, **BLOCKS).generate([PROMPTS[1]], params(max_tokens=24))
     assert (result.stats.canvases, result.stats.commit_passes) == (3, 2), "slot 0 is known only after the commit"
+
+
+def test_the_speed_of_decoding_is_behind_the_first_canvas() -> None:
+    engine = Engine(masked_model(SDAR).target, **BLOCKS)
+    one, three = (next(engine.generate([PROMPTS[1]], params(max_tokens=count))).stats for count in (8, 24))
+    assert (one.first_tokens, three.first_tokens) == (8, 8)
+    assert one.decode_tokens_per_second == 8 / one.total_seconds, "all came at once"
+    assert three.decode_tokens_per_second == 16 / (three.total_seconds - three.time_to_first_token)
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------------
@@ -371,8 +405,16 @@ def test_fast_dllm_and_mixtures_are_recognised_too(tmp_path: Path) -> None:
 )
 def test_models_without_an_exact_cache_are_refused(folder: Path, model_type: str, remedy: str) -> None:
     rename(folder, model_type=model_type)
-    with pytest.raises(UnsupportedModelError, match=remedy):
-        Engine.from_pretrained(folder)
+    for divided in (False, True):
+        with pytest.raises(UnsupportedModelError, match=remedy):
+            Engine.from_pretrained(folder, tensor_parallel=divided)
+
+
+@pytest.mark.parametrize("model_type", ["sdar", "diffusion_gemma"])
+def test_canvases_are_not_divided(folder: Path, model_type: str) -> None:
+    rename(folder, model_type=model_type)
+    with pytest.raises(UnsupportedModelError, match="leave tensor_parallel out"):
+        Engine.from_pretrained(folder, tensor_parallel=True)
 
 
 def test_a_mask_that_is_no_token_is_refused(folder: Path) -> None:

@@ -17,7 +17,7 @@ from tests.conftest import byte_tokenizer
 from tests.costs import settle
 from tests.diffusion_gemma import random_model
 from tests.engine.test_grammars import GRAMMAR
-from tests.procedures.test_denoising import MASK, masked_model
+from tests.procedures.test_denoising import BOTH_WAYS, MASK, masked_model
 from tests.tiny import eager_model, random_drafter, random_prompts, target_config
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.models.checkpoints.checkpoint import HeadConfig
@@ -109,7 +109,7 @@ KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
     "canvas": (lambda: canvas(CANVAS), 2),
     "canvas, sampled": (lambda: canvas(replace(CANVAS, temperature=0.8, seed=1)), 2),
     "shifted canvas": (lambda: canvas(CANVAS, FAST_DLLM), 2),
-    "canvas, self-speculation": (lambda: canvas(CANVAS, mode="self"), 3),
+    "canvas, self-speculation": (lambda: canvas(CANVAS, BOTH_WAYS, mode="self"), 3),
     "DiffusionGemma": (lambda: gemma(replace(GREEDY, seed=3)), 2),
     "DiffusionGemma, sampled": (lambda: gemma(SEEDED), 2),
     "DiffusionGemma, filtered": (lambda: gemma(replace(SEEDED, top_k=20, top_p=0.9)), 2),

@@ -132,16 +132,16 @@ def test_free_pages_are_taken_before_cached_ones() -> None:
     assert not is_cached(pool, 0)
 
 
-def test_the_last_token_is_never_matched() -> None:
+def test_whole_pages_are_matched() -> None:
     pool = PagePool(4, 2)
     table = BlockTable(2)
     pool.grow(table, 4)
     first = pool.page_hash(b"", [1, 2])
     pool.publish(table.pages[0], first)
     pool.publish(table.pages[1], pool.page_hash(first, [3, 4]))
-    assert len(pool.match_prefix(BlockTable(2), [1, 2, 3, 4])) == 1
-    assert len(pool.match_prefix(BlockTable(2), [1, 2, 3, 4, 5])) == 2
-    assert pool.match_prefix(BlockTable(2), [1, 2]) == []
+    assert len(pool.match_prefix(BlockTable(2), [1, 2, 3, 4])) == 2
+    assert len(pool.match_prefix(BlockTable(2), [1, 2, 3])) == 1
+    assert pool.match_prefix(BlockTable(2), [1]) == []
 
 
 def test_a_page_is_found_only_after_the_same_beginning() -> None:
@@ -254,7 +254,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(tokens=TOKENS)
     def arrive(self, tokens: list[int]) -> None:
         client = Client(tokens)
-        client.hashes = self.pool.match_prefix(client.table, tokens)
+        client.hashes = self.pool.match_prefix(client.table, tokens[:-1])  # it needs a position to compute
         client.computed = client.table.capacity
         assert len(client.hashes) == len(client.table.pages)
         assert client.computed < len(tokens)

@@ -92,6 +92,20 @@ def test_all_modes_share_pages_and_two_have_the_same_answers(temperature: float)
     engine.check_integrity()
 
 
+def test_a_canvas_needs_no_logits_of_its_prompt_and_the_next_token_does() -> None:
+    engine, prompt, params = (
+        Engine(masked_model(JOINT).target, page_size=8),
+        [*range(40)],
+        SamplingParams(max_tokens=12),
+    )
+    first, again = (next(engine.generate([prompt], params)) for _ in range(2))
+    assert (first.stats.cached_tokens, again.stats.cached_tokens) == (0, 40)
+    assert again.token_ids == first.token_ids
+    for mode in ("autoregressive", "self"):
+        own = DiffusionParams.from_mapping({"mode": mode})
+        assert next(engine.generate([prompt], replace(params, diffusion=own))).stats.cached_tokens == 32
+
+
 def with_config(pair: TinyPair, folder: Path, own: Any) -> Path:
     shutil.copytree(pair.target, folder)
     config = json.loads((folder / "config.json").read_text())

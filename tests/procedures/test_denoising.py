@@ -21,6 +21,8 @@ from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
 
 MASK = tiny.VOCAB - 1
+BOTH_WAYS = replace(SDAR, writes_causally=True)
+"""No published family: canvases that begin at multiples and text that attends both ways, beside the modes that write causally."""
 
 
 class Masked(NamedTuple):

@@ -11,20 +11,23 @@ import torch
 from tests import tiny
 from tests.conftest import byte_tokenizer
 from tests.hybrid import model as recurrent_model
+from tests.procedures.test_denoising import BOTH_WAYS
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.config import DecodingConfig
-from volley.errors import ConfigError, UnsupportedModelError
-from volley.models.targets.diffusion import FAST_DLLM, JOINT, SDAR, load_target
-from volley.models.targets.target import Target
+from volley.decode.rules import AtLeast
+from volley.errors import ConfigError, MismatchError, UnsupportedModelError
+from volley.models.targets.diffusion import FAST_DLLM, JOINT, LLADA2, SDAR, load_target
+from volley.models.targets.target import BlockDiffusion, Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.make import Procedures
 from volley.procedures.self_speculative import SelfSpeculative
 from volley.procedures.speculative import Speculative
+from volley.types import DiffusionMode
 
 
 @pytest.fixture(scope="module")
 def procedures() -> Procedures:
-    target = Target(tiny.eager_model(tiny.target_config()), None, replace(SDAR, mask_token_id=3))
+    target = Target(tiny.eager_model(tiny.target_config()), None, replace(BOTH_WAYS, mask_token_id=3))
     return Procedures(target, Speculative(DecodingConfig()))
 
 
@@ -35,10 +38,38 @@ def test_each_mode_has_its_procedure(procedures: Procedures) -> None:
     assert type(procedures.choose(SamplingParams())[0]) is Denoising
 
 
+@pytest.mark.parametrize("family", [SDAR, LLADA2])
+@pytest.mark.parametrize("mode", ["autoregressive", "self"])
+def test_a_model_whose_rows_predict_their_own_place_does_not_write_causally(
+    family: BlockDiffusion, mode: DiffusionMode
+) -> None:
+    engine = Engine(
+        Target(tiny.eager_model(tiny.target_config()), None, replace(family, mask_token_id=3)), page_size=32
+    )
+    with pytest.raises(ConfigError, match=f"mode '{mode}' is not for this model.*canvas_length=1"):
+        engine.add_request([1], SamplingParams(diffusion=DiffusionParams(mode=mode)))
+    for refused in (
+        SamplingParams(max_tokens=0),
+        SamplingParams(prompt_logprobs=0),
+        SamplingParams(rules=(lambda *_: AtLeast(2, [5], torch.device("cpu")),)),
+    ):
+        with pytest.raises(ConfigError) as error:
+            engine.add_request([1], refused)
+        assert "mode=" not in str(error.value), "no remedy names a mode that the model lacks"
+
+
+def test_a_drafter_of_a_model_that_does_not_write_causally_is_refused() -> None:
+    pair = tiny.make_pair()
+    with pytest.raises(MismatchError, match="leave it out"):
+        Engine(Target(pair.hf, None, replace(SDAR, mask_token_id=3)), pair.drafter)
+
+
 def test_what_is_not_said_is_the_models_own(procedures: Procedures) -> None:
     _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(threshold=0.5)))
     own = {"mode": "diffusion", "threshold": 0.5, "edit_threshold": 0.9, "entropy_bound": 0.35}
-    assert params.diffusion == replace(SDAR.defaults, **own), "what no strategy of the family reads is there for others"
+    assert params.diffusion == replace(BOTH_WAYS.defaults, **own), (
+        "what no strategy of the family reads is there for others"
+    )
     _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(mode="self")))
     assert params.diffusion is not None
     assert (params.diffusion.max_steps, params.diffusion.canvas_length) == (None, 4), "how many is measured"
@@ -48,7 +79,7 @@ def test_what_is_not_said_is_the_models_own(procedures: Procedures) -> None:
 
 
 def test_a_model_may_name_the_mode_of_requests_that_name_none() -> None:
-    family = replace(SDAR, mask_token_id=3, defaults=replace(SDAR.defaults, mode="self"))
+    family = replace(BOTH_WAYS, mask_token_id=3, defaults=replace(BOTH_WAYS.defaults, mode="self"))
     procedures = Procedures(Target(tiny.eager_model(tiny.target_config()), None, family), Speculative(DecodingConfig()))
     procedure, params = procedures.choose(SamplingParams())
     assert type(procedure) is SelfSpeculative
@@ -57,6 +88,14 @@ def test_a_model_may_name_the_mode_of_requests_that_name_none() -> None:
     asked = SamplingParams(diffusion=DiffusionParams(mode="diffusion"))
     assert type(procedures.choose(asked)[0]) is Denoising
     assert (procedures.mode(SamplingParams()), procedures.mode(asked)) == ("self", "diffusion")
+
+
+@pytest.mark.parametrize(("family", "mode"), [(JOINT, "autoregressive"), (SDAR, "diffusion")])
+def test_commands_of_drafters_write_causally_where_the_model_does(family: BlockDiffusion, mode: str) -> None:
+    target = Target(tiny.eager_model(tiny.target_config()), None, replace(family, mask_token_id=3))
+    procedures = Procedures(target, Speculative(DecodingConfig()))
+    procedures.write_causally()
+    assert procedures.mode(SamplingParams()) == mode
 
 
 def test_a_strategy_of_another_family_is_refused(procedures: Procedures) -> None:
@@ -99,13 +138,18 @@ def test_settings_are_read_from_words() -> None:
         ({"strategy": "sequentially"}, "did you mean 'sequential'"),
         ({"max_steps": 0}, "≥ 1"),
         ({"max_steps": 2.5}, "a whole number"),
-        ({"threshold": "high"}, "a number"),
+        ({"threshold": "0.9"}, "a number"),
+        ({"max_steps": True}, "a whole number"),
+        ({"stream_drafts": 1}, "true or false"),
         ({"t_min": 0.9, "t_max": 0.5}, "t_min 0.9 is above"),
     ],
 )
 def test_settings_that_cannot_be_used_say_so(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingParams(diffusion=values)  # type: ignore[arg-type]
+    if "treshold" not in values:
+        with pytest.raises(ConfigError, match=message):
+            DiffusionParams(**values)  # type: ignore[arg-type]
 
 
 def test_drafts_are_of_whole_canvases_unless_a_request_says_otherwise() -> None:

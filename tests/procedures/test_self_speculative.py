@@ -15,10 +15,11 @@ from tests.chi_square import chi_square_p, joint_counts
 from tests.costs import settle
 from tests.diffusion_gemma import VOCAB as GEMMA_VOCAB
 from tests.diffusion_gemma import random_model
+from tests.procedures.test_denoising import BOTH_WAYS
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.canvas import CanvasNoise, CoupledNoise
 from volley.decode.sampling import PositionNoise, token_probs
-from volley.models.targets.diffusion import FAST_DLLM, SDAR
+from volley.models.targets.diffusion import FAST_DLLM
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
@@ -34,7 +35,7 @@ def target(family: str = "sdar", **changes: Any) -> Target:
     if family == "gemma":
         return DiffusionGemma(random_model())
     rules = replace(
-        {"sdar": SDAR, "fast_dllm": FAST_DLLM}[family], mask_token_id=changes.get("vocab_size", MASK + 1) - 1
+        {"sdar": BOTH_WAYS, "fast_dllm": FAST_DLLM}[family], mask_token_id=changes.get("vocab_size", MASK + 1) - 1
     )
     return Target(tiny.eager_model(tiny.target_config(num_hidden_layers=2, **changes)), None, rules)
 
@@ -78,6 +79,17 @@ def test_a_repeating_answer_is_accepted_several_tokens_at_a_time() -> None:
     assert (result.stats.denoising_steps, result.stats.commit_passes) == (4, 1), "canvases ride behind what is verified"
     assert result.stats.acceptance_length == 8
     assert result.stats.tokens_per_pass == 33 / 5
+
+
+@pytest.mark.parametrize(("max_tokens", "steps"), [(9, 1), (10, 1), (11, 2)])
+def test_no_canvas_rides_where_nothing_is_left_to_draft(max_tokens: int, steps: int) -> None:
+    """The first draft brings nine tokens. A further one is the verifier's own; only of two is one drafted."""
+    own = target()
+    with torch.no_grad():
+        own.model.get_output_embeddings().weight.zero_()
+    asked = DiffusionParams(mode="self", canvas_length=8, max_steps=1)
+    (result,) = Engine(own).generate([[1, 2, 3]], SamplingParams(max_tokens=max_tokens, diffusion=asked))
+    assert result.stats.denoising_steps == steps
 
 
 class Whim(DraftSteps):

@@ -11,11 +11,13 @@ from openai import BadRequestError, OpenAI
 
 from tests import tiny
 from tests.conftest import byte_tokenizer
+from tests.procedures.test_denoising import BOTH_WAYS
 from tests.serve.browser import BROWSER, open_page
 from tests.serve.running import MODEL, Running, running
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.models.targets.diffusion import JOINT, SDAR
+from volley.models.targets.diffusion import JOINT
 from volley.models.targets.target import Target
+from volley.serve.metrics import Metrics
 
 OWN = {"canvas_length": 8, "threshold": 0.3}
 PROMPT = "Hello there"
@@ -24,7 +26,7 @@ PROMPT = "Hello there"
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
-    return Engine(Target(hf, byte_tokenizer(), replace(SDAR, mask_token_id=3)), page_size=8)
+    return Engine(Target(hf, byte_tokenizer(), replace(BOTH_WAYS, mask_token_id=3)), page_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +206,41 @@ def test_metrics_give_tokens_per_pass_and_per_forward_of_each_mode() -> None:
         assert usages[mode]["tokens_per_pass"] == pytest.approx(stats.tokens_per_pass, abs=1e-4)
         assert usages[mode]["tokens_per_forward"] == pytest.approx(stats.tokens_per_forward, abs=1e-4)
     assert found["volley:generation_tokens_total"] == 72
-    assert found["volley:denoising_steps_per_canvas_count"] == 1
+    assert found["volley:denoising_steps_per_canvas_count"] == 3
+
+
+def test_tokens_and_canvases_are_counted_as_they_come() -> None:
+    engine, metrics = joint_engine(), Metrics(1, {})
+    engine.on_verified.append(metrics.verified)
+    request = engine.add_request(
+        PROMPT, SamplingParams(max_tokens=20, ignore_eos=True, diffusion=DiffusionParams(**OWN))
+    )  # type: ignore[arg-type]
+    counted = []
+    while request.finish_reason is None:
+        engine.step()
+        metrics.stepped(engine, 0.0)
+        counted.append(metrics.registry.get_sample_value("volley:generation_tokens_total"))
+        assert counted[-1] == request.num_output
+    metrics.finished(request, "length")
+    assert set(counted) == {0, 8, 16, 20}
+    values = [
+        metrics.registry.get_sample_value(f"volley:denoising_steps_per_canvas_{name}") for name in ("count", "sum")
+    ]
+    assert values == [3, sum(request.stats.canvas_steps)] == [3, request.stats.denoising_steps]
+    later = metrics.registry.get_sample_value("volley:inter_token_latency_seconds_sum")
+    assert later == pytest.approx((request.stats.total_seconds - request.stats.time_to_first_token) / 12)
+
+
+def test_a_limit_that_fits_in_the_pages_is_cut_to_whole_canvases() -> None:
+    hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
+    family = replace(JOINT, mask_token_id=3, defaults=replace(JOINT.defaults, canvas_length=5))
+    with running(Engine(Target(hf, byte_tokenizer(), family), page_size=8, num_pages=8)) as server:
+        found = server.post("completions", {"prompt": [1, 2], "max_tokens": 62, "ignore_eos": True})
+        assert found.status_code == 200, found.text
+        assert found.json()["usage"]["completion_tokens"] == 60
+        found = server.complete(PROMPT, max_tokens=9, diffusion={"canvas_length": 600})
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "diffusion.canvas_length")
+        server.settle()
 
 
 CHAT = [{"role": "user", "content": "Hello"}]

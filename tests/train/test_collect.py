@@ -38,6 +38,9 @@ class FakeEngine:
         self.batches: list[int] = []
         self.left = die_after
 
+    def room(self, num_prompt: int, params: SamplingParams) -> int:
+        return 1000
+
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[GenerationResult]:
         self.batches.append(len(prompts))
         for prompt, one in zip(prompts, params, strict=True):
@@ -143,16 +146,19 @@ def test_prompts_longer_than_the_context_are_counted_not_fatal(tmp_path: Path) -
 
 
 def test_an_answer_has_the_tokens_that_there_is_room_for(tmp_path: Path) -> None:
-    file = prompts_file(tmp_path, {"prompt": "xx"})
+    file = prompts_file(tmp_path, {"prompt": "xx"}, {"prompt": "x" * 13})
     config, seen = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl", max_tokens=20), []
 
     class Engine(FakeEngine):
+        def room(self, num_prompt: int, params: SamplingParams) -> int:
+            return max(0, (18 - num_prompt) // 4 * 4)  # of canvases
+
         def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> Iterator[GenerationResult]:
             seen.extend((len(prompt), one.max_tokens) for prompt, one in zip(prompts, params, strict=True))
             return super().generate(prompts, params)
 
-    collect(config, EngineSource(Engine(), "tiny", most_tokens=18))
-    assert seen == [(5, 13)]
+    assert collect(config, EngineSource(Engine(), "tiny", most_tokens=18)).failed == 1
+    assert seen == [(5, 12)]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from volley.memory.device import Device, find_device, memory_bytes, peak_bytes
 from volley.memory.kv_store import bytes_per_token
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.rehearsal import made_up, spread
-from volley.models.targets.target import Target
+from volley.models.targets.target import BlockDiffusion, Target
 
 log = logging.getLogger(__name__)
+PAGE_SIZE = 16
 _CPU = (64, 512)  # requests at once, tokens of a pass
 _GPU = (256, 4096)
 _SHARE = 0.9  # of the GPU's memory that weights and a pass leave, which K/V take
@@ -34,6 +35,7 @@ class Capacity(CapacityConfig):
 
     max_running: int
     max_batch_tokens: int
+    page_size: int
     num_pages: int
 
 
@@ -45,8 +47,9 @@ def fit(
     per_ring: int,
     context_length: int,
     pass_bytes: Callable[[int], int],
+    page_size: int = PAGE_SIZE,
 ) -> Capacity:
-    """Fill in what ``config`` leaves open, as ``device`` allows.
+    """Fill in what ``config`` leaves open, as ``device`` allows; ``page_size`` is that of a config without one.
 
     ``per_token`` are the bytes of one token in the pool, ``per_ring`` those of a draft ring. ``pass_bytes(tokens)`` measures the
     bytes of a pass; it is called on a GPU only.
@@ -55,6 +58,7 @@ def fit(
     most_running, most_tokens = _CPU if device.free_bytes is None else _GPU
     given["max_running"] = running = config.max_running or most_running
     given["max_batch_tokens"] = batch = config.max_batch_tokens or most_tokens
+    given["page_size"] = page_size = config.page_size or page_size
     given["cuda_graphs"] = config.cuda_graphs and device.kind == "cuda"
     if config.kv_mib is not None:
         most = max(1, int(_RINGS_OF_KV * config.kv_mib * 2**20) // max(1, per_ring) - num_rings(0))
@@ -62,7 +66,7 @@ def fit(
             log.warning("%d requests run at once: draft rings for %d would take too much of kv_mib", most, running)
             given["max_running"] = running = most
         left = config.kv_mib * 2**20 - num_rings(running) * per_ring
-        given["num_pages"] = max(1, int(left // (per_token * config.page_size)))
+        given["num_pages"] = max(1, int(left // (per_token * page_size)))
         given["kv_mib"] = None
     elif config.num_pages is None:
         if device.free_bytes is None:
@@ -73,7 +77,7 @@ def fit(
                 fitting = int(_RINGS * left) // per_ring - num_rings(0)
                 given["max_running"] = running = max(1, min(running, fitting))
             tokens = max(0, int(_SHARE * (left - num_rings(running) * per_ring))) // per_token
-        given["num_pages"] = -(-max(tokens, min(context_length, 4096)) // config.page_size)
+        given["num_pages"] = -(-max(tokens, min(context_length, 4096)) // page_size)
     return Capacity(**given)
 
 
@@ -85,13 +89,14 @@ def _tokens_on_cpu(per_token: int) -> int:
 def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target, drafter: Drafter | None) -> Capacity:
     """:func:`fit` for an engine of these models, on the target's device."""
     per_token, per_ring = bytes_per_token(decoding.kv_dtype, target.kv_shapes, target.dtype), 0
+    page_size = config.page_size or _page_size(target.diffusion)
     if drafter is not None:
-        drafted, window, size = drafter.kv_shapes, drafter.config.window_for(decoding.draft_window), config.page_size
+        drafted, window = drafter.kv_shapes, drafter.config.window_for(decoding.draft_window)
         own = bytes_per_token(decoding.draft_kv_dtype, drafted, target.dtype)
         if window is None:
             per_token += own
         else:
-            per_ring = own * size * ring_pages(drafter.config.block_size, window, size)
+            per_ring = own * page_size * ring_pages(drafter.config.block_size, window, page_size)
     return fit(
         config,
         find_device(target.device),
@@ -99,7 +104,16 @@ def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target,
         per_ring=per_ring,
         context_length=target.context_length,
         pass_bytes=lambda tokens: pass_bytes(target, tokens),
+        page_size=page_size,
     )
+
+
+def _page_size(family: BlockDiffusion | None) -> int:
+    """Pages are shared only if they end where blocks that attend both ways do."""
+    if family is None or family.has_causal_context:
+        return PAGE_SIZE
+    length = family.defaults.canvas_length or 1
+    return -(-PAGE_SIZE // length) * length
 
 
 @torch.inference_mode()

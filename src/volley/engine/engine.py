@@ -94,7 +94,7 @@ class Engine:
         self.arrivals, self.overlap = Arrivals(), Overlap(target.device)
         self._timings, self._next_id = Timings(), 0
         self.procedure = Speculative(self.config, lambda works, tokens: self.ahead.launch(works, tokens))
-        self.procedures = Procedures(target, self.procedure)
+        self.procedures = Procedures(target, self.procedure, self.capacity.max_batch_tokens)
         self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
         """Where the drafter was loaded from, and how its weights are kept."""
         self.draft_model: DraftModel | None = None
@@ -245,7 +245,7 @@ class Engine:
     def _end(self, request: Request) -> None:
         self.scheduler.finish(request)
         self.policy.end(request.request_id)
-        request.rules = ()  # some hold tensors as long as the vocabulary
+        request.rules, request.canvas = (), None  # some hold tensors as long as the vocabulary
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def add_request(
@@ -467,7 +467,7 @@ class Engine:
     def room(self, num_prompt: int, params: SamplingParams) -> int:
         """Tokens that an answer with these parameters may have at most, behind a prompt of ``num_prompt`` tokens."""
         procedure, params = self.procedures.choose(params)
-        return procedure.most_tokens(num_prompt, self.snapshot().max_tokens, params) - num_prompt
+        return max(0, procedure.most_tokens(num_prompt, self.snapshot().max_tokens, params) - num_prompt)
 
     @property
     def has_work(self) -> bool:

@@ -36,9 +36,10 @@ def make_request(
         )
     check_tokens(target, [token for token, _ in params.logit_bias], "logit_bias")
     check_tokens(target, params.stop_token_ids, "stop_token_ids")
-    most = procedure.most_tokens(len(token_ids), limit, params)
-    max_length = min(len(token_ids) + params.max_tokens, most)
-    pool.check_fits(procedure.reach(len(token_ids), max_length, params))
+    asked = min(len(token_ids) + params.max_tokens, limit)
+    pool.check_fits(asked)
+    most = procedure.most_tokens(len(token_ids), min(limit, pool.num_pages * pool.page_size), params)
+    max_length = min(asked, most)
     rules = make_rules(params, token_ids, target.vocab_size, target.device)
     if params.grammar is not None:  # the last rule: it forbids tokens, whatever the others made of the logits
         rules = (*rules, grammars.rule(params.grammar, ignore_eos=params.ignore_eos))

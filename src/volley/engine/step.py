@@ -124,6 +124,7 @@ def conclude(step: Step, work: Work[Request], now: float) -> bool:
     if work.kind in (Kind.DECODE, Kind.VERIFY):
         stats.accepted_lengths.append(taken)
         stats.block_sizes.append(1 + len(work.proposal.token_ids))
-    stats.total_seconds = time.perf_counter() - request.arrived
-    stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
+    stats.last_tokens, stats.total_seconds = taken, time.perf_counter() - request.arrived
+    if not stats.time_to_first_token:
+        stats.first_tokens, stats.time_to_first_token = taken, stats.total_seconds
     return True

@@ -243,13 +243,12 @@ class PagePool:
     def match_prefix(self, table: BlockTable, token_ids: Sequence[int], root: bytes = b"") -> list[bytes]:
         """Take the cached pages that hold a prefix of ``token_ids`` into an empty ``table``; returns their hashes.
 
-        ``root`` is the parent of the first page's hash. The last token is never matched: a request needs at least one
-        position to compute.
+        ``root`` is the parent of the first page's hash.
         """
         assert not table.pages, "a prefix is matched before anything is allocated"
         hashes: list[bytes] = []
         parent = root
-        for start in range(0, len(token_ids) - self.page_size, self.page_size):
+        for start in range(0, len(token_ids) - self.page_size + 1, self.page_size):
             parent = self.page_hash(parent, token_ids[start : start + self.page_size])
             page = self.find(parent)
             if page is None:

@@ -20,7 +20,7 @@ from volley.memory.batch import Segment
 from volley.memory.upload import upload_indices
 from volley.models.targets.target import BlockDiffusion, Target
 from volley.procedures.request import Procedure, Request
-from volley.types import DiffusionParams, SamplingParams, Verdict
+from volley.types import DiffusionMode, DiffusionParams, SamplingParams, Verdict
 
 Works = Sequence[Work[Request]]
 
@@ -45,23 +45,35 @@ class Denoising(Procedure):
     def check(self, request: Request) -> None:
         if request.params.max_tokens == 0:
             raise ConfigError(
-                "max_tokens is 0, and a canvas has at least one token; give more, or use DiffusionParams(mode='autoregressive')",
+                f"max_tokens is 0, and a canvas has at least one token; give more{self._or('autoregressive')}",
                 field="max_tokens",
+            )
+        if request.remaining == 0:
+            length = canvas_length(request.params)
+            raise InputError(
+                f"no canvas of {length} fits behind the prompt of {request.num_prompt} tokens, in the context "
+                "or the pages; shorten the prompt, use a smaller canvas_length, or raise num_pages",
+                field="diffusion.canvas_length",
             )
         if request.params.prompt_logprobs is not None:
             raise ConfigError(
-                "prompt_logprobs: a prompt before a canvas is not read token by token; leave them out (and logprobs with echo), "
-                "or use DiffusionParams(mode='autoregressive')",
+                "prompt_logprobs: a prompt before a canvas is not read token by token; leave them out (and logprobs with echo)"
+                f"{self._or('autoregressive')}",
                 field="prompt_logprobs",
             )
         others = [rule for rule in request.rules if not isinstance(rule, Penalties | LogitBias)]
         if others:
             what = others[0].title or type(others[0]).__name__
             raise ConfigError(
-                f"{what} follows a text token by token, and a canvas is denoised all at once; leave it "
-                "out, or use DiffusionParams(mode='self') or mode='autoregressive' (diffusion.mode over HTTP)",
+                f"{what} follows a text token by token, and a canvas is denoised all at once; leave it out"
+                f"{self._or('self', 'autoregressive')}",
                 field="diffusion.mode",
             )
+
+    def _or(self, *modes: DiffusionMode) -> str:
+        """The end of a remedy: other modes, where the model has them."""
+        named = " or ".join(f"mode={mode!r}" for mode in modes)
+        return f", or use {named} among the diffusion settings" if self.family.writes_causally else ""
 
     def prefill_end(self, request: Request) -> int:
         """All tokens. Aligned models read whole blocks only; the rest of the prompt stands revealed on the canvas."""
@@ -69,8 +81,8 @@ class Denoising(Procedure):
         return request.length // length * length
 
     def matchable(self, request: Request) -> int:
-        """The last token of a prompt may be in the cache too, unless its logits predict the first slot of the canvas."""
-        return self.prefill_end(request) + (not self.family.is_shifted)
+        """The last token of a prompt may come from the cache too, unless its logits predict the first slot of the canvas."""
+        return self.prefill_end(request) - self._awaits_first(request)
 
     def reach(self, num_prompt: int, max_length: int, params: SamplingParams) -> int:
         """The end of the canvas that has the last token: the answer may end inside."""
@@ -81,14 +93,7 @@ class Denoising(Procedure):
     def most_tokens(self, num_prompt: int, context_length: int, params: SamplingParams) -> int:
         length = canvas_length(params)
         first = 0 if self.family.is_aligned else num_prompt
-        most = first + (context_length - first) // length * length
-        if most <= num_prompt:
-            raise InputError(
-                f"behind the prompt of {num_prompt} tokens no canvas of {length} fits in the context of {context_length}; "
-                "shorten the prompt, or use a smaller canvas_length",
-                field="diffusion.canvas_length",
-            )
-        return most
+        return max(num_prompt, first + (context_length - first) // length * length)
 
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
         """K/V made bidirectionally depend on the block length, and pages can be shared only if they end where blocks do."""
@@ -233,7 +238,7 @@ class Denoising(Procedure):
             known = request.length - canvas.start
             work.verdict = Verdict(0, canvas.tokens[known:].tolist())
             work.logprobs, work.top_logprobs = canvas.logprobs[known:], canvas.top_logprobs[known:]
-            request.stats.canvases += 1
+            request.stats.canvas_steps.append(canvas.step)
             request.canvas = None
 
 
@@ -255,8 +260,8 @@ def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: Sampling
     length = len(canvas)
     canvas.logprobs = canvas.logprobs or [0.0] * length
     canvas.top_logprobs = canvas.top_logprobs or [[] for _ in range(length)]
-    where = slots.nonzero()[:, 0]
-    seen = rows.index_select(0, upload_indices(where.tolist(), rows.device))
-    found = logprobs_of(seen, canvas.tokens[where].tolist(), params.top_logprobs)
-    for place, logprob, top in zip(where.tolist(), *found, strict=True):
-        canvas.logprobs[place], canvas.top_logprobs[place] = logprob, top
+    for where in slots.nonzero()[:, 0].split(max(1, most_together(rows.device) // rows.shape[-1])):
+        seen = rows.index_select(0, upload_indices(where.tolist(), rows.device))
+        found = logprobs_of(seen, canvas.tokens[where].tolist(), params.top_logprobs)
+        for place, logprob, top in zip(where.tolist(), *found, strict=True):
+            canvas.logprobs[place], canvas.top_logprobs[place] = logprob, top

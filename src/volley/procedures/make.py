@@ -24,8 +24,9 @@ _RENOISED = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
 class Procedures:
     """The procedures of one target: one, or one for each mode of a diffusion language model."""
 
-    def __init__(self, target: Target, speculative: Speculative) -> None:
-        self.target, self.speculative = target, speculative
+    def __init__(self, target: Target, speculative: Speculative, max_batch_tokens: int | None = None) -> None:
+        """``max_batch_tokens`` a pass may have, and so a canvas; ``None``: any number."""
+        self.target, self.speculative, self.max_batch_tokens = target, speculative, max_batch_tokens
         self.by_mode: dict[DiffusionMode, Procedure] = {}
         self.default_mode: DiffusionMode = "diffusion"
         """The mode of requests that name none."""
@@ -35,18 +36,23 @@ class Procedures:
                     "recurrent layers read from left to right, and a canvas is read both ways; leave block_diffusion out of the "
                     "model's config, or use a model whose layers are all attention"
                 )
+            self._check_fits(target.diffusion.defaults.canvas_length, "raise it", None)
             self.default_mode = target.diffusion.defaults.mode or "diffusion"
-            self.by_mode = {
-                "diffusion": Denoising(target, target.diffusion),
-                "autoregressive": speculative,
-                "self": SelfSpeculative(target, target.diffusion, speculative),
-            }
+            self.by_mode["diffusion"] = Denoising(target, target.diffusion)
+            if target.diffusion.writes_causally:
+                self.by_mode["autoregressive"] = speculative
+                self.by_mode["self"] = SelfSpeculative(target, target.diffusion, speculative)
 
     def mode(self, params: SamplingParams) -> DiffusionMode:
         """How a request with these parameters is answered."""
         if self.target.diffusion is None:
             return "autoregressive"
         return (params.diffusion and params.diffusion.mode) or self.default_mode
+
+    def write_causally(self) -> None:
+        """Answer requests that name no mode as drafters serve them, token by token, if the model writes so."""
+        if "autoregressive" in self.by_mode:
+            self.default_mode = "autoregressive"
 
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
         """The procedure of a request, and its parameters with all diffusion settings filled in but those that are measured."""
@@ -61,6 +67,12 @@ class Procedures:
             return self.speculative, params
         own = params.diffusion or DiffusionParams()
         mode = self.mode(params)
+        if mode not in self.by_mode:
+            raise ConfigError(
+                f"mode {mode!r} is not for this model: a row of its logits predicts its own token, not the next one; "
+                "use mode='diffusion', with canvas_length=1 for one token after the other",
+                field="diffusion.mode",
+            )
         renoises = family.mask_token_id is None
         begins = f"its canvases begin with {'random' if renoises else 'mask'} tokens"
         if own.strategy is not None and (own.strategy == "entropy_renoise") != renoises:
@@ -76,7 +88,15 @@ class Procedures:
         if mode == "self" and defaults.mode != "self":  # they are for texts, not for drafts
             strategy = defaults.strategy if renoises else SELF_STRATEGY
             defaults = replace(defaults, strategy=strategy, max_steps=None, sub_block=None)
+        if mode != "autoregressive":
+            self._check_fits(own.canvas_length, "use a smaller canvas_length", "diffusion.canvas_length")
         return self.by_mode[mode], replace(params, diffusion=replace(own, mode=mode).over(defaults))
+
+    def _check_fits(self, length: int | None, remedy: str, field: str | None) -> None:
+        most = self.max_batch_tokens
+        if most is not None and length is not None and length > most:
+            told = f"a canvas of {length} tokens does not fit in a pass: max_batch_tokens is {most}; {remedy}"
+            raise ConfigError(told, field=field)
 
     def use_costs(self, costs: PassCost) -> None:
         """Use this cost table of the target's passes; what was learnt with an earlier one is forgotten."""

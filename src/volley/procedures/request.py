@@ -42,11 +42,11 @@ class Procedure(ABC):
         return request.num_prompt if request.num_output == 0 else request.length - 1
 
     def matchable(self, request: "Request") -> int:
-        """How many of the first tokens may be looked up in the prefix cache, which never returns the last one."""
-        return self.prefill_end(request) + (request.num_output > 0)
+        """How many of the first tokens the prefix cache may give: all but the last, whose logits are needed."""
+        return request.length - 1
 
     def most_tokens(self, num_prompt: int, context_length: int, params: SamplingParams) -> int:
-        """How long a request may become, prompt included."""
+        """How long a request may become, prompt included, where ``context_length`` tokens have room."""
         return context_length
 
     def reach(self, num_prompt: int, max_length: int, params: SamplingParams) -> int:

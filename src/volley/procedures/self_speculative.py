@@ -100,7 +100,7 @@ class SelfSpeculative(Denoising):
     def _next_canvas(self, request: Request, start: int) -> Canvas | None:
         """The canvas behind a draft that is being verified. It is made only if all of the draft before was right."""
         stats, room = request.stats, request.max_length - start - 1
-        if room < 1 or stats.accepted_lengths[-1:] != stats.block_sizes[-1:]:
+        if room < 2 or stats.accepted_lengths[-1:] != stats.block_sizes[-1:]:
             return None
         canvas = self._begin(request, start, [])
         if canvas is not None:

@@ -60,7 +60,9 @@ class Metrics:
         self.success = counter("request_success", "Requests that are over, by how they ended.", "finished_reason")
         self.errors = counter("request_errors", "Requests that raised inside the engine.")
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCIES)
-        self.inter_token = histogram("inter_token_latency_seconds", "Mean time per token after the first.", _BETWEEN)
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "Mean time per token behind the first ones.", _BETWEEN
+        )
         self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCIES)
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
@@ -83,8 +85,9 @@ class Metrics:
         self.denoising_steps = counter("denoising_steps", "Passes over canvases, of finished requests.", "mode")
         self.commit_passes = counter("commit_passes", "Their other passes behind the prompt.", "mode")
         self.denoised_tokens = counter("denoised_tokens", "Output tokens of the same requests.", "mode")
-        self.canvas_steps = histogram("denoising_steps_per_canvas", "Mean passes of a request's canvases.", _STEPS)
-        self._first_tokens = 0
+        self.canvas_steps = histogram("denoising_steps_per_canvas", "Passes over a finished canvas.", _STEPS)
+        self._other_tokens = 0
+        """Tokens of this step that no cycle brought: first ones, and those of canvases."""
         self._cycles: Counts[tuple[int, int, int, int]] = Counts()
         """Cycles of this step by tokens drafted, depth of the draft, tokens accepted and gained."""
 
@@ -96,11 +99,11 @@ class Metrics:
     # -- called by the worker ------------------------------------------------------------------------------------------
     def verified(self, request: Request, proposal: Proposal, verdict: Verdict) -> None:
         """One request's share of a step, after it was made final. Counted in :meth:`stepped`: a counter costs microseconds."""
-        if request.stats.canvases:
-            return  # tokens of canvases are counted when the request is over
-        lengths = request.stats.accepted_lengths
-        if not lengths:  # the prompt's last chunk: its token is no cycle's
-            self._first_tokens += 1
+        stats, lengths = request.stats, request.stats.accepted_lengths
+        if stats.canvas_steps:
+            self.canvas_steps.observe(stats.canvas_steps[-1])
+        if not lengths:  # a canvas, or the prompt's last chunk
+            self._other_tokens += stats.last_tokens
         else:
             accepted = min(verdict.accepted, lengths[-1])
             self._cycles[len(proposal.token_ids), _depth(proposal), accepted, lengths[-1]] += 1
@@ -129,9 +132,9 @@ class Metrics:
         for counter, counts in ((self.drafted_at, drafted_at), (self.accepted_at, accepted_at)):
             for position, times in counts.items():
                 counter.labels(position).inc(times)
-        self.generation_tokens.inc(self._first_tokens)
+        self.generation_tokens.inc(self._other_tokens)
         self._cycles.clear()
-        self._first_tokens = 0
+        self._other_tokens = 0
 
     def state(self, engine: Engine) -> None:
         now = engine.snapshot()
@@ -158,18 +161,14 @@ class Metrics:
             self.denoising_steps.labels(own.mode).inc(stats.denoising_steps)
             self.commit_passes.labels(own.mode).inc(stats.commit_passes)
             self.denoised_tokens.labels(own.mode).inc(stats.output_tokens)
-        if stats.canvases:
-            self.generation_tokens.inc(stats.output_tokens)
-            self.canvas_steps.observe(stats.denoising_steps / stats.canvases)
         if reason == "abort":
             return
         self.prompt_length.observe(stats.prompt_tokens)
         self.output_length.observe(stats.output_tokens)
         self.first_token.observe(stats.time_to_first_token)
         self.latency.observe(stats.total_seconds)
-        if stats.output_tokens > 1:
-            between = (stats.total_seconds - stats.time_to_first_token) / (stats.output_tokens - 1)
-            self.inter_token.observe(between)
+        if (later := stats.output_tokens - stats.first_tokens) > 0:
+            self.inter_token.observe((stats.total_seconds - stats.time_to_first_token) / later)
 
 
 def _depth(proposal: Proposal) -> int:

@@ -99,7 +99,7 @@ class Diffusion(Strict):
     sub_block: int | None = Field(None, ge=1)
     entropy_bound: float | None = Field(None, ge=0)
     edit_threshold: float | None = Field(None, ge=0, le=1)
-    t_min: float | None = Field(None, ge=1e-3)
+    t_min: float | None = Field(None, ge=0)
     t_max: float | None = Field(None, ge=1e-3)
     stability_threshold: int | None = Field(None, ge=0, le=64)
     confidence_threshold: float | None = Field(None, ge=0)

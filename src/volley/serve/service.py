@@ -152,7 +152,7 @@ class Service:
         self._check_length(token_ids, asked, "messages")
         params = body.sampling(asked or 1, body.top_logprobs if body.logprobs else None)
         if asked is None:
-            params = replace(params, max_tokens=self._engine.room(len(token_ids), params))
+            params = replace(params, max_tokens=max(1, self._engine.room(len(token_ids), params)))
         params = replace(params, draft_adapter=adapter)
         parsers: list[AnswerParser] = []
         if form is not None:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress, islice
@@ -293,6 +293,8 @@ class BatchGenerator(Protocol):
     @property
     def tokenizer(self) -> Any: ...
 
+    def room(self, num_prompt: int, params: "SamplingParams") -> int: ...
+
     def generate(self, prompts: Any, params: Any) -> "Iterator[GenerationResult]": ...
 
 
@@ -318,6 +320,10 @@ class EngineSource:
         """Why prompts were not answered."""
         self.chat_template: str | bool = template is not None and hashlib.sha256(template.encode()).hexdigest()[:16]
 
+    def _room(self, prompt: Sequence[int], params: "SamplingParams") -> int:
+        """Tokens that an answer may have, if any."""
+        return min(self.engine.room(len(prompt), params), self.most_tokens - len(prompt))
+
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
         jobs = list(jobs)
         if self.chat_template is False:
@@ -328,10 +334,11 @@ class EngineSource:
         at_once = max(1, self.batch // turns)  # a kill loses the conversations that are not complete
         while batch := open_jobs + list(islice(fresh, at_once - len(open_jobs))):
             prompts = [encode_chat(self.engine.tokenizer, job.messages, thinking=self.thinking) for job in batch]
-            fits = [len(ids) < self.most_tokens for ids in prompts]
+            rooms = [self._room(ids, job.params) for job, ids in zip(batch, prompts, strict=True)]
+            fits = [room > 0 for room in rooms]
             refused += fits.count(False)
-            batch, prompts = list(compress(batch, fits)), list(compress(prompts, fits))
-            params = [job.params.within(self.most_tokens - len(ids)) for job, ids in zip(batch, prompts, strict=True)]
+            batch, prompts, rooms = (list(compress(own, fits)) for own in (batch, prompts, rooms))
+            params = [job.params.within(room) for job, room in zip(batch, rooms, strict=True)]
             results = self.engine.generate(prompts, params)
             open_jobs = []
             for job, prompt, result in zip(batch, prompts, results, strict=True):

@@ -117,6 +117,7 @@ def evaluate_tau(
     place = torch.device(device)
     sizes = beside_others(place)
     engine = Engine.from_pretrained(target, drafter=copy, dtype=dtype, device=place, capacity=sizes, policy="fixed")
+    engine.procedures.write_causally()
     accepted: list[int] = []
     fitting = [prompt for prompt in prompts if len(prompt) + max_tokens <= engine.snapshot().max_tokens]
     for result in engine.generate(fitting, SamplingParams(max_tokens=max_tokens)):

@@ -106,6 +106,7 @@ def label_all(
     report: Callable[[int, int], None],
 ) -> Labelled:
     """Label every prompt at every temperature, ``batch`` prompts at a time; ``options.labels`` is written after each."""
+    engine.procedures.write_causally()
     # Served without a seed, as most requests are, sampled drafts are verified so.
     engine.reconfigure(replace(engine.config, verification="speculative"))
     conversations = [c for source in options.prompts for c in load_prompts(source, options.data_dir, options.limit)]

@@ -219,6 +219,10 @@ def check_pair(drafter: Drafter, target: Target) -> None:
             f"{type(target).__name__} denoises canvases and gives a drafter no states of its layers; leave the drafter out, and "
             "use DiffusionParams(mode='self') for drafts of its own"
         )
+    if target.diffusion is not None and not target.diffusion.writes_causally:
+        raise MismatchError(
+            "this target denoises canvases and writes no token after the other, so a drafter has nothing to draft; leave it out"
+        )
     drafter.config.check_target(
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_layers
     )

@@ -27,9 +27,10 @@ FAST_DLLM = BlockDiffusion(
     mask_token_id=151665,
     is_aligned=True,
     is_shifted=True,
+    writes_causally=True,
     defaults=DiffusionParams(canvas_length=32, strategy="low_confidence_dynamic", threshold=0.9, sub_block=8),
 )
-"""Fast-dLLM v2: the same, but row i of the logits is for token i + 1."""
+"""Fast-dLLM v2: the same, but row i of the logits is for token i + 1, in a causal pass too: that is its block of one token."""
 LLADA2 = BlockDiffusion(
     mask_token_id=156895,
     is_aligned=True,
@@ -39,6 +40,7 @@ LLADA2 = BlockDiffusion(
 JOINT = BlockDiffusion(
     mask_token_id=0,
     has_causal_context=True,
+    writes_causally=True,
     defaults=DiffusionParams(canvas_length=8, strategy="low_confidence_dynamic", threshold=0.9),
 )
 """A causal LM that was also taught to fill masks (TiDAR, arXiv 2511.08923): finished text stays causal, and canvases begin
@@ -79,6 +81,7 @@ def load_target(
     if tensor_parallel:
         from volley.models.targets.sharded import ShardedTarget  # which loads torch's distributed tensors
 
+        _check_divisible(find_target(path))
         return ShardedTarget.from_pretrained(path, dtype, device, weights)
     path = find_target(path)
     try:
@@ -89,12 +92,7 @@ def load_target(
     remedy = f"give a hub name or a folder with {TARGET_FILES}"
     if weights not in ("auto", "bf16") and (kind in _NATIVE or kind == "diffusion_gemma"):
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
-    if kind in _REFUSED:
-        raise UnsupportedModelError(
-            f"{path} is a {values['model_type']} model: {_REFUSED[kind]}. Use a block-diffusion model that volley loads "
-            f"({', '.join([*_NATIVE, 'diffusion_gemma'])})"
-            + ("; or load this one yourself and give Target(model, tokenizer, LLADA2)" if kind == "llada2_moe" else "")
-        )
+    _check_known(path, kind)
     if kind == "diffusion_gemma":
         from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
 
@@ -107,6 +105,28 @@ def load_target(
     if (own := values.get("block_diffusion")) is not None:
         target.diffusion = _joint(path, own, target.vocab_size)
     return target
+
+
+def _check_known(path: str | Path, kind: str) -> None:
+    if kind in _REFUSED:
+        raise UnsupportedModelError(
+            f"{path} is a {kind} model: {_REFUSED[kind]}. Use a block-diffusion model that volley loads "
+            f"({', '.join([*_NATIVE, 'diffusion_gemma'])})"
+            + ("; or load this one yourself and give Target(model, tokenizer, LLADA2)" if kind == "llada2_moe" else "")
+        )
+
+
+def _check_divisible(path: str | Path) -> None:
+    """Refuse to divide a diffusion language model, with its own reason."""
+    try:
+        kind = str(PretrainedConfig.get_config_dict(path)[0].get("model_type", "")).lower()
+    except Exception:  # what is wrong with it is for the loader of causal LMs to say
+        return
+    _check_known(path, kind)
+    if kind in _NATIVE or kind == "diffusion_gemma":
+        raise UnsupportedModelError(
+            f"{path} is a {kind} model, whose canvases one process denoises; leave tensor_parallel out"
+        )
 
 
 def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:

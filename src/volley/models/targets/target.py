@@ -61,6 +61,8 @@ class BlockDiffusion:
     """Row i of the logits predicts token i + 1, as in an autoregressive model."""
     has_causal_context: bool = False
     """K/V of what is committed are made causally; otherwise each block sees itself both ways."""
+    writes_causally: bool = False
+    """Row i of a causal pass predicts token i + 1, so that the same weights also write one token after the other."""
     defaults: DiffusionParams
 
 
