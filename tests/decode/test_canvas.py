@@ -48,6 +48,14 @@ def test_what_a_pass_reveals(own: dict[str, object], revealed: list[bool]) -> No
     assert canvas.done == all(revealed)
 
 
+@pytest.mark.parametrize(
+    "strategy", ["low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded"]
+)
+def test_a_canvas_of_given_tokens_is_done_as_it_is(strategy: str) -> None:
+    canvas = reveal(sure(0.9, 0.9), [7, 8], strategy=strategy, entropy_bound=1.0)
+    assert (canvas.tokens.tolist(), canvas.done) == ([7, 8], True)
+
+
 def test_given_tokens_are_revealed_and_stay() -> None:
     canvas = reveal(sure(0.9, 0.9, 0.3, 0.3), [7])
     assert canvas.tokens.tolist() == [7, 1, MASK, MASK]

@@ -170,7 +170,7 @@ class Reveal(Denoiser):
         return tokens, confidence, probs
 
     def choose(self, canvas: Canvas, confidence: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
-        """The masked slots that are revealed now, at least one: boolean ``[L]``."""
+        """The masked slots that are revealed now, at least one if there are any: boolean ``[L]``."""
         masked = ~canvas.revealed
         if params.sub_block is not None:
             block = int(masked.int().argmax()) // params.sub_block
@@ -191,7 +191,7 @@ class Reveal(Denoiser):
 
 
 def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
-    """The masked slots of least entropy, as long as the sum of their entropies stays below the bound; at least one."""
+    """The masked slots of least entropy, as long as the sum of their entropies stays below the bound; one of them at least."""
     assert params.entropy_bound is not None
     entropy = torch.special.entr(probs).sum(dim=-1).cpu()
     entropy = entropy.nan_to_num(nan=torch.finfo(entropy.dtype).max)  # canvases of a broken model end, too
@@ -199,7 +199,7 @@ def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> 
     ordered, order = entropy.sort(stable=True)
     chosen = torch.zeros_like(masked)
     chosen[order[: max(1, int((ordered.cumsum(0) < params.entropy_bound).sum()))]] = True
-    return chosen
+    return chosen & masked
 
 
 MOST_EDITING_STEPS = 16
