@@ -41,6 +41,12 @@ def test_plans_pass_to_a_batch_that_lies_in_the_same_places() -> None:
     for other, is_alike in ((batch(), True), (batch(start=4), False), (batch(pages=(0, 2, 1)), False)):
         other.follow(first)
         assert (other.plans is first.plans) == is_alike
+    table = BlockTable(4, [0, 1, 2])
+    before, after = (RaggedBatch([Segment(table, 3, 4, groups=(1, 3))], torch.arange(4)) for _ in range(2))
+    before.follow(None)
+    table.pages[1] = 5
+    after.follow(before)
+    assert after.plans is not before.plans, "the table has changed since"
     regrouped = batch(groups=(4,))
     regrouped.follow(first)
     assert regrouped.plans == {}, "its tokens see others"

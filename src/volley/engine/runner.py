@@ -109,8 +109,7 @@ class Runner:
                 return
             step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
             if any(work.kind is Kind.DENOISE for work in step.works):
-                if self._denoised is not None:
-                    step.batch.follow(self._denoised)
+                step.batch.follow(self._denoised)
                 self._denoised = step.batch
             if self.recurrent is not None:
                 step.recurrent = self.recurrent.start(step.batch, step.works)

@@ -111,9 +111,13 @@ class RaggedBatch:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def follow(self, before: Self) -> None:
-        """Take over the plans of an earlier pass whose segments lay as these do: a canvas stays where it is until it ends."""
-        if self.layout == before.layout:
+    def follow(self, before: Self | None) -> None:
+        """Take over the plans of an earlier pass whose segments lay as these do: a canvas stays where it is until it ends.
+
+        The layout is noted even if there is none: tables change.
+        """
+        layout = self.layout
+        if before is not None and layout == before.layout:
             self.plans = before.plans
 
     @cached_property
