@@ -8,8 +8,8 @@
 Random weights, canvases of 64 tokens, fp32; the large shape, which wants a GPU, in bf16. ``generate``: alone, a canvas takes all
 its passes, so that both do the same work; eight at once are padded by transformers, and canvases settle after unequal passes,
 which random numbers decide: those of each program. Both take turns. ``verify``: a pass that denoises eight canvases of 16, and
-one that verifies as many tokens, on the bundled target's weights. ``memory``: of one denoising pass of 256 slots over a
-vocabulary of 262,144.
+one that verifies as many tokens, on the bundled target's weights. ``memory``: what becomes of the logits of one
+denoising pass of 256 slots over a vocabulary of 262,144.
 """
 
 import argparse
@@ -29,12 +29,11 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, 
 from tests.conftest import byte_tokenizer
 from tests.diffusion_gemma import random_model
 from volley import DiffusionParams, Engine, SamplingParams, Target
-from volley.decode.renoise import Renoise
-from volley.decode.sampling import PositionNoise
 from volley.decode.work import Kind
 from volley.files import REFERENCE
 from volley.memory.device import give_back
 from volley.models.targets.diffusion import JOINT
+from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.proposers.scripted import ScriptedProposer
 
 CANVAS = 64
@@ -264,28 +263,38 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return most
 
 
-def sampler_bytes(length: int, vocab_size: int) -> int:
-    """What one pass of DiffusionGemma's rule takes beside the logits ``[length, vocab_size]`` in fp32."""
-    own = DiffusionParams(
-        canvas_length=length,
-        max_steps=48,
-        entropy_bound=0.1,
-        t_min=0.4,
-        t_max=0.8,
-        stability_threshold=1,
-        confidence_threshold=0.005,
-    )
-    rule, noise = Renoise(vocab_size), PositionNoise(0)
-    canvas = rule.open(0, [], own, noise)
-    logits = torch.randn(length, vocab_size)
-    params = SamplingParams(temperature=1.0, max_tokens=length)
-    return peak_bytes(lambda: rule.step(canvas, logits, params, own, noise))
+def sampler_bytes(length: int, vocab_size: int, **own: Any) -> int:
+    """What becomes of the logits ``[length, vocab_size]`` of a pass over a canvas, in fp32, takes beside them. Weights are bf16.
+
+    The larger of a pass that leaves the canvas open, with its feedback, and of the last one.
+    """
+    engine = Engine(DiffusionGemma(make_model({"vocab_size": vocab_size}, "cpu").to(torch.bfloat16)), num_pages=64)
+    denoising, peaks = engine.procedures.by_mode["diffusion"], list[int]()
+    absorb = denoising.absorb
+    denoising.absorb = lambda *given: peaks.append(peak_bytes(lambda: absorb(*given)))  # type: ignore[method-assign]
+    canvas = DiffusionParams(canvas_length=length, max_steps=2)
+    params = SamplingParams(temperature=1.0, seed=0, max_tokens=length, diffusion=canvas, **own)
+    (result,) = engine.generate([[1, 2]], params)
+    assert result.stats.denoising_steps == len(peaks) == 2
+    return max(peaks)
 
 
 def measure_memory() -> None:
     length, vocab_size = 256, 262_144
-    given, taken = 4 * length * vocab_size, sampler_bytes(length, vocab_size)
-    print(f"the logits of a canvas {given / 2**20:.0f} MiB, the rule {taken / 2**20:.0f} MiB more; canvases take turns")
+    given = 4 * length * vocab_size
+    print(f"the logits of a canvas {given / 2**20:.0f} MiB; beside them, and canvases take turns:")
+    filtered: dict[str, Any] = {"top_k": 50, "top_p": 0.9}
+    ruled: dict[str, Any] = {"presence_penalty": 1.0, "logit_bias": ((3, 1.0),)}
+    told: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
+    for name, own in (
+        ("nothing else", {}),
+        ("truncation", filtered),
+        ("penalties and biases", ruled),
+        ("log-probabilities", told),
+        ("all of these", filtered | ruled | told),
+    ):
+        taken = sampler_bytes(length, vocab_size, **own)
+        print(f"{name}: {taken / 2**20:.0f} MiB, {taken / given:.2f} times the logits", flush=True)
 
 
 def main() -> None:

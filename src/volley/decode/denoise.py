@@ -47,8 +47,8 @@ def denoise(
 
     ``look(indices)`` returns the logits ``[Σ k, V]`` of all positions of some blocks as they stand, and ``choose(index,
     logits [k, V])`` a token for each position of one block. Each step reveals as many positions as the schedule says, and with a
-    ``threshold`` also those whose token has a higher probability. A full block is looked at no more. Returns the logits of the
-    first step.
+    ``threshold`` also those whose likeliest token has a higher probability. A full block is looked at no more. Returns the
+    logits of the first step.
     """
     sizes = [len(block) - 1 for block in blocks]
     counts = [reveal_counts(size, num_steps, schedule) for size in sizes]

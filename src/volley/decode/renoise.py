@@ -37,13 +37,16 @@ class Renoise(Denoiser):
         return self.step_together([Look(canvas, logits, sampling, params, noise)])[0]
 
     def step_together(self, looks: Sequence[Look]) -> list[Tensor]:
-        """What is done to rows is done to those of neighbours of one length at once; only draws are each canvas' own."""
+        """What is done to rows is done to those of neighbours of one length at once; only draws are each canvas' own.
+
+        A slot has its token when the canvas is done, and none before.
+        """
         decided = list[Tensor]()
         for length, alike in groupby(looks, key=lambda look: len(look.canvas)):
             canvases = list(alike)
             self._step_alike(canvases)
             slots = torch.arange(length)
-            decided += [slots >= look.canvas.num_given for look in canvases]
+            decided += [(slots >= look.canvas.num_given) & look.canvas.done for look in canvases]
         return decided
 
     def _step_alike(self, looks: list[Look]) -> None:

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DiffusionGemmaForBlockDiffusion
+from transformers import DiffusionGemmaForBlockDiffusion, LogitsProcessor, LogitsProcessorList
 
 from tests.conftest import byte_tokenizer
 from tests.diffusion_gemma import CANVAS, VOCAB, TorchNoise, by_transformers, by_volley, random_model, same, settings
 from tests.tiny import random_drafter
 from volley import Engine, SamplingParams
+from volley.decode.sampling import logprobs_of
 from volley.errors import InputError, MismatchError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.procedures import denoising
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +139,102 @@ def test_an_end_token_ends_the_answer_inside_a_canvas(
     assert (mine.answer, request.finish_reason) == (theirs.answer[:cut], "stop")
     mine, request = by_volley(Engine(target), prompt, replace(params, max_tokens=21), 4)
     assert (mine.answer, request.finish_reason) == (theirs.answer[:21], "length")
+
+
+def test_an_end_token_ends_the_answer_where_it_does_in_transformers(
+    hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma
+) -> None:
+    params, options = settings()
+    prompt = [5, 6, 7, 8]
+    stop = by_transformers(hf, prompt, 3, 4, **options).answer[CANVAS + 5]
+    theirs = by_transformers(hf, prompt, 3, 4, eos_token_id=stop, pad_token_id=0, **options)
+    mine, request = by_volley(Engine(target), prompt, replace(params, stop_token_ids=(stop,)), 4)
+    end = len(mine.answer)
+    assert mine.answer == theirs.answer[:end]
+    assert set(theirs.answer[end:]) == {0}, "padding"
+    assert request.stats.denoising_steps == len(theirs.bests) < 18
+    assert request.stats.tokens_per_forward == pytest.approx(theirs.tokens_per_forward)
+
+
+def test_a_schedule_may_end_at_zero(hf: DiffusionGemmaForBlockDiffusion) -> None:
+    model = copy.deepcopy(hf)
+    model.generation_config.t_min = 0.0
+    target = DiffusionGemma(model)
+    assert target.diffusion is not None
+    assert target.diffusion.defaults.t_min == 0
+    params, options = settings(t_min=0.0)
+    compare(hf, Engine(target), 7, 2, params, options)
+
+
+# -- what the usual parameters do --------------------------------------------------------------------------------------
+
+
+def answer(target: DiffusionGemma, prompt: list[int], **own: Any) -> list[int]:
+    params = replace(settings()[0], **{"seed": 3, "max_tokens": 2 * CANVAS, **own})
+    (result,) = Engine(target, prefix_caching=False).generate([prompt], params)
+    return result.token_ids
+
+
+class Biased(LogitsProcessor):  # type: ignore[misc]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        changed = scores.clone()
+        changed[..., 7] += 20.0
+        changed[..., 11] -= 100.0
+        return changed
+
+
+def test_a_bias_is_that_of_a_processor_of_transformers(
+    hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma
+) -> None:
+    params, options = settings()
+    theirs = by_transformers(hf, [5, 6, 7], 3, 1, logits_processor=LogitsProcessorList([Biased()]), **options)
+    mine, _ = by_volley(Engine(target), [5, 6, 7], replace(params, logit_bias=((7, 20.0), (11, -100.0))), 1)
+    assert same(mine, theirs)
+    assert not same(mine, by_transformers(hf, [5, 6, 7], 3, 1, **options))
+
+
+def test_penalties_are_of_the_canvases_before(target: DiffusionGemma) -> None:
+    """The second canvas is that of a request whose prompt has the first one, under biases that say the same."""
+    first, second = (answer(target, [5, 6, 7], presence_penalty=2.0)[place:][:CANVAS] for place in (0, CANVAS))
+    bias = tuple((token, -2.0) for token in set(first))
+    assert second == answer(target, [5, 6, 7, *first], max_tokens=CANVAS, logit_bias=bias)
+    assert second != answer(target, [5, 6, 7, *first], max_tokens=CANVAS)
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_truncation_is_of_the_candidates(target: DiffusionGemma, narrow: dict[str, Any]) -> None:
+    """Where one is left it is the best, as at temperature 0."""
+    best = answer(target, [5, 6, 7], temperature=0.0)
+    assert answer(target, [5, 6, 7], **narrow) == best != answer(target, [5, 6, 7])
+
+
+def test_log_probabilities_are_computed_once_a_canvas(target: DiffusionGemma, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the unmodified logits of its last pass."""
+    engine, last, asked = Engine(target), list[Tensor](), list[int]()
+    whole: Any = engine.procedures.by_mode["diffusion"]
+    denoise = whole.denoise
+
+    def seen(canvases: Any) -> None:
+        (request, rows), *_ = canvases
+        before = request.canvas
+        denoise(canvases)
+        if before.done:
+            last.append(rows.log_softmax(dim=-1))
+
+    def counted(rows: Tensor, *rest: Any) -> Any:
+        asked.append(len(rows))
+        return logprobs_of(rows, *rest)
+
+    monkeypatch.setattr(whole, "denoise", seen)
+    monkeypatch.setattr(denoising, "logprobs_of", counted)
+    params = replace(settings()[0], seed=3, logprobs=True, top_logprobs=2, logit_bias=((7, 5.0),), top_k=20)
+    (result,) = engine.generate([[5, 6, 7]], params)
+    assert asked == [CANVAS] * 3
+    rows = torch.cat(last)
+    expected = rows[torch.arange(3 * CANVAS), torch.tensor(result.token_ids)]
+    torch.testing.assert_close(torch.tensor(result.logprobs), expected)
+    assert result.top_logprobs is not None
+    assert [pairs[0][0] for pairs in result.top_logprobs] == rows.argmax(dim=-1).tolist()
 
 
 def test_tokens_per_forward_is_that_of_transformers(

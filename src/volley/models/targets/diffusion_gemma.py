@@ -40,6 +40,9 @@ _DEFAULTS = DiffusionParams(
 )
 
 
+_ROWS = 32  # of logits that are turned into probabilities at once
+
+
 class _KeepsNothing:
     """In place of transformers' cache, which the encoder always makes: it would copy K/V, and a GPU would wait twice a layer."""
 
@@ -62,7 +65,9 @@ class DiffusionGemma(Target):
         self._decoder = model.model.decoder
         pairs = zip(self._encoder.layers, self._decoder.layers, strict=True)
         self._scalars = [(reads.layer_scalar, denoises.layer_scalar) for reads, denoises in pairs]
-        rules = BlockDiffusion(mask_token_id=None, has_causal_context=True, defaults=_defaults(model))
+        rules = BlockDiffusion(
+            mask_token_id=None, has_causal_context=True, writes_causally=True, defaults=_defaults(model)
+        )
         super().__init__(model, tokenizer, rules)
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
@@ -141,15 +146,16 @@ class DiffusionGemma(Target):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` (fp32, capped) of normed hidden states ``[T, H]``."""
-        logits = super().head(hidden).float()
         cap: float = self.model.final_logit_softcapping
-        return (logits / cap).tanh() * cap
+        return super().head(hidden).float().div_(cap).tanh_().mul_(cap)
 
     def feedback(self, logits: Tensor) -> Tensor:
         """The mean embedding ``[L, H]`` under the distribution of ``logits [L, V]``."""
         weight = self._decoder.embed_tokens.weight
         dtype = weight.dtype
-        probs = logits.to(dtype).softmax(dim=-1, dtype=torch.float32).to(dtype)
+        probs = torch.empty_like(logits, dtype=dtype)
+        for kept, rows in zip(probs.split(_ROWS), logits.split(_ROWS), strict=True):
+            kept.copy_(rows.to(dtype).softmax(dim=-1, dtype=torch.float32))
         mean: Tensor = torch.matmul(probs, weight) * self._decoder.embed_tokens.embed_scale.to(dtype)
         return mean
 
