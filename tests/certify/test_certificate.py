@@ -15,8 +15,8 @@ from volley.certify.certificate import certify_pair, read_certificate
 from volley.certify.checks import Check
 from volley.certify.options import CertifyConfig
 from volley.certify.sampled import Way, check_way
-from volley.errors import CheckpointError
-from volley.models.targets.diffusion import JOINT
+from volley.errors import CheckpointError, ConfigError
+from volley.models.targets.diffusion import JOINT, SDAR
 from volley.models.targets.target import Target
 
 QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
@@ -63,6 +63,11 @@ def test_a_lossless_pair_passes_and_its_certificate_tells_of_every_check(pair: P
     path.write_text(json.dumps({**found, "verdict": "perfect"}))
     with pytest.raises(CheckpointError, match="was changed after it was written"):
         read_certificate(path)
+
+
+def test_canvases_that_no_causal_pass_can_verify_are_not_certified(pair: Pair) -> None:
+    with pytest.raises(ConfigError, match="mode 'autoregressive' is not for this model"):
+        certify_pair(Engine(Target(deepcopy(pair.hf), None, replace(SDAR, mask_token_id=3))), PROMPTS, QUICK, said)
 
 
 def test_a_diffusion_language_model_is_certified_against_its_autoregressive_mode(pair: Pair) -> None:

@@ -209,8 +209,8 @@ def denoised(count: int, sampling: SamplingParams, **changes: Any) -> tuple[int,
 @pytest.mark.parametrize(
     ("own", "times"),
     [
-        ({}, 3.1),
-        ({"presence_penalty": 1.0, "logit_bias": ((3, 1.0),)}, 4.1),
+        ({}, 3.2),
+        ({"presence_penalty": 1.0, "logit_bias": ((3, 1.0),)}, 4.2),
         ({"top_p": 0.9}, 3.8),  # a few rows at a time, of these 64 a sixteenth
     ],
 )

@@ -108,7 +108,7 @@ class Engine:
         self.inexact = check_exact(self.target, self.runner.store, self.config)
         """Why a token's logits may depend on what else is in the pass; ``None`` if they do not, to the bit."""
         if proposer is None and self.draft_model is not None:
-            proposer = make_proposer(self.draft_model, self.config, self.capacity)
+            proposer = make_proposer(self.draft_model, self.config, self.capacity.page_size * self.capacity.cuda_graphs)
         self.proposer = proposer
         """What drafts, if anything does: the drafter's proposer, or the one that was given."""
         costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds, self.arrivals)

@@ -260,7 +260,8 @@ def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: Sampling
     length = len(canvas)
     canvas.logprobs = canvas.logprobs or [0.0] * length
     canvas.top_logprobs = canvas.top_logprobs or [[] for _ in range(length)]
-    for where in slots.nonzero()[:, 0].split(max(1, most_together(rows.device) // rows.shape[-1])):
+    at_once = max(1, most_together(rows.device) // rows.shape[-1])
+    for where in torch.split(slots.nonzero()[:, 0], at_once):
         seen = rows.index_select(0, upload_indices(where.tolist(), rows.device))
         found = logprobs_of(seen, canvas.tokens[where].tolist(), params.top_logprobs)
         for place, logprob, top in zip(where.tolist(), *found, strict=True):

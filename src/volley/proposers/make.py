@@ -1,6 +1,6 @@
 """The model and the proposer for each kind of drafter."""
 
-from volley.config import CapacityConfig, DraftingConfig
+from volley.config import DraftingConfig
 from volley.memory.kv_store import KVStore
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.drafter import Drafter
@@ -20,11 +20,11 @@ def make_draft_model(drafter: Drafter, store: KVStore, target: Target, window: i
     return DraftModel(drafter, store, *borrowed, window)
 
 
-def make_proposer(model: DraftModel, config: DraftingConfig, capacity: CapacityConfig) -> Proposer:
-    """What drafts with ``model``. With CUDA graphs the last page of the model's store must belong to no request."""
+def make_proposer(model: DraftModel, config: DraftingConfig, page_size: int) -> Proposer:
+    """What drafts with ``model``, in fixed memory unless ``page_size`` is 0: its store's last page must belong to no request."""
     if isinstance(model, EagleModel):
         return EagleProposer(model, config)
     proposer = BlockProposer(model, config)
-    if capacity.cuda_graphs:
-        proposer.use_fixed_memory(capacity.page_size)
+    if page_size:
+        proposer.use_fixed_memory(page_size)
     return proposer

@@ -60,9 +60,7 @@ class Metrics:
         self.success = counter("request_success", "Requests that are over, by how they ended.", "finished_reason")
         self.errors = counter("request_errors", "Requests that raised inside the engine.")
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCIES)
-        self.inter_token = histogram(
-            "inter_token_latency_seconds", "Mean time per token behind the first ones.", _BETWEEN
-        )
+        self.inter_token = histogram("inter_token_latency_seconds", "Mean time per later token.", _BETWEEN)
         self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCIES)
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
@@ -86,8 +84,7 @@ class Metrics:
         self.commit_passes = counter("commit_passes", "Their other passes behind the prompt.", "mode")
         self.denoised_tokens = counter("denoised_tokens", "Output tokens of the same requests.", "mode")
         self.canvas_steps = histogram("denoising_steps_per_canvas", "Passes over a finished canvas.", _STEPS)
-        self._other_tokens = 0
-        """Tokens of this step that no cycle brought: first ones, and those of canvases."""
+        self._other_tokens = 0  # of this step, which no cycle brought: first ones, and those of canvases
         self._cycles: Counts[tuple[int, int, int, int]] = Counts()
         """Cycles of this step by tokens drafted, depth of the draft, tokens accepted and gained."""
 

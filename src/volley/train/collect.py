@@ -337,8 +337,9 @@ class EngineSource:
             rooms = [self._room(ids, job.params) for job, ids in zip(batch, prompts, strict=True)]
             fits = [room > 0 for room in rooms]
             refused += fits.count(False)
-            batch, prompts, rooms = (list(compress(own, fits)) for own in (batch, prompts, rooms))
-            params = [job.params.within(room) for job, room in zip(batch, rooms, strict=True)]
+            batch, prompts = list(compress(batch, fits)), list(compress(prompts, fits))
+            left = [room for room in rooms if room > 0]
+            params = [job.params.within(room) for job, room in zip(batch, left, strict=True)]
             results = self.engine.generate(prompts, params)
             open_jobs = []
             for job, prompt, result in zip(batch, prompts, results, strict=True):

@@ -40,7 +40,7 @@ _DEFAULTS = DiffusionParams(
 )
 
 
-_ROWS = 32  # of logits that are turned into probabilities at once
+_ROWS = 16  # of logits that are turned into probabilities at once
 
 
 class _KeepsNothing:
@@ -154,7 +154,7 @@ class DiffusionGemma(Target):
         weight = self._decoder.embed_tokens.weight
         dtype = weight.dtype
         probs = torch.empty_like(logits, dtype=dtype)
-        for kept, rows in zip(probs.split(_ROWS), logits.split(_ROWS), strict=True):
+        for kept, rows in zip(torch.split(probs, _ROWS), torch.split(logits, _ROWS), strict=True):
             kept.copy_(rows.to(dtype).softmax(dim=-1, dtype=torch.float32))
         mean: Tensor = torch.matmul(probs, weight) * self._decoder.embed_tokens.embed_scale.to(dtype)
         return mean

@@ -247,10 +247,7 @@ class Target:
 
     @property
     def is_regular(self) -> bool:
-        """Whether a pass launches the same operations whatever its tokens are, if they are as many.
-
-        Llama's and Qwen's layers do. Others are tried on a GPU.
-        """
+        """Whether a pass launches the same operations for any tokens, if they are as many. Unknown layers are tried on a GPU."""
         if self.recurrent or turns_by_length(self.model.config):
             return False
         is_known = is_linear(self._head) and all(map(is_gated_layer, decoder_layers(self.model)))
