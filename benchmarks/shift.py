@@ -19,8 +19,8 @@
 - ``latency`` asks a server that trains in the pauses between requests, and two that do not; while those are asked the training
   of the first is stopped. Ratios come with their error (bootstrap over rounds); the two plain ones are each other's control.
   A p99 needs a thousand rounds or so: ``--seconds 600`` is half an hour.
-- ``steady`` compares tokens a second of the same servers on the workload that the static drafter knows, in batches, and names
-  the lowest part of the run too.
+- ``steady`` compares tokens a second of the same servers on the workload that the static drafter knows, in batches. All are
+  started anew some times.
 
 Each prints its figures and adds them to ``OUT/figures.jsonl``.
 """
@@ -62,8 +62,6 @@ TARGET = str(REFERENCE / "target")
 AT_ONCE, MAX_TOKENS, WINDOW = 8, 96, 2000
 LEAST_LOSS = 0.05
 """Of τ: what is less is no shift."""
-PART = 10
-"""Batches that a part of a steady run has."""
 LATE, PAUSE = 24, 0.12
 """Requests of which latency is measured, over and over, and the seconds of a pause before each."""
 
@@ -83,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--updates", default="full")
     parser.add_argument("--requests", type=int, default=48, help="speed, latency")
     parser.add_argument("--seconds", type=float, default=300, help="latency, steady: of each server")
+    parser.add_argument("--starts", type=int, default=6, help="steady: of the servers, which share the seconds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of what decodes")
     return parser.parse_args()
@@ -417,32 +416,39 @@ def latency(arguments: argparse.Namespace) -> None:
 
 
 def steady(arguments: argparse.Namespace) -> None:
-    """Tokens a second of a server that recalibrates and of one that does not, on the workload that the drafter knows."""
-    names, found = ("training", "plain", "control"), list[list[float]]()
+    """Tokens a second of a server that recalibrates and of one that does not, on the workload that the drafter knows.
+
+    Equal servers differ by some percent for as long as they live, by where their memory lies and by what goodput makes of its
+    first timings. So they are started anew, and what is drawn for the error is whole starts.
+    """
+    names, starts, swaps = ("training", "plain", "control"), list[list[list[float]]](), 0.0
     source = greedy_requests(arguments, seed=4, max_tokens=MAX_TOKENS)
-    with Servers(arguments, arguments.out / "steady", names) as servers:
-        servers.begin([next(source) for _ in range(24)], source)
-        end = time.monotonic() + len(names) * arguments.seconds
-        while time.monotonic() < end:
-            bodies = [next(source) for _ in range(AT_ONCE)]
-            turns, rates = len(found) % len(names), {}
-            for name in (*names[turns:], *names[:turns]):
-                servers.turn(name)
-                tokens, seconds = servers.ask(name, bodies)
-                rates[name] = tokens / seconds
-            found.append([rates[name] for name in names])
-        swaps = httpx.get(f"{servers.urls['training']}/metrics").text
-    parts = [found[at : at + PART] for at in range(0, len(found) - PART + 1, PART)] or [found]
-    figures: dict[str, Any] = {"batches": len(found), "swaps": _counted(swaps, "swaps")}
+    for start in range(arguments.starts):
+        found = list[list[float]]()
+        with Servers(arguments, arguments.out / f"steady-{start}", names) as servers:
+            servers.begin([next(source) for _ in range(24)], source)
+            end = time.monotonic() + len(names) * arguments.seconds / arguments.starts
+            while time.monotonic() < end or not found:
+                bodies = [next(source) for _ in range(AT_ONCE)]
+                turns, rates = len(found) % len(names), {}
+                for name in (*names[turns:], *names[:turns]):
+                    servers.turn(name)
+                    tokens, seconds = servers.ask(name, bodies)
+                    rates[name] = tokens / seconds
+                found.append([rates[name] for name in names])
+            swaps += _counted(httpx.get(f"{servers.urls['training']}/metrics").text, "swaps")
+        starts.append(found)
+        write_atomically(arguments.out / "rates.json", json.dumps(starts))
+    figures: dict[str, Any] = {"starts": len(starts), "batches": sum(map(len, starts)), "swaps": swaps}
     for place, name in ((0, "training"), (2, "control")):
-        ratio = partial(_median_ratio, place=place)
-        figures[f"{name}_to_plain"] = bootstrap(found, ratio)
-        figures[f"{name}_lowest_of_{len(parts)}_parts"] = round(min(map(ratio, parts)), 3)
+        ratios = [statistics.median(row[place] / row[1] for row in found) for found in starts]
+        figures[f"{name}_to_plain"] = bootstrap(ratios, statistics.mean)
+        figures[f"{name}_by_start"] = [round(ratio, 3) for ratio in ratios]
     note(arguments.out, {"step": "steady", "workload": arguments.workload, **figures})
 
 
-def bootstrap(rows: Sequence[list[float]], figure: Callable[[Sequence[list[float]]], float]) -> dict[str, Any]:
-    """A figure of rounds, and the middle 95 % of it over a thousand draws of as many rounds."""
+def bootstrap(rows: Sequence[Any], figure: Callable[[Sequence[Any]], float]) -> dict[str, Any]:
+    """A figure of rounds, or of starts, and the middle 95 % of it over a thousand draws of as many."""
     generator = random.Random(0)
     drawn = sorted(figure(generator.choices(rows, k=len(rows))) for _ in range(1000))
     return {"ratio": round(figure(rows), 3), "95%": [round(drawn[25], 3), round(drawn[974], 3)]}
@@ -451,10 +457,6 @@ def bootstrap(rows: Sequence[list[float]], figure: Callable[[Sequence[list[float
 def _ratio_at(rows: Sequence[list[float]], *, place: int, others: Sequence[int], share: int) -> float:
     found = [row[other] for row in rows for other in others]
     return _percentile([row[place] for row in rows], share) / _percentile(found, share)
-
-
-def _median_ratio(rows: Sequence[list[float]], *, place: int) -> float:
-    return statistics.median(row[place] / row[1] for row in rows)
 
 
 def _percentile(values: Sequence[float], share: int) -> float:
