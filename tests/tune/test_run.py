@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+import shutil
 import signal
 from dataclasses import replace
 from itertools import chain
@@ -27,9 +28,12 @@ from tests.serve.running import running
 from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError, WriteError
-from volley.files import make_folder, read_json
+from volley.files import REFERENCE, make_folder, read_json
+from volley.models.checkpoints.certificate import digest
 from volley.models.checkpoints.formats import read_checkpoint
+from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
+from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.models.targets.target import load_tokenizer
 from volley.train.collect import Progress as Collected
 from volley.train.data import TrainingData, read_rows
@@ -440,3 +444,31 @@ def test_how_long_collecting_takes_is_said_from_the_beginning() -> None:
     early, late = (progress_line(Collected(n, 0, 1000, 100 * n, s), pace) for n, s in ((28, 30.0), (968, 484.0)))
     assert early == "28 of 1000 responses, 93 tokens/s, about 7.8 min left"
     assert late == "968 of 1000 responses, 200 tokens/s, about 0.1 min left"
+
+
+def test_a_certificate_goes_only_with_the_drafter_that_it_names(tmp_path: Path) -> None:
+    """Not one that is torn, was changed, or names none."""
+    drafter = tmp_path / "drafter"
+    shutil.copytree(REFERENCE / "drafter-dflash", drafter)
+    mine = drafter_fingerprint(Drafter.from_pretrained(drafter))
+
+    def certificate(**subject: str) -> dict[str, Any]:
+        body = {"verdict": "lossless", "subject": subject}
+        return {**body, "sha256": digest(body)}
+
+    changed = {**certificate(drafter=mine), "verdict": "not lossless"}
+    for number, (text, why) in enumerate(
+        [
+            ('{"verdict": ', "is not valid JSON"),
+            (json.dumps(changed), "was changed after it was written"),
+            (json.dumps(certificate(url="http://host")), "names no drafter; run volley certify"),
+            (json.dumps(certificate(drafter="0" * 32)), "is of other weights; run volley certify again"),
+        ]
+    ):
+        (drafter / "certificate.json").write_text(text)
+        with pytest.warns(UserWarning, match=f"no certificate comes along: .*{why}"):
+            export(drafter, tmp_path / str(number), "zlab")
+        assert not (tmp_path / str(number) / "certificate.json").exists()
+    (drafter / "certificate.json").write_text(json.dumps(certificate(drafter=mine)))
+    export(drafter, tmp_path / "whole", "zlab")
+    assert read_certificate(tmp_path / "whole" / "certificate.json")["verdict"] == "lossless"
