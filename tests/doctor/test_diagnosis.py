@@ -237,10 +237,9 @@ def test_what_comes_long_behind_the_beginning_of_an_answer(
     long.write_text("".join(json.dumps(row) + "\n" for row in found))
     note(drafter, fingerprints={"target": fingerprint}, data={"longest": 200})
     assert names(drafter, long) == ["context beyond training"]
-    for row in found:
-        del row["messages"]
-        row["prompt_token_ids"] = random.choices(range(100, 8000), k=1100)
-    long.write_text("".join(json.dumps(row) + "\n" for row in found))
+    row = {**found[0], "prompt_token_ids": random.choices(range(100, 8000), k=1100)}
+    del row["messages"]
+    long.write_text(json.dumps(row) + "\n")
     note(drafter, fingerprints={"target": fingerprint}, data={"longest": 900})
     assert "context beyond training" in names(drafter, long)
 

@@ -63,8 +63,8 @@ class Reporter:
             f"step {position.step} epoch {position.epoch + 1} {fraction:.1%} loss {loss:.4f} τ {tau:.3f} accuracy {by_slot} | "
             f"{speed['tokens']:.0f} tokens/s {speed['blocks']:.0f} blocks/s, {_left(position, fraction)}"
         )
-        values = {"loss": loss, "cross_entropy": slots.mean_cross_entropy, "tau": tau}
-        values |= {"accuracy": [round(value, 4) for value in accuracy]}
+        values: dict[str, Any] = {"loss": loss, "cross_entropy": slots.mean_cross_entropy, "tau": tau}
+        values["accuracy"] = [round(value, 4) for value in accuracy]
         values |= {
             "seconds": position.seconds,
             "tokens_per_second": speed["tokens"],
