@@ -3,6 +3,7 @@
 A base model has no chat template. It takes the text of a single user message as it is, and goes on from there.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,6 +54,12 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool | None =
     if thinking is not None and "enable_thinking" not in str(template):
         raise ConfigError("the target's chat template has no thinking switch; leave thinking unset")
     return str(template) if template else None
+
+
+def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str | bool:
+    """What tells chat templates apart; ``False`` for a base model."""
+    template = check_template(tokenizer)
+    return template is not None and hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
 def render_chat(

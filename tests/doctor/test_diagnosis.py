@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.doctor.answers import TARGET, write_answers
 from volley import Engine
-from volley.doctor.diagnosis import Doctor
+from volley.chat import template_digest
+from volley.doctor.diagnosis import Doctor, evenly
 from volley.engine.states import TargetPages
 from volley.errors import InputError, MismatchError
 from volley.files import REFERENCE
 from volley.models.drafters.export import export
+from volley.models.targets.target import load_tokenizer
 from volley.procedures.request import Request
 from volley.tensors import load_tensors, save_tensors
 from volley.train.features import FrozenTarget
@@ -204,7 +206,7 @@ def test_holes_in_the_prefix_cache(drafter: Path, rows: Path) -> None:
 def test_no_answers(drafter: Path, tmp_path: Path) -> None:
     empty = tmp_path / "rows.jsonl"
     empty.write_text(json.dumps({"prompt_token_ids": [5], "response_token_ids": [6]}) + "\n")
-    with pytest.raises(InputError, match="no row has an answer of three tokens"):
+    with pytest.raises(InputError, match="none of 1 rows, spread over the data, has three tokens of an answer"):
         Doctor(TARGET, drafter, [empty])
 
 
@@ -215,3 +217,33 @@ def test_a_drafter_of_a_target_of_another_shape_is_refused(drafter: Path, rows: 
     edit(drafter, deeper)
     with pytest.raises(MismatchError, match="number of target layers is 99"):
         Doctor(TARGET, drafter, [rows])
+
+
+def test_a_drafter_that_was_trained_with_another_template(drafter: Path, rows: Path, fingerprint: str) -> None:
+    own = template_digest(load_tokenizer(TARGET))
+    for learnt, expected in (([own], []), (["None"], []), (["0123456789abcdef"], ["chat template"])):
+        note(drafter, fingerprints={"target": fingerprint}, data={"chat_templates": learnt})
+        assert names(drafter, rows) == expected
+
+
+def test_what_comes_long_behind_the_beginning_of_an_answer(
+    drafter: Path, rows: Path, fingerprint: str, tmp_path: Path
+) -> None:
+    """The end of a long answer, and answers to prompts of any length."""
+    found, random = [json.loads(line) for line in rows.read_text().splitlines()], Random(0)
+    for row in found:
+        row["response_token_ids"] += random.choices(range(100, 8000), k=300)
+    long = tmp_path / "long.jsonl"
+    long.write_text("".join(json.dumps(row) + "\n" for row in found))
+    note(drafter, fingerprints={"target": fingerprint}, data={"longest": 200})
+    assert names(drafter, long) == ["context beyond training"]
+    row = {**found[0], "prompt_token_ids": random.choices(range(100, 8000), k=1100)}
+    del row["messages"]
+    long.write_text(json.dumps(row) + "\n")
+    note(drafter, fingerprints={"target": fingerprint}, data={"longest": 900})
+    assert "context beyond training" in names(drafter, long)
+
+
+def test_rows_are_taken_from_the_whole_file() -> None:
+    assert evenly(range(100), 4) == [0, 25, 50, 75]
+    assert evenly("abc", 24) == ["a", "b", "c"]

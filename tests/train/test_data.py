@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from volley.chat import template_digest
 from volley.errors import InputError
 from volley.train.data import TrainingData, asked, encode_rows, prompt_ids, read_rows
 from volley.train.documents import Document, fingerprint, plan_epoch
@@ -118,6 +119,18 @@ def test_no_rows_no_file_and_no_text_are_errors(tmp_path: Path) -> None:
     empty.write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="UTF-8"):
         read_rows([empty])
+
+
+def test_the_templates_of_prompts_are_kept_where_they_are_known(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Texts are rendered here, whatever answered them."""
+    ids = {"prompt_token_ids": [5, 6], "response_token_ids": [7, 8, 9]}
+    rows = [{**ids, "chat_template": "abc"}, {**ids, "chat_template": False}, ids, {"messages": CHAT}]
+    rows.append({"messages": CHAT, "chat_template": True})
+    config = TrainConfig(**{**tiny_run(tiny_pair.target, tmp_path), "eval_share": 0})
+    write_rows(tmp_path / "rows.jsonl", rows)
+    target = FrozenTarget(str(tiny_pair.target), torch.float32, torch.device("cpu"))
+    own = template_digest(target.tokenizer)
+    assert TrainingData(config, target).summary()["chat_templates"] == sorted(["False", "None", "abc", str(own)])
 
 
 def test_an_epoch_holds_every_document_once_within_the_budget() -> None:

@@ -3,6 +3,8 @@
 import html
 import json
 import os
+import re
+import shutil
 import signal
 from dataclasses import replace
 from itertools import chain
@@ -26,16 +28,21 @@ from tests.serve.running import running
 from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError, WriteError
-from volley.files import make_folder, read_json
+from volley.files import REFERENCE, make_folder, read_json
+from volley.models.checkpoints.certificate import digest
 from volley.models.checkpoints.formats import read_checkpoint
+from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
+from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.models.targets.target import load_tokenizer
+from volley.train.collect import Progress as Collected
 from volley.train.data import TrainingData, read_rows
 from volley.train.documents import Document
 from volley.tune import run
-from volley.tune.data import held_out_prompts
+from volley.tune.data import ROOM, Pace, held_out_prompts, progress_line
 from volley.tune.options import TuneConfig
 from volley.tune.run import Tuning, batch_tokens, read_together, tune
+from volley.tune.state import alone_in
 from volley.tune.trials import steady_acceptance
 
 SHAPE: dict[str, Any] = {
@@ -112,6 +119,8 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert f"the last {kept} tokens" in window
     assert f"<dt>draft window</dt><dd>{kept}" in report
     assert any("draft vocab size all" in line for line in said)
+    for step, words in (("1/7] collect", "min at most"), ("4/7] measure", "at most about"), ("5/7] certify", "about")):
+        assert any(re.search(rf"{step}: .*{words} |{step}: .*{words}$", line) for line in said), step
     assert "draft vocab size all" in report
     assert f"drafter={html.escape(repr(str(out)))})" in report
     assert f"volley serve --target {config.target} --drafter {out}</pre>" in report
@@ -379,3 +388,87 @@ def test_what_judges_has_an_answer_and_room_for_another(tmp_path: Path) -> None:
         parted(rows[:5])
     with pytest.raises(InputError, match="1 prompts leave 64 tokens of the target's context of 256"):
         parted([{**row, "prompt_token_ids": [9 + index] * 200} for index, row in enumerate(rows[2:7])] + rows[7:])
+
+
+def test_a_folder_that_holds_a_model_is_refused(tmp_path: Path) -> None:
+    """It would be measured, certified and served instead of the drafter inside."""
+    config = options(tmp_path, tmp_path / "target")
+    make_folder(config.out)
+    (config.out / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds a model \(config\.json\).*give another --out"):
+        tune(config, lambda _: None)
+
+
+def test_one_tuning_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
+    config = options(tmp_path, tmp_path / "target")
+    make_folder(config.out)
+    with alone_in(config.out), pytest.raises(ConfigError, match="another volley tune works in"):
+        tune(config, lambda _: None)
+    with alone_in(config.out):
+        pass
+
+
+def test_another_target_of_the_same_name_is_noticed(tmp_path: Path) -> None:
+    target = make_target(tmp_path, CONFIGS["llama"])
+    config = options(tmp_path, target)
+    make_folder(config.out)
+    Tuning(config, lambda _: None).collect()
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(target)
+    with pytest.raises(ConfigError, match="other weights of the target; restore them to go on, or give another --out"):
+        tune(config, lambda _: None)
+
+
+def test_prompts_that_judge_the_training_are_those_that_judge_the_pair(tmp_path: Path) -> None:
+    """Also where they leave no more room than they must; and so often that a training can stop early."""
+    rows = [{"prompt_token_ids": [5 + i] * (256 - ROOM), "response_token_ids": [7] * 9} for i in range(8)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target = make_target(tmp_path, CONFIGS["llama"])
+    config = options(tmp_path, target, prompts=(), data=(str(data),), max_minutes=60)
+    make_folder(config.out)
+    tuning = Tuning(config, lambda _: None)
+    tuning.collect()
+    tuning.progress["choose"] = {"options": {}}
+    training = tuning.training
+    assert len(TrainingData(training, tuning.frozen).prompts) == len(tuning._held_out()) == 2
+    assert training.max_minutes is not None
+    assert training.eval_minutes is not None
+    assert training.max_minutes / training.eval_minutes - 1 >= 2 * run.PATIENCE
+
+
+def test_how_long_collecting_takes_is_said_from_the_beginning() -> None:
+    pace = Pace(at_once=64, longest_seconds=0.6)
+    assert progress_line(Collected(0, 0, 1000, 0, 0.0), pace) == "0 of 1000 responses, about 10.0 min at most"
+    assert progress_line(Collected(0, 400, 1000, 0, 0.0), Pace(16)) == "400 of 1000 responses"
+    early, late = (progress_line(Collected(n, 0, 1000, 100 * n, s), pace) for n, s in ((28, 30.0), (968, 484.0)))
+    assert early == "28 of 1000 responses, 93 tokens/s, about 7.8 min left"
+    assert late == "968 of 1000 responses, 200 tokens/s, about 0.1 min left"
+
+
+def test_a_certificate_goes_only_with_the_drafter_that_it_names(tmp_path: Path) -> None:
+    """Not one that is torn, was changed, or names none."""
+    drafter = tmp_path / "drafter"
+    shutil.copytree(REFERENCE / "drafter-dflash", drafter)
+    mine = drafter_fingerprint(Drafter.from_pretrained(drafter))
+
+    def certificate(**subject: str) -> dict[str, Any]:
+        body = {"verdict": "lossless", "subject": subject}
+        return {**body, "sha256": digest(body)}
+
+    changed = {**certificate(drafter=mine), "verdict": "not lossless"}
+    for number, (text, why) in enumerate(
+        [
+            ('{"verdict": ', "is not valid JSON"),
+            (json.dumps(changed), "was changed after it was written"),
+            (json.dumps(certificate(url="http://host")), "names no drafter; run volley certify"),
+            (json.dumps(certificate(drafter="0" * 32)), "is of other weights; run volley certify again"),
+        ]
+    ):
+        (drafter / "certificate.json").write_text(text)
+        with pytest.warns(UserWarning, match=f"no certificate comes along: .*{why}"):
+            export(drafter, tmp_path / str(number), "zlab")
+        assert not (tmp_path / str(number) / "certificate.json").exists()
+    (drafter / "certificate.json").write_text(json.dumps(certificate(drafter=mine)))
+    export(drafter, tmp_path / "whole", "zlab")
+    assert read_certificate(tmp_path / "whole" / "certificate.json")["verdict"] == "lossless"

@@ -1,6 +1,5 @@
 """Run all checks on a pair or on a server, and say what they add up to, in a file that a digest guards."""
 
-import hashlib
 import html
 import json
 import platform
@@ -22,8 +21,10 @@ from volley.certify.sampled import check_server, check_way, plain_engine, ways
 from volley.certify.structured import check_json
 from volley.certify.subject import EngineSubject, NotOffered, ServerFailure, ServerSubject, TooBusy
 from volley.engine.engine import Engine
-from volley.errors import CheckpointError, EndpointError
-from volley.files import read_json, write_atomically
+from volley.errors import EndpointError
+from volley.files import write_atomically
+from volley.models.checkpoints.certificate import digest
+from volley.models.checkpoints.certificate import read_certificate as read_certificate
 from volley.models.layers.fingerprint import drafter_fingerprint, target_fingerprint
 
 Say = Callable[[str], None]
@@ -105,20 +106,6 @@ class Certificate:
 
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps(self.to_json(), indent=1) + "\n")
-
-
-def digest(body: dict[str, Any]) -> str:
-    """Of everything in a certificate but its own digest."""
-    rest = {key: value for key, value in body.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def read_certificate(path: Path) -> dict[str, Any]:
-    """The certificate in a file; an error if it was changed since it was written."""
-    found = read_json(path)
-    if found.get("sha256") != digest(json.loads(json.dumps(found))):
-        raise CheckpointError(f"{path} was changed after it was written; run volley certify again")
-    return found
 
 
 def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyConfig, say: Say = print) -> Certificate:

@@ -4,17 +4,17 @@ Each suspect is looked at by what it would change: a drafter that drafts much be
 taps. Healthy pairs get silence.
 """
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from volley.chat import template_digest
 from volley.doctor.acceptance import MOST_ANCHORS, Walk, walk, with_bias
 from volley.doctor.counters import Counters
 from volley.engine.engine import Engine
@@ -24,7 +24,9 @@ from volley.models.checkpoints.formats import drafter_folder
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.taps import decoder_layers
 from volley.train.data import Row, encode_rows, prompt_ids, read_rows
+from volley.train.documents import Document
 from volley.train.features import FrozenTarget
+from volley.train.options import LONGEST
 from volley.train.shape import choose_mask_token
 from volley.types import SamplingParams
 
@@ -39,9 +41,12 @@ CLEAR = 0.01
 SURE = 2.5
 """Standard errors of the mean difference over blocks, whose tokens overlap."""
 DOCUMENTS = 24
+BEYOND = 1.25
+"""A text that is so many times as long as the longest training row shows what comes behind it."""
 CHANGES = 10
 """Walks with one setting changed, at most: the head, taps either way, rotary settings, the mask."""
-LONGEST = 1024
+FAR = 8
+"""Texts that are looked at behind the longest training row."""
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
 FREQUENT = 0.01
 """Share of a text's tokens."""
@@ -58,6 +63,7 @@ class Finding:
     remedy: str
 
 
+_T = TypeVar("_T")
 Suspect = tuple[float, Finding]
 """A finding, and the cross-entropy of the draft without what it names."""
 
@@ -89,7 +95,7 @@ class Doctor:
             raise ConfigError(f"block_size is {block_size}; it must be at least 2, the anchor and a token")
         if temperature is not None and temperature < 0:
             raise ConfigError(f"temperature is {temperature}; it must be 0 or more")
-        self._say, self.rows = say, read_rows(data)[:DOCUMENTS]
+        self._say, self.rows = say, evenly(read_rows(data), DOCUMENTS)
         self.path, self.temperature, self.served_block = target, temperature, block_size
         self.folder, self.report = drafter, _beside(drafter, "training_report.json")
         trained: dict[str, Any] = self.report.get("options", {})
@@ -107,10 +113,19 @@ class Doctor:
             vocab_size=self.target.vocab_size,
             num_layers=len(decoder_layers(self.target.model)),
         )
-        documents = encode_rows(self.target.tokenizer, self.rows, LONGEST, self.target.stop_token_ids)
-        self.documents = [document for document in documents if len(document) - document.response_start > 2]
+        self.trained_length: int | None = self.report.get("data", {}).get("longest")
+        self.seen = MOST_ANCHORS + self.drafter.config.block_size
+        """Tokens of an answer that blocks at ``MOST_ANCHORS`` places reach."""
+        longest = max(LONGEST, int(BEYOND * (self.trained_length or 0)) + self.seen)
+        longest = min(longest, getattr(self.target.text_config, "max_position_embeddings", None) or longest)
+        documents = encode_rows(self.target.tokenizer, self.rows, longest, self.target.stop_token_ids)
+        self.whole = [document for document in documents if len(document) - document.response_start > 2]
+        self.documents = [self._from(document, document.response_start) for document in self.whole]
         if not self.documents:
-            raise InputError("no row has an answer of three tokens; collect responses with `volley collect` first")
+            raise InputError(
+                f"none of {len(self.rows)} rows, spread over the data, has three tokens of an answer within {longest} tokens; "
+                "collect responses with `volley collect`, or give shorter prompts"
+            )
         vocab = self.target.vocab_size
         if any(int(document.token_ids.max()) >= vocab for document in self.documents):
             raise InputError(f"a row has a token id outside the target's vocabulary of {vocab}; collect it again")
@@ -120,10 +135,16 @@ class Doctor:
         seconds = time.perf_counter() - started
         say(f"that took {seconds:.0f} s; up to {CHANGES} changed settings take about as long each")
 
-    def _walk(self, drafter: Drafter | None = None, **changes: Any) -> Walk:
+    def _from(self, document: Document, start: int) -> Document:
+        """``document`` as if its answer began at ``start``, as far as it is looked at."""
+        return Document(document.token_ids[: start + self.seen], start)
+
+    def _walk(
+        self, drafter: Drafter | None = None, documents: Sequence[Document] | None = None, **changes: Any
+    ) -> Walk:
         """At the temperature served, with what is to be changed."""
-        temperature = self.temperature or 0.0
-        return walk(drafter or self.drafter, self.target, self.documents, temperature=temperature, **changes)
+        texts = self.documents if documents is None else documents
+        return walk(drafter or self.drafter, self.target, texts, temperature=self.temperature or 0.0, **changes)
 
     def examine(self, engine: Engine | None = None, counters: Counters | None = None) -> Examination:
         """All findings, the likeliest first. ``engine`` is the pair as it is served; without one nothing is decoded.
@@ -261,10 +282,16 @@ class Doctor:
     def _template(self) -> Iterator[Finding]:
         facts = self.report.get("data", {})
         tokenizer = self.target.tokenizer
-        template = tokenizer.chat_template
-        now = hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else False
+        template, now = tokenizer.chat_template, template_digest(tokenizer)
         seen = {row.get("chat_template") for row in self.rows} - {None, True}
-        if seen and seen != {now}:
+        learnt = facts.get("chat_templates", [])
+        if learnt and not {str(now), "None"} & set(learnt):
+            yield Finding(
+                "chat template",
+                "the drafter was trained on prompts of another template than this tokenizer has",
+                "serve with the template that the drafter was trained on, or collect and train again",
+            )
+        elif seen and seen != {now}:
             yield Finding(
                 "chat template",
                 "the answers were given to prompts of another template than this tokenizer has",
@@ -288,15 +315,13 @@ class Doctor:
             )
 
     def _context(self) -> Iterator[Finding]:
-        longest = self.report.get("data", {}).get("longest")
-        beyond = [d for d in self.documents if longest is not None and len(d) > 1.25 * longest]
-        if not beyond:
+        longest = self.trained_length
+        if longest is None or not (beyond := [d for d in self.whole if len(d) > max(BEYOND * longest, longest + 2)]):
             return
-        far, near = Walk(), Walk()
+        later = [self._from(document, max(longest, document.response_start)) for document in evenly(beyond, FAR)]
+        far, near = self._walk(documents=later), Walk()
         for document, chances in zip(self.documents, self.as_it_is.chances, strict=True):
-            edge = max(0, longest - document.response_start)
-            near.chances.append(chances[:edge])
-            far.chances.append(chances[edge:])
+            near.chances.append(chances[: max(0, longest - document.response_start)])
         if far.tokens and (not near.tokens or far.tau < near.tau / MUCH):
             yield Finding(
                 "context beyond training",
@@ -334,8 +359,10 @@ class Doctor:
 
     def _decode(self, engine: Engine) -> float:
         """τ of decoding the prompts with chains of the drafter's block, as many tokens as their answers have."""
-        prompts = [document.token_ids[: document.response_start].tolist() for document in self.documents]
-        answered = [len(document) - document.response_start for document in self.documents]
+        room = engine.snapshot().max_tokens
+        documents = [document for document in self.documents if len(document) <= room]
+        prompts = [document.token_ids[: document.response_start].tolist() for document in documents]
+        answered = [len(document) - document.response_start for document in documents]
         before = engine.config
         engine.block_size = engine.proposer.block_size if engine.proposer else 1
         try:
@@ -366,7 +393,9 @@ class Doctor:
         """The drafter's K/V of the same texts, computed and found in the cache."""
         if engine.draft_model is None or engine.draft_model.window is not None:
             return
-        texts = sorted((document.token_ids.tolist() for document in self.documents), key=len)[-CACHED:]
+        room = engine.snapshot().max_tokens
+        known = [document.token_ids.tolist() for document in self.documents if len(document) + 2 <= room]
+        texts = sorted(known, key=len)[-CACHED:]
         wrong = 0
         for text in texts:
             engine.reset_prefix_cache()
@@ -380,6 +409,12 @@ class Doctor:
                 f"the drafter's K/V of {wrong} of {len(texts)} texts are others when they are found in the cache",
                 "report it with the counters of the server; --no-prefix-caching avoids it",
             )
+
+
+def evenly(found: Sequence[_T], most: int) -> list[_T]:
+    """At most so many of ``found``, at equal distances: files are often in the order of their sources."""
+    count = min(most, len(found))
+    return [found[place * len(found) // count] for place in range(count)]
 
 
 def _draft_context(engine: Engine, token_ids: Sequence[int]) -> tuple[Tensor, int]:

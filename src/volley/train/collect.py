@@ -17,7 +17,7 @@ from itertools import compress, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from volley.chat import check_template, encode_chat
+from volley.chat import check_template, encode_chat, template_digest
 from volley.errors import ConfigError, InputError
 from volley.files import appending
 from volley.prompts import Conversation, Message, check_training, load_prompts
@@ -310,7 +310,7 @@ class EngineSource:
         most_tokens: int | None = None,
     ) -> None:
         """``most_tokens`` may a prompt and its answer have together."""
-        template = check_template(engine.tokenizer, thinking)
+        check_template(engine.tokenizer, thinking)
         self.engine = engine
         self.name = name
         self.thinking = thinking
@@ -318,7 +318,7 @@ class EngineSource:
         self.most_tokens = most_tokens or sys.maxsize
         self.refusals: list[str] = []
         """Why prompts were not answered."""
-        self.chat_template: str | bool = template is not None and hashlib.sha256(template.encode()).hexdigest()[:16]
+        self.chat_template: str | bool = template_digest(engine.tokenizer)
 
     def _room(self, prompt: Sequence[int], params: "SamplingParams") -> int:
         """Tokens that an answer may have, if any."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from volley.chat import encode_chat, encode_prompt, end_of_turn, render_chat, tokenize_rendered
+from volley.chat import encode_chat, encode_prompt, end_of_turn, render_chat, template_digest, tokenize_rendered
 from volley.errors import InputError
 from volley.prompts import read_jsonl
 from volley.train.documents import Document, fingerprint
@@ -129,6 +129,14 @@ def _thinking(row: Row) -> bool | None:
     return {"on": True, "off": False}.get(str(row.get("thinking")))
 
 
+def _template(row: Row, own: str | bool) -> str | bool | None:
+    """Digest of the template of a row's prompt, where it is known; ``own`` is that of the tokenizer, which renders texts."""
+    if not _has_ids(row):
+        return not _is_bare(row) and own
+    found = row.get("chat_template")
+    return found if found is False or isinstance(found, str) else None
+
+
 def asked(row: Row) -> str:
     """A digest of what a row answers. All turns of a conversation have one, since each holds the ones before."""
     if row.get("turns", 1) > 1:
@@ -157,9 +165,11 @@ class TrainingData:
         self.max_length = min(longest, context)
         rows, held_rows = self._split(config)
         self.documents = self._encode(rows)
+        own = template_digest(target.tokenizer)
         self.origin = {
             "temperatures": sorted({float(row["temperature"]) for row in rows if row.get("temperature") is not None}),
             "thinking": sorted({str(row.get("thinking")) for row in rows}),
+            "chat_templates": sorted({str(_template(row, own)) for row in rows}),
         }
         if not self.documents:
             raise InputError(

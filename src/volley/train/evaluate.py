@@ -10,12 +10,13 @@ from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
 from volley.memory.device import give_back
 from volley.models.drafters.drafter import Drafter
+from volley.models.targets.target import Target
 from volley.train.data import TrainingData
 from volley.train.documents import split_batches
 from volley.train.features import FeatureSource
 from volley.train.losses import accepted_prefix
 from volley.train.options import TrainConfig
-from volley.train.step import StepFunction
+from volley.train.step import Slots, StepFunction
 from volley.types import SamplingParams
 
 WINDOWS = (128, 256, 512, 1024, 2048, 4096)
@@ -29,25 +30,32 @@ class HeldOut:
     """The held-out rows of a run, and the two measurements on them."""
 
     def __init__(
-        self, config: TrainConfig, data: TrainingData, step_function: StepFunction, features: FeatureSource
+        self,
+        config: TrainConfig,
+        data: TrainingData,
+        step_function: StepFunction,
+        features: FeatureSource,
+        serving: Target | None = None,
     ) -> None:
+        """``serving`` is the target that decodes; without it one is loaded for each measurement."""
         self.config = config
         self.documents = data.held_out
         self.longest = max(data.lengths)
         self.prompts = data.prompts
         self.step_function = step_function
         self.features = features
+        self.serving = serving
 
     @torch.no_grad()
     def teacher_forced(self) -> dict[str, Any]:
-        """Loss, τ, accuracy per slot and the draft window given the true tokens; nothing where no row is held out."""
+        """Loss, cross-entropy, τ, accuracy per slot and the draft window given the true tokens; nothing without held-out rows."""
         held = self.documents
         if not held:
             return {}
         anchors = {index: self.step_function.draw_anchors(document, index, -1) for index, document in enumerate(held)}
         order = sorted(anchors, key=lambda index: len(held[index]))
         loss = weight = 0.0
-        rights, valids, starts = [], [], []
+        parts, starts = list[Slots](), list[Tensor]()
         windows = [window for window in WINDOWS if window < self.longest]
         narrowed: dict[int, list[Tensor]] = {window: [] for window in windows}
         for batch in split_batches(order, [len(document) for document in held], self.config.tokens_per_batch):
@@ -57,19 +65,19 @@ class HeldOut:
                 result = self.step_function(chosen, rows, features)
                 loss += result.loss.item()
                 weight += self.step_function.total_weight(chosen, rows)
-                rights.append(result.correct.cpu())
-                valids.append(result.valid.cpu())
+                parts.append(result.slots)
                 starts.append(result.anchors.cpu())
                 for window, found in narrowed.items():
-                    found.append(self.step_function(chosen, rows, features, window=window).correct.cpu())
-        right, valid, start = torch.cat(rights), torch.cat(valids), torch.cat(starts)
-        tau, accuracy = accepted_prefix(right, valid)
+                    found.append(self.step_function(chosen, rows, features, window=window).slots.correct)
+        slots = Slots.join(parts)
+        tau, accuracy = accepted_prefix(slots.correct, slots.valid)
         within = {window: torch.cat(found) for window, found in narrowed.items()}
         return {
             "loss": loss / weight,
+            "cross_entropy": slots.mean_cross_entropy,
             "tau": float(tau),
             "accuracy": [round(x, 4) for x in accuracy.tolist()],
-            "draft_window": choose_window(right, within, valid, start, self.longest),
+            "draft_window": choose_window(slots.correct, within, slots.valid, torch.cat(starts), self.longest),
         }
 
     def decoded(self, drafter: Drafter) -> dict[str, Any]:
@@ -79,7 +87,7 @@ class HeldOut:
         target = self.step_function.target
         found = evaluate_tau(
             drafter,
-            self.config.target,
+            self.serving or self.config.target,
             self.prompts,
             max_tokens=self.config.eval_max_tokens,
             dtype=target.dtype,
@@ -105,12 +113,18 @@ def choose_window(right: Tensor, within: Mapping[int, Tensor], valid: Tensor, an
 
 
 def evaluate_tau(
-    drafter: Drafter, target: str, prompts: Sequence[list[int]], *, max_tokens: int, dtype: torch.dtype, device: str
+    drafter: Drafter,
+    target: str | Target,
+    prompts: Sequence[list[int]],
+    *,
+    max_tokens: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> dict[str, Any]:
     """Greedy decoding of ``prompts``: mean τ over all cycles, and the share of cycles that accepted each slot.
 
-    The engine loads a target of its own: the training copy must keep its dense attention. ``drafter`` is left as it is. Prompts
-    that do not fit in the engine are left out.
+    The engine's ``target`` is another than the training's, which must keep its dense attention. ``drafter`` is left as it is.
+    Prompts that do not fit in the engine are left out.
     """
     copy = Drafter(drafter.config)
     copy.load_state_dict(drafter.state_dict())

@@ -10,6 +10,7 @@ import torch
 
 from volley.files import make_folder
 from volley.memory.device import synchronise
+from volley.models.targets.target import Target
 from volley.prompts import read_jsonl
 from volley.train.cache import FeatureCache
 from volley.train.data import TrainingData
@@ -24,7 +25,7 @@ from volley.train.parallel import Ranks
 from volley.train.report import Reporter
 from volley.train.schedule import Interval, Schedule, learning_rate_scale
 from volley.train.state import SavedRun
-from volley.train.step import StepFunction
+from volley.train.step import Slots, StepFunction
 from volley.train.vocabulary import loss_tokens
 
 _CLEARLY_WORSE = 0.97
@@ -52,9 +53,15 @@ class Trainer:
     """One run: data, what learns, its optimizer, and where the run stands."""
 
     def __init__(
-        self, config: TrainConfig, ranks: Ranks, target: FrozenTarget | None = None, *, speaks: bool = True
+        self,
+        config: TrainConfig,
+        ranks: Ranks,
+        target: FrozenTarget | None = None,
+        *,
+        serving: Target | None = None,
+        speaks: bool = True,
     ) -> None:
-        """``target`` is the one that ``config`` names, where it is loaded already."""
+        """``target`` is the one that ``config`` names, where it is loaded already; ``serving`` the same as it decodes."""
         self.config = config
         self.ranks = ranks
         self.reporter = Reporter(Path(config.out), ranks.first and speaks)
@@ -72,7 +79,7 @@ class Trainer:
             facts["drafter"] = self.learner.adapter.drafter
         self.saved_run = SavedRun(config, facts, self.learner.model, self.optimizer, ranks)
         self.source: FeatureSource | FeatureCache = _feature_source(config, self.data, self.learner, self.step_function)
-        self.held_out = HeldOut(config, self.data, self.step_function, self.source)
+        self.held_out = HeldOut(config, self.data, self.step_function, self.source, serving)
         self.values: dict[str, Any] = {}
         """Of the last evaluation."""
         self.update_seconds = 0.0
@@ -95,13 +102,13 @@ class Trainer:
         with Interrupts(self.reporter.say) as interrupts:
             while self.schedule.progress() < 1 and not self.ranks.any(interrupts.seen) and not self._is_over():
                 started = time.monotonic()
-                correct, valid = self.step(self.schedule.batch, self.schedule.progress())
+                slots = self.step(self.schedule.batch, self.schedule.progress())
                 self.schedule.advance()
                 at.seconds += time.monotonic() - started
                 if at.step == first:
                     self.reporter.first_step(at, self.schedule.progress(), time.monotonic() - started)
                 if at.step % config.log_steps == 0:
-                    self.reporter.progress(at, self.schedule.progress(), correct, valid)
+                    self.reporter.progress(at, self.schedule.progress(), slots)
                 if evaluations.due(at.step):
                     started = time.monotonic()
                     self.evaluate()
@@ -135,10 +142,10 @@ class Trainer:
             self.source = cache
         self.reporter.start(self.schedule.position)
 
-    def step(self, indices: list[int], progress: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, indices: list[int], progress: float) -> Slots:
         """Draw anchors, run this process's share of the documents in passes, and update the weights.
 
-        Returns which slots of the last pass were right and which were valid, ``[N, B − 1]``.
+        Returns what came of the slots before the update.
         """
         at, documents = self.schedule.position, self.data.documents
         measure = (at.step + 1) % self.config.log_steps == 0
@@ -147,8 +154,7 @@ class Trainer:
         weight = self.step_function.total_weight(
             [documents[index] for index in indices], list(anchors.values()), list(reveals.values())
         )
-        loss = 0.0
-        rights, valids = ([torch.empty(0, self.learner.shape.block_size - 1, dtype=torch.bool)] for _ in range(2))
+        loss, slots = 0.0, [Slots.none(self.learner.shape.block_size)]
         for part, counts in self._passes(indices, anchors):
             chosen = [documents[index] for index in part]
             features = self.source(chosen, part)
@@ -157,15 +163,14 @@ class Trainer:
             torch.autograd.backward(result.loss / weight)
             if counts:
                 loss += result.loss.item() / weight
-                rights.append(result.correct.cpu())
-                valids.append(result.valid.cpu())
+                slots.append(result.slots)
         self._update(progress)
         self.reporter.losses.append(loss)
         if measure:
             self.reporter.losses = [self.ranks.sum(sum(self.reporter.losses)) / len(self.reporter.losses)]
         at.tokens += sum(self.data.lengths[index] for index in indices)
         at.blocks += sum(map(len, anchors.values()))
-        return torch.cat(rights), torch.cat(valids)
+        return Slots.join(slots)
 
     def _update(self, progress: float) -> None:
         started = time.monotonic()

@@ -106,21 +106,21 @@ class _BlockLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = weights.clone()
         gradient = torch.empty_like(states)
-        losses = torch.empty(len(labels), device=states.device)
+        losses, of_labels = torch.empty(2, len(labels), device=states.device)
         correct = torch.zeros(len(labels), dtype=torch.bool, device=states.device)
         for rows in _chunks(len(labels), blocks):
             logits = states[rows] @ head.t()
             if measure:
                 correct[rows] = logits.argmax(-1) == labels[rows]
             target = None if final is None else target_probs(final[rows], head, objective.softcap)
-            losses[rows], slope, of_label = objective(logits, labels[rows], target)
+            losses[rows], slope, of_labels[rows] = objective(logits, labels[rows], target)
             if blocks is not None:
-                weights[rows] *= pace_weights(of_label, blocks[rows])
+                weights[rows] *= pace_weights(of_labels[rows], blocks[rows])
             slope.mul_(weights[rows, None].to(slope.dtype))
             gradient[rows] = slope @ head
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(losses, correct)
-        return torch.dot(losses, weights), losses, correct
+        ctx.mark_non_differentiable(of_labels, correct)
+        return torch.dot(losses, weights), of_labels, correct
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -149,7 +149,8 @@ def block_loss(
     blocks: Tensor | None = None,
     measure: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ weights·loss of ``states [R, H]`` through the frozen ``head [V, H]``, each row's loss and whether its argmax is right.
+    """Σ weights·loss of ``states [R, H]`` through the frozen ``head [V, H]``, each label's cross-entropy and whether the row's
+    argmax is right.
 
     ``labels`` and ``weights`` are ``[R]``. An objective that compares with the target needs its final states ``final [R, H]``
     for the same positions. ``blocks [R]``, each row's slot in its block, multiplies the weights by ``pace_weights``. Without

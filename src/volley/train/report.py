@@ -6,11 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from volley.files import appending, write_atomically
 from volley.train.losses import accepted_prefix
 from volley.train.state import Position
+from volley.train.step import Slots
 
 
 class Reporter:
@@ -46,26 +45,26 @@ class Reporter:
         """How long the run may take, long before there is a line on its progress."""
         self.say(f"a step takes some {seconds:.1f} s: {_left(position, fraction)}")
 
-    def progress(self, position: Position, fraction: float, correct: Tensor, valid: Tensor) -> None:
+    def progress(self, position: Position, fraction: float, slots: Slots) -> None:
         """One line on the steps since the last line; ``fraction`` of the run is done.
 
-        The loss is the mean over these steps. τ and the accuracy of each slot come from the last step alone: ``correct`` and
-        ``valid`` ``[N, B − 1]`` describe the slots of its blocks.
+        The loss is the mean over these steps. All else comes from the ``slots`` of the last step alone.
         """
         loss = sum(self.losses) / len(self.losses)
         self.losses = []
-        mean, right = accepted_prefix(correct, valid)
+        mean, right = accepted_prefix(slots.correct, slots.valid)
         tau, accuracy = float(mean), right.tolist()
         now, (before, last) = time.monotonic(), self._last
         self._last = (now, Position(**asdict(position)))
         seconds = max(now - before, 1e-9)
         speed = {name: (getattr(position, name) - getattr(last, name)) / seconds for name in ("tokens", "blocks")}
-        slots = " ".join(f"{value:.2f}" for value in accuracy)
+        by_slot = " ".join(f"{value:.2f}" for value in accuracy)
         self.say(
-            f"step {position.step} epoch {position.epoch + 1} {fraction:.1%} loss {loss:.4f} τ {tau:.3f} accuracy {slots} | "
+            f"step {position.step} epoch {position.epoch + 1} {fraction:.1%} loss {loss:.4f} τ {tau:.3f} accuracy {by_slot} | "
             f"{speed['tokens']:.0f} tokens/s {speed['blocks']:.0f} blocks/s, {_left(position, fraction)}"
         )
-        values = {"loss": loss, "tau": tau, "accuracy": [round(value, 4) for value in accuracy]}
+        values: dict[str, Any] = {"loss": loss, "cross_entropy": slots.mean_cross_entropy, "tau": tau}
+        values["accuracy"] = [round(value, 4) for value in accuracy]
         values |= {
             "seconds": position.seconds,
             "tokens_per_second": speed["tokens"],

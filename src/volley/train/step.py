@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +59,36 @@ class BlockForward(nn.Module):
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """The result for N blocks: ``loss`` is the weighted sum, the others are ``[N, B − 1]``, one value per block and slot."""
+class Slots:
+    """What came of the slots of N blocks, ``[N, B − 1]`` each, on the CPU."""
 
-    loss: Tensor
-    losses: Tensor
     correct: Tensor
     valid: Tensor
+    cross_entropy: Tensor
+    """Of the labels, without weights: those of D-PACE shrink as it rises, so its loss hardly moves."""
+
+    @classmethod
+    def none(cls, block_size: int) -> Self:
+        nothing = torch.empty(0, block_size - 1)
+        return cls(nothing.bool(), nothing.bool(), nothing)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        columns = zip(*((part.correct, part.valid, part.cross_entropy) for part in parts), strict=True)
+        return cls(*map(torch.cat, columns))
+
+    @property
+    def mean_cross_entropy(self) -> float:
+        """Over the slots to predict; 0 where there is none."""
+        return float(self.cross_entropy[self.valid].sum() / self.valid.sum().clamp(min=1))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result for N blocks: ``loss`` is the weighted sum."""
+
+    loss: Tensor
+    slots: Slots
     anchors: Tensor
     """Positions ``[N]`` of the blocks."""
 
@@ -179,7 +203,7 @@ class StepFunction:
         head, labels = self.target.head, blocks.labels.to(device)[valid]
         if self.tokens is not None and torch.is_grad_enabled() and not measure:
             head, labels = self.tokens(head, labels, slots.shape[-1])
-        loss, losses, correct = block_loss(
+        loss, cross_entropy, correct = block_loss(
             slots[valid],
             head,
             labels,
@@ -191,6 +215,8 @@ class StepFunction:
         )
         every = torch.zeros(valid.shape, device=device)
         right = torch.zeros_like(valid)
-        every[valid], right[valid] = losses, correct
+        every[valid], right[valid] = cross_entropy, correct
         valid = valid & ~blocks.revealed.to(device).any(-1, keepdim=True)
-        return StepResult(loss, every.flatten(0, 1), right.flatten(0, 1), valid.flatten(0, 1), blocks.anchors.flatten())
+        return StepResult(
+            loss, Slots(*(each.flatten(0, 1).cpu() for each in (right, valid, every))), blocks.anchors.flatten()
+        )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,7 @@ MOST_SAMPLES = 8
 HELD_OUT_SHARE = 0.1
 MOST_HELD_OUT = 64
 ROOM = 64
-"""Tokens that a prompt which judges must leave of the target's context."""
-FORESEEN = 0.05
-"""Share of the responses that must be there before the minutes left are told: many others are under way beside the first ones."""
+"""Tokens of an answer that judges, in the training and behind it: a prompt must leave so many of the target's context."""
 
 
 def plan_collection(config: TuneConfig, out: Path) -> CollectConfig:
@@ -72,28 +70,45 @@ def run_collection(
     config: TuneConfig, target: Callable[[], Target], out: Path, report: Callable[[str], None]
 ) -> list[str]:
     """Answer every prompt that ``out`` does not have yet; returns why some were not answered."""
-    planned, source = plan_collection(config, out), _source(config, target)
-    end = collect(planned, source, lambda now: report(_line(now)))
-    report(_line(end))
+    planned, (source, pace) = plan_collection(config, out), _source(config, target)
+    end = collect(planned, source, lambda now: report(progress_line(now, pace)))
+    report(progress_line(end, pace))
     return source.refusals
 
 
-def _line(now: Collected) -> str:
-    made = now.skipped + now.finished
-    line = f"{made} of {now.total} responses, {now.tokens_per_second:.0f} tokens/s"
-    if now.finished < FORESEEN * (now.total - now.skipped):
-        return line
-    left = (now.total - made) * now.seconds / max(1, now.finished)
-    return f"{line}, about {left / 60:.1f} min left"
+@dataclass(frozen=True)
+class Pace:
+    """What is known of a source before its first response."""
+
+    at_once: int
+    """Responses that are under way together."""
+    longest_seconds: float | None = None
+    """A response's share of the time that so many of the longest take; unknown of an endpoint."""
 
 
-def _source(config: TuneConfig, target: Callable[[], Target]) -> Source:
+def progress_line(now: Collected, pace: Pace) -> str:
+    """What is there, and the minutes left. Responses that are under way count as half done."""
+    left = now.total - now.skipped - now.finished
+    line = f"{now.total - left} of {now.total} responses"
+    if not now.finished:
+        at_most = "" if pace.longest_seconds is None else f", about {left * pace.longest_seconds / 60:.1f} min at most"
+        return line + at_most
+    half = min(pace.at_once, left) / 2
+    minutes = (left - half) * now.seconds / (now.finished + half) / 60
+    return f"{line}, {now.tokens_per_second:.0f} tokens/s, about {minutes:.1f} min left"
+
+
+def _source(config: TuneConfig, target: Callable[[], Target]) -> tuple[Source, Pace]:
     if config.endpoint is None:
         engine = Engine(target())
-        return EngineSource(engine, config.target, config.thinking, most_tokens=engine.snapshot().max_tokens)
+        running = engine.capacity.max_running
+        longest = config.max_tokens * engine.cycle_seconds(1, running) / running
+        source = EngineSource(engine, config.target, config.thinking, most_tokens=engine.snapshot().max_tokens)
+        return source, Pace(running, longest)
     raw = not load_tokenizer(config.target).chat_template
     key = os.environ.get(config.api_key_env)
-    return EndpointSource((config.endpoint,), config.model, key, config.thinking, raw=raw)
+    endpoint = EndpointSource((config.endpoint,), config.model, key, config.thinking, raw=raw)
+    return endpoint, Pace(endpoint.concurrency)
 
 
 def part(paths: tuple[str, ...], out: Path, load: Callable[[], Target]) -> dict[str, Any]:

@@ -1,15 +1,57 @@
 """τ and speed of a pair on prompts that nothing was learnt from, in turn with plain decoding."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from volley.bench.run import without_drafter
+from volley.certify.options import CertifyConfig
+from volley.certify.reference import distribution
+from volley.certify.sampled import AT_ONCE, ways
 from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
+from volley.tune.data import ROOM
 from volley.types import GenerationResult, SamplingParams
 
 PROMPTS = 8
-MAX_TOKENS = 64
+GREEDY = 20
+"""Rounds of greedy answers that a certificate asks for, about."""
+JUDGED = 10
+"""Tokens that are judged to know how long one takes."""
+
+
+def measure_seconds(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float]) -> float:
+    """What :func:`measure` takes at most, by passes that are timed here: as if no draft were kept."""
+    plain, chosen = without_drafter(engine), prompts[:PROMPTS]
+    answer = plain.cycle_seconds(_mean_length(chosen), 1) + ROOM * plain.cycle_seconds(1, 1)
+    return 3 * (1 + len(chosen)) * len(set(temperatures)) * answer
+
+
+def certify_seconds(engine: Engine, prompts: Sequence[Sequence[int]], config: CertifyConfig) -> float:
+    """About what certifying takes: answers drawn together, as if no draft were kept, read one by one and judged, and greedy
+    ones."""
+    assert engine.drafter is not None
+    plain, todo = without_drafter(engine), len(ways(engine, config.max_tokens))
+    step = engine.cycle_seconds(engine.drafter.config.block_size, AT_ONCE)
+    reading = plain.cycle_seconds(_mean_length(prompts) + config.max_tokens, 1)
+    tokens = todo * config.sample_size(4 * todo)
+    each = step / AT_ONCE + reading / config.max_tokens + _judging_seconds(engine.target.vocab_size)
+    return tokens * each + GREEDY * config.max_tokens * step
+
+
+def _judging_seconds(vocab_size: int) -> float:
+    """Of a sampled token."""
+    row, params = torch.randn(vocab_size), SamplingParams(temperature=0.6, top_p=0.9, top_k=20)
+    started = time.perf_counter()
+    for _ in range(JUDGED):
+        distribution(row, params)
+    return (time.perf_counter() - started) / JUDGED
+
+
+def _mean_length(prompts: Sequence[Sequence[int]]) -> int:
+    return max(1, sum(map(len, prompts)) // max(1, len(prompts)))
 
 
 def measure(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float]) -> dict[str, Any]:
@@ -25,7 +67,7 @@ def measure(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float
     chains = Engine(engine.target, engine.drafter, capacity=sizes, policy=f"fixed:{block}")
     rows = []
     for temperature in sorted(set(temperatures)):
-        params = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
+        params = SamplingParams(temperature=temperature, max_tokens=ROOM)
         seconds, tokens, lengths = [0.0, 0.0], [0, 0], list[int]()
         for index, prompt in enumerate([chosen[0], *chosen]):  # the first once more: it pays for what happens once
             *results, chain = (_answer(each, prompt, params) for each in (plain, engine, chains))

@@ -1,6 +1,7 @@
 """The report of a tuning as one HTML file: what was chosen and why, how training went, what came out."""
 
 import html
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +18,14 @@ USE = """Engine.from_pretrained({target!r}, drafter={out!r})
 
 volley serve --target {target} --drafter {out}"""
 TAU = "τ counts the tokens that a cycle of drafting and checking brings, the target's own included."
-CURVES = """Losses on the responses that were learnt from and on those held out, and the τ of decoding held-out prompts. The
-drafter of the best τ was kept."""
+CURVES = """Cross-entropy of the responses that were learnt from and of those held out, and the τ of decoding held-out prompts.
+The drafter of the best τ was kept."""
 TRIALS = """Short trainings, each with one change of the best before it. Their τ is that of held-out responses read with the
 right tokens before every block; tokens per second are expected from it and from the measured seconds of a cycle."""
 OVERFIT = 0.02
-"""How much the held-out loss must rise above its lowest, as a share, to be called over-fitting."""
+"""How much the held-out cross-entropy must rise above its lowest, as a share, to be called over-fitting."""
+LINES = 10
+"""Of the training's log that are averaged: each tells of one step's blocks."""
 
 
 def to_html(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any], config: TuneConfig) -> str:
@@ -63,7 +66,8 @@ def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str
         found.append("Training stopped early, because the real τ on held-out prompts fell; the best drafter was kept.")
     if is_overfit(log):
         found.append(
-            "The drafter over-fits: its held-out loss rose while the training loss fell. More prompts would help."
+            "The drafter over-fits: the cross-entropy of held-out responses rose while that of those learnt from fell. More "
+            "prompts would help."
         )
     if done["measure"]["rows"] and min(row["speedup"] for row in done["measure"]["rows"]) < 1:
         found.append(
@@ -73,9 +77,17 @@ def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str
 
 
 def is_overfit(log: list[dict[str, Any]]) -> bool:
-    losses = [row["loss"] for row in log if row["kind"] == "eval" and "loss" in row]
-    train = [row["loss"] for row in log if row["kind"] == "train"]
-    return len(losses) > 1 and losses[-1] > (1 + OVERFIT) * min(losses) and bool(train) and train[-1] < losses[-1]
+    """Whether cross-entropy rose on held-out responses, from its lowest to the end, while it fell on those learnt from."""
+    known = [row for row in log if "cross_entropy" in row]
+    held = [(row["cross_entropy"], row["step"]) for row in known if row["kind"] == "eval"]
+    train = [row for row in known if row["kind"] == "train"]
+    lowest, step = min(held, default=(0.0, 0))
+    before, after = (
+        [row["cross_entropy"] for row in train if (row["step"] <= step) == early] for early in (True, False)
+    )
+    if not before or not after:
+        return False
+    return held[-1][0] > (1 + OVERFIT) * lowest and fmean(after[-LINES:]) < fmean(before[-LINES:])
 
 
 def _choices(done: dict[str, Any]) -> dict[str, Any]:
@@ -143,13 +155,13 @@ def _acceptance(measured: dict[str, Any]) -> "Figure":
 def _curves(log: list[dict[str, Any]]) -> "Figure":
     figure, (losses, taus) = _axes(2)
     for kind, label in (("train", "training"), ("eval", "held out")):
-        rows = [row for row in log if row["kind"] == kind and "loss" in row]
-        losses.plot([row["step"] for row in rows], [row["loss"] for row in rows], "o-", ms=3, label=label)
+        rows = [row for row in log if row["kind"] == kind and "cross_entropy" in row]
+        losses.plot([row["step"] for row in rows], [row["cross_entropy"] for row in rows], "o-", ms=3, label=label)
     rows = [row for row in log if "decoded" in row]
     taus.plot(
         [row["step"] for row in rows], [row["decoded"]["tau"] for row in rows], "o-", color="#c40", label="real τ"
     )
-    for axes, name in ((losses, "loss"), (taus, "τ on held-out prompts")):
+    for axes, name in ((losses, "cross-entropy"), (taus, "τ on held-out prompts")):
         axes.set(xlabel="step", ylabel=name)
         axes.legend()
     return figure

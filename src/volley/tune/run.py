@@ -20,6 +20,7 @@ from volley.files import make_folder, read_json, write_atomically
 from volley.memory.device import give_back, usable_device
 from volley.models.checkpoints.formats import Format
 from volley.models.drafters.export import export
+from volley.models.layers.fingerprint import target_fingerprint
 from volley.models.targets.target import Target
 from volley.prompts import read_jsonl
 from volley.train.data import TrainingData
@@ -29,12 +30,12 @@ from volley.train.fused import keep_freed_memory
 from volley.train.loop import Trainer
 from volley.train.options import LONGEST, TrainConfig
 from volley.train.parallel import Ranks
-from volley.tune.data import digests, held_out_prompts, part, run_collection
-from volley.tune.measure import measure
+from volley.tune.data import ROOM, digests, held_out_prompts, part, run_collection
+from volley.tune.measure import certify_seconds, measure, measure_seconds
 from volley.tune.options import TuneConfig
 from volley.tune.presets import preset_for, read_config
 from volley.tune.report import to_html
-from volley.tune.state import Milestones
+from volley.tune.state import Milestones, alone_in
 from volley.tune.trials import (
     BLOCK_SIZES,
     TRIAL_BLOCK,
@@ -70,7 +71,7 @@ STEPS = 4000
 UPDATE_SHARE, FEWEST_STEPS = 0.25, 500
 """Most of a step that the optimizer's update may take, where so many steps are left: Muon takes as long for a small batch."""
 FEW_STEPS = 1000
-EVALUATIONS = 5
+EVALUATIONS, EVALUATION_PROMPTS = 8, 20
 MINUTES_BETWEEN = 0.7
 """From one evaluation to the next, at least, where two fit."""
 PATIENCE = 3
@@ -81,12 +82,21 @@ EXPORTS: dict[Format, str] = {"speculators": "", "sglang": "", "transformers": "
 def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
     """Collect, choose, train, measure, certify, export and report; returns ``config.out``, which loads as a drafter.
 
-    Raises ConfigError where the folder holds a tuning of other options.
+    Raises ConfigError where the folder holds a tuning of other options, or a model, and where another process tunes in it.
     """
     make_folder(config.out)
+    if (config.out / "config.json").exists():
+        raise ConfigError(
+            f"{config.out} holds a model (config.json), which a tuning would hide behind; give another --out"
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    tuning = Tuning(config, say)
+    with alone_in(config.out):
+        _run(Tuning(config, say), say)
+    return config.out
+
+
+def _run(tuning: "Tuning", say: Callable[[str], None]) -> None:
     steps = (tuning.collect, tuning.choose, tuning.train, tuning.measure, tuning.certify, tuning.export, tuning.report)
     for number, step in enumerate(steps, 1):
         name = step.__name__
@@ -97,7 +107,6 @@ def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
         started = time.monotonic()
         outcome = step()
         tuning.progress[name] = {**outcome, "seconds": round(time.monotonic() - started, 1)}
-    return config.out
 
 
 class Tuning:
@@ -105,6 +114,7 @@ class Tuning:
 
     def __init__(self, config: TuneConfig, say: Callable[[str], None]) -> None:
         self.config, self.out, self._say = config, config.out, say
+        self.drafter = config.out / "drafter"
         reporting = {"threads", "api_key_env", "out"}
         options = {key: value for key, value in asdict(config).items() if key not in reporting}
         self.progress = Milestones(config.out, {**options, "what the files hold": digests(config)})
@@ -123,7 +133,9 @@ class Tuning:
     def serving(self) -> Target:
         """The target as it decodes: in bf16, like other commands, unless a data type was given."""
         dtype = torch.bfloat16 if self.config.dtype == "auto" else self.dtype
-        return Target.from_pretrained(self.config.target, dtype=dtype, device=self.config.device)
+        target = Target.from_pretrained(self.config.target, dtype=dtype, device=self.config.device)
+        self.progress.check_target(target_fingerprint(target.model))
+        return target
 
     def collect(self) -> dict[str, Any]:
         paths, last = self.config.data, 0.0
@@ -177,7 +189,9 @@ class Tuning:
 
     @cached_property
     def frozen(self) -> FrozenTarget:
-        return FrozenTarget(self.config.target, self.dtype, self.ranks.device)
+        target = FrozenTarget(self.config.target, self.dtype, self.ranks.device)
+        self.progress.check_target(target.fingerprint)
+        return target
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -290,13 +304,13 @@ class Tuning:
             self.base,
             **self.progress["choose"]["options"],
             out=str(self.out / "train"),
-            eval_prompts=24,
-            eval_max_tokens=96,
+            eval_prompts=EVALUATION_PROMPTS,
+            eval_max_tokens=ROOM,
             eval_minutes=max(minutes / EVALUATIONS, min(MINUTES_BETWEEN, minutes / 2)),
             keep_best=True,
             patience=PATIENCE,
             max_minutes=minutes,
-            save_minutes=min(5.0, minutes / EVALUATIONS),
+            save_minutes=min(5.0, minutes / 5),
             log_steps=20,
         )
 
@@ -304,7 +318,7 @@ class Tuning:
         minutes, between = self.training.max_minutes, self.training.eval_minutes
         self.say(f"{minutes:.1f} minutes, real τ on held-out prompts every {between:.1f}")
         make_folder(Path(self.training.out))
-        trainer = Trainer(self.training, self.ranks, self.frozen)
+        trainer = Trainer(self.training, self.ranks, self.frozen, serving=self.serving)
         if self.ranks.device.type == "cpu" and not self._has_read:  # a run that goes on has paid for it
             self.read(trainer.data)
         trainer.resume()
@@ -312,21 +326,24 @@ class Tuning:
         if not (drafter / "config.json").exists():
             raise ConfigError(f"{drafter} has no drafter; remove {self.out / 'train'} to train again")
         for name in ("config.json", "model.safetensors"):
-            write_atomically(self.out / "drafter" / name, (drafter / name).read_bytes())
+            write_atomically(self.drafter / name, (drafter / name).read_bytes())
+        del self.frozen  # no other step reads it, and its features may fill a quarter of the memory
         is_early = at.worse >= PATIENCE and trainer.schedule.progress() < 1
         stopped = " stopped early: it was getting worse" if is_early else ""
         self.say(f"the best real τ was {at.best_tau:.3f}, after {at.epoch} epochs and {at.step} steps{stopped}")
-        window = read_json(self.out / "drafter" / "config.json").get("draft_window")
+        window = read_json(self.drafter / "config.json").get("draft_window")
         self.say(f"draft window: {_window(window)}, by what held-out rows lose")
         outcome = {"tau": at.best_tau, "steps": at.step, "epochs": at.epoch, "stopped_early": is_early}
         return {**outcome, "draft_window": window}
 
     def measure(self) -> dict[str, Any]:
+        engine, prompts = self._pair(), self._held_out()
+        minutes = measure_seconds(engine, prompts, self.config.temperatures) / 60
         self.say(
-            "held-out prompts by the pair, by chains of its blocks and by the target alone, in turn; a minute or two"
+            "held-out prompts by the pair, by chains of its blocks and by the target alone, in turn; "
+            f"at most about {minutes:.1f} minutes"
         )
-        engine = self._pair()
-        found = measure(engine, self._held_out(), self.config.temperatures)
+        found = measure(engine, prompts, self.config.temperatures)
         for row in found["rows"]:
             self.say(f"T = {row['temperature']:g}: τ {row['tau']:.2f}, {row['speedup']:.2f} × plain decoding")
         return found
@@ -334,12 +351,14 @@ class Tuning:
     def _pair(self) -> Engine:
         device = self.serving.device
         give_back(device)
-        return Engine.from_pretrained(self.serving, drafter=self.out, device=device, capacity=beside_others(device))
+        return Engine.from_pretrained(self.serving, drafter=self.drafter, device=device, capacity=beside_others(device))
 
     def certify(self) -> dict[str, Any]:
-        self.say("greedy and sampled output against plain decoding, a few minutes")
-        engine, settings = self._pair(), CertifyConfig(bias=self.config.bias, max_tokens=32)
-        certificate = certify_pair(engine, self._held_out(), settings, self._say)
+        engine, prompts = self._pair(), self._held_out()
+        settings = CertifyConfig(bias=self.config.bias, max_tokens=32)
+        minutes = certify_seconds(engine, prompts, settings) / 60
+        self.say(f"greedy and sampled output against plain decoding, about {minutes:.1f} minutes")
+        certificate = certify_pair(engine, prompts, settings, self._say)
         certificate.write(self.out / "certificate.json")
         self.say(f"{certificate.verdict}: {len(certificate.checks)} checks")
         return {"verdict": certificate.verdict, "failed": [check.name for check in certificate.failed]}
@@ -354,7 +373,7 @@ class Tuning:
         for form, file in EXPORTS.items():
             folder = self.out / "exports" / form
             try:
-                export(self.out, folder / file, form, target=self.config.target)
+                export(self.drafter, folder / file, form, target=self.config.target)
                 written[form] = str(folder)
             except WriteError:  # a full disk has room another time
                 raise

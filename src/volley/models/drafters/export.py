@@ -1,6 +1,5 @@
 """Export a drafter to another program, and what can be done to its checkpoint on the way. No weight changes."""
 
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from volley.errors import ConfigError
+from volley.errors import CheckpointError, ConfigError
 from volley.files import write_atomically
+from volley.models.checkpoints.certificate import read_certificate
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
 from volley.models.checkpoints.formats import (
     Format,
@@ -87,18 +87,31 @@ def export(
 
 def _copy_certificate(drafter: Path, out: Path, to: Format, *, is_same: bool) -> None:
     """What was certified of the drafter holds for the written one if it drafts the same."""
-    certificates = [folder / "certificate.json" for folder in (drafter, drafter_folder(drafter))]
-    certificate = next((path.read_bytes() for path in certificates if path.exists()), None)
-    if certificate is None or not is_same or to == "gguf":
+    inside = drafter_folder(drafter)
+    run = [inside.parent] if inside.name == "drafter" else []
+    found = [
+        folder / "certificate.json" for folder in (drafter, inside, *run) if (folder / "certificate.json").exists()
+    ]
+    if not found or not is_same or to == "gguf":
         return
-    certified = json.loads(certificate).get("subject", {}).get("drafter")
-    if certified not in (None, drafter_fingerprint(Drafter.from_pretrained(drafter))):
-        warnings.warn(
-            f"the certificate beside {drafter} is of other weights, so it does not come along; run volley certify again",
-            stacklevel=3,
-        )
-        return
-    write_atomically(out / "certificate.json", certificate)
+    problem = _problem_with(found[0], drafter)
+    if problem is None:
+        write_atomically(out / "certificate.json", found[0].read_bytes())
+    else:
+        warnings.warn(f"no certificate comes along: {problem}", stacklevel=3)
+
+
+def _problem_with(certificate: Path, drafter: Path) -> str | None:
+    """Why a certificate says nothing about the drafter in a folder."""
+    try:
+        certified = read_certificate(certificate).get("subject", {}).get("drafter")
+    except CheckpointError as error:
+        return str(error)
+    if certified is None:
+        return f"{certificate} names no drafter; run volley certify --target TARGET --drafter {drafter}"
+    if certified != drafter_fingerprint(Drafter.from_pretrained(drafter)):
+        return f"{certificate} is of other weights; run volley certify again"
+    return None
 
 
 @dataclass(frozen=True)
