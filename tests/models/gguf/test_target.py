@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -126,6 +127,17 @@ def test_every_way_to_load_a_target_takes_a_file(tmp_path: Path) -> None:
     assert is_gguf(renamed)
     assert not is_gguf(tmp_path)
     assert not is_gguf("org/name")
+
+
+def test_a_header_is_read_once_and_again_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reads = tmp_path / "model.gguf", list[Path]()
+    write_model(path, random_model("qwen3"), "qwen3", tokenizer=bpe_tokenizer())
+    original = gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: reads.append(path) or original(path))
+    Engine.from_pretrained(str(path))
+    assert len(reads) == 2, "with the tokens of its tokenizer, and without them"
+    write_model(path, random_model("qwen3", num_hidden_layers=2), "qwen3", tokenizer=bpe_tokenizer())
+    assert len(Target.from_pretrained(path).kv_shapes) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import find_target
 from volley.memory.device import usable_device
+from volley.models.gguf.file import is_gguf
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.loading import load_config, reading, straight_to
@@ -81,10 +82,7 @@ def load_target(
 
         return ShardedTarget.from_pretrained(path, dtype, device, weights)
     path = find_target(path)
-    try:
-        values, _ = PretrainedConfig.get_config_dict(path)
-    except Exception:  # what is wrong with it is for the loader of causal LMs to say
-        return Target.from_pretrained(path, dtype, device, weights)
+    values = _config_values(path)
     kind = str(values.get("model_type", "")).lower()
     remedy = f"give a hub name or a folder with {TARGET_FILES}"
     if weights not in ("auto", "bf16") and (kind in _NATIVE or kind == "diffusion_gemma"):
@@ -109,6 +107,18 @@ def load_target(
     return target
 
 
+def _config_values(path: str | Path) -> dict[str, Any]:
+    """What ``config.json`` says; nothing for a GGUF file, or if it cannot be read, as the loader of causal LMs says why."""
+    if is_gguf(path):
+        return {}
+    try:
+        values, _ = PretrainedConfig.get_config_dict(path)
+    except Exception:
+        return {}
+    found: dict[str, Any] = values
+    return found
+
+
 def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
     remedy = f'{path}: "block_diffusion" in config.json must be an object with the mask_token_id, a token of the model'
     if not isinstance(own, dict) or own.get("mask_token_id") not in range(vocab_size):
@@ -125,10 +135,7 @@ def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
 def load_target_config(path: str | Path) -> PretrainedConfig:
     """The config of any target that :func:`load_target` loads as a causal LM or with the weights of one."""
     path = find_target(path)
-    try:
-        values, _ = PretrainedConfig.get_config_dict(path)
-    except Exception:  # it says what is wrong
-        return load_config(path)
+    values = _config_values(path)
     kind = str(values.get("model_type", "")).lower()
     return _native_config(values, _NATIVE[kind][0]) if kind in _NATIVE else load_config(path)
 
