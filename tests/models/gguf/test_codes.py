@@ -13,11 +13,13 @@ from tests.tiles import needs_kernels
 from tests.tiny import random_drafter
 from volley import Engine, SamplingParams
 from volley.errors import CheckpointError
-from volley.models.gguf.codes import codes_for, describe, open_model
+from volley.models.gguf.codes import codes_for, describe
 from volley.models.gguf.file import GGUFFile
-from volley.models.gguf.target import load_model, row_order
+from volley.models.gguf.model import load_model, open_model
+from volley.models.gguf.target import row_order
 from volley.models.layers.accelerate import accelerate
 from volley.models.layers.fused import FusedLayer
+from volley.models.layers.residency import MappedFiles
 from volley.models.targets.target import Target
 from volley.native import Product, Weights
 
@@ -146,15 +148,46 @@ def test_codes_of_another_kind_may_be_asked_for(tmp_path: Path, kind: str, weigh
 def test_what_is_rounded_is_the_decoded_model(
     tmp_path: Path, family: str, tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(tmp_path, MIXED, family, tie_word_embeddings=tied)
+    path = write(tmp_path, "Q4_K", family, tie_word_embeddings=tied)
     with caplog.at_level(logging.WARNING, "volley"):
         target = Target.from_pretrained(path)
-    assert f"{MIXED} rounded again to int4, groups of 64" in caplog.text
+    assert "Q4_K rounded again to int4, groups of 64" in caplog.text
     dense = load_model(path, torch.bfloat16)
     accelerate(dense, "int4", release=True)  # a shared embedding is then read from codes, too
     assert torch.equal(Engine(target).next_logits(PROMPT), Engine(Target(dense)).next_logits(PROMPT))
-    exact = Target.from_pretrained(path, weights="bf16")
-    assert not torch.equal(Engine(exact).next_logits(PROMPT), Engine(target).next_logits(PROMPT))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [False, True])
+def test_more_bits_than_four_in_such_a_file_are_kept_in_eight(
+    tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in Q4_K_M: the head and some values and down projections have more. Queries and keys are one product with values."""
+
+    def of_tensor(name: str) -> str:
+        if name in ("output.weight", "blk.1.attn_v.weight") or (tied and "token_embd" in name):
+            return "Q6_K"
+        return "Q5_K" if name == "blk.0.ffn_down.weight" else "Q4_K"
+
+    model = random_model("qwen3", **{**WIDE, "tie_word_embeddings": tied})
+    path = write_model(tmp_path / "model.gguf", model, "qwen3", of_tensor, tokenizer=bpe_tokenizer())
+    with caplog.at_level(logging.WARNING, "volley"):
+        target = Target.from_pretrained(path)
+    said = (
+        "Q4_K rounded again to int8, Q5_K rounded again to int8, Q6_K rounded again to int8, groups of 32; Q4_K rounded"
+    )
+    assert f"{said} again to int4, groups of 64" in caplog.text
+    more = {"output.weight", "blk.1.attn_q.weight", "blk.0.ffn_down.weight"}
+    for name, product in products(target).items():
+        found, expected = product.codes(), numbers(path, name, target)
+        assert found is not None
+        assert product.kind == ("int8" if name in more else "int4")
+        error = (found.dense() - expected).norm() / expected.norm()
+        assert error < 0.006 if name in more else error > 0.05, name
+    as_before, exact = load_model(path, torch.bfloat16), Target(load_model(path, torch.bfloat16))
+    accelerate(as_before, "int4", release=True)
+    logits = [Engine(one).next_logits(PROMPT) for one in (exact, target, Target(as_before))]
+    assert (logits[1] - logits[0]).norm() < 0.9 * (logits[2] - logits[0]).norm()
 
 
 @needs_kernels
@@ -182,6 +215,23 @@ def test_in_fp32_the_file_is_decoded(tmp_path: Path) -> None:
     target = Target.from_pretrained(path, dtype=torch.float32)
     expected = Target(load_model(path, torch.float32))
     assert torch.equal(Engine(target).next_logits(PROMPT), Engine(expected).next_logits(PROMPT))
+
+
+@needs_kernels
+def test_pages_of_reordered_rows_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of Llama have the rows of queries and keys in another order; these are copied."""
+    path, forgotten = write(tmp_path, "Q8_0", "llama"), set[int]()
+    original = MappedFiles.forget_bytes
+
+    def forget(files: MappedFiles, address: int, size: int) -> None:
+        if files.covers(address, address + size):
+            forgotten.add(address)
+        original(files, address, size)
+
+    monkeypatch.setattr(MappedFiles, "forget_bytes", forget)
+    model, unread = open_model(path, torch.bfloat16, "int8")
+    accelerate(model, "int8", release=True, fill=unread.fill)
+    assert {unread._file.place(name)[0] for name in unread._file} <= forgotten
 
 
 @needs_kernels

@@ -4,7 +4,7 @@ The package ``gguf`` reads the container and decodes every type; it is needed on
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -27,6 +27,13 @@ _INTEGERS = {"I8", "I16", "I32", "I64"}
 _PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
 YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 """Keys below ``rope.scaling``, by transformers' names."""
+UNREAD_SCALING: dict[str, tuple[float, ...]] = {
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.alpha": (0.0, 1.0),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+"""Keys that are read nowhere, and the values that change nothing."""
 _READ = "F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M"
 _UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")  # what the package's reader raises
 _DECODED_AT_ONCE = 2**20  # numbers of a tensor
@@ -163,6 +170,13 @@ class GGUFFile:
             raise CheckpointError(f"{self.path} has no key {self.architecture}.{key}; fetch or convert it again")
         return value
 
+    def refuse_unless_neutral(self, keys: Mapping[str, Container[Any]], remedy: str) -> None:
+        """Refuse a file in which one of ``keys`` has another value than those that change nothing."""
+        for key, neutral in keys.items():
+            value = self.get(key)
+            if value is not None and value not in neutral:
+                raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, which is not supported. {remedy}")
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, PyTorch's way."""
         return self._tensors[name].shape
@@ -174,6 +188,10 @@ class GGUFFile:
     def quantised_types(self) -> list[str]:
         """The types of tensors that are not plain numbers."""
         return sorted({self.type(name) for name in self._tensors} - _PLAIN)
+
+    def plain_types(self) -> list[str]:
+        """The types of matrices that are plain numbers."""
+        return sorted({self.type(name) for name, one in self._tensors.items() if len(one.shape) > 1} & _PLAIN)
 
     def dense(self, name: str, rows: Rows | None = None) -> Tensor:
         """A tensor decoded: BF16 as it is stored, all others in fp32; ``rows`` reorders its rows."""
