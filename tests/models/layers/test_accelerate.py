@@ -1,6 +1,8 @@
 """Accelerated models compute what they computed before, and are left alone where that could not be promised."""
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from torch import nn
 
 from tests.diffusion_gemma import random_model
 from tests.models.test_other_attention import make_model
-from volley import Engine
+from tests.tiles import needs_kernels
+from volley import Engine, native
+from volley.models.layers import products
 from volley.models.layers.accelerate import SharedProjection, accelerate
 from volley.models.layers.products import make_product
 from volley.models.targets.target import Target
@@ -71,10 +75,53 @@ def test_nothing_outlives_the_last_sibling() -> None:
     shared = SharedProjection(layers, make_product(torch.cat([layer.weight for layer in layers])))
     x = torch.ones(1, 8).bfloat16()
     shared.project(x, 0)
-    assert shared.input is x
+    assert shared.kept is not None
     shared.project(x, 1)
-    assert shared.input is None
-    assert shared.outputs == ()
+    assert shared.kept is None
+
+
+def test_siblings_may_be_asked_in_several_threads() -> None:
+    """The outputs of one thread's input are never those of another's."""
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
+    shared = SharedProjection(layers, lambda x: x.repeat(1, 3))
+
+    def ask(value: int) -> bool:
+        results = []
+        for _ in range(3000):
+            x = torch.full((1, 4), float(value))
+            results += [bool((shared.project(x, index) == value).all()) for index in range(3)]
+        return all(results)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(ask, range(2)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_weights_that_are_kept_twice_as_wide_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "available", False)
+    monkeypatch.setattr(products, "_onednn_has_bf16", lambda: False)
+    accelerate(make(transformers.Qwen3Config(**SIZES, head_dim=8)), release=True)
+    (record,) = caplog.records
+    assert "kept in fp32, in twice their memory" in record.getMessage()
+
+
+@needs_kernels
+def test_codes_that_are_a_small_part_of_a_model_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {**SIZES, "hidden_size": 64, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = make(transformers.Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=True))
+    attention, rest = 2 * (64 + 32 + 32 + 64) * 64 + 60 * 64, 2 * (8 * 3 * 64 * 64 + 8 * 64)
+    accelerate(model, "int8", release=True)
+    accelerate(make(transformers.Qwen3Config(**sizes)), "int8", release=True)
+    (record,) = caplog.records
+    share = round(100 * attention / (attention + rest))
+    assert f"weights='int8': {share} % of the numbers in matrices became codes" in record.getMessage()
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "DiffusionGemma"])
