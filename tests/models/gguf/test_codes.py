@@ -17,7 +17,7 @@ from volley.models.gguf.codes import codes_for, describe
 from volley.models.gguf.file import GGUFFile
 from volley.models.gguf.model import load_model, open_model
 from volley.models.gguf.target import row_order
-from volley.models.layers.accelerate import accelerate
+from volley.models.layers.accelerate import accelerate, weight_bytes
 from volley.models.layers.fused import FusedLayer
 from volley.models.layers.residency import MappedFiles
 from volley.models.targets.target import Target
@@ -95,6 +95,13 @@ def test_products_have_the_numbers_of_the_file(
         assert found is not None
         assert (product.kind, found.scales.dtype) == (codes, torch.float16)
         assert torch.equal(found.dense(), numbers(path, name, target)), name
+    tokens, file = torch.tensor([3, 271, 3, 40]), GGUFFile(path)
+    assert target.model.get_input_embeddings().weight.device.type == "meta", "rows are looked up in codes"
+    assert torch.equal(target.embed(tokens), file.dense("token_embd.weight")[tokens].bfloat16())
+    others = sum(weight.nbytes for weight in target.model.parameters() if weight.device.type != "meta")
+    matrices = sum(size for name in file if len(file.shape(name)) > 1 for _, size in [file.place(name)])
+    if kind != "Q5_0":  # whose codes take eight bits here
+        assert weight_bytes(target.model) == matrices + others
 
 
 @needs_kernels

@@ -17,7 +17,7 @@ from volley.native import GROUP, Codes, Weights
 from volley.native.codes import FINE, quantise_finely
 
 _CODES: dict[str, Weights] = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4", "Q4_K": "int4"}
-_EXACT: dict[str, Weights] = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4"}
+EXACT: dict[str, Weights] = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4"}
 """Types of 32 codes with one fp16 scale, which stands before them, and the kernels that have such codes."""
 _LAYOUTS = {"int8": "a scale for each output", "int4": f"groups of {GROUP}"}
 _ROUNDED_FURTHER = "Q4_K"
@@ -51,7 +51,7 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Weights | None]:
     own = weights == codes_for(file)
 
     def of_type(kind: str) -> Weights | None:
-        exact = _EXACT.get(kind)
+        exact = EXACT.get(kind)
         if exact == "int4":
             return weights
         if exact is None:
@@ -84,8 +84,8 @@ def describe(file: GGUFFile, weights: Weights) -> str:
     for stored in sorted(kinds):
         codes = " and ".join(sorted(kind for kind in kinds[stored] if kind is not None))
         if codes:
-            (exact if stored in _EXACT else fine).append(
-                f"{stored} {'exact in' if stored in _EXACT else 'rounded again to'} {codes}"
+            (exact if stored in EXACT else fine).append(
+                f"{stored} {'exact in' if stored in EXACT else 'rounded again to'} {codes}"
             )
         if None in kinds[stored]:
             rest.append(stored)
@@ -106,7 +106,7 @@ class FileCodes:
 
     def rows(self, rows: slice) -> Codes:
         own, stored = self._blocks[rows], self._file.type(self._name)
-        if stored in _EXACT:
+        if stored in EXACT:
             blocks = own.reshape(len(own), -1, _BYTES[stored])
             scales = torch.from_numpy(blocks[..., :2].copy().view(np.float16)[..., 0])
             codes = torch.from_numpy(_whole_numbers(stored, blocks[..., 2:])).flatten(1)

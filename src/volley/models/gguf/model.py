@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from volley.errors import CheckpointError
-from volley.models.gguf.codes import FileCodes, describe, plan
+from volley.models.gguf.codes import EXACT, FileCodes, describe, plan
 from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.gguf.target import check_names, read_config, row_order, scale_frequencies, stop_tokens, weight_names
 from volley.models.layers.residency import MappedFiles
@@ -21,7 +21,7 @@ log = logging.getLogger("volley")
 class UnreadWeights:
     """Weights of a model on the meta device; those of a module are decoded when it is filled.
 
-    Linear layers that compute with ``weights`` know their codes.
+    Linear layers that compute with ``weights`` know their codes, and so does an embedding whose numbers the kernels have.
     """
 
     def __init__(self, model: PreTrainedModel, file: GGUFFile, weights: Weights) -> None:
@@ -51,9 +51,11 @@ class UnreadWeights:
     def _tell_codes(self, weights: Weights) -> None:
         kinds = plan(self._file, weights)
         for weight, (name, *_) in self._unread.items():
-            kind = kinds.get(name)
-            for module, _ in self._places[weight]:
-                if kind is not None and type(module) is nn.Linear:
+            modules = [module for module, _ in self._places[weight]]
+            is_embedding = [type(module) for module in modules] == [nn.Embedding]  # and no head as well
+            kind = EXACT.get(self._file.type(name)) if is_embedding else kinds.get(name)
+            for module in modules:
+                if kind is not None and (is_embedding or type(module) is nn.Linear):
                     codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))
                     module.stored_codes = codes  # type: ignore[assignment]
 

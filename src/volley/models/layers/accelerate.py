@@ -25,6 +25,7 @@ from volley.models.layers.joined import join_layers
 from volley.models.layers.products import Float8Product, Product, codes_of, has_bf16_products, is_linear, make_product
 from volley.models.layers.residency import MappedFiles, trim
 from volley.native import Weights
+from volley.native.codes import CodeSource
 
 log = logging.getLogger("volley")
 Fill = Callable[[nn.Module], None]
@@ -83,7 +84,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
         )
     files = MappedFiles() if release else None
     # The largest weight comes first: not all of its file leaves memory while it is copied.
-    done = _replace_head(model, weights, files, fill)
+    done = _replace_head(model, weights, files, fill) | _replace_embedding(model, files, fill)
     done |= _fuse_layers(model, weights, files, fill)
     done |= {module for module in model.modules() if "forward" in vars(module)}
     reading = [module for module in model.modules() if type(module).__name__ in _READS_ITS_CLASSIFIER]
@@ -137,6 +138,18 @@ def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None,
     return {head}
 
 
+def _replace_embedding(model: nn.Module, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
+    """Look the rows of an embedding up in the codes that a file has them in, unless it is the head's as well."""
+    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    if files is None or type(embedding) is not nn.Embedding or not hasattr(embedding, "stored_codes"):
+        return set()
+    fill(embedding)
+    codes: CodeSource = embedding.stored_codes()  # type: ignore[operator]
+    embedding.forward = native.Product(embedding.weight, None, codes.kind, codes).rows  # type: ignore[method-assign, assignment]
+    release_weight(embedding, files)
+    return {embedding}
+
+
 def _is_plain(layer: object) -> bool:
     return is_linear(layer) and layer.bias is None
 
@@ -163,7 +176,10 @@ def _products(model: nn.Module) -> set[native.Product]:
         if isinstance(forward, FusedLayer):
             found.update(forward.weights.products)
         else:
-            found.add(forward.func.__self__.together if isinstance(forward, partial) else forward)
+            owner = getattr(
+                getattr(forward, "func", forward), "__self__", forward
+            )  # of a method, or of what it is part of
+            found.add(owner.together if isinstance(owner, SharedProjection) else owner)
     fused: Any = getattr(model, "fused", None)
     for layer in fused[0] if fused else ():
         found.update(layer.products)
