@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 
 from tests.models.gguf.files import bpe_tokenizer, decoded, random_model, write_model
 from tests.tiny import random_drafter
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
-from volley.models.checkpoints import gguf_drafter
 from volley.models.checkpoints.checkpoint import Checkpoint, HeadConfig
 from volley.models.checkpoints.formats import read_checkpoint
 from volley.models.diagnosis import diagnose
@@ -170,9 +169,10 @@ def test_files_that_are_no_drafter(tmp_path: Path, folder: Path) -> None:
 def test_what_others_drafters_compute_otherwise_is_refused(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, key: str, neutral: Any, other: Any
 ) -> None:
-    source, file, original = saved(tmp_path / "own"), tmp_path / "drafter.gguf", gguf_drafter._keys
+    source, file = saved(tmp_path / "own"), tmp_path / "drafter.gguf"
+    add = {str: GGUFWriter.add_string, int: GGUFWriter.add_uint32, float: GGUFWriter.add_float32}[type(other)]
     for value in (neutral, other):
-        monkeypatch.setattr(gguf_drafter, "_keys", lambda config, value=value: {**original(config), key: value})
+        monkeypatch.setattr(GGUFWriter, "add_name", lambda writer, _, value=value: add(writer, f"dflash.{key}", value))
         export(source, file, "gguf", target=str(folder))
         if value == neutral:
             read_checkpoint(file)

@@ -13,8 +13,7 @@ from torch import nn
 from tests.diffusion_gemma import random_model
 from tests.models.test_other_attention import make_model
 from tests.tiles import needs_kernels
-from volley import Engine, native
-from volley.models.layers import products
+from volley import Engine
 from volley.models.layers.accelerate import SharedProjection, accelerate
 from volley.models.layers.products import make_product
 from volley.models.targets.target import Target
@@ -106,8 +105,7 @@ def test_siblings_may_be_asked_in_several_threads() -> None:
 def test_weights_that_are_kept_twice_as_wide_are_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native, "available", False)
-    monkeypatch.setattr(products, "_onednn_has_bf16", lambda: False)
+    monkeypatch.setattr("volley.models.layers.accelerate.has_bf16_products", lambda: False)
     accelerate(make(transformers.Qwen3Config(**SIZES, head_dim=8)), release=True)
     (record,) = caplog.records
     assert "kept in fp32, in twice their memory" in record.getMessage()

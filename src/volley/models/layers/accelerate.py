@@ -176,9 +176,7 @@ def _products(model: nn.Module) -> set[native.Product]:
         if isinstance(forward, FusedLayer):
             found.update(forward.weights.products)
         else:
-            owner = getattr(
-                getattr(forward, "func", forward), "__self__", forward
-            )  # of a method, or of what it is part of
+            owner = getattr(getattr(forward, "func", forward), "__self__", forward)  # of a method, or a part of one
             found.add(owner.together if isinstance(owner, SharedProjection) else owner)
     fused: Any = getattr(model, "fused", None)
     for layer in fused[0] if fused else ():

@@ -111,7 +111,7 @@ def make_product(
         codes = None if kind == "bf16" else stored
         if native.fits(weight, kind, group_of(codes)):
             return native.Product(StackedRows([weight], files), bias, kind, codes)
-    if not _onednn_has_bf16():
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         wide, wide_bias = weight.float(), None if bias is None else bias.float()
         return lambda x: linear(x.float(), wide, wide_bias).bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
@@ -125,12 +125,7 @@ def make_product(
 
 def has_bf16_products() -> bool:
     """Whether products in bf16 have weights in bf16 on a CPU."""
-    return native.available or _onednn_has_bf16()
-
-
-def _onednn_has_bf16() -> bool:
-    found: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return found
+    return native.available or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def recoded_head(head: Tensor | native.Product, weights: Weights) -> native.Product | None:
