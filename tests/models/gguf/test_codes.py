@@ -113,19 +113,23 @@ def test_other_types_in_such_a_file_are_rounded_to_eight_bits(
 
     def of_tensor(name: str) -> str:
         is_head = name.startswith("token_embd" if tied else "output.")
-        return "Q6_K" if is_head else "Q5_1" if "blk.1.attn_v" in name else "Q4_0"
+        return "Q6_K" if is_head else {"blk.1.attn_v.weight": "Q5_1", "blk.0.ffn_down.weight": "Q4_K"}.get(name, "Q4_0")
 
     model = random_model("qwen3", **{**WIDE, "tie_word_embeddings": tied})
     path = write_model(tmp_path / "model.gguf", model, "qwen3", of_tensor, tokenizer=bpe_tokenizer())
     with caplog.at_level(logging.WARNING, "volley"):
         target = Target.from_pretrained(path)
-    said = "Q4_0 exact in int4 and int8, Q5_1 rounded again to int8, Q6_K rounded again to int8, groups of 32"
-    assert said in caplog.text
+    said = [f"{other} rounded again to int8" for other in ("Q4_K", "Q5_1", "Q6_K")]
+    assert f"Q4_0 exact in int4 and int8, {', '.join(said)}, groups of 32" in caplog.text
     queries_and_keys = (4 + 2) * 64
     for name, product in products(target).items():
         found, expected = product.codes(), numbers(path, name, target)
         assert found is not None
-        rounded_from = {"blk.1.attn_q.weight": queries_and_keys, "output.weight": 0}.get(name)
+        rounded_from = {
+            "blk.1.attn_q.weight": queries_and_keys,
+            "blk.0.ffn_down.weight": 0,
+            "output.weight": 0,
+        }.get(name)
         assert product.kind == ("int4" if rounded_from is None else "int8")
         assert torch.equal(found.dense()[:rounded_from], expected[:rounded_from])
         if rounded_from is not None:

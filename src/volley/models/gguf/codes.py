@@ -20,8 +20,6 @@ _CODES: dict[str, Weights] = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4", "Q
 EXACT: dict[str, Weights] = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4"}
 """Types of 32 codes with one fp16 scale, which stands before them, and the kernels that have such codes."""
 _LAYOUTS = {"int8": "a scale for each output", "int4": f"groups of {GROUP}"}
-_ROUNDED_FURTHER = "Q4_K"
-"""Four bits with a scale and a least number for 32 inputs, of which int4 in groups of 64 has no place for the second."""
 _ROUTER = ".ffn_gate_inp."  # of experts, which are no matrices and stay bf16 as it does
 _JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
 _HEAD, _EMBEDDING = "output.weight", "token_embd.weight"
@@ -45,17 +43,17 @@ def _most(file: GGUFFile) -> str:
 def plan(file: GGUFFile, weights: Weights) -> dict[str, Weights | None]:
     """For each matrix of a linear layer the codes in groups of 32 that it is taken over in; ``None``: rounded to ``weights``.
 
-    Where these are the file's own, codes of 8 bits stay, and types other than Q4_K are rounded to int8 in groups of 32. Layers
-    that are one product have codes of one kind.
+    Where these are the file's own, codes of 8 bits stay, and other types are rounded to int8 in groups of 32; but not Q4_K in a
+    file that is mostly that, whose four bits stay four. Layers that are one product have codes of one kind.
     """
-    own = weights == codes_for(file)
+    own, most = weights == codes_for(file), _most(file)
 
     def of_type(kind: str) -> Weights | None:
         exact = EXACT.get(kind)
         if exact == "int4":
             return weights
         if exact is None:
-            return "int8" if own and kind != _ROUNDED_FURTHER else None
+            return "int8" if own and kind != most else None
         return "int8" if own or weights == "int8" else None
 
     unread = {_EMBEDDING} if _HEAD in file.names else set()
