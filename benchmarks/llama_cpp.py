@@ -34,7 +34,7 @@ from benchmarks.answer import Answer
 from benchmarks.contenders import peak_bytes
 from benchmarks.engines import connected
 from benchmarks.llama_peer import CONVERTED, ROOT, LlamaRow, check_built, gguf, server
-from volley.config import CapacityConfig
+from volley.engine.capacity import PAGE_SIZE
 
 SIZES = (1, 2, 4, 8, 16, 32)
 SPARE_PAGES = 4  # of each request, for drafts beyond its room
@@ -126,7 +126,7 @@ def parse_volley(groups: Sequence[Sequence[str]] | None) -> dict[str, dict[str, 
 def volley_settings(options: argparse.Namespace, own: Mapping[str, Any], batch: int) -> dict[str, Any]:
     """``drafter`` names a folder of the pair, or is ``None``. K/V get the room that llama.cpp's do, or ``num_pages``."""
     drafter = own.get("drafter", "drafter")
-    pages = batch * (options.room // CapacityConfig().page_size + SPARE_PAGES)
+    pages = batch * (options.room // PAGE_SIZE + SPARE_PAGES)
     found = {"num_pages": pages, **own, "drafter": drafter and str(options.pair / drafter)}
     return {"target": str(options.pair / "target"), "threads": options.threads, "options": found}
 

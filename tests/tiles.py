@@ -1,4 +1,4 @@
-"""The kernels in C with AMX tiles and without."""
+"""The kernels in C on each kind of instructions that the CPU has."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,14 +8,16 @@ import pytest
 from volley import native
 
 needs_kernels = pytest.mark.skipif(not native.available, reason="the kernels in C were not built, or not for this CPU")
+LEVELS = range(1, native._usable + 1)
+"""AVX2 alone, AVX512's dot products, AMX tiles."""
 
 
 @contextmanager
-def tiles(*, wanted: bool) -> Iterator[None]:
-    """Inside, the kernels use tiles only if ``wanted``, and if the CPU has them; outside, whenever it has them."""
+def kernels_of(level: int) -> Iterator[None]:
+    """Inside, products and attention run on the instructions of ``level``; outside, on the most that the CPU has."""
     assert native._library is not None
-    native._library.usable(int(wanted))
+    assert native._library.usable(level) == level
     try:
         yield
     finally:
-        native._library.usable(1)
+        native._library.usable(native._usable)

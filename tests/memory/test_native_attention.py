@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.tiles import needs_kernels, tiles
+from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley.memory import native_attention as module
 from volley.memory.attention import Attention, AttentionOptions, paged_attention, reference_attention
 from volley.memory.batch import RaggedBatch, Segment
@@ -83,11 +83,11 @@ def random_parents(length: int) -> tuple[int, ...]:
     heads=st.sampled_from(HEADS),
     window=st.none() | st.integers(1, 90),
     layout=st.sampled_from(["consecutive", "scattered", "ring"]),
-    with_tiles=st.booleans(),
+    level=st.sampled_from(LEVELS or [0]),
     seed=st.integers(0, 1000),
 )
 def test_random_ragged_batches(  # type: ignore[no-untyped-def]
-    shapes, heads, window, layout, with_tiles, seed
+    shapes, heads, window, layout, level, seed
 ) -> None:
     torch.manual_seed(seed)
     if window is None and layout == "ring":
@@ -101,7 +101,7 @@ def test_random_ragged_batches(  # type: ignore[no-untyped-def]
     if layout == "ring":
         for segment in segments:
             segment.table.first = max(0, int(torch.randint(-segment.start, segment.start + 1, ())))
-    with tiles(wanted=with_tiles):
+    with kernels_of(level):
         check(Case(segments, heads, AttentionOptions(heads[2] ** -0.5, window)))
 
 
@@ -158,15 +158,15 @@ def check_runs(attend: Attention, heads: tuple[int, int, int], window: int | Non
             assert torch.equal(in_runs(lengths, attend, case, start, beside), expected), (lengths[:2], len(beside))
 
 
-@pytest.mark.parametrize("with_tiles", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("heads", "window", "start"),
     [((4, 2, 64), None, 0), ((8, 2, 128), None, 61), ((3, 3, 48), 33, 100), ((8, 1, 32), 70, 128)],
 )
 def test_a_token_is_the_same_in_any_run(
-    heads: tuple[int, int, int], window: int | None, start: int, with_tiles: bool
+    heads: tuple[int, int, int], window: int | None, start: int, level: int
 ) -> None:
-    with tiles(wanted=with_tiles):
+    with kernels_of(level):
         check_runs(native_attention, heads, window, start)
 
 
@@ -179,15 +179,15 @@ def test_attention_that_depends_on_the_run_is_found() -> None:
         check_runs(dependent, (4, 2, 64), None, 0)
 
 
-@pytest.mark.parametrize("with_tiles", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("heads", [(4, 2, 64), (3, 3, 48)])
-def test_the_path_of_a_tree_is_a_chain(heads: tuple[int, int, int], window: int | None, with_tiles: bool) -> None:
+def test_the_path_of_a_tree_is_a_chain(heads: tuple[int, int, int], window: int | None, level: int) -> None:
     torch.manual_seed(0)
     parents = random_parents(24)
     options = AttentionOptions(heads[2] ** -0.5, window)
     tree = Case([Segment(BlockTable(PAGE, [4, 1, 6, 3, 0, 2]), 57, 24, parents=parents)], heads, options)
-    with tiles(wanted=with_tiles):
+    with kernels_of(level):
         of_tree = tree.run(native_attention)[0]
         for leaf in range(24):
             path = [leaf]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tests.tiles import needs_kernels, tiles
+from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley import native
 from volley.native import Product, Weights
 from volley.native.codes import BLOCK, FINE, GROUP, Codes, quantise_int4, quantise_int8
@@ -161,19 +161,19 @@ PRODUCTS = {
     "inputs": st.integers(1, 5),
     "biased": st.booleans(),
     "gap": st.sampled_from([0, 32, 7]),
-    "with_tiles": st.booleans(),
+    "level": st.sampled_from(LEVELS or [0]),
     "seed": SEEDS,
 }
 
 
 @given(**PRODUCTS)
 def test_products(  # type: ignore[no-untyped-def]
-    kind: Weights, rows, outputs, inputs, biased, gap, with_tiles, seed
+    kind: Weights, rows, outputs, inputs, biased, gap, level, seed
 ) -> None:
     torch.manual_seed(seed)
     size = inputs * (32 if kind == "bf16" else GROUP)
     weight, bias, x = randn(outputs, size), randn(outputs) if biased else None, strided(rows, size, gap)
-    with tiles(wanted=with_tiles):
+    with kernels_of(level):
         found = Product(weight, bias, kind)(x)
     assert found.shape == (rows, outputs)
     check_product(found, x, weight, bias, kind)
@@ -181,12 +181,12 @@ def test_products(  # type: ignore[no-untyped-def]
 
 @given(**{**PRODUCTS, "kind": st.sampled_from(["int8", "int4"])})
 def test_products_of_stored_codes(  # type: ignore[no-untyped-def]
-    kind: Weights, rows, outputs, inputs, biased, gap, with_tiles, seed
+    kind: Weights, rows, outputs, inputs, biased, gap, level, seed
 ) -> None:
     torch.manual_seed(seed)
     codes, bias = stored_codes(kind, outputs, inputs * FINE), randn(outputs) if biased else None
     x = strided(rows, inputs * FINE, gap)
-    with tiles(wanted=with_tiles):
+    with kernels_of(level):
         found = Product(codes.dense().bfloat16(), bias, "bf16", codes)(x)
     check_outputs(found, exact_inputs(x, FINE), codes.dense(), bias)
 
@@ -210,23 +210,24 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("with_tiles", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
 @LAYOUTS
-def test_a_row_is_the_same_among_others(kind: Weights, stored: bool, with_tiles: bool) -> None:
+def test_a_row_is_the_same_among_others(kind: Weights, stored: bool, level: int) -> None:
     torch.manual_seed(0)
     x = randn(81, 448) * torch.logspace(-2, 2, 81)[:, None].bfloat16()
-    with tiles(wanted=with_tiles):
+    with kernels_of(level):
         assert_rows_stand_alone(product_of(kind, 37, 448, stored), x)
 
 
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_codes_give_the_same_with_tiles_and_without(kind: Weights, stored: bool) -> None:
+def test_codes_give_the_same_on_all_instructions(kind: Weights, stored: bool) -> None:
     torch.manual_seed(0)
     product, x = product_of(kind, 50, 640, stored), randn(70, 640)
-    with tiles(wanted=False):
-        expected = product(x)
-    assert torch.equal(product(x), expected)
+    expected = product(x)
+    for level in LEVELS:
+        with kernels_of(level):
+            assert torch.equal(product(x), expected), level
 
 
 def test_faults_are_found() -> None:

@@ -240,7 +240,7 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
 void attend_all(const AttentionCall *call, const Plan *plan) {
     Score score = score_avx2;
     Mix mix = mix_avx2;
-    if (__builtin_cpu_supports("avx512bf16") && call->dim % 32 == 0) score = score_dot, mix = mix_dot;
+    if (has_dot && call->dim % 32 == 0) score = score_dot, mix = mix_dot;
     if (has_tiles && call->dim % 32 == 0) score = score_amx, mix = mix_amx;
     int64_t tile = VECTORS / (call->heads / call->shared), pieces = 0;
     for (int64_t u = 0; u < plan->num_units; u++) pieces += (plan->units[u].rows + tile - 1) / tile;

@@ -24,6 +24,7 @@
             default: call(r, 4);                                                                    \
         }
 extern int has_tiles; /* AMX is there, and this process may use it */
+extern int has_dot;   /* AVX512-BF16 and VNNI are there */
 
 typedef struct { /* of the eight tiles: bytes of a row, and rows */
     uint8_t palette, start, reserved[14];

@@ -60,8 +60,7 @@ FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 
 
 #if X86
 
-int has_tiles;
-static int has_dot; /* AVX512-BF16 and VNNI are there */
+int has_tiles, has_dot;
 
 /* Accumulators 0 to 3 for up to 64 rows, 4 and 5 for ``bytes`` of inputs (5 has the rows of the last accumulator), 6 for weights. */
 AMX static void configure(int64_t rows, int64_t bytes) {
@@ -286,14 +285,17 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
     if (configured) release_tiles();
 }
 
-/* Whether products run here: 2 with AVX512's dot products, 1 with AVX2 alone. Tiles, where there are any, must be asked for once
-   in a process. */
-int64_t usable(int64_t tiles) {
-    has_tiles = tiles && __builtin_cpu_supports("amx-tile") && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
-    const int64_t has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")
-        && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("movbe"); /* some of x86-64-v3 is masked in virtual machines */
-    has_dot = has_avx2 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    return has_dot ? 2 : has_avx2;
+/* Which kernels products and attention run on from now on, ``most`` or what this CPU has: 3 with tiles, which must be asked for
+   once in a process, 2 with AVX512's dot products, 1 with AVX2 alone, 0 on none. Some of x86-64-v3 and v4 is masked in virtual
+   machines. */
+#define HAS __builtin_cpu_supports
+int64_t usable(int64_t most) {
+    int64_t level = HAS("avx2") && HAS("fma") && HAS("bmi") && HAS("bmi2") && HAS("f16c") && HAS("lzcnt") && HAS("movbe");
+    has_dot = level && most >= 2 && HAS("avx512f") && HAS("avx512bw") && HAS("avx512cd") && HAS("avx512dq") && HAS("avx512vl")
+        && HAS("avx512bf16") && HAS("avx512vnni");
+    has_tiles = has_dot && most >= 3 && HAS("amx-tile") && HAS("amx-bf16") && HAS("amx-int8")
+        && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
+    return level + has_dot + has_tiles;
 }
 
 #else
@@ -302,7 +304,7 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
               int64_t begin, int64_t end) {
     (void)product, (void)x, (void)stride, (void)codes, (void)rows, (void)out, (void)add, (void)begin, (void)end;
 }
-int64_t usable(int64_t tiles) { return tiles & 0; }
+int64_t usable(int64_t most) { return most & 0; }
 
 #endif
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 
 from tests.models.gguf.files import bpe_tokenizer, decoded, random_model, write_model
 from tests.tiny import random_drafter
@@ -18,6 +18,7 @@ from volley.models.drafters.export import export
 
 TARGET = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 300}  # more rows than the tokenizer has tokens
 SHAPE: dict[str, Any] = {"vocab_size": 300}
+HEAD_DIM = random_drafter().config.head_dim
 SLIDING = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
 
 
@@ -55,6 +56,7 @@ def assert_same(one: Checkpoint, other: Checkpoint) -> None:
         {"rope_scaling": YARN},
         {"rope_scaling": {**YARN, "beta_fast": 24.0, "beta_slow": 2.0, "attention_factor": 1.25}},
         {"draft_vocab_size": 20},
+        {"final_logit_softcapping": 30.0},
         {"head": HeadConfig(type="dspark", rank=5)},
         {"head": HeadConfig(type="dspark", rank=5), "sample_from_anchor": True, "draft_vocab_size": 20},
     ],
@@ -150,6 +152,32 @@ def test_files_that_are_no_drafter(tmp_path: Path, folder: Path) -> None:
     file.write_bytes(whole[:-5000])
     with pytest.raises(CheckpointError, match="is truncated or damaged"):
         Drafter.from_pretrained(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "neutral", "other"),
+    [
+        ("hidden_activation", "silu", "gelu_pytorch_tanh"),
+        ("embedding_scale", 1.0, 5.5),
+        ("logit_scale", 1.0, 0.5),
+        ("attention.scale", HEAD_DIM**-0.5, 1.0),
+        ("attention.value_scale", 1.0, 0.5),
+        ("rope.dimension_count", HEAD_DIM, HEAD_DIM // 2),
+        ("rope.scaling.attn_factor", 1.0, 1.2),
+    ],
+)
+def test_what_others_drafters_compute_otherwise_is_refused(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, key: str, neutral: Any, other: Any
+) -> None:
+    source, file = saved(tmp_path / "own"), tmp_path / "drafter.gguf"
+    add = {str: GGUFWriter.add_string, int: GGUFWriter.add_uint32, float: GGUFWriter.add_float32}[type(other)]
+    for value in (neutral, other):
+        monkeypatch.setattr(GGUFWriter, "add_name", lambda writer, _, value=value: add(writer, f"dflash.{key}", value))
+        export(source, file, "gguf", target=str(folder))
+        if value == neutral:
+            read_checkpoint(file)
+    with pytest.raises(UnsupportedModelError, match=rf"{key} is {other!r}"[:-1]):
+        read_checkpoint(file)
 
 
 def test_a_vocabulary_that_is_none_is_refused(tmp_path: Path, folder: Path) -> None:

@@ -13,11 +13,13 @@ from tests.tiles import needs_kernels
 from tests.tiny import random_drafter
 from volley import Engine, SamplingParams
 from volley.errors import CheckpointError
-from volley.models.gguf.codes import codes_for, describe, open_model
+from volley.models.gguf.codes import codes_for, describe
 from volley.models.gguf.file import GGUFFile
-from volley.models.gguf.target import load_model, row_order
-from volley.models.layers.accelerate import accelerate
+from volley.models.gguf.model import load_model, open_model
+from volley.models.gguf.target import row_order
+from volley.models.layers.accelerate import accelerate, weight_bytes
 from volley.models.layers.fused import FusedLayer
+from volley.models.layers.residency import MappedFiles
 from volley.models.targets.target import Target
 from volley.native import Product, Weights
 
@@ -93,6 +95,13 @@ def test_products_have_the_numbers_of_the_file(
         assert found is not None
         assert (product.kind, found.scales.dtype) == (codes, torch.float16)
         assert torch.equal(found.dense(), numbers(path, name, target)), name
+    tokens, file = torch.tensor([3, 271, 3, 40]), GGUFFile(path)
+    assert target.model.get_input_embeddings().weight.device.type == "meta", "rows are looked up in codes"
+    assert torch.equal(target.embed(tokens), file.dense("token_embd.weight")[tokens].bfloat16())
+    others = sum(weight.nbytes for weight in target.model.parameters() if weight.device.type != "meta")
+    matrices = sum(size for name in file if len(file.shape(name)) > 1 for _, size in [file.place(name)])
+    if kind != "Q5_0":  # whose codes take eight bits here
+        assert weight_bytes(target.model) == matrices + others
 
 
 @needs_kernels
@@ -104,19 +113,23 @@ def test_other_types_in_such_a_file_are_rounded_to_eight_bits(
 
     def of_tensor(name: str) -> str:
         is_head = name.startswith("token_embd" if tied else "output.")
-        return "Q6_K" if is_head else "Q5_1" if "blk.1.attn_v" in name else "Q4_0"
+        return "Q6_K" if is_head else {"blk.1.attn_v.weight": "Q5_1", "blk.0.ffn_down.weight": "Q4_K"}.get(name, "Q4_0")
 
     model = random_model("qwen3", **{**WIDE, "tie_word_embeddings": tied})
     path = write_model(tmp_path / "model.gguf", model, "qwen3", of_tensor, tokenizer=bpe_tokenizer())
     with caplog.at_level(logging.WARNING, "volley"):
         target = Target.from_pretrained(path)
-    said = "Q4_0 exact in int4 and int8, Q5_1 rounded again to int8, Q6_K rounded again to int8, groups of 32"
-    assert said in caplog.text
+    said = [f"{other} rounded again to int8" for other in ("Q4_K", "Q5_1", "Q6_K")]
+    assert f"Q4_0 exact in int4 and int8, {', '.join(said)}, groups of 32" in caplog.text
     queries_and_keys = (4 + 2) * 64
     for name, product in products(target).items():
         found, expected = product.codes(), numbers(path, name, target)
         assert found is not None
-        rounded_from = {"blk.1.attn_q.weight": queries_and_keys, "output.weight": 0}.get(name)
+        rounded_from = {
+            "blk.1.attn_q.weight": queries_and_keys,
+            "blk.0.ffn_down.weight": 0,
+            "output.weight": 0,
+        }.get(name)
         assert product.kind == ("int4" if rounded_from is None else "int8")
         assert torch.equal(found.dense()[:rounded_from], expected[:rounded_from])
         if rounded_from is not None:
@@ -146,15 +159,46 @@ def test_codes_of_another_kind_may_be_asked_for(tmp_path: Path, kind: str, weigh
 def test_what_is_rounded_is_the_decoded_model(
     tmp_path: Path, family: str, tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(tmp_path, MIXED, family, tie_word_embeddings=tied)
+    path = write(tmp_path, "Q4_K", family, tie_word_embeddings=tied)
     with caplog.at_level(logging.WARNING, "volley"):
         target = Target.from_pretrained(path)
-    assert f"{MIXED} rounded again to int4, groups of 64" in caplog.text
+    assert "Q4_K rounded again to int4, groups of 64" in caplog.text
     dense = load_model(path, torch.bfloat16)
     accelerate(dense, "int4", release=True)  # a shared embedding is then read from codes, too
     assert torch.equal(Engine(target).next_logits(PROMPT), Engine(Target(dense)).next_logits(PROMPT))
-    exact = Target.from_pretrained(path, weights="bf16")
-    assert not torch.equal(Engine(exact).next_logits(PROMPT), Engine(target).next_logits(PROMPT))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [False, True])
+def test_more_bits_than_four_in_such_a_file_are_kept_in_eight(
+    tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in Q4_K_M: the head and some values and down projections have more. Queries and keys are one product with values."""
+
+    def of_tensor(name: str) -> str:
+        if name in ("output.weight", "blk.1.attn_v.weight") or (tied and "token_embd" in name):
+            return "Q6_K"
+        return "Q5_K" if name == "blk.0.ffn_down.weight" else "Q4_K"
+
+    model = random_model("qwen3", **{**WIDE, "tie_word_embeddings": tied})
+    path = write_model(tmp_path / "model.gguf", model, "qwen3", of_tensor, tokenizer=bpe_tokenizer())
+    with caplog.at_level(logging.WARNING, "volley"):
+        target = Target.from_pretrained(path)
+    said = (
+        "Q4_K rounded again to int8, Q5_K rounded again to int8, Q6_K rounded again to int8, groups of 32; Q4_K rounded"
+    )
+    assert f"{said} again to int4, groups of 64" in caplog.text
+    more = {"output.weight", "blk.1.attn_q.weight", "blk.0.ffn_down.weight"}
+    for name, product in products(target).items():
+        found, expected = product.codes(), numbers(path, name, target)
+        assert found is not None
+        assert product.kind == ("int8" if name in more else "int4")
+        error = (found.dense() - expected).norm() / expected.norm()
+        assert error < 0.006 if name in more else error > 0.05, name
+    as_before, exact = load_model(path, torch.bfloat16), Target(load_model(path, torch.bfloat16))
+    accelerate(as_before, "int4", release=True)
+    logits = [Engine(one).next_logits(PROMPT) for one in (exact, target, Target(as_before))]
+    assert (logits[1] - logits[0]).norm() < 0.9 * (logits[2] - logits[0]).norm()
 
 
 @needs_kernels
@@ -182,6 +226,23 @@ def test_in_fp32_the_file_is_decoded(tmp_path: Path) -> None:
     target = Target.from_pretrained(path, dtype=torch.float32)
     expected = Target(load_model(path, torch.float32))
     assert torch.equal(Engine(target).next_logits(PROMPT), Engine(expected).next_logits(PROMPT))
+
+
+@needs_kernels
+def test_pages_of_reordered_rows_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of Llama have the rows of queries and keys in another order; these are copied."""
+    path, forgotten = write(tmp_path, "Q8_0", "llama"), set[int]()
+    original = MappedFiles.forget_bytes
+
+    def forget(files: MappedFiles, address: int, size: int) -> None:
+        if files.covers(address, address + size):
+            forgotten.add(address)
+        original(files, address, size)
+
+    monkeypatch.setattr(MappedFiles, "forget_bytes", forget)
+    model, unread = open_model(path, torch.bfloat16, "int8")
+    accelerate(model, "int8", release=True, fill=unread.fill)
+    assert {unread._file.place(name)[0] for name in unread._file} <= forgotten
 
 
 @needs_kernels

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,8 @@ from volley import Engine, SamplingParams
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.models.drafters.export import TargetEnds, TargetShape
 from volley.models.gguf.file import GGUFFile, is_gguf
-from volley.models.gguf.target import load_model, stop_tokens
+from volley.models.gguf.model import load_model
+from volley.models.gguf.target import stop_tokens
 from volley.models.targets.target import Target
 
 PROMPTS = [[5, 9, 17, 33, 8], list(range(40, 75))]
@@ -85,6 +87,24 @@ def test_bf16_weights_are_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("F16", "weights of type F16 are rounded to bfloat16"),
+        ("F32", "weights of type F32 are rounded to bfloat16"),
+        ("Q6_K", "weights of type Q6_K are decoded to bfloat16"),
+        ("BF16", ""),
+    ],
+)
+def test_what_loses_bits_is_told(tmp_path: Path, kind: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_model(
+        tmp_path / "model.gguf", random_model("llama", hidden_size=256, intermediate_size=256), "llama", kind
+    )
+    with caplog.at_level(logging.WARNING, "volley"):
+        load_model(path, torch.bfloat16)
+    assert [record.getMessage() for record in caplog.records] == [f"{path}: {said}"] * bool(said)
+
+
+@pytest.mark.parametrize(
     ("keys", "rope"),
     [
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
@@ -128,6 +148,17 @@ def test_every_way_to_load_a_target_takes_a_file(tmp_path: Path) -> None:
     assert not is_gguf("org/name")
 
 
+def test_a_header_is_read_once_and_again_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reads = tmp_path / "model.gguf", list[Path]()
+    write_model(path, random_model("qwen3"), "qwen3", tokenizer=bpe_tokenizer())
+    original = gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: reads.append(path) or original(path))
+    Engine.from_pretrained(str(path))
+    assert reads.count(path) == 2, "with the tokens of its tokenizer, and without them"
+    write_model(path, random_model("qwen3", num_hidden_layers=2), "qwen3", tokenizer=bpe_tokenizer())
+    assert len(Target.from_pretrained(path).kv_shapes) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -145,13 +176,17 @@ def test_every_way_to_load_a_target_takes_a_file(tmp_path: Path) -> None:
             "llama model with experts, such as Mixtral; of these volley reads",
         ),
         ({"qwen3.rope.scaling.type": "longrope"}, UnsupportedModelError, "by 'longrope'; none, linear and yarn"),
+        (
+            {"qwen3.rope.scaling.attn_factor": 1.25},
+            UnsupportedModelError,
+            r"rope\.scaling\.attn_factor is 1\.25, which is",
+        ),
+        ({"qwen3.rope.scaling.yarn_ext_factor": 0.5}, UnsupportedModelError, r"yarn_ext_factor is 0\.5, which is not"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, change: dict[str, Any], error: Any, message: str) -> None:
     ((key, value),) = change.items()
     keys = {} if value == b"mamba" else {key.removeprefix("qwen3."): value}
-    if "longrope" in str(value):
-        keys["rope.scaling.factor"] = 2.0
     family = "llama" if "llama" in key else "qwen3"
     keys = {name.removeprefix("llama."): number for name, number in keys.items()}
     path = write_model(tmp_path / "model.gguf", random_model(family), family, keys=keys)

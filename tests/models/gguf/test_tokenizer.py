@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from tests.conftest import CHAT_TEMPLATE
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer
 from tests.models.gguf.files import add_tokenizer, bpe_tokenizer
 from volley.errors import UnsupportedModelError
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
@@ -61,6 +61,15 @@ def test_a_byte_level_tokenizer_and_its_template_come_back(tmp_path: Path) -> No
     chat = [{"role": "user", "content": "the then"}]
     assert found.apply_chat_template(chat, tokenize=False) == own.apply_chat_template(chat, tokenize=False)
     assert found.eos_token_id == own.eos_token_id
+
+
+def test_tokenizer_files_beside_it_are_not_looked_at(tmp_path: Path) -> None:
+    own, other = bpe_tokenizer(), byte_tokenizer()
+    other.chat_template = "another"
+    other.save_pretrained(tmp_path)
+    found = load_gguf_tokenizer(write(tmp_path / "model.gguf"))
+    assert [found(text)["input_ids"] for text in TEXTS] == [own(text)["input_ids"] for text in TEXTS]
+    assert found.chat_template == own.chat_template
 
 
 def trained_tokenizer(split: str) -> PreTrainedTokenizerFast:

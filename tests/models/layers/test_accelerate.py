@@ -1,6 +1,9 @@
 """Accelerated models compute what they computed before, and are left alone where that could not be promised."""
 
 import copy
+import sys
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from torch import nn
 
 from tests.diffusion_gemma import random_model
 from tests.models.test_other_attention import make_model
+from tests.tiles import needs_kernels
 from volley import Engine
 from volley.models.layers.accelerate import SharedProjection, accelerate
 from volley.models.layers.products import make_product
@@ -71,10 +75,53 @@ def test_nothing_outlives_the_last_sibling() -> None:
     shared = SharedProjection(layers, make_product(torch.cat([layer.weight for layer in layers])))
     x = torch.ones(1, 8).bfloat16()
     shared.project(x, 0)
-    assert shared.input is x
+    assert shared.kept is not None
     shared.project(x, 1)
-    assert shared.input is None
-    assert shared.outputs == ()
+    assert shared.kept is None
+
+
+def test_siblings_may_be_asked_in_several_threads() -> None:
+    """Another thread asks before each line: the outputs of one thread's input are never those of another's."""
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
+    shared = SharedProjection(layers, lambda x: x.repeat(1, 3))
+    own, other = torch.zeros(1, 4), torch.ones(1, 4)
+
+    def interrupted(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not SharedProjection.project.__code__:
+            return None
+        if event == "line":
+            shared.project(other, 0)
+        return interrupted
+
+    before = sys.gettrace()
+    sys.settrace(interrupted)
+    try:
+        found = [shared.project(own, index) for index in range(3)]
+    finally:
+        sys.settrace(before)
+    assert all(torch.equal(output, own) for output in found)
+
+
+def test_weights_that_are_kept_twice_as_wide_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("volley.models.layers.accelerate.has_bf16_products", lambda: False)
+    accelerate(make(transformers.Qwen3Config(**SIZES, head_dim=8)), release=True)
+    (record,) = caplog.records
+    assert "kept in fp32, in twice their memory" in record.getMessage()
+
+
+@needs_kernels
+def test_codes_that_are_a_small_part_of_a_model_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {**SIZES, "hidden_size": 64, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = make(transformers.Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=True))
+    attention, rest = 2 * (64 + 32 + 32 + 64) * 64 + 60 * 64, 2 * (8 * 3 * 64 * 64 + 8 * 64)
+    accelerate(model, "int8", release=True)
+    accelerate(make(transformers.Qwen3Config(**sizes)), "int8", release=True)
+    (record,) = caplog.records
+    share = round(100 * attention / (attention + rest))
+    assert f"weights='int8': {share} % of the numbers in matrices became codes" in record.getMessage()
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "DiffusionGemma"])

@@ -227,8 +227,8 @@ def obstacles(config: DrafterConfig, form: Format) -> list[str]:
         found.append(
             "its attention has biases (attention_bias), which have no place there; zlab and speculators hold them"
         )
-    if form in ("gguf", "transformers", "speculators") and config.final_logit_softcapping:
-        found.append("its logits are capped (final_logit_softcapping), which has no place there; zlab holds it")
+    if form in ("transformers", "speculators") and config.final_logit_softcapping:
+        found.append("its logits are capped (final_logit_softcapping), which has no place there; zlab and gguf hold it")
     if form == "gguf":
         found += obstacles_in_gguf(config)
     if form in ("sglang", "transformers"):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import replaced
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig, HeadConfig
-from volley.models.gguf.file import YARN, GGUFFile, gguf_package, is_gguf
+from volley.models.gguf.file import UNREAD_SCALING, YARN, GGUFFile, gguf_package, is_gguf
 
 ARCHITECTURE = "dflash"
 
@@ -81,6 +82,8 @@ def read_gguf(path: Path) -> Checkpoint:
 
 def _read_config(file: GGUFFile) -> DrafterConfig:
     layers, heads = file.require("block_count"), file.require("attention.head_count")
+    head_dim = file.get("attention.key_length", file.require("embedding_length") // heads)
+    file.refuse_unless_neutral(_unread(head_dim), "Give another drafter")
     window, sliding = file.get("attention.sliding_window"), file.get("attention.sliding_window_pattern")
     if file.get("attention.causal") is True:
         raise UnsupportedModelError(
@@ -102,7 +105,7 @@ def _read_config(file: GGUFFile) -> DrafterConfig:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=file.get("attention.head_count_kv", heads),
-        head_dim=file.get("attention.key_length", file.require("embedding_length") // heads),
+        head_dim=head_dim,
         vocab_size=vocab_size,
         num_target_layers=None,
         block_size=file.get("block_size", 16) + from_anchor,
@@ -121,7 +124,21 @@ def _read_config(file: GGUFFile) -> DrafterConfig:
         draft_window=file.get("draft_window"),
         sample_from_anchor=from_anchor,
         own_embedding="token_embd.weight" in file.names,
+        final_logit_softcapping=_rounded(file.get("final_logit_softcapping", 0.0)),
     )
+
+
+def _unread(head_dim: int) -> dict[str, tuple[Any, ...]]:
+    """Keys that llama.cpp computes with and drafters here have no place for, with the values that change nothing."""
+    return {
+        "hidden_activation": ("silu",),
+        "embedding_scale": (0.0, 1.0),
+        "logit_scale": (0.0, 1.0),
+        "attention.scale": (0.0, float(np.float32(head_dim**-0.5))),
+        "attention.value_scale": (0.0, 1.0),
+        "rope.dimension_count": (head_dim,),
+        **UNREAD_SCALING,
+    }
 
 
 def _rounded(value: float) -> float:
@@ -204,6 +221,8 @@ def _keys(config: DrafterConfig) -> dict[str, Any]:
     if config.sliding_window:
         keys |= {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": slides}
         keys["attention.causal"] = False
+    if config.final_logit_softcapping:
+        keys["final_logit_softcapping"] = float(config.final_logit_softcapping)
     if config.draft_window:
         keys["draft_window"] = config.draft_window
     if config.head is not None:

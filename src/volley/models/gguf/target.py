@@ -1,26 +1,19 @@
-"""A target from a GGUF file: transformers' own model class, filled with the file's weights, and the file's tokenizer.
+"""What a GGUF file says of a target: transformers' config, and which of its weights each tensor is.
 
 transformers reads GGUF files too, but guesses what its config classes do not find (the head size of Qwen3, Llama 3's scaled
 rotary frequencies). Here every number comes from the file, and every tensor of the file must have a place.
 """
 
-import logging
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.models.gguf.file import YARN, GGUFFile, Rows
-
-log = logging.getLogger("volley")
+from volley.models.gguf.file import UNREAD_SCALING, YARN, GGUFFile, Rows
 
 CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -54,26 +47,6 @@ _DOWN_EXPERTS = "ffn_down_exps"
 _GATE_EXPERTS, _UP_EXPERTS = "ffn_gate_exps", "ffn_up_exps"  # one tensor in transformers
 ROPE_FACTORS = "rope_freqs.weight"
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-
-
-def load_model(path: str | Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
-    """The model in ``path`` in ``dtype``, its quantised weights decoded; a notice says so."""
-    file = GGUFFile(path)
-    config = read_config(file)
-    tensors = {name: tensor.to(dtype) for name, tensor in dense_weights(file, config)}
-    kind = getattr(transformers, CLASSES[file.architecture][1])
-    model, report = kind.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attention, output_loading_info=True
-    )
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    check_names(file, set(report["missing_keys"]) - tied, set(report["unexpected_keys"]))
-    scale_frequencies(file, model)
-    model.generation_config.eos_token_id = stop_tokens(file) or None
-    if file.quantised_types():
-        name = str(dtype).removeprefix("torch.")
-        log.warning("%s: weights of type %s are decoded to %s", path, ", ".join(file.quantised_types()), name)
-    loaded: PreTrainedModel = model.eval()
-    return loaded
 
 
 def check_names(file: GGUFFile, missing: set[str], unknown: set[str]) -> None:
@@ -143,16 +116,17 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
     """transformers' rotary parameters; Llama 3's factors are a tensor (:func:`scale_frequencies`)."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10_000.0))}
     kind = file.get("rope.scaling.type", "linear")  # older files have a factor alone
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{file.path} scales rotary positions by {kind!r}; none, linear and yarn are supported. "
+            "Give the model's Hugging Face folder instead"
+        )
+    file.refuse_unless_neutral(UNREAD_SCALING, "Give the model's Hugging Face folder instead")
     factor = float(file.get("rope.scaling.factor", file.get("rope.scale_linear", 1.0)))
     if kind == "none" or factor == 1.0:
         return rope
     if kind == "linear":
         return {**rope, "rope_type": "linear", "factor": factor}
-    if kind != "yarn":
-        raise UnsupportedModelError(
-            f"{file.path} scales rotary positions by {kind!r}; none, linear and yarn are supported. "
-            "Give the model's Hugging Face folder instead"
-        )
     given = {key: file.get(f"rope.scaling.{name}") for key, name in YARN.items()}
     return {
         **rope,
@@ -188,16 +162,16 @@ def own_name(file: GGUFFile, name: str) -> str:
     )
 
 
-def dense_weights(file: GGUFFile, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by transformers' name, decoded."""
+def weight_names(file: GGUFFile) -> dict[str, tuple[str, ...]]:
+    """The file's tensors that make up each weight, by transformers' name of it."""
+    found: dict[str, tuple[str, ...]] = {}
     for name in file:
-        if name == ROPE_FACTORS or f".{_UP_EXPERTS}." in name:
-            continue
         if f".{_GATE_EXPERTS}." in name:
-            parts = [file.dense(name), file.dense(name.replace(_GATE_EXPERTS, _UP_EXPERTS))]
-            yield f"model.layers.{name.split('.')[1]}.mlp.experts.gate_up_proj", torch.cat(parts, dim=1)
-            continue
-        yield own_name(file, name), file.dense(name, row_order(file.architecture, name, config))
+            up = name.replace(_GATE_EXPERTS, _UP_EXPERTS)
+            found[f"model.layers.{name.split('.')[1]}.mlp.experts.gate_up_proj"] = name, up
+        elif name != ROPE_FACTORS and f".{_UP_EXPERTS}." not in name:
+            found[own_name(file, name)] = (name,)
+    return found
 
 
 def row_order(architecture: str, name: str, config: Any) -> Rows | None:

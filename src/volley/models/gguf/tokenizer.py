@@ -5,6 +5,7 @@ GGUF names the tokens, the merges and one of llama.cpp's ways to split text. Tex
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
@@ -30,7 +31,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     kind, split = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre", "default")
     _check(file.path, kind, split)
-    tokenizer: Any = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    tokenizer = _built(file.path)
     if kind == "gpt2":
         tokenizer = _spelled_out(tokenizer, file)
     backend = tokenizer.backend_tokenizer
@@ -47,6 +48,16 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         tokenizer.add_eos_token = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False))
     found: PreTrainedTokenizerBase = tokenizer
     return found
+
+
+def _built(path: Path) -> Any:
+    """transformers' tokenizer of the file, which it is given alone: it prefers a ``tokenizer.json`` beside it."""
+    with TemporaryDirectory() as folder:
+        link = Path(folder) / "model.gguf"
+        link.symlink_to(path.absolute())
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
+    tokenizer.name_or_path = str(path)
+    return tokenizer
 
 
 def _spelled_out(tokenizer: Any, file: GGUFFile) -> Any:

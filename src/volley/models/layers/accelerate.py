@@ -7,7 +7,9 @@ out for the machine. RMS norms written out in Python become one operation, in fp
 weights, which go stale if these are trained further.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +22,14 @@ from volley.memory import kernels
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import LINEAR, FusedLayer, layers_with_rotary
 from volley.models.layers.joined import join_layers
-from volley.models.layers.products import Float8Product, Product, codes_of, is_linear, make_product
+from volley.models.layers.products import Float8Product, Product, codes_of, has_bf16_products, is_linear, make_product
 from volley.models.layers.residency import MappedFiles, trim
 from volley.native import Weights
+from volley.native.codes import CodeSource
 
+log = logging.getLogger("volley")
 Fill = Callable[[nn.Module], None]
+_MOST = 0.9  # of the numbers in a model's matrices
 _READS_ITS_CLASSIFIER = {"LongcatFlashTopkRouter"}
 """Modules that take the weight of their linear layer and multiply with it themselves."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -47,17 +52,16 @@ class SharedProjection:
         """``together`` is the product with all their weights, one below the other."""
         self.together = together
         self.sizes = [layer.out_features for layer in layers]
-        self.input: Tensor | None = None
-        self.outputs: tuple[Tensor, ...] = ()
+        self.kept: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        """An input and its outputs, read and set together: engines that share a target may run in several threads."""
 
     def project(self, x: Tensor, index: int) -> Tensor:
-        if x is not self.input:
-            self.outputs = torch.split(self.together(x), self.sizes, dim=-1)
-            self.input = x
-        output = self.outputs[index]
-        if index == len(self.sizes) - 1:  # layers are called in order, so no result outlives a pass
-            self.input, self.outputs = None, ()
-        return output
+        kept = self.kept
+        if kept is None or kept[0] is not x:
+            kept = x, torch.split(self.together(x), self.sizes, dim=-1)
+        is_last = index == len(self.sizes) - 1  # layers are called in order, so no result outlives a pass
+        self.kept = None if is_last else kept
+        return kept[1][index]
 
 
 def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = False, fill: Fill = filled) -> bool:
@@ -73,9 +77,14 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     if not packing_pays(*(weight for weight in own if weight.device.type != "meta" or fill is filled)):
         fill(model)
         return release and sum(_fuse_norm(module) for module in model.modules() if _is_norm(module)) > 0
+    if release and not has_bf16_products():
+        log.warning(
+            "neither volley's kernels nor oneDNN multiply bf16 here, so weights are kept in fp32, in twice their memory; the "
+            "kernels need a CPU with AVX2, and GCC when volley is installed"
+        )
     files = MappedFiles() if release else None
     # The largest weight comes first: not all of its file leaves memory while it is copied.
-    done = _replace_head(model, weights, files, fill)
+    done = _replace_head(model, weights, files, fill) | _replace_embedding(model, files, fill)
     done |= _fuse_layers(model, weights, files, fill)
     done |= {module for module in model.modules() if "forward" in vars(module)}
     reading = [module for module in model.modules() if type(module).__name__ in _READS_ITS_CLASSIFIER]
@@ -96,7 +105,28 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
             _fuse_norm(module)
     if release:
         trim()
+    if release and weights != "bf16":
+        _tell_share(model, weights)
     return True
+
+
+def _tell_share(model: nn.Module, weights: Weights) -> None:
+    """Say how much of a model became codes, if much did not. Embeddings are only looked up."""
+    coded = other = 0
+    for product in _products(model):
+        size = product.outputs * product.inputs
+        coded, other = (coded + size, other) if product.kind != "bf16" else (coded, other + size)
+    for module in model.modules():
+        own = [] if type(module) is nn.Embedding else list(module.parameters(recurse=False))
+        other += sum(weight.numel() for weight in own if weight.dim() > 1 and weight.device.type != "meta")
+    share = coded / max(coded + other, 1)
+    if share < _MOST:
+        log.warning(
+            "weights=%r: %.0f %% of the numbers in matrices became codes; the others, such as those of experts, stay bf16, in "
+            "2 bytes each",
+            weights,
+            100 * share,
+        )
 
 
 def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
@@ -106,6 +136,18 @@ def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None,
     fill(head)
     _replace(model, head, weights, files)
     return {head}
+
+
+def _replace_embedding(model: nn.Module, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
+    """Look the rows of an embedding up in the codes that a file has them in, unless it is the head's as well."""
+    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    if files is None or type(embedding) is not nn.Embedding or not hasattr(embedding, "stored_codes"):
+        return set()
+    fill(embedding)
+    codes: CodeSource = embedding.stored_codes()  # type: ignore[operator]
+    embedding.forward = native.Product(embedding.weight, None, codes.kind, codes).rows  # type: ignore[method-assign, assignment]
+    release_weight(embedding, files)
+    return {embedding}
 
 
 def _is_plain(layer: object) -> bool:
@@ -123,20 +165,25 @@ def weight_bytes(model: nn.Module) -> int:
         held = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
         return held + sum(product.nbytes for product in coded)
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
-    products: set[native.Product] = set()
+    return held + sum(product.nbytes for product in _products(model))
+
+
+def _products(model: nn.Module) -> set[native.Product]:
+    """Products with codes or laid out weights that a model computes with."""
+    found: set[object] = set()
     for module in model.modules():
         forward = vars(module).get("forward")
-        if isinstance(forward, native.Product):
-            products.add(forward)
-        elif isinstance(forward, FusedLayer):
-            products.update(forward.weights.products)
+        if isinstance(forward, FusedLayer):
+            found.update(forward.weights.products)
+        else:
+            owner = getattr(getattr(forward, "func", forward), "__self__", forward)  # of a method, or a part of one
+            found.add(owner.together if isinstance(owner, SharedProjection) else owner)
     fused: Any = getattr(model, "fused", None)
     for layer in fused[0] if fused else ():
-        products.update(layer.products)
+        found.update(layer.products)
     joined: Any = getattr(model, "joined_kv", None)
-    if joined and isinstance(joined[0], native.Product):
-        products.add(joined[0])
-    return held + sum(product.nbytes for product in products)
+    found.update(joined[:1] if joined else ())
+    return {product for product in found if isinstance(product, native.Product)}
 
 
 def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
@@ -177,11 +224,7 @@ def share(layers: Sequence[nn.Linear], together: Product) -> None:
     """Let linear layers that read the same input take their outputs from one product."""
     shared = SharedProjection(layers, together)
     for index, layer in enumerate(layers):
-
-        def forward(x: Tensor, index: int = index) -> Tensor:
-            return shared.project(x, index)
-
-        layer.forward = forward  # type: ignore[method-assign, assignment]
+        layer.forward = partial(shared.project, index=index)  # type: ignore[method-assign]
 
 
 def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: MappedFiles | None) -> None:

@@ -123,6 +123,11 @@ def make_product(
     return product
 
 
+def has_bf16_products() -> bool:
+    """Whether products in bf16 have weights in bf16 on a CPU."""
+    return native.available or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def recoded_head(head: Tensor | native.Product, weights: Weights) -> native.Product | None:
     """A target's head ``[V, H]`` in codes; ``None`` where it is in them already, or has too few inputs for them."""
     if isinstance(head, native.Product):

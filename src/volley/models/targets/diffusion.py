@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import find_target
 from volley.memory.device import usable_device
+from volley.models.gguf.file import is_gguf
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.loading import load_config, reading, straight_to
@@ -84,10 +85,7 @@ def load_target(
         _check_divisible(find_target(path))
         return ShardedTarget.from_pretrained(path, dtype, device, weights)
     path = find_target(path)
-    try:
-        values, _ = PretrainedConfig.get_config_dict(path)
-    except Exception:  # what is wrong with it is for the loader of causal LMs to say
-        return Target.from_pretrained(path, dtype, device, weights)
+    values = _config_values(path)
     kind = str(values.get("model_type", "")).lower()
     remedy = f"give a hub name or a folder with {TARGET_FILES}"
     if weights not in ("auto", "bf16") and (kind in _NATIVE or kind == "diffusion_gemma"):
@@ -118,15 +116,24 @@ def _check_known(path: str | Path, kind: str) -> None:
 
 def _check_divisible(path: str | Path) -> None:
     """Refuse to divide a diffusion language model, with its own reason."""
-    try:
-        kind = str(PretrainedConfig.get_config_dict(path)[0].get("model_type", "")).lower()
-    except Exception:  # what is wrong with it is for the loader of causal LMs to say
-        return
+    kind = str(_config_values(path).get("model_type", "")).lower()
     _check_known(path, kind)
     if kind in _NATIVE or kind == "diffusion_gemma":
         raise UnsupportedModelError(
             f"{path} is a {kind} model, whose canvases one process denoises; leave tensor_parallel out"
         )
+
+
+def _config_values(path: str | Path) -> dict[str, Any]:
+    """What ``config.json`` says; nothing for a GGUF file, or if it cannot be read, as the loader of causal LMs says why."""
+    if is_gguf(path):
+        return {}
+    try:
+        values, _ = PretrainedConfig.get_config_dict(path)
+    except Exception:
+        return {}
+    found: dict[str, Any] = values
+    return found
 
 
 def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
@@ -145,10 +152,7 @@ def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
 def load_target_config(path: str | Path) -> PretrainedConfig:
     """The config of any target that :func:`load_target` loads as a causal LM or with the weights of one."""
     path = find_target(path)
-    try:
-        values, _ = PretrainedConfig.get_config_dict(path)
-    except Exception:  # it says what is wrong
-        return load_config(path)
+    values = _config_values(path)
     kind = str(values.get("model_type", "")).lower()
     return _native_config(values, _NATIVE[kind][0]) if kind in _NATIVE else load_config(path)
 

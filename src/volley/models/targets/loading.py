@@ -26,9 +26,10 @@ from transformers.utils import logging as logs
 from volley import native
 from volley.errors import CheckpointError, UnsupportedModelError, VolleyError
 from volley.files import find_target, read_json
-from volley.models.gguf.codes import codes_for, open_model
+from volley.models.gguf.codes import codes_for
 from volley.models.gguf.file import GGUFFile, is_gguf
-from volley.models.gguf.target import load_model as load_gguf
+from volley.models.gguf.model import load_model as load_gguf
+from volley.models.gguf.model import open_model
 from volley.models.gguf.target import read_config
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
 from volley.models.layers.accelerate import Fill, filled
@@ -150,11 +151,11 @@ def load_for_codes(
     path: str | Path, dtype: torch.dtype, weights: Weights, device: torch.device
 ) -> tuple[PreTrainedModel, Fill]:
     """A causal LM whose ``weights`` will be codes or bf16, and what reads those that were not read yet."""
-    if weights != "bf16" and is_gguf(path) and "moe" not in GGUFFile(path).architecture:
+    if is_gguf(path) and device.type == "cpu" and dtype == torch.bfloat16:
         model, unread = open_model(path, dtype, weights)
         return model, unread.fill
     model = load_causal_lm(path, dtype, device=device)
-    quantisation = None if weights == "bf16" or is_gguf(path) else quantisation_of(load_config(path))
+    quantisation = None if weights == "bf16" else quantisation_of(load_config(path))
     if quantisation is not None:
         known = attach(model, folder_of(path), quantisation, weights)
         log.warning("%s: %s layers compute with their stored codes; others are rounded anew", path, known or "no")

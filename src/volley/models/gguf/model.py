@@ -1,0 +1,120 @@
+"""A target's model from a GGUF file: transformers' own class, whose weights are decoded when they are asked for."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from volley.errors import CheckpointError
+from volley.models.gguf.codes import EXACT, FileCodes, describe, plan
+from volley.models.gguf.file import GGUFFile, Rows
+from volley.models.gguf.target import check_names, read_config, row_order, scale_frequencies, stop_tokens, weight_names
+from volley.models.layers.residency import MappedFiles
+from volley.native import Weights
+
+log = logging.getLogger("volley")
+
+
+class UnreadWeights:
+    """Weights of a model on the meta device; those of a module are decoded when it is filled.
+
+    Linear layers that compute with ``weights`` know their codes, and so does an embedding whose numbers the kernels have.
+    """
+
+    def __init__(self, model: PreTrainedModel, file: GGUFFile, weights: Weights) -> None:
+        self._file, self._config, self._dtype, self._files = file, model.config, model.dtype, MappedFiles()
+        stored, parameters = weight_names(file), dict(model.named_parameters())
+        check_names(file, parameters.keys() - stored.keys(), stored.keys() - parameters.keys())
+        for own, weight in parameters.items():
+            self._check_shape(stored[own], tuple(weight.shape))
+        self._unread = {weight: stored[own] for own, weight in parameters.items()}
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                self._places.setdefault(weight, []).append((module, name))
+        if weights != "bf16":
+            self._tell_codes(weights)
+
+    def _check_shape(self, names: tuple[str, ...], wanted: tuple[int, ...]) -> None:
+        """``wanted`` is that of the model's weight, which several tensors may be parts of, side by side in dimension 1."""
+        for name in names:
+            found = self._file.shape(name)
+            whole = found if len(names) == 1 else (found[0], len(names) * found[1], *found[2:])
+            if whole != wanted:
+                raise CheckpointError(
+                    f"{self._file.path}: {name} has shape {found}, where the model has {wanted}; fetch or convert it again"
+                )
+
+    def _tell_codes(self, weights: Weights) -> None:
+        kinds = plan(self._file, weights)
+        for weight, (name, *_) in self._unread.items():
+            modules = [module for module, _ in self._places[weight]]
+            is_embedding = [type(module) for module in modules] == [nn.Embedding]  # and no head as well
+            kind = EXACT.get(self._file.type(name)) if is_embedding else kinds.get(name)
+            for module in modules:
+                if kind is not None and (is_embedding or type(module) is nn.Linear):
+                    codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))
+                    module.stored_codes = codes  # type: ignore[assignment]
+
+    def _order(self, name: str) -> Rows | None:
+        return row_order(self._file.architecture, name, self._config)
+
+    def fill(self, module: nn.Module) -> None:
+        """Decode the weights of ``module`` that were not decoded before, for all modules that share them."""
+        for weight in list(module.parameters()):
+            names = self._unread.pop(weight, ())
+            if not names:
+                continue
+            dense = nn.Parameter(self._decoded(names), requires_grad=False)
+            for owner, own in self._places.pop(weight):
+                setattr(owner, own, dense)
+
+    def _decoded(self, names: tuple[str, ...]) -> Tensor:
+        parts = []
+        for name in names:
+            parts.append(self._file.dense_in(self._dtype, name, self._order(name)))
+            self._files.forget_bytes(*self._file.place(name))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def open_model(
+    path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str = "sdpa"
+) -> tuple[PreTrainedModel, UnreadWeights]:
+    """The model in ``path`` without its weights, and what fills them in; a notice says what becomes of them."""
+    file = GGUFFile(path)
+    config = read_config(file)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model.tie_weights()
+    base = model.get_decoder()
+    base.rotary_emb = type(base.rotary_emb)(config)  # its frequencies are in no file
+    scale_frequencies(file, model)
+    model.generation_config.eos_token_id = stop_tokens(file) or None
+    unread = UnreadWeights(model, file, weights)
+    said = _decoding(file, dtype) if weights == "bf16" else describe(file, weights)
+    if said:
+        log.warning("%s: %s", path, said)
+    return model.eval(), unread
+
+
+def load_model(path: str | Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+    """The model in ``path`` in ``dtype``, its quantised weights decoded; a notice says so."""
+    model, unread = open_model(path, dtype, attention=attention)
+    unread.fill(model)
+    return model
+
+
+def _decoding(file: GGUFFile, dtype: torch.dtype) -> str:
+    """What decoding does to the matrices of a file: ``weights of type Q6_K are decoded to bfloat16``."""
+    name = str(dtype).removeprefix("torch.")
+    rounded = [kind for kind in file.plain_types() if kind not in _HELD.get(dtype, ())]
+    parts = [f"{', '.join(file.quantised_types())} are decoded to {name}"] * bool(file.quantised_types())
+    parts += [f"{', '.join(rounded)} are rounded to {name}"] * bool(rounded)
+    return f"weights of type {'; of type '.join(parts)}" if parts else ""
+
+
+_HELD = {torch.float32: {"F32", "F16", "BF16"}, torch.bfloat16: {"BF16"}, torch.float16: {"F16"}}
+"""Types of matrices all of whose numbers a dtype has."""
