@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -49,7 +49,9 @@ def memory(engine: Engine) -> dict[str, float]:
 class Companion(Protocol):
     """Something that runs beside a service for as long as the server does, in its event loop."""
 
-    async def start(self) -> None: ...
+    async def start(self, services: "Iterable[Service]") -> None:
+        """``services`` are all of the server."""
+        ...
 
     async def stop(self) -> None: ...
 
