@@ -347,7 +347,7 @@ def state_of(folder: Path) -> str:
 @pytest.mark.parametrize("model", ["tiny", "other"])
 def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning, model: str) -> None:
     """Of any model of the server."""
-    with learning.server({"other": Engine(learning.tiny.target)}) as server:
+    with learning.server({"other": Engine(learning.tiny.target)}, recalibrate_idle=1.0) as server:
         wait_until(lambda: (learning.folder / "pid").exists())
         assert state_of(learning.folder) != "T"
         body = {"model": model, "prompt": "Hello", "n": 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -366,13 +366,14 @@ def test_training_is_not_stopped_before_it_knows_its_server(learning: Learning) 
     (learning.folder / "wait").touch()
     with learning.server() as server:
         wait_until(lambda: (learning.folder / "pid").exists())
-        body = {"prompt": "Hello", "n": 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
-        with server.client.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_lines())
-            assert server.service.worker.held == 8
-            assert state_of(learning.folder) in "SR"
-            (learning.folder / "wait").unlink()
-            wait_until(lambda: state_of(learning.folder) == "T")
+        worker = server.service.worker
+        worker.held += 1
+        worker.loop.call_soon_threadsafe(worker.on_held[0], worker.held)
+        assert server.complete("Hello", max_tokens=4).status_code == 200, "so the loop has called"
+        assert state_of(learning.folder) != "T"
+        (learning.folder / "wait").unlink()
+        wait_until(lambda: state_of(learning.folder) == "T")
+        worker.held -= 1
 
 
 def test_training_for_another_target_than_is_served_is_refused(
