@@ -323,7 +323,8 @@ class Servers:
         command = [sys.executable, "-m", "volley.cli", "serve", "--drafter", str(static_folder(arguments))]
         command += ["--threads", "1", "--dtype", arguments.dtype]
         kept = ["--recalibrate", str(folder), "--recalibrate-tokens", "1000", "--recalibrate-steps", "1000"]
-        kept += ["--recalibrate-idle", "0.05", "--recalibrate-updates", "full", *options]
+        kept += ["--recalibrate-idle", "0.05", "--recalibrate-updates", "full"]
+        kept += ["--recalibrate-requests", "all", *options]
         self.urls = {name: f"http://127.0.0.1:{8711 + place}" for place, name in enumerate(names)}
         self.folder, self.child, self.client = folder, 0, httpx.Client(timeout=120)
         self.processes = {

@@ -16,6 +16,7 @@ from volley.tune.options import TuneConfig
 
 if TYPE_CHECKING:
     from volley.certify.certificate import Certificate
+    from volley.prompts import Message
 
 _DEFAULT_PROMPTS = (
     "How do I use `tar`?",
@@ -54,7 +55,7 @@ def certify(
     target: Annotated[str | None, typer.Option(help="Target: folder or hub name; by default the bundled one.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="Drafter: folder; the bundled target has its own.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL of prompts to ask; by default a few of volley's own.")
+        Path | None, typer.Option(help="JSONL of prompts to ask, of turns the first; by default a few of volley's own.")
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Data type of both models.")] = "float32",
     model: Annotated[str | None, typer.Option(help="With a URL: model to ask; by default the first it has.")] = None,
@@ -75,16 +76,20 @@ def certify(
     if model is not None and url is None:
         raise ConfigError("--model names a server's model; give the server's URL too, or --target for a pair here")
     make_folder(out)
-    texts = (
-        [c.messages[-1]["content"] for c in load_prompts(prompts)] if prompts is not None else list(_DEFAULT_PROMPTS)
-    )
+    usual = ([{"role": "user", "content": text}] for text in _DEFAULT_PROMPTS)
+    asked = list(usual) if prompts is None else [list(one.messages) for one in load_prompts(prompts)]
     if url is not None:
         from volley.certify.certificate import certify_server
 
-        key = os.environ.get(api_key_env)
+        if any(len(messages) > 1 for messages in asked):
+            raise ConfigError(
+                f"{prompts} has chats of several messages, and a server is asked to complete texts; give rows of 'prompt', "
+                "or certify the pair here with --target and --drafter"
+            )
+        key, texts = os.environ.get(api_key_env), [messages[0]["content"] for messages in asked]
         found = certify_server(url, texts, config, plain=plain, model=model, key=key, say=_say)
     else:
-        found = _certify_here(config, texts, target, drafter, dtype)
+        found = _certify_here(config, asked, target, drafter, dtype)
     found.write(out / "certificate.json")
     write_atomically(out / "certificate.html", to_html(found.to_json()))
     verdict = f"{found.verdict}{f': {found.finding}' if found.finding else ''}"
@@ -94,7 +99,7 @@ def certify(
 
 
 def _certify_here(
-    config: CertifyConfig, texts: list[str], target: str | None, drafter: Path | None, dtype: str
+    config: CertifyConfig, asked: "list[list[Message]]", target: str | None, drafter: Path | None, dtype: str
 ) -> "Certificate":
     import torch
 
@@ -112,8 +117,7 @@ def _certify_here(
     engine = Engine.from_pretrained(target, **named, dtype=getattr(torch, dtype), device=device, capacity=sizes)
     if engine.drafter is None and engine.target.diffusion is None:
         raise nothing
-    asked = [engine.encode([{"role": "user", "content": text}]) for text in texts]
-    return certify_pair(engine, asked, config, _say)
+    return certify_pair(engine, [engine.encode(messages) for messages in asked], config, _say)
 
 
 @expand

@@ -60,6 +60,8 @@ def test_a_lossless_pair_passes_and_its_certificate_tells_of_every_check(pair: P
         c["name"] for c in found["checks"]
     }
     assert len(found["subject"]["target"]) == 32
+    (cache,) = (check for check in found["checks"] if check["name"] == "prefix cache")
+    assert cache["facts"]["cached_tokens"] > 6 * 300
     path.write_text(json.dumps({**found, "verdict": "perfect"}))
     with pytest.raises(CheckpointError, match="was changed after it was written"):
         read_certificate(path)

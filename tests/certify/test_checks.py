@@ -1,12 +1,25 @@
 """What a check says where it cannot judge: it neither passes nor fails."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
 from volley.certify.certificate import Certificate
-from volley.certify.checks import PENALTY, Check, Questions, check_penalties, check_seeds, greedy_params
+from volley.certify.checks import (
+    PENALTY,
+    TIE,
+    Check,
+    Questions,
+    check_greedy,
+    check_penalties,
+    check_prefix_cache,
+    check_seeds,
+    greedy_params,
+    tie_of,
+)
 from volley.certify.structured import check_json
 from volley.certify.subject import Reply, ServerSubject, Structured
 from volley.types import SamplingParams
@@ -143,6 +156,72 @@ def test_seeds_of_answers_that_are_all_but_certain_are_not_judged() -> None:
     subject.sure = -0.001
     questions = Questions(subject, None, ["x"], ["x"], lambda asked, _: list(asked), greedy_params(8))  # type: ignore[arg-type]
     assert check_seeds(questions).outcome == "not judged"
+
+
+class Caching:
+    """Answers alike, and says how much of each second prompt it has found in its cache."""
+
+    def __init__(self, cached: int | None, warm: str = "abc") -> None:
+        self.cached, self.warm = cached, warm
+
+    def ask(self, prompts: Sequence[Any], params: Any, concurrency: int = 1) -> list[Reply]:
+        answers = [("abc", None if self.cached is None else 0), (self.warm, self.cached)]
+        return [replace(reply(answers[i % 2][0]), cached=answers[i % 2][1]) for i, _ in enumerate(prompts)]
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize(
+    ("cached", "warm", "outcome", "told"),
+    [
+        (32, "abc", "passed", 64),
+        (0, "abc", "not judged", 0),
+        (None, "abc", "passed", "not reported"),
+        (32, "abd", "FAILED", 64),
+        (0, "abd", "FAILED", 0),
+    ],
+)
+def test_a_prefix_cache_is_judged_where_it_was_of_use(
+    cached: int | None, warm: str, outcome: str, told: int | str
+) -> None:
+    questions = Questions(Caching(cached, warm), None, [], ["x", "y"], lambda asked, _: list(asked), greedy_params(8))
+    found = check_prefix_cache(questions)
+    assert (found.outcome, found.facts["cached_tokens"]) == (outcome, told)
+
+
+def in_steps(*steps: float) -> list[Reply]:
+    """Of a server whose logits move in these steps in turn."""
+    rng = Random(0)
+    tops = [{"a": -0.3, "b": -0.3 - steps[i % len(steps)] * rng.randrange(1, 30), "~": -9.123} for i in range(200)]
+    return [reply("a" * 200, *tops)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "tie"), [((0.25,), 0.5), ((0.125,), 0.25), ((0.25, 0.125), 0.5), ((0.0625,), TIE), ((0.0317,), TIE)]
+)
+def test_ties_are_as_wide_as_the_steps_of_a_servers_logits(steps: tuple[float, ...], tie: float) -> None:
+    assert tie_of(in_steps(*steps)) == tie
+    rng = Random(1)
+    assert tie_of([reply("a" * 200, *({"a": -0.1, "b": -0.1 - 5 * rng.random()} for _ in range(200)))]) == TIE
+    assert tie_of([]) == TIE
+
+
+@pytest.mark.parametrize(("gap", "outcome"), [(0.5, "passed"), (0.75, "FAILED")])
+def test_a_fault_beyond_the_rounding_of_a_server_is_found(gap: float, outcome: str) -> None:
+    subject = Repeating(reply("ab", {"a": -0.1, "b": -3.0}, {"b": -0.7 - gap, "c": -0.7}), "ab")
+    tie = tie_of(in_steps(0.25))
+    questions = Questions(subject, None, ["x"], ["x"], lambda asked, _: list(asked), greedy_params(8), tie)
+    assert check_greedy(questions).outcome == outcome
+
+
+@pytest.mark.parametrize(("likeliest", "outcome"), [(-0.72, "passed"), (-0.3, "FAILED")])
+def test_with_one_log_probability_a_token_that_leaves_no_room_for_another_is_no_tie(
+    likeliest: float, outcome: str
+) -> None:
+    mine, plain = (Repeating(Reply((token,), token, "stop", ({token: likeliest},)), "") for token in "ab")
+    questions = Questions(mine, plain, ["x"], ["x"], lambda asked, _: list(asked), greedy_params(8))
+    assert check_greedy(questions).outcome == outcome
 
 
 def test_a_verdict_needs_greedy_and_sampled_tokens_that_could_be_judged() -> None:

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from tests.certify.faults import TopPIgnored, answer_by
 from tests.conftest import TinyPair
 from tests.serve.running import Tiny, running
-from volley.certify.certificate import certify_server
-from volley.certify.checks import greedy_params
+from volley import Engine, __version__
+from volley.certify.certificate import Certificate, certify_server
+from volley.certify.checks import TIE, greedy_params
 from volley.certify.options import CertifyConfig
 from volley.certify.subject import Reply, ServerFailure, ServerSubject, TooBusy
 from volley.cli import app
@@ -61,6 +62,13 @@ def test_a_lossless_server_passes_beside_plain_decoding(
     outcomes = {check["name"]: check["outcome"] for check in found["checks"]}
     for name in ("greedy", "sampled", "sampled at T = 0.6", "n", "seeds", "json"):
         assert outcomes[name] == "passed"
+    assert outcomes["prefix cache"] == "passed"
+    facts = {check["name"]: check["facts"] for check in found["checks"]}
+    assert facts["prefix cache"]["cached_tokens"] > 1000
+    assert 0 < facts["sampled at T = 0.6"]["finds"] < 1
+    assert facts["sampled at T = 0.6"]["power"] == 0.9
+    told = {"version": __version__, "plain_version": __version__, "top_logprobs": 20, "tie": TIE}
+    assert told.items() <= found["subject"].items()
     assert "<h1>lossless</h1>" in (tmp_path / "certificate.html").read_text()
 
 
@@ -122,6 +130,50 @@ def test_a_busy_server_is_asked_again_and_not_called_broken(tiny: Tiny, monkeypa
         monkeypatch.setattr("volley.certify.subject.PATIENCE", 0.6)
         with pytest.raises(TooBusy, match="HTTP 429"):
             subject.choices(PROMPTS[0], greedy_params(4), 2)
+
+
+@pytest.mark.parametrize("most", [20, 5, 1, 0])
+def test_a_server_that_gives_fewer_log_probabilities_is_asked_for_these(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/version":
+            return httpx.Response(404, headers={"server": "another"})
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "m", "max_model_len": 512}]})
+        if json.loads(request.content)["logprobs"] > most:
+            return httpx.Response(400)
+        logprobs = {"tokens": ["a"], "top_logprobs": [{"a": -0.1}]}
+        return httpx.Response(200, json={"choices": [{"text": "a", "logprobs": logprobs}], "usage": {}})
+
+    monkeypatch.setattr(
+        "volley.certify.subject.httpx.Client", partial(httpx.Client, transport=httpx.MockTransport(respond))
+    )
+    with closing(ServerSubject("http://h/v1")) as subject:
+        subject.find_top("Hello")
+        assert (subject.top, subject.room, subject.software()) == (most or 20, 512, {"server": "another"})
+        if most:
+            assert subject.ask(["Hello"], greedy_params(4))[0].cached is None
+
+
+def test_chats_are_encoded_whole_for_a_pair_and_refused_for_a_server(
+    tiny: Tiny, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text(json.dumps({"messages": messages}) + "\n")
+    given: list[list[int]] = []
+
+    def certified(engine: Engine, prompts: list[list[int]], *_: Any) -> Certificate:
+        given.extend(prompts)
+        return Certificate({}, [], {})
+
+    monkeypatch.setattr("volley.certify.certificate.certify_pair", certified)
+    args = ["certify", "--prompts", str(asked), "--out", str(tmp_path)]
+    CliRunner().invoke(app, [*args, "--target", str(tiny_pair.target), "--drafter", str(tiny_pair.drafter)])
+    assert given == [tiny.plain.encode(messages)]
+    refused = CliRunner().invoke(app, [*args, "http://127.0.0.1:9/v1"])
+    assert "give rows of 'prompt', or certify the pair here" in str(refused.exception)
 
 
 def test_what_a_busy_server_does_not_answer_is_not_judged(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

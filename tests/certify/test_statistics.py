@@ -9,7 +9,7 @@ import torch
 
 from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution, penalised
-from volley.certify.statistics import Deviations, poisson_p, sum_p, two_sample_p, two_sided
+from volley.certify.statistics import Deviations, mean_difference, poisson_p, sum_p, two_sample_p, two_sided
 from volley.decode.sampling import token_probs
 from volley.types import SamplingParams
 
@@ -60,6 +60,18 @@ def test_two_samples() -> None:
     assert two_sample_p(*same) > 1e-3
     assert two_sample_p(same[0], [value + 0.5 for value in same[1]]) < 1e-6
     assert two_sample_p([1.0] * 5, [2.0] * 5) == 1.0  # too few to say
+
+
+def test_the_shift_that_two_samples_can_find_is_found() -> None:
+    """Nine times in ten, and none where there is none."""
+    config, rng, found, false = CertifyConfig(), random.Random(0), 0, 0
+    for _ in range(100):
+        mine, theirs = ([rng.gauss(0.6, 0.2) for _ in range(150)] for _ in range(2))
+        shift = config.errors_found(4) * mean_difference(mine, theirs)[1]
+        found += two_sample_p([value + shift for value in mine], theirs) < config.alpha / 4
+        false += two_sample_p(mine, theirs) < config.alpha / 4
+    assert 80 <= found < 100
+    assert not false
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8}])

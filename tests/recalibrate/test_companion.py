@@ -20,6 +20,7 @@ from typing import Any, cast
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.conftest import TinyPair
 from tests.engine.test_reload import other_drafter
@@ -38,6 +39,7 @@ from volley.recalibrate.reservoir import entries, read
 from volley.recalibrate.state import BASE, Learnt
 from volley.serve.config import ServeConfig
 from volley.serve.service import Service
+from volley.tensors import load_tensors
 
 SCRIPT = """
     import json, os, sys, time
@@ -45,6 +47,9 @@ SCRIPT = """
     with open(folder + "/pid.new", "w") as file:
         file.write(str(os.getpid()))
     os.rename(folder + "/pid.new", folder + "/pid")
+    while os.path.exists(folder + "/wait"):
+        time.sleep(0.01)
+    print('{"event": "started"}', flush=True)
     while not os.path.exists(folder + "/die"):
         time.sleep(0.01)
         if os.path.exists(folder + "/events"):
@@ -68,20 +73,21 @@ class Learning:
         self.tiny, self.pair, self.folder = tiny, tiny_pair, tmp_path / "kept"
         self.script = tmp_path / "training.py"
         self.script.write_text(textwrap.dedent(SCRIPT))
+        self.program = (sys.executable, "-S", str(self.script))
 
     def make(self, service: Service, engine: Engine, **changes: Any) -> Recalibrator:
-        config = RecalibrateConfig(**{"recalibrate": self.folder, "recalibrate_idle": 0.05, **changes})
-        program = (sys.executable, "-S", str(self.script))
-        return Recalibrator(service, engine, config, str(self.pair.target), program=program)
+        usual = {"recalibrate": self.folder, "recalibrate_idle": 0.05, "recalibrate_requests": "all"}
+        config = RecalibrateConfig(**{**usual, **changes})
+        return Recalibrator(service, engine, config, str(self.pair.target), program=self.program)
 
     @contextmanager
-    def server(self, **changes: Any) -> Iterator[Running]:
+    def server(self, others: dict[str, Engine] | None = None, **changes: Any) -> Iterator[Running]:
         engine = Engine.from_pretrained(self.tiny.target, self.pair.drafter, policy="fixed")
 
         def prepare(service: Service) -> None:
             service.companions.append(self.make(service, engine, **changes))
 
-        with running(engine, prepare=prepare) as server:
+        with running(engine, others, prepare) as server:
             yield server
             server.settle()
 
@@ -142,6 +148,7 @@ def test_answers_are_kept_unless_the_client_says_no(learning: Learning, caplog: 
 
 
 def test_with_asked_only_what_clients_offer_is_kept(learning: Learning) -> None:
+    assert RecalibrateConfig().recalibrate_requests == "asked", "nobody's answers are kept who has not said so"
     with learning.server(recalibrate_requests="asked") as server:
         server.complete("Silent", max_tokens=4, ignore_eos=True)
         server.complete("Offered", max_tokens=4, ignore_eos=True, recalibrate=True)
@@ -337,18 +344,55 @@ def state_of(folder: Path) -> str:
         return "gone"
 
 
-def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning) -> None:
-    with learning.server() as server:
+@pytest.mark.parametrize("model", ["tiny", "other"])
+def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning, model: str) -> None:
+    """Of any model of the server."""
+    with learning.server({"other": Engine(learning.tiny.target)}, recalibrate_idle=1.0) as server:
         wait_until(lambda: (learning.folder / "pid").exists())
         assert state_of(learning.folder) != "T"
-        body = {"prompt": "Hello", "n": 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        body = {"model": model, "prompt": "Hello", "n": 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_lines())
             wait_until(lambda: state_of(learning.folder) == "T")  # a stop takes hold when the process is given a core
-            assert server.metrics()["volley:recalibration_training"] == 0
+            assert 'volley:recalibration_training{model_name="tiny"} 0.0' in server.client.get("/metrics").text
         wait_until(lambda: state_of(learning.folder) in "SR")
-        assert server.metrics()["volley:recalibration_training"] == 1
+        assert 'volley:recalibration_training{model_name="tiny"} 1.0' in server.client.get("/metrics").text
     assert state_of(learning.folder) == "gone"
+
+
+def test_training_is_not_stopped_before_it_knows_its_server(learning: Learning) -> None:
+    """It would stay stopped for ever where the server is killed."""
+    learning.folder.mkdir()
+    (learning.folder / "wait").touch()
+    with learning.server() as server:
+        wait_until(lambda: (learning.folder / "pid").exists())
+        worker = server.service.worker
+        worker.held += 1
+        worker.loop.call_soon_threadsafe(worker.on_held[0], worker.held)
+        assert server.complete("Hello", max_tokens=4).status_code == 200, "so the loop has called"
+        assert state_of(learning.folder) != "T"
+        (learning.folder / "wait").unlink()
+        wait_until(lambda: state_of(learning.folder) == "T")
+        worker.held -= 1
+
+
+def test_training_for_another_target_than_is_served_is_refused(
+    learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whose files were replaced under the server."""
+    replaced = tmp_path / "target"
+    shutil.copytree(learning.pair.target, replaced)
+    file = replaced / "model.safetensors"
+    tensors = load_tensors(file)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] + 1}, file, metadata={"format": "pt"})
+    learning.pair = learning.pair._replace(target=replaced)
+    learning.program = companion.PROGRAM
+    with learning.server() as server:
+        wait_until(lambda: "nothing is trained" in caplog.text, 120)
+        assert server.metrics()["volley:recalibration_failures_total"] == 1
+    reasons = [record.fields["reason"] for record in caplog.records if "nothing is trained" in record.message]  # type: ignore[attr-defined]
+    assert reasons == [f"the files of {replaced} are not those that the server runs; restart it"]
 
 
 def test_a_training_process_that_dies_is_counted_and_serving_goes_on(learning: Learning) -> None:
@@ -424,6 +468,8 @@ def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_
         "0",
         "--recalibrate-updates",
         "full",
+        "--recalibrate-requests",
+        "all",
     ]
 
     def logged(event: str) -> list[dict[str, Any]]:

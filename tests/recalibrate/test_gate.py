@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from volley.recalibrate.gate import LEAST_ROWS, RECENT_ROWS, choose_recent, judge, judge_shift
+from volley.recalibrate.gate import LEAST_ROWS, RECENT_ROWS, choose_recent, judge, judge_former, judge_shift
 from volley.recalibrate.replay import Replayed
 from volley.recalibrate.reservoir import Entry, ServedRow
 
@@ -52,6 +52,35 @@ def test_a_gain_of_one_client_alone_does_not_decide() -> None:
     assert found.reason.startswith("without one client")
     assert judge([*flood, *noisy(8, 0.4, 1, "honest")], 1, 0).is_better
     assert judge(flood, 1, 0).is_better, "a server with one client is that client's"
+
+
+@pytest.mark.parametrize("quiet", [1, 5])
+def test_few_answers_of_others_must_not_lose(quiet: int) -> None:
+    flood = noisy(40, 0.6, 0, "flood")
+    found = judge([*flood, *noisy(quiet, -0.3, 1, "honest")], 1, 0)
+    assert found.gain > 0.1
+    assert found.reason.startswith("without one client the gain is -")
+    assert judge([*flood, *noisy(quiet, 0.3, 1, "honest")], 1, 0).is_better
+
+
+def test_what_suits_one_client_alone_gives_way_and_does_not_come_back() -> None:
+    """However much of it there is: the former drafter is better for all others."""
+    flood, honest = noisy(36, -0.4, 0, "flood"), noisy(12, 0.4, 1, "honest")
+    rows = [*flood, *(replayed(100 + index, *row.cycles, "honest") for index, row in enumerate(honest))]
+    newest = {row.row.entry.number for row in rows[-16:]}
+    assert not judge_shift(rows, newest, 1, 0).is_better
+    found = judge_former(rows, newest, 1, 0)
+    assert (found.is_better, found.rows) == (True, 12)
+    assert found.gain > 0.2
+    assert not judge_shift(rows, newest, 0, 1).is_better, "the flood's does not suit the others"
+    assert not judge_former(noisy(40, -0.1, 2), set(), 1, 0).is_better
+
+
+def test_chance_alone_seldom_brings_a_former_drafter_back() -> None:
+    def rows(seed: int) -> list[Replayed]:
+        return [*noisy(24, -0.2, seed, "a"), *noisy(12, 0.0, seed + 5000, "b"), *noisy(12, 0.0, seed + 9000, "c")]
+
+    assert sum(judge_former(rows(seed), set(), 1, 0).is_better for seed in range(1000)) < 10
 
 
 def test_answers_are_taken_in_turn_from_all_clients() -> None:

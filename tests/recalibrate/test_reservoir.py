@@ -56,7 +56,36 @@ def test_no_name_and_no_log_says_who_asked_or_what(tmp_path: Path) -> None:
     assert "secret" not in name
     assert Entry.of(name) is not None
     assert Entry.of("1.2.3.json") is Entry.of(".1.2.c.3.train.json") is None
-    assert (tmp_path.stat().st_mode & 0o777, (tmp_path / "rows").stat().st_mode & 0o777) == (0o700, 0o700)
+    assert (tmp_path / "rows").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    opened(shared)
+    modes = [path.stat().st_mode & 0o777 for path in (shared, shared / "rows", shared / "rounds")]
+    assert modes == [0o755, 0o700, 0o700]
+
+
+def test_a_folder_of_somebody_else_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(ConfigError, match="give a folder of the user who runs the server"):
+        Reservoir(tmp_path / "theirs").open("target")
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ConfigError, match="run this as the user who runs the server"):
+        erase(tmp_path)
+
+
+def test_a_name_tells_the_answers_tokens_and_older_names_are_read(tmp_path: Path) -> None:
+    entry = opened(tmp_path).add("a", [1, 2, 3], [4, 5], 0.0)
+    assert (entry.tokens, entry.answer_tokens) == (5, 2)
+    old = Entry.of("000000000007.1000.abcdef.50.held.json")
+    assert old == Entry(7, 1000, "abcdef", 50, True)
+    assert (old.name, old.answer_tokens) == ("000000000007.1000.abcdef.50.held.json", 50)
 
 
 def test_size_is_bounded_and_whoever_has_most_gives_up_his_oldest(tmp_path: Path) -> None:

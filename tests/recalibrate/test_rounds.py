@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from tests.recalibrate.conftest import Kept
-from volley.errors import ConfigError
+from volley.errors import CheckpointError, ConfigError
 from volley.models.drafters.drafter import Drafter
 from volley.recalibrate import rounds
 from volley.recalibrate.options import RecalibrateConfig
-from volley.recalibrate.reservoir import Entry, erase
+from volley.recalibrate.reservoir import Entry, ServedRow, erase
 from volley.recalibrate.rounds import Recalibration, choose_rows
-from volley.recalibrate.state import BASE, Standing
+from volley.recalibrate.state import BASE, Learnt, Standing
 from volley.tensors import load_tensors
 from volley.train.features import target_ends
+from volley.train.loop import Trainer
 from volley.train.options import TrainConfig
 from volley.train.vocabulary import Vocabulary
 
@@ -89,7 +90,7 @@ def test_all_weights_learn_anew_from_the_given_drafter(kept: Kept) -> None:
         spoilt.fc.weight.data.zero_()
         spoilt.save_pretrained(kept.folder / "rounds/000009/full")
         if name != BASE:
-            kept.learnt.swapped(Standing(name, "full", 59, 9.0), 1).save(kept.folder)
+            kept.learnt.swapped(Standing(name, "full", 59, 9.0), 0).save(kept.folder)
         assert work.work()
         made[name] = [
             load_tensors(kept.folder / f"rounds/000001/{kind}/model.safetensors") for kind in ("full", "adapter")
@@ -102,7 +103,7 @@ def test_all_weights_learn_anew_from_the_given_drafter(kept: Kept) -> None:
 
 def test_an_adapter_begins_from_a_candidate_that_was_better_if_not_by_enough(kept: Kept) -> None:
     kept.serve(60)
-    work = kept.recalibration(recalibrate_updates=("full",))
+    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_tokens=480)
     assert work.work()
     act(kept)
     verdict = kept.folder / "rounds/000001/verdict.json"
@@ -260,6 +261,67 @@ def test_an_erased_round_fails_and_the_next_one_begins_anew(kept: Kept) -> None:
     assert kept.events[-1]["event"] == "judged"
 
 
+def test_what_is_erased_while_a_round_begins_is_not_copied(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.serve(60)
+    read = rounds.read
+
+    def read_and_erase(folder: Path, chosen: list[Entry]) -> list[ServedRow]:
+        found = list(read(folder, chosen))
+        erase(folder)
+        return found
+
+    monkeypatch.setattr(rounds, "read", read_and_erase)
+    work = kept.recalibration()
+    assert work.work()
+    assert not list(kept.folder.glob("rounds/*"))
+    assert not work.work(), "there is nothing to learn from"
+
+
+@pytest.mark.parametrize("moment", ["in training", "behind it"])
+def test_what_is_erased_in_a_round_ends_in_no_candidate(
+    kept: Kept, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.serve(60)
+    name = "step" if moment == "in training" else "run"
+    piece = getattr(Trainer, name)
+
+    def erase_behind(self: Trainer, *given: object) -> object:
+        found = piece(self, *given)
+        erase(kept.folder)
+        return found
+
+    monkeypatch.setattr(Trainer, name, erase_behind)
+    assert kept.recalibration(recalibrate_updates=("full",)).work()
+    assert "was erased in the meantime" in kept.events[-1]["reason"]
+    assert {path.name for path in (kept.folder / "rounds/000001").iterdir()} == {"plan.json", "verdict.json"}
+
+
+def test_a_kill_behind_a_new_plan_hides_no_verdict(kept: Kept) -> None:
+    """Numbers go on from the last verdict that was noted, also where nothing is left of its round."""
+    kept.serve(60)
+    assert kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=2).work()
+    act(kept)
+    kept.serve(40, seed=1)
+    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=2)
+    assert os.WIFSIGNALED(killed_at(work, 2)), "before the plan of the second round"
+    assert (kept.folder / "rounds/000001/verdict.json").exists()
+    shutil.rmtree(kept.folder / "rounds")
+    assert kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=2).work()
+    assert kept.events[-1]["round"] == 2
+    assert kept.events[-1]["round"] > kept.learnt.seen_round
+
+
+def test_long_prompts_do_not_count_as_answers(kept: Kept) -> None:
+    for index in range(60):
+        kept.reservoir.add("a", [4 + index] * 100, [7, 8, 9, 10], 0.0)
+    work = kept.recalibration(recalibrate_tokens=500, recalibrate_steps=2)
+    assert not work.work(), "240 tokens of answers"
+    assert work.config.reservoir_tokens > 2 * 60 * 104
+    assert kept.recalibration(recalibrate_steps=2, reservoir_tokens=9000).work(), "the folder holds no more of them"
+    chosen = choose_rows([Entry(n, 0, "a", 1000, False, 10) for n in range(100)], 100, 0)
+    assert len(chosen) == 20
+
+
 @pytest.mark.parametrize("reduced", [False, True], ids=["all tokens", "some tokens"])
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str, reduced: bool) -> None:
@@ -290,6 +352,13 @@ def test_a_round_goes_on_under_other_options_from_its_beginning(kept: Kept, monk
     assert list(kept.folder.glob("rounds/000001/run-full/*.pt"))
     assert kept.recalibration(**{**options, "recalibrate_steps": 4}).work()
     assert kept.events[-1]["event"] == "judged"
+
+
+def test_a_state_of_another_version_is_named_with_the_remedy(kept: Kept) -> None:
+    state = kept.folder / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "more": 1}))
+    with pytest.raises(CheckpointError, match=r"another version of volley .*'more'.* volley reservoir erase .* --all"):
+        Learnt.load(kept.folder)
 
 
 def test_a_reservoir_without_room_for_a_round_is_refused() -> None:

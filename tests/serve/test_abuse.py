@@ -99,6 +99,18 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ("chat", {"messages": ["Hello"]}, "messages.0", "valid dictionary"),
         ("chat", {"messages": [{"role": "user"}]}, "messages", "give it a text"),
         ("chat", {"messages": [{"role": "user", "content": []}]}, "messages.0.content", "a list of text parts"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "detail": 1}]}]},
+            "messages.0.content.0.detail",
+            "unknown field 'messages.0.content.0.detail'; known: text, type",
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content",
+            "images, audio and files are not read",
+        ),
         ("chat", {"messages": [{"role": "user", "contnt": "x"}]}, "messages.0.contnt", "did you mean 'content'?"),
         (
             "chat",

@@ -1,16 +1,20 @@
 """What evaluation harnesses ask for: prompts scored by echo, tokens counted, and transformers' own numbers."""
 
+import json
 from collections.abc import Iterator
 
 import openai
 import pytest
 import torch
 from openai import OpenAI
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import TinyPair
-from tests.serve.running import MODEL, Running, Tiny
+from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import openai_client
+from volley import Engine
+from volley.models.targets.target import Target
 
 PROMPTS = ["The baker sells rolls.", "Hello", "Ein Brötchen kostet 30 ¢, zwei kosten 50."]
 
@@ -67,6 +71,22 @@ def test_echo_scores_prompts(
         ]
         best = [int(row.argmax()) == token for row, token in zip(want[:-1], tokens[1:], strict=True)]
         assert is_greedy == best + [True] * max_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_no_token_that_the_tokenizer_puts_in_front(tiny: Tiny, tiny_pair: TinyPair, stream: bool) -> None:
+    target = Target.from_pretrained(tiny_pair.target, dtype=torch.float32)
+    target.tokenizer.bos_token = "<|im_start|>"
+    fast = target.tokenizer.backend_tokenizer
+    begin = ("<|im_start|>", fast.token_to_id("<|im_start|>"))
+    fast.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[begin])
+    body = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 1, "stream": stream}
+    with running(Engine(target)) as server:
+        text = server.post("completions", body).text
+    parts = [line.removeprefix("data: ") for line in text.splitlines() if line[-1:] == "}"]
+    logprobs = [choice["logprobs"] for part in parts for choice in json.loads(part)["choices"] if choice["logprobs"]]
+    assert [token for one in logprobs for token in one["tokens"]][:3] == ["<|im_start|>", "a", "b"]
+    assert [at for one in logprobs for at in one["text_offset"]] == [0, 0, 1, 2]
 
 
 def test_a_stream_begins_with_the_prompt(client: OpenAI, tiny: Tiny) -> None:

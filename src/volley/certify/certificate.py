@@ -1,6 +1,7 @@
 """Run all checks on a pair or on a server, and say what they add up to, in a file that a digest guards."""
 
 import html
+import itertools
 import json
 import platform
 import time
@@ -31,6 +32,10 @@ Say = Callable[[str], None]
 Steps = list[tuple[str, Callable[[], Sequence[Check]]]]
 """Names of checks, and how to make them."""
 JSON_PROMPTS = 4
+LONG_TOKENS, LONG_CHARACTERS = 400, 1600
+"""Of prompts that a prefix cache is to find."""
+NONCE_CHARACTERS = 64
+"""At most, of what makes a prompt new to a cache."""
 
 FINDINGS = {
     "greedy": "acceptance: greedy answers are not the target's",
@@ -114,12 +119,13 @@ def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyCo
     A diffusion language model without a drafter is its own: its mode ``self`` is checked against the autoregressive one.
     """
     started, plain = time.monotonic(), plain_engine(engine)
-    page, chosen = engine.capacity.page_size, list(prompts[: config.prompts_used])
+    chosen = list(prompts[: config.prompts_used])
     greedy = checks.greedy_params(config.max_tokens)
     subject, reference = EngineSubject(engine), EngineSubject(plain)
     answers = reference.ask(chosen, greedy, len(chosen))
-    longer = [[*prompt, *map(int, reply.tokens)] for prompt, reply in zip(chosen, answers, strict=True)]
-    longer = [prompt for prompt in longer if len(prompt) > 2 * page] or longer
+    texts = [[*prompt, *map(int, reply.tokens)] for prompt, reply in zip(chosen, answers, strict=True)]
+    most = min(LONG_TOKENS, engine.snapshot().max_tokens - 2 * config.max_tokens)
+    longer = _lengthened(texts, most)
     tie = checks.tie_between(engine.target.dtype)
     exact = engine.inexact is None or engine.target.dtype == torch.float32
     questions = Questions(
@@ -163,13 +169,44 @@ def certify_server(
             if plain is not None
             else None
         )
-        found = [_said(check, say) for check in _server_checks(subject, reference, prompts, config)]
-    facts = {"url": url, "model": subject.model, "plain": plain}
+        tie = _settled(subject, reference, prompts[: config.prompts_used], config)
+        facts = {"url": url, "model": subject.model, **subject.software(), "top_logprobs": subject.top, "tie": tie}
+        facts["plain"] = plain
+        if reference is not None:
+            facts |= {f"plain_{name}": text for name, text in reference.software().items()}
+        found = [_said(check, say) for check in _server_checks(subject, reference, prompts, config, tie)]
     return Certificate(facts, found, asdict(config), time.monotonic() - started)
 
 
-def _server_checks(
+def _settled(
     subject: ServerSubject, reference: ServerSubject | None, prompts: Sequence[str], config: CertifyConfig
+) -> float:
+    """Ask both for as many log-probabilities as they give; the gap of logits in which the subject's rounding shows."""
+    for one in (subject, *([reference] if reference is not None else [])):
+        one.find_top(prompts[0])
+    try:
+        return checks.tie_of(subject.ask(prompts, checks.greedy_params(config.max_tokens), checks.AT_ONCE))
+    except (ServerFailure, TooBusy):  # as the checks will say
+        return checks.TIE
+
+
+def _lengthened(texts: Sequence[Any], length: int) -> list[Any]:
+    """Each of the texts, and the others behind it over and over, cut where they have ``length`` together."""
+    found = []
+    for index, text in enumerate(texts):
+        whole, others = text, itertools.cycle([*texts[index + 1 :], *texts[: index + 1]])
+        while len(whole) < length:
+            whole = whole + next(others)
+        found.append(whole[: max(length, len(text))])
+    return found
+
+
+def _server_checks(
+    subject: ServerSubject,
+    reference: ServerSubject | None,
+    prompts: Sequence[str],
+    config: CertifyConfig,
+    tie: float,
 ) -> Iterator[Check]:
     """A server that breaks down over a check has failed it, and is asked on as long as it is there."""
     chosen, greedy = list(prompts[: config.prompts_used]), checks.greedy_params(config.max_tokens)
@@ -178,8 +215,11 @@ def _server_checks(
     def fresh(asked: Sequence[str], number: int) -> list[str]:
         return [f"{nonce} {number} {index}. {prompt}" for index, prompt in enumerate(asked)]
 
-    longer = [f"{prompt} {prompt} {prompt} {prompt}" for prompt in chosen]
-    questions = Questions(subject, reference, chosen, longer, fresh, greedy)
+    length = LONG_CHARACTERS
+    if subject.room is not None:  # where a token may be one character
+        length = min(length, subject.room - config.max_tokens - NONCE_CHARACTERS)
+    longer = _lengthened([f"{prompt} " for prompt in chosen], length)
+    questions = Questions(subject, reference, chosen, longer, fresh, greedy, tie)
     todo: Steps = [
         *_before_sampling(questions),
         ("sampled", lambda: check_server(subject, reference, lambda _: chosen, greedy, config, 4)),

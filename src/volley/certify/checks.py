@@ -15,6 +15,10 @@ from volley.types import SamplingParams
 
 TIE = 0.15
 """Nats between two tokens that a target in bf16 may rank either way: two units in the last place of logits up to 16."""
+STEPS = (1.0, 0.5, 0.25, 0.125, 0.0625)
+"""Units in the last place of logits in bf16, from up to 256 down to up to 16."""
+STEP_ERROR = 2e-3
+"""Nats by which log-probabilities may be rounded as a server writes them."""
 PENALTY = 1.5
 TOP_P = 0.5
 AT_ONCE = 8
@@ -27,6 +31,25 @@ SELDOM = 1e-4
 def tie_between(dtype: torch.dtype) -> float:
     """Nats between two tokens that a target of this data type may rank either way."""
     return max(TIE_UNITS * unit_in_last_place(16.0, dtype), 1e-3)
+
+
+def tie_of(replies: Sequence[Reply]) -> float:
+    """Nats between two tokens that a server may rank either way, by the steps in which its log-probabilities move.
+
+    Logits in bf16 above 16 move in larger steps than ``TIE`` allows for. The gap of the two likeliest tokens is a multiple of the
+    step then: of the largest step that more gaps than half are multiples of, as many are of twice the step by chance.
+    """
+    gaps = [
+        gap
+        for reply in replies
+        for first, second in (sorted(top.values())[:-3:-1] for top in reply.top if len(top) > 1)
+        if (gap := first - second) > STEP_ERROR
+    ]
+    enough = len(gaps) / 2 + 1.5 * math.sqrt(len(gaps))
+    for step in STEPS:
+        if sum(abs(gap - step * round(gap / step)) < STEP_ERROR for gap in gaps) > enough:
+            return max(TIE, TIE_UNITS * step)
+    return TIE
 
 
 @dataclass
@@ -80,6 +103,12 @@ class Questions:
         for reply in (theirs, mine):
             if at < len(reply.top) and all(token in reply.top[at] for token in pair):
                 return None if abs(reply.top[at][pair[0]] - reply.top[at][pair[1]]) <= self.tie else at
+        known = [reply.top[at] for reply in (theirs, mine) if at < len(reply.top)]
+        if known and all(
+            len(top) == 1 for top in known
+        ):  # which tells nothing of the other token but that it has the rest
+            likeliest = max(max(top.values()) for top in known)
+            return None if likeliest <= math.log(0.5) + self.tie else at
         return at
 
 
@@ -120,12 +149,20 @@ def _most_probable(name: str, questions: Questions, replies: Sequence[Reply]) ->
 
 
 def check_prefix_cache(questions: Questions) -> Check:
-    """The same long prompts cold, then warm."""
+    """Each long prompt cold, then warm. Not judged where the cache is known to have been of no use."""
     prompts = questions.fresh(questions.long_prompts, 1)
     questions.subject.forget()
-    cold = questions.subject.ask(prompts, questions.greedy)
-    warm = questions.subject.ask(prompts, questions.greedy)
-    return compare("prefix cache", "the same warm as cold", questions, warm, cold)
+    replies = questions.subject.ask([prompt for prompt in prompts for _ in range(2)], questions.greedy)
+    cold, warm = replies[::2], replies[1::2]
+    check = compare("prefix cache", "the same warm as cold", questions, warm, cold)
+    cached = [reply.cached for reply in warm if reply.cached is not None]
+    check.facts["cached_tokens"] = sum(cached) if cached else "not reported"
+    if check.passed and cached and not sum(cached):
+        check.judged, check.detail = False, "no prompt was found in the cache the second time"
+    elif check.passed:
+        found = f"{sum(cached)} tokens of prompts" if cached else "how much is not reported"
+        check.detail += f"; from the cache: {found}"
+    return check
 
 
 def check_concurrency(questions: Questions, concurrency: int) -> Check:

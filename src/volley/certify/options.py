@@ -35,6 +35,9 @@ class CertifyConfig:
 
     def sample_size(self, tests: int) -> int:
         """Tokens with which each of ``tests`` two-sided tests finds ``bias`` nine times in ten, whatever the probabilities."""
+        return ceil(0.25 * (self.errors_found(tests) / self.bias) ** 2)
+
+    def errors_found(self, tests: int) -> float:
+        """Standard errors of a shift that each of ``tests`` two-sided tests finds nine times in ten."""
         normal = NormalDist()
-        deviations = normal.inv_cdf(1 - self.alpha / tests / 2) + normal.inv_cdf(POWER)
-        return ceil(0.25 * (deviations / self.bias) ** 2)
+        return normal.inv_cdf(1 - self.alpha / tests / 2) + normal.inv_cdf(POWER)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from volley.certify.checks import Check, tie_between
-from volley.certify.options import CertifyConfig
+from volley.certify.options import POWER, CertifyConfig
 from volley.certify.reference import distribution, penalised
-from volley.certify.statistics import LEAST_ANSWERS, Deviations, sum_p, two_sample_p
+from volley.certify.statistics import LEAST_ANSWERS, Deviations, mean_difference, sum_p, two_sample_p
 from volley.certify.subject import Reply, Subject
 from volley.config import CapacityConfig, DecodingConfig
 from volley.decode.work import Work
@@ -193,7 +193,7 @@ def verdicts(way: Way, found: Sampled, config: CertifyConfig, tests: int) -> lis
             if not passed
             else f"{deviations.count} tokens from the target's distribution"
         )
-        facts = {"finds": config.bias if deviations is found.every else None, "power": 0.9, "shift": deviations.shift}
+        facts = {"finds": config.bias if deviations is found.every else None, "power": POWER, "shift": deviations.shift}
         checks.append(Check(name, passed, detail, p_value, deviations.count, facts))
     return checks
 
@@ -217,32 +217,47 @@ def check_server(
     shift = f"the likeliest token came {100 * deviations.shift:+.2f} points from expected"
     is_enough = deviations.count >= wanted
     detail = f"{deviations.count} tokens{'' if is_enough else f' of {wanted} wanted could be judged'}; {shift}"
-    facts = {"finds": config.bias, "power": 0.9} if is_enough else {}
+    facts = {"finds": config.bias, "power": POWER} if is_enough else {}
     passed = p_value >= config.alpha / tests
     judged = is_enough or not passed
     checks = [Check("sampled", passed, detail, p_value, deviations.count, facts, judged=judged)]
     if plain is not None:
-        asked = len(prompts(0))
-        rounds = max(-(-LEAST_ANSWERS // asked), -(-wanted // (params.max_tokens * asked)))
-        means: list[list[float]] = [[], []]
-        for side, who in enumerate((subject, plain)):
-            for again in range(max(rounds, MOST_ROUNDS)):
-                if again >= rounds and len(means[side]) >= LEAST_ANSWERS:
-                    break
-                for reply in who.ask(prompts(again), replace(params, temperature=0.6), 8):
-                    means[side] += _mean_hits(reply)
-        p_value = two_sample_p(*means)
-        checks.append(
-            Check(
-                "sampled at T = 0.6",
-                p_value >= config.alpha / tests,
-                f"{len(means[0])} answers against {len(means[1])} of plain decoding",
-                p_value,
-                len(means[0]),
-                judged=min(map(len, means)) >= LEAST_ANSWERS,
-            )
-        )
+        checks.append(_check_cooler(subject, plain, prompts, params, config, tests))
     return checks
+
+
+def _check_cooler(
+    subject: Subject,
+    plain: Subject,
+    prompts: Callable[[int], list[Any]],
+    params: SamplingParams,
+    config: CertifyConfig,
+    tests: int,
+) -> Check:
+    """How often answers at T = 0.6 have the likeliest token, against plain decoding's: their spread says what that can find."""
+    wanted, asked = config.sample_size(tests), len(prompts(0))
+    rounds = max(-(-LEAST_ANSWERS // asked), -(-wanted // (params.max_tokens * asked)))
+    means: list[list[float]] = [[], []]
+    for side, who in enumerate((subject, plain)):
+        for again in range(max(rounds, MOST_ROUNDS)):
+            if again >= rounds and len(means[side]) >= LEAST_ANSWERS:
+                break
+            for reply in who.ask(prompts(again), replace(params, temperature=0.6), 8):
+                means[side] += _mean_hits(reply)
+    p_value, is_enough = two_sample_p(*means), min(map(len, means)) >= LEAST_ANSWERS
+    passed, detail = (
+        p_value >= config.alpha / tests,
+        f"{len(means[0])} answers against {len(means[1])} of plain decoding",
+    )
+    facts: dict[str, Any] = {}
+    if is_enough:
+        shift, error = mean_difference(*means)
+        finds = config.errors_found(tests) * error
+        facts = {"finds": finds, "power": POWER, "shift": shift}
+        detail += (
+            f"; the likeliest token came {100 * shift:+.2f} points more often, and {100 * finds:.1f} would be found"
+        )
+    return Check("sampled at T = 0.6", passed, detail, p_value, len(means[0]), facts, judged=is_enough)
 
 
 @dataclass

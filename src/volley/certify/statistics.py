@@ -107,10 +107,15 @@ def two_sample_p(mine: list[float], theirs: list[float]) -> float:
     """Whether two sets of independent numbers have one mean (Welch's test, by the normal distribution)."""
     if min(len(mine), len(theirs)) < LEAST_ANSWERS:
         return 1.0
+    difference, error = mean_difference(mine, theirs)
+    return two_sided(difference / error) if error else float(abs(difference) < 1e-12)
+
+
+def mean_difference(mine: list[float], theirs: list[float]) -> tuple[float, float]:
+    """Of the means of two sets of at least two numbers each, and its standard error."""
     means, errors = [], 0.0
     for values in (mine, theirs):
         mean = sum(values) / len(values)
         means.append(mean)
         errors += sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
-    difference = means[0] - means[1]
-    return two_sided(difference / math.sqrt(errors)) if errors else float(abs(difference) < 1e-12)
+    return means[0] - means[1], math.sqrt(errors)

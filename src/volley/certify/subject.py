@@ -1,9 +1,10 @@
 """Who is asked: an engine here, or any OpenAI-compatible server, of which nothing is known but its answers."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import httpx
@@ -13,7 +14,9 @@ from volley.errors import EndpointError
 from volley.train.endpoint import retry_after
 from volley.types import SamplingParams
 
-TOP = 20
+TOPS = (20, 10, 5, 1)
+"""Log-probabilities a token that are asked for: the first number that a server does not refuse."""
+TOP = TOPS[0]
 TIMEOUT = 600.0
 """Seconds that a server has for one answer."""
 REFUSALS = (400, 404, 405, 422, 501)
@@ -38,6 +41,8 @@ class Reply:
     top: tuple[dict[Token, float], ...] = ()
     likeliest: tuple[tuple[Token, float] | None, ...] = ()
     """Of a server: the likeliest token of each place and its log-probability; ``None`` where that is a part of a character."""
+    cached: int | None = None
+    """Tokens of the prompt that were found in a cache; ``None`` where a server does not tell."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,8 @@ class EngineSubject:
             part = slice(start, start + concurrency)
             for result in self.engine.generate(list(prompts[part]), wanted[part]):
                 top: tuple[dict[Token, float], ...] = tuple(dict(row) for row in result.top_logprobs or ())
-                replies.append(Reply(tuple(result.token_ids), result.text, result.finish_reason, top))
+                cached = result.stats.cached_tokens
+                replies.append(Reply(tuple(result.token_ids), result.text, result.finish_reason, top, cached=cached))
         return replies
 
     def forget(self) -> None:
@@ -90,6 +96,11 @@ class EngineSubject:
 
 class ServerSubject:
     """``/completions`` of a server; prompts are texts."""
+
+    top = TOP
+    """Log-probabilities a token that are asked for, at most."""
+    room: int | None = None
+    """Tokens of a request and its answer, if the server tells."""
 
     def __init__(
         self, url: str, model: str | None = None, key: str | None = None, failure: type[EndpointError] | None = None
@@ -100,13 +111,39 @@ class ServerSubject:
         self.url = url.rstrip("/")
         self.client = httpx.Client(headers=headers, timeout=TIMEOUT)
         try:
-            self.model = model or str(self._json("GET", "/models", None)["data"][0]["id"])
+            known = self._json("GET", "/models", None)["data"]
+            self.model = model or str(known[0]["id"])
+            self.room = next((one.get("max_model_len") for one in known if one["id"] == self.model), None)
         except Exception:
             self.close()
             raise
 
     def close(self) -> None:
         self.client.close()
+
+    def find_top(self, prompt: str) -> None:
+        """Ask for as many log-probabilities a token as the server gives: some refuse many."""
+        for top in TOPS:
+            self.top = top
+            try:
+                self._ask(prompt, SamplingParams(max_tokens=1, logprobs=True, top_logprobs=TOP))
+            except NotOffered:
+                continue
+            except (ServerFailure, TooBusy):  # as the checks will say
+                return
+            return
+        self.top = TOP
+
+    def software(self) -> dict[str, str]:
+        """What the server says of itself: its version, and the name in its headers."""
+        try:
+            response = self.client.get(f"{self.url.removesuffix('/v1')}/version")
+        except httpx.HTTPError:
+            return {}
+        found = {"server": response.headers.get("server")}
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            found["version"] = response.json()["version"]
+        return {name: str(text) for name, text in found.items() if text}
 
     def is_there(self) -> bool:
         try:
@@ -152,7 +189,9 @@ class ServerSubject:
         return Structured(choice["message"].get("content") or "", choice.get("finish_reason") or "stop")
 
     def _ask(self, prompt: str, params: SamplingParams) -> Reply:
-        return _reply(self._json("POST", "/completions", self._body(prompt, params))["choices"][0])
+        raw = self._json("POST", "/completions", self._body(prompt, params))
+        details = (raw.get("usage") or {}).get("prompt_tokens_details") or {}
+        return replace(_reply(raw["choices"][0]), cached=details.get("cached_tokens"))
 
     def _body(self, prompt: str, params: SamplingParams) -> dict[str, Any]:
         body = {
@@ -165,7 +204,7 @@ class ServerSubject:
             "stop": list(params.stop) or None,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
-            "logprobs": params.top_logprobs or None,
+            "logprobs": min(params.top_logprobs or 0, self.top) or None,
         }
         if params.temperature > 0:  # some servers truncate unless they are told not to
             body |= {"top_k": params.top_k or -1, "min_p": params.min_p}

@@ -27,8 +27,8 @@ def show(folder: _Folder) -> None:
     )
     if not found:
         typer.echo(
-            "nothing was kept yet: answers of two tokens and more are kept as they are served; with "
-            '--recalibrate-requests asked, those of requests that say "recalibrate": true'
+            'nothing was kept yet: answers of two tokens and more are kept of requests that say "recalibrate": true, or of all '
+            "requests where the server was started with --recalibrate-requests all"
         )
     else:
         typer.echo(f"the oldest is of {time.strftime('%Y-%m-%d %H:%M', time.localtime(found[0].seconds))}")
@@ -45,6 +45,7 @@ def erase(
     """Erase every prompt and answer, also under a running server, which goes on with new ones."""
     from volley.recalibrate import reservoir as kept
 
+    kept.check_reservoir(folder)
     count = len(kept.entries(folder))
     if everything:
         kept.forget(folder)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import Reservoir
 from volley.recalibrate.state import BASE, Learnt, Standing
 from volley.serve.service import Service
-from volley.serve.worker import Job
+from volley.serve.worker import Job, Worker
 
 log = logging.getLogger("volley.serve")
 
@@ -70,7 +70,8 @@ class Recalibrator:
         self._program = tuple(program)
         self.figures = Figures(service.metrics.registry)
         self.reservoir = Reservoir(self.folder, most_tokens=config.reservoir_tokens, most_days=config.reservoir_days)
-        self.reservoir.open(target_fingerprint(engine.target.model))
+        self._fingerprint = target_fingerprint(engine.target.model)
+        self.reservoir.open(self._fingerprint)
         try:
             self.learnt = self._find_learnt(drafter_of(engine))
             self._go_on()
@@ -78,16 +79,16 @@ class Recalibrator:
             self.reservoir.close()
             raise
         self.figures.keeps(self.reservoir)
+        self._workers: list[Worker] = []
         self._waiting: queue.SimpleQueue[Kept | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="volley-reservoir", daemon=True)
         self._process: Process | None = None
-        self._is_paused = False
+        self._is_paused = self._can_be_paused = False
         self._timer: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         service.worker.on_finished.append(self.record)
-        service.worker.on_held.append(self._held)
         service.on_reloaded.append(self._reloaded)
 
     # -- what was learnt -----------------------------------------------------------------------------------------------
@@ -192,8 +193,12 @@ class Recalibrator:
             return ()
 
     # -- the training process, in the event loop -------------------------------------------------------------------------
-    async def start(self) -> None:
+    async def start(self, services: Iterable[Service]) -> None:
+        self._workers = [service.worker for service in services]
+        for worker in self._workers:
+            worker.on_held.append(self._held)
         self._writer.start()
+        log.info("recalibrating", extra={"fields": {"requests": self.config.recalibrate_requests}})
         self._following = asyncio.create_task(self._follow())
 
     async def stop(self) -> None:
@@ -223,13 +228,19 @@ class Recalibrator:
             fields: dict[str, Any] = {"log": str(self.folder / "training.log")}
             try:
                 self._process = process = await self._spawn()
-                self._held(self._service.worker.held)
                 assert process.stdout is not None
                 async for line in process.stdout:
                     event = json.loads(line)
-                    if event["event"] != "ready":
+                    if not self._can_be_paused:
+                        self._can_be_paused = True
+                        self._held()
+                    if event["event"] == "refused":
+                        log.error("nothing is trained; serving goes on", extra={"fields": {"reason": event["reason"]}})
+                        self.figures.failed.inc()
+                        return await self._kill()
+                    if "round" in event:
                         wait = RESTART_SECONDS[0]
-                    await self._act(event)
+                        await self._act(event)
                 fields["code"] = await process.wait()
             except Exception as error:  # it could not be started, or what it says cannot be read
                 await self._kill()
@@ -245,6 +256,7 @@ class Recalibrator:
         spec = {
             "folder": str(self.folder),
             "target": self._target,
+            "fingerprint": self._fingerprint,
             "config": {**asdict(self.config), "recalibrate": None},
             "width": target.hidden_size,
             "device": str(target.device),
@@ -252,17 +264,17 @@ class Recalibrator:
         }
         command = [*self._program, json.dumps(spec)]
         with (self.folder / "training.log").open("wb") as errors:
-            self._is_paused = False
+            self._is_paused = self._can_be_paused = False
             return await asyncio.create_subprocess_exec(
                 *command, stdin=DEVNULL, stdout=PIPE, stderr=errors, start_new_session=True, limit=2**20
             )
 
-    def _held(self, held: int) -> None:
-        """Stop the process while anybody waits for an answer, and for a while after."""
+    def _held(self, _: int = 0) -> None:
+        """Stop the process while anybody waits for an answer of any model of the server, and for a while after."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if held:
+        if any(worker.held for worker in self._workers):
             self._signal(paused=True)
         elif self._is_paused:
             self._timer = self._service.worker.loop.call_later(self.config.recalibrate_idle, self._resume)
@@ -271,8 +283,9 @@ class Recalibrator:
         self._signal(paused=False)
 
     def _signal(self, *, paused: bool) -> None:
+        """Not before its first line: a process that was stopped before it knows its parent would outlive a killed server."""
         process = self._process
-        if paused == self._is_paused or process is None or process.returncode is not None:
+        if paused == self._is_paused or not self._can_be_paused or process is None or process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
@@ -281,8 +294,6 @@ class Recalibrator:
 
     # -- swapping ------------------------------------------------------------------------------------------------------
     async def _act(self, event: dict[str, Any]) -> None:
-        if event["event"] == "ready":
-            return
         async with self._changing:
             if event["event"] == "failed":
                 self.figures.failed.inc()

@@ -3,12 +3,13 @@
 Drafters of one shape take equally long for a cycle, so tokens a second are in proportion to τ. Both are judged on the same
 answers, which neither was trained on. The error is that of a ratio of sums over answers, paired.
 
-No client decides alone. Answers are chosen in turn from all clients, nobody's weigh more than those of all others together, and
-a gain must hold without any one of them, as soon as there are enough answers of others.
+No client decides alone. Answers are chosen in turn from all clients, and nobody's weigh more than those of all others together. A
+gain must hold without any one of them; where there are few answers of others, these must not lose by it. A drafter that served
+before takes over again as soon as it is surely better without any one client.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,9 +22,11 @@ NEWEST_ROWS = 16
 LEAST_ROWS = 8
 """Fewer decide nothing."""
 OTHERS = 6
-"""Answers of other clients from which on a gain must hold for these alone."""
+"""Answers of other clients from which on a gain must hold for these alone; of fewer it must not be below 0."""
 ERRORS = 2.0
 """Standard errors that a gain must exceed, over many answers (:func:`_errors`)."""
+SURE_ERRORS = 3.0
+"""The same where a part of the answers brings a former drafter back: that is looked at again and again."""
 LEAST_GAIN = 0.01
 RECENT_SECONDS = 86_400
 
@@ -95,6 +98,19 @@ def judge_shift(replayed: Sequence[Replayed], newest: Collection[int], candidate
     return found
 
 
+def judge_former(replayed: Sequence[Replayed], newest: Collection[int], former: int, now: int) -> Judgement:
+    """Whether a drafter of before takes over again: as :func:`judge_shift` says, or where it is surely better without one client.
+
+    So a client that a candidate suits does not keep it in use against all others. The judgement is on these then.
+    """
+    found = judge_shift(replayed, newest, former, now)
+    for others in [] if found.is_better else _without_each(replayed):
+        gain, error = _ratio(others, _weights(others), former, now)
+        if len(others) >= OTHERS and gain > max(LEAST_GAIN, error * _errors(len(others), SURE_ERRORS)):
+            return replace(judge(others, former, now), reason="")
+    return found
+
+
 def _why_not(replayed: Sequence[Replayed], weights: Sequence[float], candidate: int, before: int) -> str:
     if len(replayed) < LEAST_ROWS:
         return f"{len(replayed)} answers to judge on, {LEAST_ROWS} are needed"
@@ -102,20 +118,28 @@ def _why_not(replayed: Sequence[Replayed], weights: Sequence[float], candidate: 
     error *= _errors(len(replayed))
     if gain <= max(LEAST_GAIN, error):
         return f"a gain of {gain:+.1%} is not more than its error (± {error:.1%})"
-    for client in sorted({row.row.entry.client for row in replayed}):
-        others = [row for row in replayed if row.row.entry.client != client]
-        if len(others) < OTHERS:
-            continue
+    for others in _without_each(replayed):
         gain, error = _ratio(others, _weights(others), candidate, before)
+        if len(others) < OTHERS:
+            if gain < 0:
+                return f"without one client the gain is {gain:+.1%}, in {len(others)} answers"
+            continue
         error *= _errors(len(others))
         if gain <= error:
             return f"without one client the gain is {gain:+.1%} (± {error:.1%})"
     return ""
 
 
-def _errors(rows: int) -> float:
-    """Standard errors that are exceeded as seldom as ``ERRORS`` over many answers: Student's quantile, by Cornish and Fisher."""
-    z, freedom = ERRORS, max(1, rows - 1)
+def _without_each(replayed: Sequence[Replayed]) -> Iterator[list[Replayed]]:
+    """The answers of all others than one client, for each client; nothing where there is only one."""
+    for client in sorted({row.row.entry.client for row in replayed}):
+        if others := [row for row in replayed if row.row.entry.client != client]:
+            yield others
+
+
+def _errors(rows: int, z: float = ERRORS) -> float:
+    """Standard errors that are exceeded as seldom as ``z`` over many answers: Student's quantile, by Cornish and Fisher."""
+    freedom = max(1, rows - 1)
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
@@ -140,8 +164,10 @@ def _ratio(replayed: Iterable[Replayed], weights: Iterable[float], candidate: in
         for row, weight in zip(replayed, weights, strict=True)
     ]
     above, below = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    if len(pairs) < 2 or below == 0:
+    if below == 0:
         return 0.0, float("inf")
     ratio, count = above / below, len(pairs)
+    if count < 2:
+        return ratio - 1, float("inf")
     spread = sum((x - ratio * y) ** 2 for x, y in pairs)
     return ratio - 1, (count / (count - 1) * spread) ** 0.5 / below

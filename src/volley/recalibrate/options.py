@@ -17,14 +17,14 @@ class RecalibrateConfig:
 
     recalibrate: Path | None = None
     """Keep the drafter tuned to the traffic: folder for the token ids of what was served, and for what is learnt from them."""
-    recalibrate_requests: Literal["all", "asked"] = "all"
-    """Which requests are kept: all but those that say "recalibrate": false, or only those that say true."""
+    recalibrate_requests: Literal["all", "asked"] = "asked"
+    """Which requests are kept: only those that say "recalibrate": true, or all but those that say false."""
     reservoir_tokens: int = 1_000_000
     """Tokens that the folder keeps at most; the client that has most of them gives up its oldest."""
     reservoir_days: float = 30.0
     """Days that a request is kept at most."""
     recalibrate_tokens: int = 8000
-    """Newly served tokens, prompts included, that a round of candidates waits for."""
+    """Tokens of newly served answers that a round of candidates waits for."""
     recalibrate_steps: int = 600
     """Training steps of a candidate, at most; few answers are passed ten times."""
     recalibrate_learning_rate: float | None = None

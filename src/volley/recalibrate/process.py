@@ -41,10 +41,11 @@ def tell(event: dict[str, Any]) -> None:
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Work until the server goes. ``spec``: folder, target, config, width, device, parent."""
+    """Work until the server goes. ``spec``: folder, target, fingerprint, config, width, device, parent."""
     sys.stdout = sys.stderr  # what libraries print is no event
     lower_priority(spec["config"]["recalibrate_nice"])
     end_with(spec["parent"])
+    tell({"event": "started"})  # from now on the server may stop this process: it cannot outlive the server any more
 
     import torch
     from transformers.utils import logging
@@ -60,6 +61,10 @@ def main(spec: dict[str, Any]) -> None:
     keep_freed_memory()
     device = torch.device(spec["device"])
     target = FrozenTarget(spec["target"], training_dtype("auto", spec["width"], device), device)
+    if target.fingerprint != spec["fingerprint"]:
+        reason = f"the files of {spec['target']} are not those that the server runs; restart it"
+        tell({"event": "refused", "reason": reason})
+        return
     config = RecalibrateConfig(**{**spec["config"], "recalibrate": Path(spec["folder"])})
     rounds = Recalibration(Path(spec["folder"]), target, spec["target"], config, tell)
     tell({"event": "ready"})

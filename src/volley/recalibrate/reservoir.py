@@ -1,8 +1,9 @@
 """A bounded store of what was served: token ids, one file a request, each written whole or not at all.
 
-A file's name says all that decides what is kept, ``NUMBER.SECONDS.CLIENT.TOKENS.PART.json``: neither a start nor a cleaning reads
-a prompt. ``PART`` is ``train`` or ``held``, by a keyed hash of the prompt: equal prompts are on one side, and no client can
-choose the side. Clients are keyed hashes too. The folder is for its owner only.
+A file's name says all that decides what is kept, ``NUMBER.SECONDS.CLIENT.TOKENS.ANSWER.PART.json``: neither a start nor a
+cleaning reads a prompt. ``ANSWER`` is how many of the tokens are the answer's. ``PART`` is ``train`` or ``held``, by a keyed hash
+of the prompt: equal prompts are on one side, and no client can choose the side. Clients are keyed hashes too. Only the owner may
+read what is made here; a folder that was there before is left as it is.
 """
 
 import fcntl
@@ -37,19 +38,29 @@ class Entry:
     client: str
     tokens: int
     held_out: bool
+    answer: int | None = None
+    """Tokens of the answer; ``None`` in names of before they said it."""
 
     @property
     def name(self) -> str:
+        answer = "" if self.answer is None else f".{self.answer}"
         part = "held" if self.held_out else "train"
-        return f"{self.number:012d}.{self.seconds}.{self.client}.{self.tokens}.{part}.json"
+        return f"{self.number:012d}.{self.seconds}.{self.client}.{self.tokens}{answer}.{part}.json"
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.tokens if self.answer is None else self.answer
 
     @classmethod
     def of(cls, name: str) -> "Entry | None":
         """The entry of a file, ``None`` for a file of another kind."""
         parts = name.split(".")
-        if len(parts) != 6 or parts[-1] != "json" or not all(parts[index].isdigit() for index in (0, 1, 3)):
+        if len(parts) not in (6, 7) or parts[-1] != "json":
             return None
-        return cls(int(parts[0]), int(parts[1]), parts[2], int(parts[3]), parts[4] == "held")
+        number, seconds, client, *counts, part, _ = parts
+        if not all(text.isdigit() for text in (number, seconds, *counts)):
+            return None
+        return cls(int(number), int(seconds), client, int(counts[0]), part == "held", *map(int, counts[1:]))
 
 
 @dataclass(frozen=True)
@@ -85,9 +96,19 @@ class Reservoir:
     # -- opening ---------------------------------------------------------------------------------------------------
     def open(self, target: str) -> None:
         """Begin to write for the target of this fingerprint. Raises ConfigError where that must not be."""
-        make_folder(self.rows_folder)
-        for path in (self.folder, self.rows_folder):
-            path.chmod(0o700)
+        try:
+            self._open(target)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"{self.folder} cannot be used ({error.strerror}); give a folder of the user who runs the server"
+            ) from None
+
+    def _open(self, target: str) -> None:
+        for path in (self.folder, self.rows_folder, self.folder / "rounds"):
+            if not path.exists():
+                make_folder(path)
+                path.chmod(0o700)
         self.lock()
         _remove_unfinished(self.folder)
         path = self.folder / "reservoir.json"
@@ -125,7 +146,7 @@ class Reservoir:
             self._lock = None
 
     def _read_names(self) -> None:
-        self._erased_at = _erased_at(self.folder)  # first, so that what is erased meanwhile is noticed
+        self._erased_at = erased_at(self.folder)  # first, so that what is erased meanwhile is noticed
         self._entries = entries(self.folder)
         self._next = max(self._next, _erased_next(self.folder), _next(self._entries))
 
@@ -140,7 +161,7 @@ class Reservoir:
     def add(self, client: str, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Entry:
         """Write one answer, then let go of what is too old or too much. Raises ConfigError where the disk takes no more."""
         assert self._lock is not None, "open() comes first"
-        if _erased_at(self.folder) != self._erased_at:
+        if erased_at(self.folder) != self._erased_at:
             self._read_names()
         entry = Entry(
             self._next,
@@ -148,6 +169,7 @@ class Reservoir:
             self._digest("client", client.encode())[:8],
             len(prompt) + len(response),
             self._is_held_out(prompt),
+            len(response),
         )
         row = {"prompt_token_ids": list(prompt), "response_token_ids": list(response), "temperature": temperature}
         write_atomically(self.rows_folder / entry.name, json.dumps(row) + "\n")
@@ -207,7 +229,8 @@ def read(folder: Path, chosen: Sequence[Entry]) -> Iterator[ServedRow]:
 def erase(folder: Path) -> int:
     """Remove every row, and every copy of one that a training has made; how many rows there were.
 
-    Drafters that were learnt stay. A server may go on writing to the folder.
+    Drafters that were learnt stay. A server may go on writing to the folder. The mark comes behind the rows, so that who finds it
+    has read none of them, and before the copies, so that who made one sees it or loses it.
     """
     check_reservoir(folder)
     found = entries(folder)
@@ -215,9 +238,9 @@ def erase(folder: Path) -> int:
     for entry in found:
         (folder / "rows" / entry.name).unlink(missing_ok=True)
     _remove_unfinished(folder)
+    write_atomically(folder / "erased", f"{number}\n")
     for copy in folder.glob("rounds/*/*.jsonl*"):
         copy.unlink(missing_ok=True)
-    write_atomically(folder / "erased", f"{number}\n")
     return len(found)
 
 
@@ -243,7 +266,14 @@ def forget(folder: Path) -> None:
 
 def check_reservoir(folder: Path) -> None:
     """Refuse a folder that no server has kept anything in."""
-    if not (folder / "reservoir.json").is_file():
+    try:
+        is_found = (folder / "reservoir.json").is_file()
+        entries(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be read ({error.strerror}); run this as the user who runs the server"
+        ) from None
+    if not is_found:
         raise ConfigError(f"{folder} is no reservoir; give the folder that `volley serve --recalibrate` was given")
 
 
@@ -260,7 +290,8 @@ def _erased_next(folder: Path) -> int:
         return 0
 
 
-def _erased_at(folder: Path) -> int | None:
+def erased_at(folder: Path) -> int | None:
+    """When answers were erased last, ``None`` if never: after a change nothing of what was read before may be used."""
     try:
         return (folder / "erased").stat().st_mtime_ns
     except OSError:

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from volley.errors import ConfigError
 from volley.files import make_folder, read_json, write_atomically
 from volley.models.drafters.adapter import adapted
 from volley.models.drafters.drafter import Drafter
-from volley.recalibrate.gate import LEAST_ROWS, NEWEST_ROWS, choose_recent, judge_shift
+from volley.recalibrate.gate import LEAST_ROWS, NEWEST_ROWS, choose_recent, judge_former, judge_shift
 from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.replay import Replayed, replay
-from volley.recalibrate.reservoir import Entry, ServedRow, entries, read
+from volley.recalibrate.reservoir import Entry, ServedRow, entries, erased_at, read
 from volley.recalibrate.state import BASE, Learnt, Standing
 from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
@@ -55,6 +56,20 @@ class RoundPlan:
     """Folder of the drafter that adapters begin from."""
     until: int
     """The number of the last answer that it may learn from."""
+    erased_at: int | None = None
+    """When answers had been erased last as it began; where that changes, what it learns from is gone."""
+
+
+class RoundTrainer(Trainer):
+    """Calls ``check`` before each step."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, target: FrozenTarget, check: Callable[[], None]) -> None:
+        super().__init__(config, ranks, target, speaks=False)
+        self.check = check
+
+    def step(self, indices: list[int], progress: float) -> tuple[torch.Tensor, torch.Tensor]:
+        self.check()
+        return super().step(indices, progress)
 
 
 class Recalibration:
@@ -88,10 +103,12 @@ class Recalibration:
             return False
         if self._look_back():
             return True
-        if self._is_due(number):
-            self._finish(self._begin(number + 1))
-            return True
-        return False
+        if not self._is_due(number):
+            return False
+        following = max(number, self.learnt.seen_round) + 1
+        if self._begin(following):
+            self._finish(following)
+        return True
 
     # -- rounds ----------------------------------------------------------------------------------------------------
     def _last_number(self) -> int:
@@ -110,20 +127,21 @@ class Recalibration:
     def _is_due(self, last: int) -> bool:
         until = self._plan(last).until if last else -1
         found = entries(self.folder)
-        new = sum(entry.tokens for entry in found if entry.number > until)
-        if new < self.config.recalibrate_tokens:
+        new = [entry for entry in found if entry.number > until]
+        is_half_full = sum(entry.tokens for entry in new) >= self.config.reservoir_tokens / 2  # of long prompts
+        if sum(entry.answer_tokens for entry in new) < self.config.recalibrate_tokens and not is_half_full:
             return False
         judging = choose_recent(found, [found[-1].number])  # a candidate that has seen all others
         return len(judging) >= LEAST_ROWS
 
-    def _begin(self, number: int) -> int:
-        """Copy what the round learns from; the plan comes last, and with it the round."""
+    def _begin(self, number: int) -> bool:
+        """Copy what the round learns from; the plan comes last, and with it the round. False where that was erased meanwhile."""
         self.target.remembered.clear()
+        erased = erased_at(self.folder)  # first: what is erased from now on is noticed
         found = entries(self.folder)
         chosen = choose_rows(found, RECENT * self.config.recalibrate_tokens, number)
         learnt = self.learnt
         init = next((one.folder for one in self._pending(learnt)), learnt.current.folder)
-        self._clean({*learnt.in_use, init})
         folder = self._round(number)
         make_folder(folder)
         rows = [
@@ -131,9 +149,13 @@ class Recalibration:
             for row in read(self.folder, chosen)
         ]
         write_atomically(folder / TRAINED_ON, "".join(json.dumps(row) + "\n" for row in rows))
-        plan = RoundPlan(number, learnt.base, init, max(entry.number for entry in found))
+        if erased_at(self.folder) != erased:
+            shutil.rmtree(folder)
+            return False
+        plan = RoundPlan(number, learnt.base, init, max(entry.number for entry in found), erased)
         write_atomically(folder / "plan.json", json.dumps(asdict(plan)) + "\n")
-        return number
+        self._clean({*learnt.in_use, init}, folder)
+        return True
 
     def _pending(self, learnt: Learnt) -> list[Standing]:
         """The last round's best candidate, if it was better than the drafter that serves, but not surely."""
@@ -144,9 +166,11 @@ class Recalibration:
         pending = Standing(verdict["folder"], verdict["kind"], verdict["trained_until"])
         return [pending] if pending.folder != learnt.current.folder and (self.folder / pending.folder).is_dir() else []
 
-    def _clean(self, kept: set[str]) -> None:
-        """Remove drafters that neither serve nor did before, with what they learnt from."""
-        for folder in self.rounds.iterdir() if self.rounds.is_dir() else ():
+    def _clean(self, kept: set[str], begun: Path) -> None:
+        """Remove drafters that neither serve nor did before, with what they learnt from; all but the round that has ``begun``."""
+        for folder in self.rounds.iterdir():
+            if folder == begun:
+                continue
             if not any(name.startswith(f"rounds/{folder.name}/") for name in kept):
                 shutil.rmtree(folder, ignore_errors=True)
             else:
@@ -158,10 +182,14 @@ class Recalibration:
         plan, folder = self._plan(number), self._round(number)
         try:
             self._check_base(plan)
+            self._check_kept(plan)
             made = [self._train(plan, kind) for kind in self.config.recalibrate_updates]
             verdict = self._judge(plan, made)
+            self._check_kept(plan)
         except Exception as error:  # whatever it is, it would be the same in the next attempt
             verdict = {"event": "failed", "round": number, "reason": f"{type(error).__name__}: {error}"}
+            for rest in [path for path in folder.iterdir() if path.is_dir()]:
+                shutil.rmtree(rest)
         write_atomically(folder / "verdict.json", json.dumps(verdict) + "\n")
         (folder / TRAINED_ON).unlink(missing_ok=True)
         self._tell_verdict(number)
@@ -209,12 +237,13 @@ class Recalibration:
             log_steps=10**9,
             save_minutes=1.0,
         )
-        trainer = Trainer(options, self.ranks, target, speaks=False)
+        check = partial(self._check_kept, plan)
+        trainer = RoundTrainer(options, self.ranks, target, check)
         try:
             trainer.resume()
         except ConfigError:  # the server was started again with other options
             shutil.rmtree(options.out)
-            trainer = Trainer(options, self.ranks, target, speaks=False)
+            trainer = RoundTrainer(options, self.ranks, target, check)
         product = trainer.run()
         drafter = Drafter.from_pretrained(product if kind == "full" else init, torch.float32)
         (adapted(drafter, product) if kind == "adapter" else drafter).save_pretrained(folder / kind)
@@ -237,6 +266,11 @@ class Recalibration:
             raise ConfigError(
                 "the server was given another drafter in the meantime; the next round begins from that one"
             )
+
+    def _check_kept(self, plan: RoundPlan) -> None:
+        """Refuse a round that learns from what was erased since it began."""
+        if erased_at(self.folder) != plan.erased_at:
+            raise ConfigError("what it learnt from was erased in the meantime; the next round learns from new answers")
 
     def _former(self, learnt: Learnt) -> list[Standing]:
         former = [] if learnt.previous is None else [learnt.previous]
@@ -272,7 +306,9 @@ class Recalibration:
         replayed = replay(drafters, self.target, rows)
         if not replayed or len(standings) < 2:
             return None, {"swap": False, "reason": "there is no answer to judge on"}
-        judged = [judge_shift(replayed, newest, place, 0) for place in range(1, len(standings))]
+        now = standings[0]
+        rules = [judge_former if one.trained_until < now.trained_until else judge_shift for one in standings[1:]]
+        judged = [rule(replayed, newest, place, 0) for place, rule in enumerate(rules, 1)]
         place = max(range(len(judged)), key=lambda place: (judged[place].is_better, judged[place].gain))
         best, verdict = standings[1 + place], judged[place]
         base = next((i for i, one in enumerate(standings) if one.folder == BASE), None)
@@ -300,12 +336,12 @@ def _over(replayed: Sequence[Replayed], drafter: int) -> float:
 def choose_rows(found: Sequence[Entry], tokens: int, seed: int) -> list[Entry]:
     """What a round learns from: the newest answers of ``tokens`` in all, and as much of the older ones, drawn at random.
 
-    Of a client that has more than all others together, no more than these have, or half of ``tokens``.
+    Prompts do not count. Of a client that has more than all others together, no more than these have, or half of ``tokens``.
     """
     rows = [entry for entry in found if not entry.held_out]
     held: dict[str, int] = defaultdict(int)
     for entry in rows:
-        held[entry.client] += entry.tokens
+        held[entry.client] += entry.answer_tokens
     most = {client: max(tokens // 2, sum(held.values()) - own) for client, own in held.items()}
     newest = _take(reversed(rows), tokens, most)
     taken = {entry.number for entry in newest}
@@ -315,13 +351,13 @@ def choose_rows(found: Sequence[Entry], tokens: int, seed: int) -> list[Entry]:
 
 
 def _take(rows: Any, tokens: int, most: dict[str, int]) -> list[Entry]:
-    """The first of ``rows`` with ``tokens`` in all, and of no client more than ``most``, which is counted down."""
+    """The first of ``rows`` with answers of ``tokens`` in all, and of no client more than ``most``, which is counted down."""
     taken: list[Entry] = []
     for entry in rows:
         if tokens <= 0:
             break
         if most[entry.client] > 0 or len(most) == 1:
-            most[entry.client] -= entry.tokens
-            tokens -= entry.tokens
+            most[entry.client] -= entry.answer_tokens
+            tokens -= entry.answer_tokens
             taken.append(entry)
     return taken

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from volley.errors import CheckpointError
 from volley.files import read_json, write_atomically
 
 BASE = "base"
@@ -42,9 +43,15 @@ class Learnt:
         if not path.exists():
             return None
         raw = read_json(path)
-        raw["current"] = Standing(**raw["current"])
-        raw["previous"] = None if raw["previous"] is None else Standing(**raw["previous"])
-        return cls(**raw)
+        try:
+            raw["current"] = Standing(**raw["current"])
+            raw["previous"] = None if raw["previous"] is None else Standing(**raw["previous"])
+            return cls(**raw)
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} is of another version of volley ({error}); serve with that one, give another folder, or erase what was "
+                f"learnt: volley reservoir erase {folder} --all"
+            ) from None
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / "state.json", json.dumps(asdict(self), indent=1) + "\n")

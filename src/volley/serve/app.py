@@ -68,7 +68,7 @@ def create_app(models: Models, config: ServeConfig) -> FastAPI:
         for service in models:
             service.worker.start(asyncio.get_running_loop())
             for companion in service.companions:
-                await companion.start()
+                await companion.start(models)
         try:
             yield
         finally:

@@ -114,9 +114,13 @@ _FORMS = {
 def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
     """Message and field of the first thing wrong with a body, from pydantic's list."""
     error = next((error for error in errors if error["type"] == "unicode"), errors[0])
-    path, context = list(_path(error["loc"])), error.get("ctx", {})
+    path, context = _path_of(error), error.get("ctx", {})
     for place, part in enumerate(path):
         if part in _FORMS and error["type"] != "unicode":
+            inside = [(_path_of(own), own) for own in errors if own["type"] == "unknown" and "text" in own["input"]]
+            for own_path, own in inside:  # a part that is text, with a field that is not known
+                if own_path[: place + 1] == path[: place + 1]:
+                    return _unknown(own_path, own["ctx"])
             field = ".".join(path[: place + 1])
             return f"{field} must be {_FORMS[part]}", field
     named = context.get("field") or ".".join(path) or None
@@ -124,8 +128,7 @@ def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
         case "refused":
             return error["msg"], named
         case "unknown":
-            named = ".".join([*path, context["name"]])
-            return f"unknown field {named!r}; {context['remedy']}", named
+            return _unknown(path, context)
         case "json_invalid":
             return f"the body is not JSON: {context.get('error', error['msg'])} (character {error['loc'][-1]})", None
         case "string_pattern_mismatch" if path[:1] == ["logit_bias"]:
@@ -133,6 +136,15 @@ def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
     if named is None:
         return "the body must be a JSON object, sent as application/json", None
     return f"{named}: {error['msg']}", named
+
+
+def _unknown(path: Sequence[str], context: Mapping[str, str]) -> tuple[str, str]:
+    named = ".".join([*path, context["name"]])
+    return f"unknown field {named!r}; {context['remedy']}", named
+
+
+def _path_of(error: Any) -> list[str]:
+    return list(_path(error["loc"]))
 
 
 def _path(places: Sequence[Any]) -> Iterator[str]:

@@ -365,6 +365,8 @@ class Echo:
 
     text: str
     token_ids: list[int]
+    in_front: int = 0
+    """Characters of a token that the tokenizer has put in front of the text."""
 
 
 class CompletionDialect(Dialect):
@@ -388,7 +390,7 @@ class CompletionDialect(Dialect):
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
         text, logprobs = "", None
         if self.echoes:
-            text, logprobs = self.echoes[index].text, self._logprobs(self._prompt(index, choice), 0)
+            text, logprobs = self.echoes[index].text, self._logprobs(self._prompt(index, choice), self._start(index))
         ids = {"prompt_token_ids": list(self.prompts[index]), "token_ids": []} if self.token_ids else {}
         if self.echoes or ids:
             yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None} | ids
@@ -400,9 +402,13 @@ class CompletionDialect(Dialect):
         whole.text += choice.text
         for name in ("token_ids", "logprobs", "top_logprobs"):
             setattr(whole, name, getattr(whole, name) + getattr(choice, name))
-        logprobs = self._logprobs(whole, 0)
+        logprobs = self._logprobs(whole, self._start(index))
         own = {"index": index, "text": whole.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         return own | self._ids(choice) | self._of_prompt(index, choice)
+
+    def _start(self, index: int) -> int:
+        """Where the first token begins: in front of the text where it is no part of it."""
+        return -self.echoes[index].in_front if self.echoes else 0
 
     def _prompt(self, index: int, choice: Choice) -> Choice:
         """The prompt as if it were text of the answer. Nothing comes before its first token: that one has no probability."""
@@ -435,7 +441,7 @@ class CompletionDialect(Dialect):
                 None if logprob is None else self._spelt({token: logprob}, top)
                 for top, token, logprob in zip(tops, tokens, chosen, strict=True)
             ],
-            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=start)) if tokens else [],
+            "text_offset": [max(0, at) for at in accumulate(map(len, tokens[:-1]), initial=start)] if tokens else [],
         }
 
     def _spelt(self, likeliest: dict[str, float], top: list[tuple[int, float]]) -> dict[str, float]:

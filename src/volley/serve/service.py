@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -49,7 +49,9 @@ def memory(engine: Engine) -> dict[str, float]:
 class Companion(Protocol):
     """Something that runs beside a service for as long as the server does, in its event loop."""
 
-    async def start(self) -> None: ...
+    async def start(self, services: "Iterable[Service]") -> None:
+        """``services`` are all of the server."""
+        ...
 
     async def stop(self) -> None: ...
 
@@ -267,7 +269,7 @@ class Service:
         echoes: list[Echo] = []
         if body.echo:
             given = [self.decode(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompts]
-            echoes = [Echo(text, ids) for text, ids in zip(given, prompts, strict=True) for _ in range(body.n)]
+            echoes = [self._echo(text, ids) for text, ids in zip(given, prompts, strict=True) for _ in range(body.n)]
         prompts, params_of = [prompt for prompt, _ in choices], [own for _, own in choices]
         dialect = CompletionDialect(
             self.model,
@@ -283,6 +285,11 @@ class Service:
             token_ids=body.return_token_ids,
         )
         return self._submit(Job(prompts, params_of, client, body.recalibrate)), dialect
+
+    def _echo(self, text: str, token_ids: list[int]) -> Echo:
+        is_special = bool(token_ids) and token_ids[0] in self._engine.tokenizer.all_special_ids
+        first = self.spell(token_ids[0]) if is_special else ""
+        return Echo(text, token_ids, 0 if text.startswith(first) else len(first))
 
     def _check(self, model: str | None) -> str | None:
         """Whether requests are taken, and the adapter that the model's name chooses."""
