@@ -126,4 +126,5 @@ def conclude(step: Step, work: Work[Request], now: float) -> bool:
         stats.block_sizes.append(1 + len(work.proposal.token_ids))
     stats.total_seconds = time.perf_counter() - request.arrived
     stats.time_to_first_token = stats.time_to_first_token or stats.total_seconds
+    stats.output_tokens = request.num_output  # last: until then the request is torn
     return True
