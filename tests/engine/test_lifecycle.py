@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from volley import Engine, SamplingParams
 from volley.engine.states import DraftRing
 from volley.errors import CapacityError
 from volley.memory.kv_store import KVDtype
+from volley.policies.goodput import Goodput
 from volley.procedures.request import Request
 
 PROMPTS = random_prompts(5, longest=22, seed=4)
@@ -249,6 +250,73 @@ def test_an_error_of_one_answer_leaves_those_of_others(pair: Pair, where: str, m
     assert next(other).token_ids == alone(1, 0)[0]
     texts += stream
     assert [token for chunk in texts for token in chunk.token_ids] == alone(2, 0)[0]
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def test_an_error_with_the_last_token_leaves_nothing_that_is_stepped_again(pair: Pair, raised: type) -> None:
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60, policy="goodput")
+
+    def fail(request: Request, *_: object) -> None:
+        if request.finish_reason is not None and request.token_ids[: len(PROMPTS[0])] == PROMPTS[0]:
+            raise raised("planted")
+
+    engine.on_verified.append(fail)
+    with pytest.raises(raised, match="planted"):
+        list(engine.generate([PROMPTS[0], PROMPTS[1]], PARAMS[0]))
+    assert not engine.has_work
+    (result,) = engine.generate([PROMPTS[1]], PARAMS[0])
+    assert result.token_ids == alone(1, 0)[0]
+    assert not cast(Goodput, engine.policy).acceptance._records
+    engine.check_integrity()
+
+
+def test_an_error_is_raised_where_its_own_result_is_asked_for(pair: Pair) -> None:
+    """And not by the iterator that happens to run the step."""
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
+
+    def fail(request: Request, *_: object) -> None:
+        if request.token_ids[: len(PROMPTS[1])] == PROMPTS[1] and request.num_output > 3:
+            raise ValueError("planted")
+
+    engine.on_verified.append(fail)
+    failing = engine.generate([PROMPTS[1], PROMPTS[2]], PARAMS[0])
+    stream = engine.stream(PROMPTS[1], PARAMS[0])
+    next(stream)
+    engine.scheduler.add(engine._make_request(PROMPTS[1], PARAMS[0]))  # whose result nobody asks for
+    (result,) = engine.generate(PROMPTS[0], PARAMS[0])
+    assert result.token_ids == alone(0, 0)[0]
+    for iterator in (failing, stream):
+        with pytest.raises(ValueError, match="planted"):
+            list(iterator)
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_an_admission_that_fails_gives_its_pages_back(
+    pair: Pair, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60, draft_window=window)
+    list(engine.generate(PROMPTS[0], PARAMS[0]))  # its pages are found
+    waiting = engine.generate([PROMPTS[0] + [7, 8, 9]], PARAMS[0])
+    inner = engine.sequences.pages.room
+
+    def fail(request: Request) -> int:
+        if errors:
+            raise errors.pop()
+        return inner(request)
+
+    errors = [ValueError("planted")]
+    monkeypatch.setattr(engine.sequences.pages, "room", fail)
+    stream = engine.stream(PROMPTS[0], PARAMS[0])
+    engine.scheduler.add(engine._make_request(PROMPTS[0], PARAMS[0]))
+    with pytest.raises(ValueError, match="planted"):
+        next(stream)
+    assert len(list(waiting)) == 1
+    while engine.has_work:
+        engine.step()
+    assert engine.pool.num_used == 0
+    engine.check_integrity()
 
 
 def test_a_listener_may_end_a_request(pair: Pair) -> None:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from volley.engine import engine as engine_module
 from volley.engine.recovery import recover
 from volley.engine.step import Step
 from volley.errors import ParallelError
+from volley.policies.goodput import Goodput
 from volley.procedures.request import Request
 
 COUNT = 12
@@ -141,6 +142,22 @@ def test_an_error_in_the_midst_of_taking_tokens(pair: Pair, monkeypatch: pytest.
     requests, faults = run(engine, replace(PARAMS, stop=("never",)))
     ((culprit, _),) = faults
     check(pair, requests, culprit=requests.index(culprit))
+
+
+def test_a_request_that_had_ended_before_the_error_is_forgotten(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.drafter, policy="goodput")
+    errors = [Broken()]
+
+    def fail(request: Request, *_: object) -> None:
+        if request.finish_reason is not None and errors:
+            raise errors.pop()
+
+    engine.on_verified.append(fail)
+    requests, faults = run(engine)
+    assert faults == []
+    check(pair, requests, culprit=None)
+    assert len(requests[0].result().token_ids) == COUNT
+    assert not cast(Goodput, engine.policy).acceptance._records
 
 
 def test_an_error_while_a_request_is_admitted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

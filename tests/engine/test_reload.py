@@ -1,17 +1,21 @@
 """A drafter takes another's place while requests run: no token changes, and what is refused changes nothing."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from tests.models.drafters.test_adapter import make_adapter
+from tests.procedures.test_denoising import masked_model
 from tests.tiny import greedy, make_pair, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.engine.reload import replace_drafter
 from volley.errors import ConfigError, MismatchError
 from volley.models.drafters.drafter import Drafter
+from volley.models.targets.diffusion import SDAR
 from volley.policies.fixed import Fixed
+from volley.procedures.self_speculative import SelfSpeculative
 
 
 def other_drafter(drafter: Drafter) -> Drafter:
@@ -79,6 +83,16 @@ def test_a_policy_object_stays_with_its_drafter() -> None:
     assert engine.drafter is pair.drafter
     (result,) = engine.generate(random_prompts(1), SamplingParams(max_tokens=8))
     assert result.token_ids == greedy(pair.hf, random_prompts(1)[0], 8)
+
+
+def test_what_was_refused_leaves_what_self_speculation_has_learnt() -> None:
+    engine = Engine(masked_model(SDAR).target, policy=Fixed(1), page_size=8)
+    procedure = engine.procedures.by_mode["self"]
+    assert isinstance(procedure, SelfSpeculative)
+    steps = procedure.steps
+    with pytest.raises(ConfigError, match="give each engine its own"):
+        replace_drafter(engine, cast(Drafter, None))
+    assert procedure.steps is steps
 
 
 def test_the_new_drafter_brings_its_adapters(tmp_path: Path) -> None:

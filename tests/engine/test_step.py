@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor
 from tests.made_up import decoding, request
 from volley.config import DecodingConfig
 from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
-from volley.engine.step import Step, Timings, accept, propose
+from volley.engine.step import Step, Timings, accept, conclude, propose
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer, Works
-from volley.types import Proposal
+from volley.types import Proposal, Verdict
 
 CHAIN, TREE = Ask(Shape.CHAIN, Rule.GREEDY, 3, 3), Ask(Shape.TREE, Rule.GREEDY, 7, 3)
 COPY = Ask(Shape.COPY, Rule.GREEDY, 2)
@@ -42,6 +43,23 @@ def test_every_procedure_judges_all_its_works_at_once() -> None:
 def test_a_step_without_logits_is_judged_by_nobody() -> None:
     with pytest.raises(AssertionError):
         accept(Step([]))
+
+
+def test_a_request_is_torn_until_all_of_a_verdict_is_taken() -> None:
+    class Cut(list[float]):
+        def __getitem__(self, _: Any) -> Any:
+            raise KeyboardInterrupt
+
+    own = decoding([1, 2])
+    work = Work(own, NO_DRAFT)
+    work.verdict, work.logprobs = Verdict(0, [5]), Cut()
+    with pytest.raises(KeyboardInterrupt):
+        conclude(Step([work]), work, 0.0)
+    assert own.is_torn
+    work.logprobs = []
+    own = work.request = decoding([1, 2])
+    assert conclude(Step([work]), work, 0.0)
+    assert not own.is_torn
 
 
 def test_prompts_do_not_decode() -> None:

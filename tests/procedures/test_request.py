@@ -49,7 +49,7 @@ def test_a_stop_token_ends_a_request_and_belongs_to_it() -> None:
     own = request([1, 2], SamplingParams(max_tokens=9, stop_token_ids=(5,)))
     assert own.append([4, 5, 6], 2) == 2
     assert own.result().finish_reason == "stop"
-    assert own.result().stats.output_tokens == 2
+    assert own.num_output == 2
 
 
 def test_a_stop_string_is_cut_off_and_what_may_begin_one_waits() -> None:

@@ -28,6 +28,7 @@ from tests.serve.running import MODEL, Running, Tiny, running, wait_until
 from volley import Engine
 from volley.errors import ConfigError
 from volley.memory.device import Device
+from volley.models.checkpoints.formats import write_checkpoint
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.models.layers.fingerprint import drafter_fingerprint
@@ -199,6 +200,38 @@ def test_a_better_drafter_takes_over_between_steps_and_is_there_after_a_restart(
         learning.tell(back)
         wait_until(lambda: (learning.learnt.swaps, learning.learnt.roll_backs) == (2, 1))
         assert learning.serves(server, BASE)
+
+
+def test_a_learnt_drafter_that_cannot_be_warmed_up_gives_way_to_the_given_one(
+    learning: Learning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with learning.server() as server:
+        learning.tell(learning.candidate())
+        wait_until(lambda: learning.serves(server, "rounds/000001/full"))
+
+    def fail(_: Engine) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(companion, "warm_up", fail)
+    with learning.server() as server:
+        assert learning.learnt.current.folder == BASE
+        assert learning.serves(server, BASE)
+
+
+def test_a_head_that_is_not_the_targets_is_refused_at_the_start(learning: Learning, tmp_path: Path) -> None:
+    target = str(learning.pair.target)
+    checkpoint = export(
+        learning.pair.drafter, tmp_path / "part", "zlab", target=target, draft_vocab_size=40, counts=[*range(260)]
+    )
+    learning.pair = learning.pair._replace(drafter=tmp_path / "part")
+    with learning.server() as server:
+        assert learning.serves(server, BASE)
+    checkpoint.tensors["lm_head.weight"] *= 2
+    write_checkpoint(tmp_path / "own", checkpoint, "zlab")
+    learning.pair = learning.pair._replace(drafter=tmp_path / "own")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="a head of its own, and training uses the target's"), learning.server():
+            pass
 
 
 def test_another_given_drafter_begins_anew(learning: Learning, tmp_path: Path) -> None:

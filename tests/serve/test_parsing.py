@@ -424,6 +424,18 @@ def test_a_tokenizers_own_template_comes_first() -> None:
     assert found is not None
     assert found.response == own
     assert not found.has_calls
+    found = format_of(Tokenizer(own), "<|start|>assistant<|channel|>")
+    assert found is not None
+    assert (found.thinking, found.answer) == (load_format("gpt_oss").thinking, load_format("gpt_oss").answer)
+
+
+def test_marks_of_the_prompt_are_none_of_the_answer() -> None:
+    """Or special tokens would be shown in answers that have none of the format's."""
+    learnt = anchored(load_format("thinking"), "<eot>\n<bot>\n<think>\n")
+    assert learnt is not None
+    assert "<bot>" not in learnt.markers()
+    assert "<think>" in learnt.markers()
+    assert "<|channel|>" in load_format("gpt_oss").markers()
 
 
 def test_unknown_formats_are_refused() -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -289,6 +290,26 @@ def test_a_form_of_gpt_oss_is_an_answer_of_its_own(tiny: Tiny, with_tools: bool)
     parser = AnswerParser(load_format("gpt_oss"), "<|start|>assistant", with_calls=False)
     parts = [*parser.feed(thought + final + '{"a":1}'), *parser.finish()]
     assert "".join(part.text for part in parts if part.kind == "content") == '{"a":1}'
+
+
+def test_a_form_goes_on_in_an_answer_that_the_prompt_has_opened(tiny: Tiny) -> None:
+    form, own = load_format("gpt_oss"), Grammar.choice(["Bern", "Rome"])
+    final = "<|start|>assistant<|channel|>final<|message|>Be"
+    opened = AnswerParser(form, final, with_calls=False)
+    assert opened.is_answering
+    assert not AnswerParser(form, "<|start|>assistant", with_calls=False).is_answering
+    for tools in (Tools(), Tools(tools=[Tool.model_validate(WEATHER)])):
+        found = grammar_of_answer(form, tools, own, tiny.plain.tokenizer, is_thinking=False, is_answering=True)
+        assert found is own
+
+
+def test_an_answer_may_be_opened_where_nothing_is_known_of_reasoning(tiny: Tiny) -> None:
+    form, tokenizer = replace(load_format("gpt_oss"), thinking=None), tiny.plain.tokenizer
+    grammar = grammar_of_answer(form, Tools(), Grammar.choice(["Bern", "Rome"]), tokenizer, is_thinking=False)
+    assert grammar is not None
+    rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule(grammar)
+    tokens = tokenizer("<|channel|>final<|message|>Rome", add_special_tokens=False)["input_ids"]
+    assert rule.num_allowed(tokens) == len(tokens)
 
 
 def in_strict(tool: Any, **changes: Any) -> Any:

@@ -228,7 +228,7 @@ class Engine:
                     if work.request.finish_reason is not None:
                         finished.append(work.request)
                 except Exception as error:
-                    first = first or error
+                    work.request.error, first = error, first or error
         finally:
             for request in finished:
                 self._end(request)
@@ -284,9 +284,8 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now; its pages are free at once."""
-        if request.finish_reason is None:
-            request.finish_reason = "abort"
-            self._end(request)
+        request.finish_reason = request.finish_reason or "abort"
+        self._end(request)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -321,11 +320,12 @@ class Engine:
         """A step. Where it raises, K/V may be half written: all that runs begins anew when it goes on, and finds no prefix."""
         try:
             self.step()
-        except BaseException:
-            for torn in self.scheduler.begin_anew():
-                self.abort(torn)
+        except BaseException as error:
+            for request in (failed := self.scheduler.begin_anew()):
+                self.abort(request)
             self.reset_prefix_cache()
-            raise
+            if all(request.error is not error for request in failed):  # else its result raises it
+                raise
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None

@@ -30,7 +30,11 @@ class Overlap:
         """The device is at work: do what has waited for that."""
         waiting, self._waiting = self._waiting, []
         for request in waiting:
-            request.write()
+            try:
+                request.write()
+            except Exception as error:
+                request.error = error
+                raise
         if self.is_used:
             for listener in self.listeners:
                 listener()

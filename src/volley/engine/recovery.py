@@ -24,13 +24,15 @@ def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]
     engine.reset_prefix_cache()
     faults = list[tuple[Request, Exception]]()
     for request in suspects:
-        own = error if request.is_torn else _step_alone(engine, request)
+        request.error = own = error if request.is_torn else _step_alone(engine, request)
         if own is not None:
             engine.abort(request)
             faults.append((request, own))
     for request in [*running, *waiting]:
         if request.finish_reason is None:
             scheduler.add(request)
+        else:
+            engine.abort(request)  # one that had ended before the error: it is forgotten everywhere
     engine.check_integrity()
     return faults
 

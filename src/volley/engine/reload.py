@@ -13,8 +13,9 @@ def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str
     To be called between two steps. Requests go on with the tokens that they would have had. They are read again, as after a
     preemption, for the new drafter's K/V. These take the old one's place in memory where both have one shape.
     """
-    before = dict(vars(engine))
-    scheduler, runner = engine.scheduler, engine.runner
+    parts = (engine, *engine.procedures.by_mode.values())
+    before = [dict(vars(part)) for part in parts]
+    scheduler, runner, known = engine.scheduler, engine.runner, engine.pacing.costs.target
     requests = [*scheduler.running, *scheduler.waiting]
     try:
         engine.use_drafter(drafter)
@@ -23,10 +24,11 @@ def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str
     except BaseException:
         if engine.runner is not runner:
             engine.runner.close()
-        vars(engine).update(before)
+        for part, own in zip(parts, before, strict=True):
+            vars(part).update(own)
         raise
     runner.close()
-    costs, known = engine.pacing.costs, before["pacing"].costs.target
+    costs = engine.pacing.costs
     known.measured_by(engine.runner.seconds)  # passes of the target take as long as before
     costs.target = known
     engine.procedures.use_costs(known)

@@ -196,12 +196,13 @@ class Scheduler:
         insort_left(self.waiting, request, key=_priority)
 
     def begin_anew(self) -> list[Request]:
-        """Preempt all that runs, after a step that failed; returns those that it cut while they took tokens."""
-        running = self.running.copy()
-        for request in reversed(running):
+        """Preempt all that runs, after a step that failed; returns those that cannot go on: ended, failed or torn."""
+        for request in self.waiting:
+            self.sequences.release(request)  # what an admission that failed has given it
+        for request in self.running[::-1]:
             self.preempt(request)
             request.canvas = None  # it may be half a pass ahead
-        return [request for request in running if request.is_torn]
+        return [one for one in self.waiting if one.is_torn or one.error is not None or one.finish_reason is not None]
 
     def finish(self, request: Request) -> None:
         """Remove a request that ended or was aborted, wherever it is."""

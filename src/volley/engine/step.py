@@ -127,4 +127,5 @@ def conclude(step: Step, work: Work[Request], now: float) -> bool:
     stats.last_tokens, stats.total_seconds = taken, time.perf_counter() - request.arrived
     if not stats.time_to_first_token:
         stats.first_tokens, stats.time_to_first_token = taken, stats.total_seconds
+    stats.output_tokens = request.num_output  # last: until then the request is torn
     return True

@@ -129,4 +129,4 @@ class Policy(ABC):
         """Learn what the target accepted."""
 
     def end(self, request_id: int) -> None:
-        """The request is over."""
+        """The request is over. It may be said twice."""

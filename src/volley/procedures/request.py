@@ -139,6 +139,8 @@ class Request:
     prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     prompt_ranks: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    """What was raised while its tokens or its text were taken."""
     stats: GenerationStats = field(default_factory=GenerationStats)
     chunks: list[TextChunk] = field(default_factory=list)
     unwritten: list[tuple[int, bool]] = field(default_factory=list)
@@ -218,7 +220,6 @@ class Request:
                 self.write()
             if self.finish_reason is not None:
                 break
-        self.stats.output_tokens = self.num_output
         return taken
 
     def write(self) -> None:
@@ -282,6 +283,9 @@ class Request:
         return CanvasDraft(canvas.step, text, tokens)
 
     def result(self) -> GenerationResult:
+        """Raises the error that ended the request, if one did."""
+        if self.error is not None:
+            raise self.error
         assert self.finish_reason is not None
         self.write()
         return GenerationResult(

@@ -26,6 +26,7 @@ from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.models.layers.accelerate import weight_bytes
 from volley.models.layers.fingerprint import drafter_fingerprint, target_fingerprint
+from volley.models.targets.loading import load_causal_lm
 from volley.models.targets.sharded import ShardedTarget
 from volley.native import WantedDraftWeights
 from volley.procedures.request import Request
@@ -35,6 +36,7 @@ from volley.recalibrate.reservoir import Reservoir
 from volley.recalibrate.state import BASE, Learnt, Standing
 from volley.serve.service import Service
 from volley.serve.worker import Job, Worker
+from volley.train.shape import check_ends
 
 log = logging.getLogger("volley.serve")
 
@@ -101,6 +103,8 @@ class Recalibrator:
             copy = drafter if source is None else Drafter.from_pretrained(source[0])
             mark.unlink(missing_ok=True)
             copy.save_pretrained(self.folder / BASE)
+            if copy.config.draft_vocab_size is not None:
+                check_ends(str(self.folder / BASE), load_causal_lm(self._target, "auto"))
             write_atomically(mark, given)
         if found is None or found.base != given:
             rounds = [int(path.name) for path in (self.folder / "rounds").glob("*") if path.name.isdigit()]
@@ -115,10 +119,13 @@ class Recalibrator:
         current = self.learnt.current
         if current.folder == BASE:
             return
+        given = drafter_of(self._engine)
         try:
             replace_drafter(self._engine, self._load(current.folder))
             warm_up(self._engine)
         except Exception as error:
+            if self._engine.drafter is not given:
+                replace_drafter(self._engine, given)
             log.error(
                 "the drafter that was learnt cannot be used; the given one serves",
                 extra={"fields": {"reason": str(error)}},

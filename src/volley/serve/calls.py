@@ -14,18 +14,28 @@ from volley.serve.notations import any_arguments_in_lark, arguments_in_lark, in_
 
 
 def grammar_of_answer(
-    form: AnswerFormat | None, tools: Tools, own: Grammar | None, tokenizer: Any, *, is_thinking: bool
+    form: AnswerFormat | None,
+    tools: Tools,
+    own: Grammar | None,
+    tokenizer: Any,
+    *,
+    is_thinking: bool,
+    is_answering: bool = False,
 ) -> Grammar | None:
     """What an answer must be: calls where they are forced, else calls or ``own``, else ``own``; ``None``: anything.
 
     Strict tools that may be called at any place bind the text from the beginning of each call. ``is_thinking`` says that the
-    prompt has opened reasoning: then whatever is asked for begins after it. Raises :class:`ConfigError`.
+    prompt has opened reasoning: then whatever is asked for begins after it. ``is_answering`` says that it has opened the answer.
+    Raises :class:`ConfigError`.
     """
     offered = tools.offered
     call = form.call if form is not None and offered else None
-    thinking = form.thinking if form is not None and is_thinking else None
+    marks = form.thinking if form is not None else None
+    thinking = marks if is_thinking else None
     opens = form.answer if form is not None and own is not None else None
-    start = "start: reasoning SPACE?" if thinking else "start: thought?" if opens else "start:"
+    if opens and is_answering and not tools.is_forced:
+        return own
+    start = "start: reasoning SPACE?" if thinking else "start: thought?" if opens and marks else "start:"
     if tools.is_forced:
         assert call is not None, "a format with calls is chosen where one is forced"
         if own is not None:
@@ -44,8 +54,8 @@ def grammar_of_answer(
     if thinking:
         end = thinking[1] + (opens[1] if opens else "")
         rules += [_until("reasoning", end, tokenizer), "SPACE: /\\s+/"]
-    elif opens and form is not None and form.thinking is not None:
-        begin, end = form.thinking
+    elif opens and marks:
+        begin, end = marks
         rules += [f"thought: {_literal(begin, tokenizer)} thinking", _until("thinking", end + opens[1], tokenizer)]
     return Grammar.lark("\n".join(rules) + "\n")
 

@@ -90,8 +90,9 @@ class AnswerFormat:
         return load_response_template({**self.response, "fields": fields})
 
     def markers(self) -> str:
-        """The text in which every marker of the format occurs as it is."""
-        return json.dumps(self.response, ensure_ascii=False).replace("\\\\", "") + json.dumps(self.thinking)
+        """The text in which every marker of an answer occurs as it is; those before it are the prompt's."""
+        own = {name: value for name, value in self.response.items() if not name.startswith("start_anchor")}
+        return json.dumps(own, ensure_ascii=False).replace("\\\\", "") + json.dumps(self.thinking)
 
 
 @cache
@@ -146,7 +147,8 @@ def format_of(tokenizer: Any, template: str, choice: str = "auto") -> AnswerForm
     known = next((one for one in found if one.is_of(template)), None)
     if own is None:
         return known
-    return AnswerFormat("tokenizer", own, None, known.thinking if known else None)
+    thinking, answer = (known.thinking, known.answer) if known else (None, None)
+    return AnswerFormat("tokenizer", own, None, thinking, answer)
 
 
 def anchored(form: AnswerFormat | None, opening: str) -> AnswerFormat | None:

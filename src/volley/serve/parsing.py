@@ -52,6 +52,11 @@ class AnswerParser:
         """Whether reasoning has begun and not ended."""
         return self._region == "thinking"
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether an answer has begun and not ended."""
+        return self._region == "content"
+
     def feed(self, text: str) -> list[Part]:
         if self._is_broken:
             return [Part("content", text)] if text else []

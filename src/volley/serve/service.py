@@ -163,8 +163,7 @@ class Service:
             shows = self._shows_special_tokens(form) or not body.skip_special_tokens
             params = replace(params, skip_special_tokens=not shows)
         await compile_grammar(self._engine.grammars, body)  # by itself, so that an error names its field
-        is_thinking = bool(parsers) and parsers[0].is_thinking
-        params = await self._bind(params, body, form, is_thinking=is_thinking)
+        params = await self._bind(params, body, form, parsers[0] if parsers else None)
         params = self._held_open(params, body.min_tokens)
         others = replace(params, prompt_logprobs=None)  # one of the answers reads the prompt for all
         choices = [params, *(others.for_choice(choice) for choice in range(1, body.n))]
@@ -233,13 +232,16 @@ class Service:
         return any(str(token) in form.markers() for token in self._engine.tokenizer.all_special_tokens)
 
     async def _bind(
-        self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, *, is_thinking: bool
+        self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, parser: AnswerParser | None
     ) -> SamplingParams:
-        """The parameters with the grammar of the whole answer, and the budget of its reasoning."""
+        """With the grammar of the whole answer and the budget of its reasoning. ``parser`` has read the prompt."""
         tokenizer = self._engine.tokenizer
+        is_thinking, is_answering = (parser.is_thinking, parser.is_answering) if parser else (False, False)
         field = "tools" if body.offered else next((asked[0] for asked in asked_for(body)), "response_format")
         try:
-            grammar = grammar_of_answer(form, body, params.grammar, tokenizer, is_thinking=is_thinking)
+            grammar = grammar_of_answer(
+                form, body, params.grammar, tokenizer, is_thinking=is_thinking, is_answering=is_answering
+            )
             if grammar is not None:
                 await asyncio.to_thread(self._engine.grammars.compile, grammar)
         except ConfigError as error:

@@ -123,17 +123,17 @@ def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
         raise ConfigError(
             f"the drafter in {path} has a Markov head in tables, which volley does not train; name another"
         )
-    _check_ends(path, target)
+    check_ends(path, target)
     return drafter
 
 
-def _check_ends(path: str, target: PreTrainedModel) -> None:
+def check_ends(path: str, target: PreTrainedModel) -> None:
     """Refuse a drafter whose embedding or head is not the target's, or rows of it: training uses the target's."""
     left = without_ends(read_checkpoint(Path(path)), target_ends(target)).config
     if left.own_embedding or left.draft_vocab_size:
         raise ConfigError(
             f"the drafter in {path} has an embedding or a head of its own, and training uses the target's; name the "
-            "drafter that it was exported from as init"
+            "drafter that it was exported from"
         )
 
 
@@ -143,7 +143,7 @@ def start_from(drafter: Drafter, path: str, target: PreTrainedModel) -> None:
     A Markov head begins with the weights of a residual one but its context, which it has no use for.
     """
     found = Drafter.from_pretrained(path, torch.float32)
-    _check_ends(path, target)
+    check_ends(path, target)
     ends = {"own_embedding": False, "draft_vocab_size": None, "draft_window": None, "target_fingerprint": None}
     wanted, have = asdict(drafter.config), {**asdict(found.config), **ends}
     if have["head"] is None:
