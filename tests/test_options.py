@@ -121,6 +121,19 @@ def test_what_is_in_the_environment_is_taken(tmp_path: Path) -> None:
     given = {"VOLLEY_TARGET": folder, "VOLLEY_DRAFTER": "d", "VOLLEY_DATA": "nowhere.jsonl", "VOLLEY_DECODE": "0"}
     assert "Missing option" not in runner.invoke(app, ["doctor"], env=given).output
     assert "Missing option '--target'" in runner.invoke(app, ["doctor"]).output
+    for model in ([], ["--model", "own"]):  # of an endpoint, and here of another command in the one case
+        command = [
+            "collect",
+            "--target",
+            folder,
+            "--out",
+            str(tmp_path / "out.jsonl"),
+            "--prompts",
+            "nowhere.jsonl",
+            *model,
+        ]
+        refused = runner.invoke(app, command, env={"VOLLEY_MODEL": "m"})
+        assert ("are of an endpoint" in str(refused.exception)) == bool(model)
     refused = runner.invoke(app, ["certify", "http://localhost:1"], env={"VOLLEY_TARGET": "t"})
     assert "leave --target and --drafter out" in str(refused.exception)
 

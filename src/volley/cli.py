@@ -284,7 +284,7 @@ def bench(
             raise ConfigError("--server decodes by itself; leave --target and --drafter out (--model names its model)")
         _bench_server(config, load, out)
         return
-    if on_command_line("model", load.model) or on_command_line("rates", load.rates):
+    if on_command_line("model") or on_command_line("rates"):
         raise ConfigError("--model and --rates are of a server; name it with --server, or a model here with --target")
     make_folder(out)
     config.load()  # what is wrong with prompts is said before a model is loaded, which may take minutes
@@ -425,7 +425,7 @@ def collect(
         key, warn = os.environ.get(api_key_env), console.stderr().print
         source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn, raw=raw)
     else:
-        if on_command_line("model", model) or on_command_line("raw", raw):
+        if on_command_line("model") or on_command_line("raw"):
             raise ConfigError("--model and --raw are of an endpoint; give --endpoint, or a model here as --target")
         if batch < 1:
             raise ConfigError(f"batch is {batch}; it must be at least 1")

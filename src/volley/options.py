@@ -13,6 +13,7 @@ import os
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -24,6 +25,10 @@ from volley.errors import ConfigError
 PREFIX = "VOLLEY_"
 ALIKE = 0.85
 """How alike two variables must be, of which one is taken for the other misspelt; the prefix counts."""
+
+
+_running: ContextVar[typer.Context] = ContextVar("running")
+"""The context of the command that runs."""
 
 
 class Without:
@@ -57,7 +62,8 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def wrapper(**given: Any) -> None:
+    def wrapper(running: typer.Context, **given: Any) -> None:
+        _running.set(running)
         for key, value in given.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"--{key.replace('_', '-')} is {value}; give a finite number")
@@ -67,6 +73,8 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
             built[name] = config_class(**{key: _parse(key, given.pop(key), hints[key]) for key in names})
         command(**given, **built)
 
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters.append(inspect.Parameter("running", kind, annotation=typer.Context))
     parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -131,9 +139,10 @@ def _variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
-def on_command_line(name: str, value: object) -> bool:
-    """Whether an option was given on the command line. A variable may be meant for other commands."""
-    return bool(value) and not os.environ.get(_variable(name))
+def on_command_line(name: str) -> bool:
+    """Whether an option of the command that runs was given on the command line. A variable may be meant for other commands."""
+    source = _running.get().get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def name_misspelt_variables(environment: Iterable[str], command: Any, *others: str) -> None:

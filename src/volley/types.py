@@ -216,12 +216,16 @@ class SamplingParams:
         try:
             if self.seed is not None:
                 object.__setattr__(self, "seed", operator.index(self.seed))
-            bias = {int(token): value for token, value in dict(self.logit_bias).items()}
+            given: object = self.logit_bias
+            pairs = given.items() if isinstance(given, Mapping) else self.logit_bias
+            bias = tuple((int(token) if isinstance(token, str) else operator.index(token), own) for token, own in pairs)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"SamplingParams: seed and the tokens of logit_bias must be whole numbers ({error})"
             ) from None
-        object.__setattr__(self, "logit_bias", tuple(bias.items()))
+        if len(dict(bias)) < len(bias):
+            raise ConfigError("SamplingParams.logit_bias has two values for one token; give each token once")
+        object.__setattr__(self, "logit_bias", bias)
 
     @property
     def distribution(self) -> tuple[float | None, ...]:

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -89,3 +90,13 @@ def test_a_look_ahead_keeps_nothing() -> None:
     assert detokenizer.peek([*rest, None, None, *byte_ids(b"b")], "_") == "€!__b"
     assert detokenizer.peek([None, *byte_ids(b"b")], "_") == "_b"
     assert "".join(detokenizer.push(token) for token in rest) == "€!"
+
+
+def test_a_token_whose_text_fails_once_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    detokenizer, tokens = Detokenizer(tokenizer()), byte_ids(b"abc")
+    assert detokenizer.push(tokens[0]) == "a"
+    with monkeypatch.context() as patch:
+        patch.setattr(detokenizer, "_decode", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            detokenizer.push(tokens[1])
+    assert [detokenizer.push(token) for token in tokens[1:]] == ["b", "c"]

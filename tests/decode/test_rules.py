@@ -118,6 +118,13 @@ def test_values_out_of_range_are_named(bad: dict[str, object]) -> None:
         SamplingParams(**bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("bad", [{1.7: 1.0}, {"1.7": 1.0}, {"5": 1.0, 5: 2.0}, ((5, 1.0), (5, 2.0))])
+def test_biases_name_each_token_once_by_its_number(bad: object) -> None:
+    with pytest.raises(ConfigError, match="logit_bias"):
+        SamplingParams(logit_bias=bad)  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias={"5": 1.0, np.int64(6): 2.0}).logit_bias == ((5, 1.0), (6, 2.0))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("tiny", [{"temperature": 1e-40}, {"temperature": 1e-6}, {"temperature": 1.0, "top_p": 1e-46}])
 def test_values_too_small_for_single_precision_still_give_a_law(tiny: dict[str, float]) -> None:
     law = token_probs(torch.tensor([[0.5, 2.0, 1.0]]), SamplingParams(**tiny))  # type: ignore[arg-type]

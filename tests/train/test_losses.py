@@ -71,6 +71,20 @@ def test_the_targets_law_follows_its_logit_softcap(rows: Rows) -> None:
     torch.testing.assert_close(target_probs(rows.final, rows.head, 3.0), expected)
 
 
+@pytest.mark.parametrize("shares", [(0.0, 0.0), (0.2, 0.7)])
+def test_the_drafters_law_follows_its_logit_softcap(rows: Rows, shares: tuple[float, float]) -> None:
+    """As when it drafts: the gradient is that of torch through the cap."""
+    loss, _, _ = block_loss(*rows[:4], Objective(*shares, draft_softcap=3.0), final=rows.final)
+    (found,) = torch.autograd.grad(loss, rows.hidden)
+    soft, variation = shares
+    log_q = (3 * torch.tanh(rows.hidden @ rows.head.t() / 3)).log_softmax(-1)
+    p = (rows.final @ rows.head.t()).softmax(-1)
+    hard = torch.nn.functional.nll_loss(log_q, rows.labels, reduction="none")
+    expected = (1 - soft - variation) * hard + soft * -(p * log_q).sum(-1) + variation * (p - log_q.exp()).abs().sum(-1)
+    torch.testing.assert_close(loss, (expected * rows.weights).sum())
+    torch.testing.assert_close(found, torch.autograd.grad((expected * rows.weights).sum(), rows.hidden)[0])
+
+
 def test_a_head_with_bias_is_one_more_column(rows: Rows) -> None:
     bias = torch.randn(9)
     loss, _, _ = block_loss(rows.hidden, torch.cat([rows.head, bias[:, None]], 1), *rows[2:4], HARD)

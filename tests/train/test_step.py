@@ -1,10 +1,15 @@
 """What the blocks of a training step see of their context."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
-from tests.tiny import random_drafter
-from volley.train.step import BlockForward
+from tests.tiny import drafter_config, random_drafter
+from volley.train.features import FrozenTarget
+from volley.train.options import TrainConfig
+from volley.train.step import BlockForward, StepFunction
 
 LENGTH, WINDOW, BLOCK = 12, 3, 4
 ANCHOR = 10
@@ -32,3 +37,13 @@ def test_each_layer_has_its_own_window(types: tuple[str, ...], bound: int | None
             seen.add(position)
     reach = max(min(own or LENGTH, bound or LENGTH) for own in (WINDOW if kind == SLIDING else None for kind in types))
     assert seen == set(range(max(0, ANCHOR - reach), ANCHOR))
+
+
+def test_the_loss_caps_what_the_drafter_caps() -> None:
+    shape, target = (
+        drafter_config(final_logit_softcapping=3.0),
+        SimpleNamespace(softcap=5.0, device=torch.device("cpu")),
+    )
+    config = TrainConfig(target="target", data=("data",), out="out")
+    own = StepFunction(config, cast(FrozenTarget, target), shape, BlockForward(random_drafter(), "dense"))
+    assert (own.objective.softcap, own.objective.draft_softcap) == (5.0, 3.0)

@@ -54,8 +54,8 @@ class Detokenizer:
         """The new text that ``token_id`` completes; empty while a multi-byte character is unfinished."""
         if self._is_silent:
             return ""
+        text = self._decode([*self._token_ids[self._start :], token_id])  # where that fails, nothing has changed
         self._token_ids.append(token_id)
-        text = self._decode(self._token_ids[self._start :])
         if text.endswith("\ufffd") and not last and len(self._token_ids) - self._last_whole < 4:
             return ""  # a character has four bytes at most
         held = 0 if last else _pending(text)

@@ -1,6 +1,6 @@
 """The training loss over the target's vocabulary, against tokens and distributions, without holding the logits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,9 @@ class Objective:
     soft: float = 0.0
     total_variation: float = 0.0
     softcap: float | None = None
+    """Of the target's logits."""
+    draft_softcap: float | None = None
+    """Of the drafter's."""
 
     @property
     def needs_target(self) -> bool:
@@ -66,10 +69,16 @@ class Objective:
         return 1.0 - self.soft - self.total_variation
 
     def __call__(self, logits: Tensor, labels: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss ``[R]``, its gradient ``[R, V]`` by ``logits``, and the label's cross-entropy ``[R]``.
+        """Loss ``[R]``, its gradient ``[R, V]`` by ``logits`` before their cap, and the label's cross-entropy ``[R]``.
 
         ``target [R, V]`` holds the target's distributions.
         """
+        if (cap := self.draft_softcap) is not None:
+            bent = torch.tanh(logits.float() / cap)
+            losses, gradient, of_label = replace(self, draft_softcap=None)(
+                (cap * bent).to(logits.dtype), labels, target
+            )
+            return losses, gradient.mul_((1 - bent.square()).to(gradient.dtype)), of_label
         probs = logits.softmax(-1)
         rows = torch.arange(len(labels), device=labels.device)
         of_label = -probs[rows, labels].float().clamp(min=1e-38).log()

@@ -111,7 +111,8 @@ class StepFunction:
         self.block_size = shape.block_size
         self.mask_token_id = shape.mask_token_id
         self.weights = slot_weights(self.block_size, config.loss_decay, config.gamma)
-        self.objective = Objective(config.soft_targets, config.total_variation, target.softcap)
+        caps = target.softcap, shape.final_logit_softcapping
+        self.objective = Objective(config.soft_targets, config.total_variation, *caps)
         self.has_head = shape.head is not None
         self.paced = config.loss_decay == "pace"
         self.config = config

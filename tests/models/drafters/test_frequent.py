@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiles import needs_kernels
+from tests.tiny import random_drafter
 from volley import Engine, SamplingParams, native
 from volley.files import REFERENCE
 from volley.models.drafters.frequent import FIRST, SEEN, FrequentHead, pays
@@ -40,6 +41,16 @@ def test_logits_are_those_of_the_whole_head(weights: Weights) -> None:
     assert bool((found == -torch.inf).all())
     own = 0 if weights == "bf16" else whole.first(FIRST).nbytes * (2 if weights == "int8" else 1) // 4
     assert own <= frequent.nbytes - SEEN * H * 2 <= 1.3 * own, "rows that the target has in these codes are not copied"
+
+
+def test_a_cap_leaves_out_what_is_not_drafted() -> None:
+    whole = made_up_head()
+    drafter = random_drafter(hidden_size=H, vocab_size=VOCAB, final_logit_softcapping=3.0)
+    hidden, drafter.own_head = torch.randn(2, H).bfloat16(), FrequentHead(whole, "bf16", RARE)
+    found = drafter.logits(hidden, whole)
+    assert bool((found[:, drafter.own_head.tokens].abs() <= 3).all())
+    found[:, drafter.own_head.tokens] = -torch.inf
+    assert bool((found == -torch.inf).all())
 
 
 def test_the_tokens_seen_last_are_drafted() -> None:

@@ -403,7 +403,10 @@ class Drafter(nn.Module):
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.config.final_logit_softcapping
-        return logits if cap is None else (cap * torch.tanh(logits.float() / cap)).to(logits.dtype)
+        if cap is None:
+            return logits
+        capped = (cap * torch.tanh(logits.float() / cap)).to(logits.dtype)
+        return capped if self.frequent_head is None else capped.masked_fill_(logits == -torch.inf, -torch.inf)
 
     @classmethod
     def from_pretrained(cls, path: Path | str, dtype: torch.dtype = torch.bfloat16) -> Self:
