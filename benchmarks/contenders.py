@@ -124,18 +124,9 @@ def peak_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-def hide_triton() -> None:
-    """PyTorch for a CPU comes without Triton. The tests' environment has it, and transformers would load its 67 MiB."""
-    from torch import version
-
-    if version.cuda is None and version.hip is None:
-        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
-
-
 def main() -> None:
     """Arguments: address, kind and the settings of that kind in JSON."""
     address, kind, settings = sys.argv[1:]
-    hide_triton()
     with Client(address) as line:
         orders = KINDS[kind](json.loads(settings))
         line.send("ready")
