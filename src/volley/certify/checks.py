@@ -104,9 +104,7 @@ class Questions:
             if at < len(reply.top) and all(token in reply.top[at] for token in pair):
                 return None if abs(reply.top[at][pair[0]] - reply.top[at][pair[1]]) <= self.tie else at
         known = [reply.top[at] for reply in (theirs, mine) if at < len(reply.top)]
-        if known and all(
-            len(top) == 1 for top in known
-        ):  # which tells nothing of the other token but that it has the rest
+        if known and all(len(top) == 1 for top in known):  # the other token has what is left, at most
             likeliest = max(max(top.values()) for top in known)
             return None if likeliest <= math.log(0.5) + self.tie else at
         return at

@@ -245,18 +245,14 @@ def _check_cooler(
             for reply in who.ask(prompts(again), replace(params, temperature=0.6), 8):
                 means[side] += _mean_hits(reply)
     p_value, is_enough = two_sample_p(*means), min(map(len, means)) >= LEAST_ANSWERS
-    passed, detail = (
-        p_value >= config.alpha / tests,
-        f"{len(means[0])} answers against {len(means[1])} of plain decoding",
-    )
+    detail = f"{len(means[0])} answers against {len(means[1])} of plain decoding"
     facts: dict[str, Any] = {}
     if is_enough:
         shift, error = mean_difference(*means)
         finds = config.errors_found(tests) * error
         facts = {"finds": finds, "power": POWER, "shift": shift}
-        detail += (
-            f"; the likeliest token came {100 * shift:+.2f} points more often, and {100 * finds:.1f} would be found"
-        )
+        detail += f"; the likeliest token came {100 * shift:+.2f} points more often, {100 * finds:.1f} would be found"
+    passed = p_value >= config.alpha / tests
     return Check("sampled at T = 0.6", passed, detail, p_value, len(means[0]), facts, judged=is_enough)
 
 
