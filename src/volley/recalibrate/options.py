@@ -23,7 +23,7 @@ class RecalibrateConfig:
     """Tokens that the folder keeps at most; the client that has most of them gives up its oldest."""
     reservoir_days: float = 30.0
     """Days that a request is kept at most."""
-    recalibrate_tokens: int = 8000
+    recalibrate_tokens: int = 4000
     """Tokens of newly served answers that a round of candidates waits for."""
     recalibrate_steps: int = 600
     """Training steps of a candidate, at most; few answers are passed ten times."""
