@@ -96,7 +96,7 @@ def test_a_token_whose_text_fails_once_is_taken_once(monkeypatch: pytest.MonkeyP
     detokenizer, tokens = Detokenizer(tokenizer()), byte_ids(b"abc")
     assert detokenizer.push(tokens[0]) == "a"
     with monkeypatch.context() as patch:
-        patch.setattr(detokenizer, "_decode", lambda _: 1 // 0)
+        patch.setattr(detokenizer, "decode", lambda _: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             detokenizer.push(tokens[1])
     assert [detokenizer.push(token) for token in tokens[1:]] == ["b", "c"]

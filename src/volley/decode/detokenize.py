@@ -38,10 +38,10 @@ class Detokenizer:
         before: Sequence[int] = (),
     ) -> None:
         """``before`` are tokens that the text goes on from: some tokenizers drop the space in front of a first word."""
-        self._decode = _decoder(tokenizer, skip_special_tokens)
+        self.decode = _decoder(tokenizer, skip_special_tokens)
         self._is_silent = tokenizer is None
         self._token_ids = list(before[-self._CONTEXT :])
-        while (known := self._decode(self._token_ids)).startswith("\ufffd"):  # not in the middle of a character
+        while (known := self.decode(self._token_ids)).startswith("\ufffd"):  # not in the middle of a character
             del self._token_ids[0]
         if known.endswith("\ufffd"):  # a part of a character, perhaps: what follows is told by itself
             self._token_ids, known = [], ""
@@ -54,7 +54,7 @@ class Detokenizer:
         """The new text that ``token_id`` completes; empty while a multi-byte character is unfinished."""
         if self._is_silent:
             return ""
-        text = self._decode([*self._token_ids[self._start :], token_id])  # where that fails, nothing has changed
+        text = self.decode([*self._token_ids[self._start :], token_id])  # where that fails, nothing has changed
         self._token_ids.append(token_id)
         if text.endswith("\ufffd") and not last and len(self._token_ids) - self._last_whole < 4:
             return ""  # a character has four bytes at most
@@ -68,7 +68,7 @@ class Detokenizer:
             before = [at for at in self._whole if at < len(self._token_ids)]  # not the end: some context is left
             self._start = min(before, key=lambda at: (at > latest, abs(at - latest)), default=latest)
             self._whole = [at for at in self._whole if at > self._start]
-            text = self._decode(self._token_ids[self._start :])
+            text = self.decode(self._token_ids[self._start :])
             self._known = text[: len(text) - held]
         return new
 
@@ -76,7 +76,7 @@ class Detokenizer:
         """What is left of an unfinished character, for the end of a text."""
         if self._is_silent:
             return ""
-        text = self._decode(self._token_ids[self._start :])
+        text = self.decode(self._token_ids[self._start :])
         new, self._known = text[len(self._known) :], text
         return new
 
@@ -87,6 +87,6 @@ class Detokenizer:
         for is_masked, run in groupby(token_ids, lambda token: token is None):
             tokens = list(run)
             known = context + [token for token in tokens if token is not None]
-            text += masked * len(tokens) if is_masked else self._decode(known)[len(done) :]
+            text += masked * len(tokens) if is_masked else self.decode(known)[len(done) :]
             context, done = [], ""
         return text
