@@ -326,7 +326,7 @@ class Tuning:
             "held-out prompts by the pair, by chains of its blocks and by the target alone, in turn; a minute or two"
         )
         engine = self._pair()
-        found = measure(engine, self._held_out(), self.config.temperatures)
+        found = measure(engine, self._held_out(engine), self.config.temperatures)
         for row in found["rows"]:
             self.say(f"T = {row['temperature']:g}: τ {row['tau']:.2f}, {row['speedup']:.2f} × plain decoding")
         return found
@@ -339,14 +339,14 @@ class Tuning:
     def certify(self) -> dict[str, Any]:
         self.say("greedy and sampled output against plain decoding, a few minutes")
         engine, settings = self._pair(), CertifyConfig(bias=self.config.bias, max_tokens=32)
-        certificate = certify_pair(engine, self._held_out(), settings, self._say)
+        certificate = certify_pair(engine, self._held_out(engine), settings, self._say)
         certificate.write(self.out / "certificate.json")
         self.say(f"{certificate.verdict}: {len(certificate.checks)} checks")
         return {"verdict": certificate.verdict, "failed": [check.name for check in certificate.failed]}
 
-    def _held_out(self) -> list[list[int]]:
+    def _held_out(self, engine: Engine) -> list[list[int]]:
         assert self.serving.tokenizer is not None, "a loaded target has a tokenizer"
-        return held_out_prompts(self.out, self.serving.tokenizer, self.serving.context_length)
+        return held_out_prompts(self.out, self.serving.tokenizer, engine.snapshot().max_tokens)
 
     def export(self) -> dict[str, Any]:
         self.say("the drafter for other programs, some seconds")
