@@ -14,10 +14,11 @@ from tests.certify.faults import TopPIgnored, answer_by
 from tests.conftest import TinyPair
 from tests.serve.running import Tiny, running
 from volley import Engine, __version__
+from volley.certify import checks
 from volley.certify.certificate import Certificate, certify_server
-from volley.certify.checks import TIE, greedy_params
+from volley.certify.checks import TIE, Check, Questions, greedy_params
 from volley.certify.options import CertifyConfig
-from volley.certify.subject import Reply, ServerFailure, ServerSubject, TooBusy
+from volley.certify.subject import NotOffered, Reply, ServerFailure, ServerSubject, TooBusy
 from volley.cli import app
 from volley.errors import EndpointError
 from volley.types import SamplingParams
@@ -203,6 +204,23 @@ def test_a_field_that_plain_decoding_ignores_as_well_is_not_offered(tiny: Tiny) 
             found = certify_server(next(urls), PROMPTS, QUICK, plain=next(urls), say=lambda _: None)
         verdicts.append({check.name: check.outcome for check in found.checks}["top_p"])
     assert verdicts == ["not judged", "FAILED"]
+
+
+@pytest.mark.parametrize("refusal", [TooBusy("HTTP 429"), NotOffered("HTTP 400")])
+def test_plain_decoding_that_does_not_answer_excuses_no_server(
+    tiny: Tiny, refusal: EndpointError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(questions: Questions, name: str, **_: Any) -> Check:
+        if questions.plain is questions.subject:
+            raise refusal
+        return Check(name, False, "planted")
+
+    monkeypatch.setattr(checks, "check_narrow", check)
+    few = CertifyConfig(bias=0.45, max_tokens=8, prompts_used=1)
+    with running(tiny.plain) as server:
+        url = f"{server.url}/v1"
+        found = certify_server(url, PROMPTS, few, plain=url, say=lambda _: None)
+    assert {"top_k", "top_p"} <= {check.name for check in found.failed}
 
 
 def test_few_sampled_tokens_decide_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

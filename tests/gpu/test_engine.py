@@ -18,6 +18,7 @@ from tests.costs import settle
 from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import Pair, answers_and_drafts, make_pair, random_prompts
 from volley import Engine, SamplingParams
+from volley.bench.run import without_drafter
 from volley.files import REFERENCE
 from volley.memory import float8
 from volley.memory.kv_cache import BlockTable
@@ -338,3 +339,12 @@ def test_several_sampled_kinds_in_a_step_are_read_at_once(both: Both) -> None:
         counts.clear()
         engine.step()
         assert counts.waits.total() == 1
+
+
+def test_an_engine_to_compare_with_takes_no_more_pages_and_no_more_than_are_left(both: Both) -> None:
+    """Others may share the GPU, and the first may have taken nearly all of it."""
+    with pretended_cuda():
+        assert without_drafter(Engine(both.target, both.drafter, num_pages=64)).capacity.num_pages == 64
+        alone = Engine(both.target, both.drafter)
+    with pretended_cuda(free_bytes=2**26):
+        assert 0 < without_drafter(alone).capacity.num_pages < alone.capacity.num_pages

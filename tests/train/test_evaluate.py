@@ -1,9 +1,11 @@
-"""Which draft window a training finds to be enough."""
+"""Which draft window a training finds to be enough, and prompts that it cannot decode."""
 
 import pytest
 import torch
 
-from volley.train.evaluate import choose_window
+from tests.conftest import TinyPair
+from volley.models.drafters.drafter import Drafter
+from volley.train.evaluate import choose_window, evaluate_tau
 
 BLOCKS, SLOTS, LONGEST = 400, 5, 600
 ANCHORS = torch.linspace(1, LONGEST - 1, BLOCKS).long()
@@ -35,3 +37,10 @@ def test_a_window_is_judged_by_blocks_that_have_more_context() -> None:
     assert choose_window(whole, {128: whole}, valid & (ANCHORS <= 128)[:, None], ANCHORS, LONGEST) == LONGEST, (
         "no block shows that it is enough"
     )
+
+
+def test_prompts_that_fit_in_no_engine_are_told_of(tiny_pair: TinyPair) -> None:
+    drafter, target = Drafter.from_pretrained(tiny_pair.drafter, torch.float32), str(tiny_pair.target)
+    with pytest.warns(UserWarning, match="no held-out prompt leaves 8 of the 1024 tokens .* give shorter prompts"):
+        found = evaluate_tau(drafter, target, [[5] * 1020], max_tokens=8, dtype=torch.float32, device="cpu")
+    assert found["cycles"] == 0

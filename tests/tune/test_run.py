@@ -9,7 +9,8 @@ import signal
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from volley.models.checkpoints.formats import read_checkpoint
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.models.layers.fingerprint import drafter_fingerprint
-from volley.models.targets.target import load_tokenizer
+from volley.models.targets.target import Target, load_tokenizer
 from volley.train.collect import Progress as Collected
 from volley.train.data import TrainingData, read_rows
 from volley.train.documents import Document
@@ -310,7 +311,12 @@ def test_what_cannot_be_tuned_is_said_at_once(tmp_path: Path) -> None:
     ids = [{"prompt_token_ids": [5] * length, "response_token_ids": [6, 7]} for length in (36, 37, 36)]
     (tmp_path / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ids))
     assert held_out_prompts(tmp_path, byte_tokenizer(), 100) == [[5] * 36]
-    with pytest.raises(InputError, match="leaves 64 tokens of the target's context of 99; give shorter ones"):
+    tuning = object.__new__(Tuning)
+    tuning.out, tuning.serving = tmp_path, cast(Target, SimpleNamespace(tokenizer=byte_tokenizer(), context_length=999))
+    for most, prompts in ((100, [[5] * 36]), (101, [[5] * 36, [5] * 37])):
+        engine = SimpleNamespace(snapshot=lambda most=most: SimpleNamespace(max_tokens=most))
+        assert tuning._held_out(cast(Engine, engine)) == prompts, "an engine may hold less than the target's context"
+    with pytest.raises(InputError, match="leaves 64 of the 99 tokens that an engine holds of one; give shorter ones"):
         held_out_prompts(tmp_path, byte_tokenizer(), 99)
 
 

@@ -13,6 +13,7 @@ from volley.bench.report import Report, machine, to_markdown
 from volley.bench.tasks import PLAIN, SELF, BenchConfig, Case, name_of
 from volley.bench.ties import is_tie
 from volley.config import CapacityConfig, DecodingConfig
+from volley.engine.capacity import fit_engine
 from volley.engine.engine import Engine
 from volley.files import write_atomically
 from volley.models.diagnosis import holds_target
@@ -53,10 +54,12 @@ def draft_model_runner(engine: Engine, path: str, tokens: int) -> tuple[Case, Ru
 
 
 def _beside(engine: Engine, proposer: Proposer | None = None, drafter: Drafter | None = None) -> Engine:
-    capacity: CapacityConfig = engine.capacity
-    if engine.target.device.type != "cpu":  # where the first pool left a tenth of the memory
-        capacity = CapacityConfig(**{**asdict(capacity), "num_pages": None})
-    config = DecodingConfig(kv_dtype=engine.config.kv_dtype)
+    """With as many pages as ``engine``, or as its pool has left room for on a GPU."""
+    capacity, config = engine.capacity, DecodingConfig(kv_dtype=engine.config.kv_dtype)
+    if engine.target.device.type != "cpu":
+        free = CapacityConfig(**{**asdict(capacity), "num_pages": None})
+        fitting = fit_engine(free, config, engine.target, drafter)
+        capacity = replace(fitting, num_pages=min(fitting.num_pages, capacity.num_pages))
     return Engine(engine.target, drafter, config=config, capacity=capacity, proposer=proposer)
 
 

@@ -231,7 +231,7 @@ def _server_checks(
     for name, check in todo:
         try:
             found = check()
-            if name in elsewhere and not _all_passed(found) and not _all_passed(elsewhere[name]()):
+            if name in elsewhere and not _all_passed(found) and _fails_too(elsewhere[name]):
                 found = [Check(name, True, "not offered: plain decoding ignores it too", judged=False)]
             yield from found
         except NotOffered as error:
@@ -285,6 +285,14 @@ def _fields(questions: Questions) -> Steps:
 
 def _all_passed(found: Sequence[Check]) -> bool:
     return all(check.passed for check in found)
+
+
+def _fails_too(check: Callable[[], Sequence[Check]]) -> bool:
+    """Whether plain decoding fails a check as well. One that it refuses, or is too busy for, says nothing."""
+    try:
+        return not _all_passed(check())
+    except (NotOffered, TooBusy):
+        return False
 
 
 def _said(check: Check, say: Say) -> Check:

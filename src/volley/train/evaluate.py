@@ -1,5 +1,6 @@
 """How well the drafter drafts on held-out rows: teacher-forced, and the real τ by decoding with volley's own engine."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class HeldOut:
             dtype=target.dtype,
             device=str(target.device),
         )
-        return {"decoded": found}
+        return {"decoded": found} if found["cycles"] else {}
 
 
 def choose_window(right: Tensor, within: Mapping[int, Tensor], valid: Tensor, anchors: Tensor, longest: int) -> int:
@@ -133,7 +134,11 @@ def evaluate_tau(
     engine = Engine.from_pretrained(target, drafter=copy, dtype=dtype, device=place, capacity=sizes, policy="fixed")
     engine.procedures.write_causally()
     accepted: list[int] = []
-    fitting = [prompt for prompt in prompts if len(prompt) + max_tokens <= engine.snapshot().max_tokens]
+    most = engine.snapshot().max_tokens
+    fitting = [prompt for prompt in prompts if len(prompt) + max_tokens <= most]
+    if prompts and not fitting:
+        told = f"no held-out prompt leaves {max_tokens} of the {most} tokens that an engine holds beside the training"
+        warnings.warn(f"{told}, so the real τ is not measured; give shorter prompts", stacklevel=2)
     for result in engine.generate(fitting, SamplingParams(max_tokens=max_tokens)):
         accepted += result.stats.accepted_lengths
     del engine, copy

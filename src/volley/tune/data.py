@@ -151,13 +151,16 @@ def _size(row: dict[str, Any]) -> int:
     return len(ids) or sum(len(message["content"]) for message in row["messages"]) // 3
 
 
-def held_out_prompts(out: Path, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[list[int]]:
-    """The token ids of each prompt once, with or without thinking, as it was answered; those that leave room for an answer."""
+def held_out_prompts(out: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> list[list[int]]:
+    """The token ids of each prompt once, with or without thinking, as it was answered; those that leave room for an answer.
+
+    An engine holds ``most`` tokens of one request.
+    """
     rows = read_rows([out / "held-out.jsonl"])
     found = [list(ids) for ids in dict.fromkeys(tuple(prompt_ids(tokenizer, row)) for row in rows)]
-    fitting = [ids for ids in found if len(ids) <= context_length - ROOM]
+    fitting = [ids for ids in found if len(ids) <= most - ROOM]
     if not fitting:
         raise InputError(
-            f"no prompt that is held out leaves {ROOM} tokens of the target's context of {context_length}; give shorter ones"
+            f"no prompt that is held out leaves {ROOM} of the {most} tokens that an engine holds of one; give shorter ones"
         )
     return fitting

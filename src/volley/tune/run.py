@@ -337,7 +337,8 @@ class Tuning:
         return {**outcome, "draft_window": window}
 
     def measure(self) -> dict[str, Any]:
-        engine, prompts = self._pair(), self._held_out()
+        engine = self._pair()
+        prompts = self._held_out(engine)
         minutes = measure_seconds(engine, prompts, self.config.temperatures) / 60
         self.say(
             "held-out prompts by the pair, by chains of its blocks and by the target alone, in turn; "
@@ -354,7 +355,8 @@ class Tuning:
         return Engine.from_pretrained(self.serving, drafter=self.drafter, device=device, capacity=beside_others(device))
 
     def certify(self) -> dict[str, Any]:
-        engine, prompts = self._pair(), self._held_out()
+        engine = self._pair()
+        prompts = self._held_out(engine)
         settings = CertifyConfig(bias=self.config.bias, max_tokens=32)
         minutes = certify_seconds(engine, prompts, settings) / 60
         self.say(f"greedy and sampled output against plain decoding, about {minutes:.1f} minutes")
@@ -363,9 +365,9 @@ class Tuning:
         self.say(f"{certificate.verdict}: {len(certificate.checks)} checks")
         return {"verdict": certificate.verdict, "failed": [check.name for check in certificate.failed]}
 
-    def _held_out(self) -> list[list[int]]:
+    def _held_out(self, engine: Engine) -> list[list[int]]:
         assert self.serving.tokenizer is not None, "a loaded target has a tokenizer"
-        return held_out_prompts(self.out, self.serving.tokenizer, self.serving.context_length)
+        return held_out_prompts(self.out, self.serving.tokenizer, engine.snapshot().max_tokens)
 
     def export(self) -> dict[str, Any]:
         self.say("the drafter for other programs, some seconds")
