@@ -31,6 +31,7 @@ from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
 from volley.train.options import LONGEST, TrainConfig
 from volley.train.parallel import Ranks
+from volley.train.step import Slots
 from volley.tune.presets import learning_rate_for, preset_for
 
 Event = dict[str, Any]
@@ -67,7 +68,7 @@ class RoundTrainer(Trainer):
         super().__init__(config, ranks, target, speaks=False)
         self.check = check
 
-    def step(self, indices: list[int], progress: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, indices: list[int], progress: float) -> Slots:
         self.check()
         return super().step(indices, progress)
 
