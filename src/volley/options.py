@@ -61,9 +61,14 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
                     note.envvar, note.show_envvar = _variable(parameter.name), False
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
+    own = next((parameter.name for parameter in parameters if parameter.annotation is typer.Context), None)
+    if own is None:  # a command has one context at most
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter("running", kind, annotation=typer.Context))
+
     @functools.wraps(command)
-    def wrapper(running: typer.Context, **given: Any) -> None:
-        _running.set(running)
+    def wrapper(**given: Any) -> None:
+        _running.set(given[own] if own else given.pop("running"))
         for key, value in given.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"--{key.replace('_', '-')} is {value}; give a finite number")
@@ -73,8 +78,6 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
             built[name] = config_class(**{key: _parse(key, given.pop(key), hints[key]) for key in names})
         command(**given, **built)
 
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters.append(inspect.Parameter("running", kind, annotation=typer.Context))
     parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}

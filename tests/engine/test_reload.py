@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from tests.models.drafters.test_adapter import make_adapter
-from tests.procedures.test_denoising import masked_model
+from tests.procedures.test_denoising import BOTH_WAYS, masked_model
 from tests.tiny import greedy, make_pair, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.engine.reload import replace_drafter
 from volley.errors import ConfigError, MismatchError
 from volley.models.drafters.drafter import Drafter
-from volley.models.targets.diffusion import SDAR
 from volley.policies.fixed import Fixed
 from volley.procedures.self_speculative import SelfSpeculative
 
@@ -86,7 +85,7 @@ def test_a_policy_object_stays_with_its_drafter() -> None:
 
 
 def test_what_was_refused_leaves_what_self_speculation_has_learnt() -> None:
-    engine = Engine(masked_model(SDAR).target, policy=Fixed(1), page_size=8)
+    engine = Engine(masked_model(BOTH_WAYS).target, policy=Fixed(1), page_size=8)
     procedure = engine.procedures.by_mode["self"]
     assert isinstance(procedure, SelfSpeculative)
     steps = procedure.steps

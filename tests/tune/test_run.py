@@ -437,7 +437,9 @@ def test_prompts_that_judge_the_training_are_those_that_judge_the_pair(tmp_path:
     tuning.collect()
     tuning.progress["choose"] = {"options": {}}
     training = tuning.training
-    assert len(TrainingData(training, tuning.frozen).prompts) == len(tuning._held_out()) == 2
+    assert tuning.serving.tokenizer is not None
+    judging = held_out_prompts(config.out, tuning.serving.tokenizer, 256)
+    assert len(TrainingData(training, tuning.frozen).prompts) == len(judging) == 2
     assert training.max_minutes is not None
     assert training.eval_minutes is not None
     assert training.max_minutes / training.eval_minutes - 1 >= 2 * run.PATIENCE
