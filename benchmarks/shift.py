@@ -441,9 +441,12 @@ def steady(arguments: argparse.Namespace) -> None:
         starts.append(found)
         write_atomically(arguments.out / "rates.json", json.dumps(starts))
     figures: dict[str, Any] = {"starts": len(starts), "batches": sum(map(len, starts)), "swaps": swaps}
-    for place, name in ((0, "training"), (2, "control")):
-        ratios = [statistics.median(row[place] / row[1] for row in found) for found in starts]
-        figures[f"{name}_to_plain"] = bootstrap(ratios, statistics.mean)
+    for place, others, name in ((0, (1, 2), "training_to_others"), (2, (1,), "control_to_plain")):
+        ratios = [
+            statistics.median(row[place] / statistics.mean(row[other] for other in others) for row in found)
+            for found in starts
+        ]
+        figures[name] = bootstrap(ratios, statistics.mean)
         figures[f"{name}_by_start"] = [round(ratio, 3) for ratio in ratios]
     note(arguments.out, {"step": "steady", "workload": arguments.workload, **figures})
 
