@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from safetensors import SafetensorError
 
@@ -18,6 +18,25 @@ BUNDLED_DRAFTERS = {f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in
 """Names that stand for folders where a drafter's folder is asked for."""
 BUNDLED_TARGETS = {"reference-diffusion": REFERENCE / "diffusion"}
 """The same for targets."""
+
+
+def lock_folder(folder: Path, other: str, wait: str, instead: str) -> TextIO:
+    """Be the only one that works in ``folder``, until what this returns is closed or the process ends.
+
+    Raises ConfigError where the ``other`` has the lock, with the remedies ``wait`` and ``instead``, or nothing can be written.
+    """
+    import fcntl  # which not all systems have
+
+    try:
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written in ({error.strerror}); {instead}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"{other} in {folder}; {wait}, or {instead}") from None
+    return lock
 
 
 def find_target(path: str | Path) -> str | Path:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -47,9 +47,8 @@ def fit(
     per_ring: int,
     context_length: int,
     pass_bytes: Callable[[int], int],
-    page_size: int = PAGE_SIZE,
 ) -> Capacity:
-    """Fill in what ``config`` leaves open, as ``device`` allows; ``page_size`` is that of a config without one.
+    """Fill in what ``config`` leaves open, as ``device`` allows.
 
     ``per_token`` are the bytes of one token in the pool, ``per_ring`` those of a draft ring. ``pass_bytes(tokens)`` measures the
     bytes of a pass; it is called on a GPU only.
@@ -58,7 +57,7 @@ def fit(
     most_running, most_tokens = _CPU if device.free_bytes is None else _GPU
     given["max_running"] = running = config.max_running or most_running
     given["max_batch_tokens"] = batch = config.max_batch_tokens or most_tokens
-    given["page_size"] = page_size = config.page_size or page_size
+    given["page_size"] = page_size = config.page_size or PAGE_SIZE
     given["cuda_graphs"] = config.cuda_graphs and device.kind == "cuda"
     if config.kv_mib is not None:
         most = max(1, int(_RINGS_OF_KV * config.kv_mib * 2**20) // max(1, per_ring) - num_rings(0))
@@ -98,13 +97,12 @@ def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target,
         else:
             per_ring = own * page_size * ring_pages(drafter.config.block_size, window, page_size)
     return fit(
-        config,
+        replace(config, page_size=page_size),
         find_device(target.device),
         per_token=per_token,
         per_ring=per_ring,
         context_length=target.context_length,
         pass_bytes=lambda tokens: pass_bytes(target, tokens),
-        page_size=page_size,
     )
 
 

@@ -45,10 +45,5 @@ def erase(
     """Erase every prompt and answer, also under a running server, which goes on with new ones."""
     from volley.recalibrate import reservoir as kept
 
-    kept.check_reservoir(folder)
-    count = len(kept.entries(folder))
-    if everything:
-        kept.forget(folder)
-    else:
-        kept.erase(folder)
+    count = kept.forget(folder) if everything else kept.erase(folder)
     typer.echo(f"{count} answers erased from {folder}" + (", and what was learnt from them" if everything else ""))

@@ -6,7 +6,6 @@ of the prompt: equal prompts are on one side, and no client can choose the side.
 read what is made here; a folder that was there before is left as it is.
 """
 
-import fcntl
 import hashlib
 import hmac
 import json
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from volley.errors import ConfigError
-from volley.files import make_folder, read_json, write_atomically
+from volley.files import lock_folder, make_folder, read_json, write_atomically
 
 HELD_OUT = 0.2
 """Share of the prompts that nothing is trained on."""
@@ -127,18 +126,7 @@ class Reservoir:
 
     def lock(self) -> None:
         """Be the only one that writes here, until :meth:`close` or the end of the process."""
-        try:
-            lock = (self.folder / "lock").open("w")
-        except OSError as error:
-            raise ConfigError(f"{self.folder} cannot be written in ({error.strerror}); give another folder") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise ConfigError(
-                f"another server recalibrates in {self.folder}; stop it, or give another folder"
-            ) from None
-        self._lock = lock
+        self._lock = lock_folder(self.folder, "another server recalibrates", "stop it", "give another folder")
 
     def close(self) -> None:
         if self._lock is not None:
@@ -250,18 +238,19 @@ def _remove_unfinished(folder: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def forget(folder: Path) -> None:
-    """Remove all that :func:`erase` leaves: the drafters that were learnt and which of them serves. No server may run."""
+def forget(folder: Path) -> int:
+    """:func:`erase`, and remove what that leaves: the drafters that were learnt and which of them serves. No server may run."""
     check_reservoir(folder)
     holder = Reservoir(folder)
     holder.lock()
     try:
-        erase(folder)
+        count = erase(folder)
         shutil.rmtree(folder / "rounds", ignore_errors=True)
         for name in ("state.json", "reservoir.json", "erased"):
             (folder / name).unlink(missing_ok=True)
     finally:
         holder.close()
+    return count
 
 
 def check_reservoir(folder: Path) -> None:

@@ -1,31 +1,16 @@
 """What a tuning run has done so far, in one file of its folder: a killed run goes on behind its last finished step."""
 
-import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from volley.errors import ConfigError
-from volley.files import read_json, write_atomically
+from volley.files import lock_folder, read_json, write_atomically
 
 
-@contextmanager
-def alone_in(out: Path) -> Iterator[None]:
-    """Be the only tuning that works in ``out``, until the block or the process ends."""
-    try:
-        lock = (out / "lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written in ({error.strerror}); give another --out") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another volley tune works in {out}; wait for it or stop it, or give another --out"
-            ) from None
-        yield
+def alone_in(out: Path) -> TextIO:
+    """Be the only tuning that works in ``out``, until what this returns is closed or the process ends."""
+    return lock_folder(out, "another volley tune works", "wait for it or stop it", "give another --out")
 
 
 class Milestones:

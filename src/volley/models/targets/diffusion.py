@@ -51,6 +51,7 @@ SELF_STRATEGY: Strategy = "low_confidence_static"
 
 _NATIVE = {"sdar": ("qwen3", SDAR), "sdar_moe": ("qwen3_moe", SDAR), "fast_dllm_qwen": ("qwen2", FAST_DLLM)}
 """Families whose weights are those of an architecture that transformers has, by ``model_type`` in lower case."""
+_DENOISED = (*_NATIVE, "diffusion_gemma")
 _LENGTH_KEYS = ("block_size", "block_length", "bd_size")
 _REFUSED = {
     "llada": "every token sees every other, so no K/V can be kept",
@@ -88,7 +89,7 @@ def load_target(
     values = _config_values(path)
     kind = str(values.get("model_type", "")).lower()
     remedy = f"give a hub name or a folder with {TARGET_FILES}"
-    if weights not in ("auto", "bf16") and (kind in _NATIVE or kind == "diffusion_gemma"):
+    if weights not in ("auto", "bf16") and kind in _DENOISED:
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
     _check_known(path, kind)
     if kind == "diffusion_gemma":
@@ -109,7 +110,7 @@ def _check_known(path: str | Path, kind: str) -> None:
     if kind in _REFUSED:
         raise UnsupportedModelError(
             f"{path} is a {kind} model: {_REFUSED[kind]}. Use a block-diffusion model that volley loads "
-            f"({', '.join([*_NATIVE, 'diffusion_gemma'])})"
+            f"({', '.join(_DENOISED)})"
             + ("; or load this one yourself and give Target(model, tokenizer, LLADA2)" if kind == "llada2_moe" else "")
         )
 
@@ -118,7 +119,7 @@ def _check_divisible(path: str | Path) -> None:
     """Refuse to divide a diffusion language model, with its own reason."""
     kind = str(_config_values(path).get("model_type", "")).lower()
     _check_known(path, kind)
-    if kind in _NATIVE or kind == "diffusion_gemma":
+    if kind in _DENOISED:
         raise UnsupportedModelError(
             f"{path} is a {kind} model, whose canvases one process denoises; leave tensor_parallel out"
         )
