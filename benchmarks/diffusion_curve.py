@@ -5,8 +5,9 @@
 ``prompts.jsonl`` has ``{"prompt": "…"}`` or ``{"messages": […]}`` in each line. They go through the chat template, if there is
 one; ``--raw`` leaves it out. *Tokens per pass* are all tokens over all passes. *Nats* are per token of the texts written, under
 the model's own autoregressive mode, or under another model of the same tokenizer, ``--scorer``; SDAR has no such mode, and
-without a scorer no nats. *Distinct* is the share of different pairs of tokens; a low one means that the texts repeat themselves,
-which makes their nats low too. DiffusionGemma has no threshold: give ``--steps``.
+without a scorer no nats. The last row is what a scorer writes that is an autoregressive model. *Distinct* is the share of
+different pairs of tokens; a low one means that the texts repeat themselves, which makes their nats low too. DiffusionGemma has
+no threshold: give ``--steps``.
 
 All prompts are answered at once, by each setting in turn after a short first round, ``--repeats`` times; tokens per second are
 medians and ranges. With ``--server http://host:8000`` that server answers, and the model in ``--target`` only scores its texts.
@@ -174,13 +175,17 @@ def main() -> None:
     answer = by(engine) if options.server is None else by_server(options.server)
     family = engine.target.diffusion
     settings = make_settings(options, writes_causally=family is None or family.writes_causally)
-    for setting in settings:  # kernels are warm, and passes timed, before anything counts
-        answer(prompts, replace(setting.params, max_tokens=16))
+    turns = [(setting, answer) for setting in settings]
+    if options.scorer and scorer.target.diffusion is None:
+        plain = replace(settings[0].params, diffusion=None)
+        turns.append((Setting("the scorer", plain), by(scorer)))
+    for setting, answers in turns:  # kernels are warm, and passes timed, before anything counts
+        answers(prompts, replace(setting.params, max_tokens=16))
     for _ in range(options.repeats):
-        for setting in settings:
-            setting.run(answer, prompts)
+        for setting, answers in turns:
+            setting.run(answers, prompts)
     print("| | tokens per pass | tokens/s | ratio | nats per token | distinct |\n|---|---|---|---|---|---|")
-    for setting in settings:
+    for setting, _ in turns:
         print(setting.row(settings[0], scorer, prompts), flush=True)
 
 

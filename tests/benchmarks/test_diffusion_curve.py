@@ -64,3 +64,20 @@ def test_a_server_gives_the_curve_that_the_engine_gives(
     assert float(here[1][0]) > float(here[2][0]), "a lower threshold takes fewer passes"
     with running(Engine.from_pretrained(tmp_path, dtype=torch.float32)) as server:
         assert figures("--server", server.url) == here
+
+
+def test_an_autoregressive_scorer_has_a_row_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("model", "scorer"):
+        tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    edit_config(tmp_path / "model", block_diffusion={"mask_token_id": 3, "canvas_length": 8})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Hello"}) + "\n")
+    command = f"curve --target {tmp_path}/model --scorer {tmp_path}/scorer --prompts {prompts} --raw --max-tokens 12"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--dtype", "float32", "--thresholds", "0.5"])
+    main()
+    rows = {row[1].strip(): row for row in (line.split("|") for line in capsys.readouterr().out.splitlines()[2:])}
+    assert list(rows) == ["autoregressive", "self", "threshold 0.5", "the scorer"]
+    assert rows["the scorer"][2:7:3] == rows["autoregressive"][2:7:3], "the same weights write the same text"

@@ -79,15 +79,18 @@ def options(data: Path, tmp_path_factory: pytest.TempPathFactory) -> argparse.Na
         minutes=0.0,
         causal_weight=0.5,
         compile=False,
+        device="cpu",
+        rows=2,
+        learning_rate=8e-4,
     )
 
 
-def dense_states(model: Qwen3ForCausalLM, work: training.Pass) -> Tensor:
+def dense_states(model: Qwen3ForCausalLM, work: training.Pass, row: int) -> Tensor:
     """One sequence a block: the clean tokens before it, causal, and the block, which sees all of them and itself."""
-    clean = work.tokens[: training.ROW]
+    clean = work.tokens[row, : training.ROW]
     found = [model.model(input_ids=clean[None]).last_hidden_state[0]]
-    noisy = work.tokens[training.ROW :].view(-1, work.blocks.size)
-    for start, block in zip(work.blocks.starts.tolist(), noisy, strict=True):
+    noisy = work.tokens[row, training.ROW :].view(-1, work.blocks.size)
+    for start, block in zip(work.blocks.starts[row].tolist(), noisy, strict=True):
         tokens = torch.cat([clean[:start], block])
         places = torch.arange(len(tokens))
         visible = (places[:, None] >= places) | (places[:, None] >= start)
@@ -100,14 +103,25 @@ def dense_states(model: Qwen3ForCausalLM, work: training.Pass) -> Tensor:
 @torch.no_grad()
 def test_both_halves_are_those_of_dense_passes(size: int) -> None:
     model, noise = tiny_model(), torch.Generator().manual_seed(1)
-    tokens = torch.randint(4, 8000, (training.ROW,), generator=noise)
-    row = training.Text(tokens, torch.ones(training.ROW, dtype=torch.bool))
-    blocks = training.choose_blocks(row, size, 6, noise)
-    work = training.Pass.of(row, blocks, training.choose_masks(6, size, noise), MASK)
+    tokens = torch.randint(4, 8000, (2, training.ROW), generator=noise)
+    rows = training.Text(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    blocks = training.choose_blocks(rows, size, 6, noise)
+    work = training.Pass.of(rows, blocks, training.choose_masks((2, 6), size, noise), MASK)
+    found = training.states(model, work)
     model.set_attn_implementation("eager")
-    dense = dense_states(model, work)
-    model.set_attn_implementation("clean_and_noisy")
-    torch.testing.assert_close(training.states(model, work), dense, rtol=1e-4, atol=1e-5)
+    for row in range(2):
+        torch.testing.assert_close(found[row], dense_states(model, work, row), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_blocks_begin_within_answers() -> None:
+    is_answer = torch.zeros(2, training.ROW, dtype=torch.bool)
+    is_answer[0, 100:120] = True
+    rows = training.Text(torch.zeros_like(is_answer, dtype=torch.long), is_answer)
+    starts = training.choose_blocks(rows, 8, 500, torch.Generator().manual_seed(4)).starts
+    assert set(starts[0].tolist()) == set(range(100, 120))
+    assert starts[1].min() >= 1
+    assert starts[1].max() == training.ROW - 8 - 1
 
 
 def test_the_loss_and_its_gradients_are_those_of_autograd() -> None:
@@ -125,12 +139,12 @@ def test_the_loss_and_its_gradients_are_those_of_autograd() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, (hidden, head)), expected)
 
 
-def test_every_block_has_a_mask_and_four_tenths_have_nothing_else() -> None:
-    masked = training.choose_masks(4000, 8, torch.Generator().manual_seed(3))
+def test_every_block_has_a_mask_and_a_quarter_have_nothing_else() -> None:
+    masked = training.choose_masks((4000,), 8, torch.Generator().manual_seed(3))
     assert bool(masked.any(dim=1).all())
-    assert 0.4 <= masked.all(dim=1).float().mean() < 0.5
+    assert 0.25 <= masked.all(dim=1).float().mean() < 0.4
     anchored = ~masked[:, 0] & masked[:, 1:].all(dim=1)
-    assert 0.3 <= anchored.float().mean() < 0.4
+    assert 0.25 <= anchored.float().mean() < 0.35
     assert bool(masked[:, 7].float().mean() > masked[:, 1].float().mean())
 
 
@@ -141,7 +155,7 @@ def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(
     trainer.read()
     assert trainer.names.count("responses") == 1
     assert set(trainer.names) <= set(training.EPOCH_WEIGHTS)
-    losses = [trainer.step()[0] for _ in range(8)]
+    losses = [float(trainer.step()[0]) for _ in range(8)]
     assert losses[-1] < losses[0] - 0.3
     trainer.state["step"] = 8
     trainer.save()
@@ -149,7 +163,7 @@ def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(
     again.load()
     again.read()
     assert again.state == trainer.state
-    assert again.step() == trainer.step()
+    assert torch.equal(again.step(), trainer.step())
     trainer.finish()
     report = json.loads((options.out / "report.json").read_text())
     assert set(report["held_out"]["math"]) == {"causal", "bound 4", "bound 8", "bound 16"}
