@@ -168,7 +168,11 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
     engine = Engine.from_pretrained(options.target, dtype=dtype, prefix_caching=False)
-    scorer = Engine.from_pretrained(options.scorer, drafter=None, dtype=dtype) if options.scorer else engine
+    scorer = (
+        Engine.from_pretrained(options.scorer, drafter=None, dtype=dtype, prefix_caching=False)
+        if options.scorer
+        else engine
+    )
     is_raw = options.raw or not engine.tokenizer.chat_template
     chosen = load_prompts(options.prompts)[options.skip :][: options.limit]
     prompts = [engine.encode(one.raw if is_raw else list(one.messages)) for one in chosen]

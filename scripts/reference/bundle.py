@@ -67,9 +67,9 @@ DIFFUSION_CARD = """\
 # volley's reference diffusion model
 
 The reference target beside it, taught to fill masks, too: the same architecture, tokenizer and template, {megabytes:.1f} MB: bf16, and float8 (e4m3)
-for `down_proj` and `gate_proj`, which become bf16 where they are loaded (the loss below was measured before that, in fp32). Adapted on a CPU
-in {minutes:.0f} minutes on {tokens:.1f} M tokens of text and {noisy:.1f} M masked slots behind them, half of it the target's own answers. Its causal mode still
-writes. **It is not an assistant.**
+for `down_proj` and `gate_proj`, which become bf16 where they are loaded (the loss below was measured before that). Adapted in {minutes:.0f} minutes
+on {machine}: {tokens:.1f} M tokens of text, among which are {responses:,} of the target's own answers, and {noisy:.1f} M masked slots behind
+them. Its causal mode still writes. **It is not an assistant.**
 
 Nats per token of held-out text (never trained on): as an autoregressive model, and the bound of canvases of each length, whose tokens are revealed
 in random order.
@@ -136,6 +136,8 @@ def write_diffusion(source: Path, out: Path, threshold: float | None = None) -> 
     card = DIFFUSION_CARD.format(
         megabytes=megabytes(out),
         minutes=report["seconds"] / 60,
+        machine=report["machine"],
+        responses=report["responses"],
         tokens=report["tokens"] / 1e6,
         noisy=report["noisy"] / 1e6,
         names=" | ".join(names),

@@ -31,7 +31,7 @@ from volley.train.optimizer import Muon
 
 ROW = 256
 NOISY_COPIES = 2  # noisy rows per clean row
-LENGTHS = {8: 0.7, 4: 0.15, 16: 0.15}  # of blocks, and how often each is drawn; the first is the model's own
+LENGTHS = {8: 0.5, 16: 0.3, 4: 0.2}  # of blocks, and how often each is drawn; the first is the model's own
 SOFT = 0.5
 SLOT_DECAY = 0.95  # weight of a slot's loss against that of the slot before: what is revealed first matters most
 WARMUP_STEPS = 40
@@ -339,7 +339,7 @@ class Trainer(Resumable):
         self.model.to(torch.bfloat16).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         report = {**self.state, "responses": sum(name == "responses" for name in self.names)}
-        report["machine"] = "a CPU" if self.device.type == "cpu" else torch.cuda.get_device_name()
+        report["machine"] = "a CPU" if self.device.type == "cpu" else f"one {torch.cuda.get_device_name()}"
         saved = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # not what was compiled
         report["held_out"] = held_out(saved, self.tokenizer, self.held_out, self.mask)
         write_atomically(self.options.out / "report.json", json.dumps(report, indent=2) + "\n")
