@@ -53,7 +53,7 @@ def ways_of(options: argparse.Namespace) -> dict[str, list[Way]]:
     both = Engine.from_pretrained(options.diffusion, dtype=dtype)
     pair = Engine.from_pretrained(options.target, drafter=options.drafter, dtype=dtype)
     chosen = [DiffusionParams(mode="self", max_steps=steps) for steps in (None, *options.steps)]
-    names = ["self", *(f"self, {steps} passes a draft" for steps in options.steps)]
+    names = ["self", *(f"self, {steps} pass{'es' * (steps > 1)} a draft" for steps in options.steps)]
     own = [Way(PLAIN, both, DiffusionParams(mode="autoregressive"))]
     own += [Way(name, both, settings) for name, settings in zip(names, chosen, strict=True)]
     own += [Way(f"threshold {value:g}", both, DiffusionParams(threshold=value)) for value in options.thresholds]

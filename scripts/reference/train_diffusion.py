@@ -7,7 +7,7 @@ Half of each loss is against the law that the frozen target has of that token, w
 
 The whole state is written every few minutes (atomically). A killed run goes on where it was, and a finished one goes on if it is
 given more minutes. What is read is kept as numbers in ``OUT/text.pt``, with which another machine needs no ``--data``. On a CPU
-all is fp32, on a GPU products are bf16: ``--device cuda --rows 64 --learning-rate 2.5e-3 --minutes 6 --compile``.
+all is fp32, on a GPU products are bf16: ``--device cuda --rows 64 --learning-rate 2.5e-3 --minutes 7 --compile``.
 """
 
 import argparse
