@@ -9,7 +9,7 @@ from torch import Tensor
 Weights = Literal["bf16", "int8", "int4"]
 BLOCK, GROUP, FINE = 16, 64, 32
 """Outputs whose weights lie together; inputs that share a scale; and the same of codes that come from blocks of a GGUF file."""
-_LAID_OUT_AT_ONCE = 2**19  # numbers of a weight
+_LAID_OUT_AT_ONCE = 2**17  # numbers of a weight; more leave the cache, and are new pages from the system each time
 
 
 class Codes(NamedTuple):
@@ -210,17 +210,19 @@ def quantise_finely(weight: Tensor) -> Codes:
 def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes ``[out, in]`` from −8 to 7 and scales ``[out, in / 64]``, of nine scales that with the least squared error."""
     values = weight.float().view(len(weight), -1, GROUP)
-    place = values.abs().argmax(dim=-1, keepdim=True)
-    extreme = values.gather(-1, place)
-    best_codes, best_scales = torch.zeros_like(values), torch.ones_like(extreme)
+    extreme = values.gather(-1, values.abs().argmax(dim=-1, keepdim=True))
+    best = torch.ones_like(extreme)
     least = torch.full_like(extreme, torch.inf)
     for steps in torch.linspace(-9.5, -6.5, 9).tolist():  # the largest weight becomes about −8, which has no opposite
         scales = extreme / steps
         scales = torch.where(scales.abs() < 1e-30, 1e-30, scales)
-        codes = (values / scales).round().clamp(-8, 7)
-        error = (codes * scales - values).square().sum(-1, keepdim=True)
+        error = _int4(values, scales).mul_(scales).sub_(values).square_().sum(-1, keepdim=True)
         better = error < least
-        least = torch.where(better, error, least)
-        best_codes, best_scales = torch.where(better, codes, best_codes), torch.where(better, scales, best_scales)
-    best_scales = torch.where(extreme.isfinite(), best_scales, torch.nan)  # as a damaged weight would be in bf16
-    return best_codes.to(torch.int8).view(weight.shape), best_scales[..., 0].contiguous()
+        least, best = torch.where(better, error, least), torch.where(better, scales, best)
+    codes = _int4(values, best).nan_to_num_(0.0)
+    best = torch.where(extreme.isfinite(), best, torch.nan)  # as a damaged weight would be in bf16
+    return codes.to(torch.int8).view(weight.shape), best[..., 0].contiguous()
+
+
+def _int4(values: Tensor, scales: Tensor) -> Tensor:
+    return (values / scales).round_().clamp_(-8, 7)
