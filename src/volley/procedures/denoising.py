@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Edit, Look, Reveal, most_together
+from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Edit, Look, Reveal, most_together
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
 from volley.decode.sampling import best_tokens, logprobs_of
@@ -97,9 +97,9 @@ class Denoising(Procedure):
 
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
         """K/V made bidirectionally depend on the block length, and pages can be shared only if they end where blocks do."""
-        if self.family.has_causal_context:
-            return b""
         length = canvas_length(params)
+        if self.family.has_causal_context or length == 1:
+            return b""
         return b"blocks of %d" % length if page_size % length == 0 else None
 
     # -- what a pass does ----------------------------------------------------------------------------------------------
@@ -144,6 +144,9 @@ class Denoising(Procedure):
         return diffusion_of(request)
 
     def noise(self, request: Request) -> CanvasNoise:
+        """A canvas of one mask is drawn as any token that is written alone."""
+        if self.family.mask_token_id is not None and canvas_length(request.params) == 1:
+            return CoupledNoise(request.noise.seed)
         return request.noise
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:

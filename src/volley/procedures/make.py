@@ -8,6 +8,7 @@ from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising
+from volley.procedures.in_place import InPlace
 from volley.procedures.request import Procedure
 from volley.procedures.self_speculative import SelfSpeculative
 from volley.procedures.speculative import Speculative
@@ -39,9 +40,12 @@ class Procedures:
             self._check_fits(target.diffusion.defaults.canvas_length, "raise it", None)
             self.default_mode = target.diffusion.defaults.mode or "diffusion"
             self.by_mode["diffusion"] = Denoising(target, target.diffusion)
-            if target.diffusion.writes_causally:
-                self.by_mode["autoregressive"] = speculative
-                self.by_mode["self"] = SelfSpeculative(target, target.diffusion, speculative)
+            mask, verifier = target.diffusion.mask_token_id, speculative
+            if not target.diffusion.writes_causally and mask is not None:
+                verifier = InPlace(speculative.config, mask)
+            if target.diffusion.writes_causally or mask is not None:
+                self.by_mode["autoregressive"] = verifier
+                self.by_mode["self"] = SelfSpeculative(target, target.diffusion, verifier)
 
     def mode(self, params: SamplingParams) -> DiffusionMode:
         """How a request with these parameters is answered."""
@@ -51,7 +55,7 @@ class Procedures:
 
     def write_causally(self) -> None:
         """Answer requests that name no mode as drafters serve them, token by token, if the model writes so."""
-        if "autoregressive" in self.by_mode:
+        if self.target.diffusion is not None and self.target.diffusion.writes_causally:
             self.default_mode = "autoregressive"
 
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:

@@ -42,6 +42,8 @@ Works = Sequence[Work[Request]]
 
 class Speculative(Procedure):
     reads_late = True
+    carries_canvas = True
+    """Whether a canvas may ride behind a draft that it verifies."""
 
     def __init__(self, config: DecodingConfig, meanwhile: Callable[[Works, Tensor], None] | None = None) -> None:
         """``meanwhile`` is called with the works that choose tokens, and with these on the device, before the host reads them."""
@@ -63,6 +65,14 @@ class Speculative(Procedure):
                 bound = request.foreseen - request.length
                 rule, chain_limit = (Rule.MATCH, min(limit, bound)) if bound > 0 else (Rule.SPECULATIVE, limit)
         return View(request.request_id, rule, limit, chain_limit, self.config.max_tree_nodes)
+
+    def num_beside(self, num_drafted: int) -> int:
+        """Tokens of a pass that verifies a draft of ``num_drafted``, besides the last known token."""
+        return num_drafted
+
+    def most_drafted(self, request: Request) -> int:
+        """The longest draft that a procedure may make of its own."""
+        return request.remaining - 1
 
     def next_work(self, request: Request, ask: Ask) -> Work[Request]:
         return Work(request, ask)
@@ -87,7 +97,7 @@ class Speculative(Procedure):
         for work in works:
             if count := _num_scored(work):
                 _score_prompt(work, logits, count, reading)
-        choosing = [work for work in works if work.rows.stop > work.rows.start]
+        choosing, chosen_by = [work for work in works if work.rows.stop > work.rows.start], self.choosable(logits)
         alike: dict[tuple[Any, ...], list[Work[Request]]] = {}  # works that are judged in one go
         for work in choosing:
             request, proposal = work.request, work.proposal
@@ -98,9 +108,13 @@ class Speculative(Procedure):
                 key = request.params.distribution
             alike.setdefault((judge, *key), []).append(work)
         for (judge, *_), members in alike.items():
-            judge(members, logits, reading)
+            judge(members, chosen_by, reading)
         reading.read(None if self.meanwhile is None else partial(self.meanwhile, choosing))
         _note_logprobs([work for work in choosing if work.request.params.logprobs], logits)
+
+    def choosable(self, logits: Tensor) -> Tensor:
+        """``logits [R, V]`` as tokens are chosen by them."""
+        return logits
 
 
 def _num_choosing(work: Work[Request]) -> int:
