@@ -6,6 +6,8 @@ which sees what is before it and itself. So a draft of k tokens takes 2 (k + 1) 
 those of the chain and are overwritten by the next pass.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,6 @@ from volley.procedures.speculative import Speculative
 
 class InPlace(Speculative):
     reads_late = False
-    carries_canvas = False
 
     def __init__(self, config: DecodingConfig, mask_token_id: int) -> None:
         super().__init__(config)
@@ -65,6 +66,12 @@ class InPlace(Speculative):
         masks = [self.mask_token_id] * (1 + drafted)
         parents = (*range(count - 1), *range(count - 1 - drafted, count)) if drafted else None
         return tokens + masks, Segment(segment.table, segment.start, count + len(masks), parents=parents)
+
+    def carry(self, segment: Segment, canvas: int) -> Segment:
+        """The canvas follows the end of the chain, and sees no mask but its own."""
+        assert segment.parents is not None, "a canvas rides behind a draft"
+        parents = (*segment.parents, segment.parents[-1], *range(segment.length, segment.length + canvas - 1))
+        return replace(segment, length=segment.length + canvas, parents=parents, canvas=canvas)
 
     def choosable(self, logits: Tensor) -> Tensor:
         """The mask is never chosen."""

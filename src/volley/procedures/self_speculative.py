@@ -104,7 +104,7 @@ class SelfSpeculative(Denoising):
     def _next_canvas(self, request: Request, start: int) -> Canvas | None:
         """The canvas behind a draft that is being verified. It is made only if all of the draft before was right."""
         stats, room = request.stats, request.max_length - start - 1
-        if not self.verifier.carries_canvas or room < 2 or stats.accepted_lengths[-1:] != stats.block_sizes[-1:]:
+        if room < 2 or stats.accepted_lengths[-1:] != stats.block_sizes[-1:]:
             return None
         canvas = self._begin(request, start, [])
         if canvas is not None:
@@ -133,8 +133,7 @@ class SelfSpeculative(Denoising):
             return tokens, segment
         canvas = work.request.canvas
         assert canvas is not None
-        groups = (1,) * len(tokens) + (len(canvas),)
-        whole = Segment(segment.table, segment.start, sum(groups), groups=groups, feedback=self.told(canvas))
+        whole = replace(self.verifier.carry(segment, len(canvas)), feedback=self.told(canvas))
         return tokens + canvas.tokens.tolist(), whole
 
     def num_rows(self, work: Work[Request]) -> int:

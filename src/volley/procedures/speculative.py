@@ -42,8 +42,6 @@ Works = Sequence[Work[Request]]
 
 class Speculative(Procedure):
     reads_late = True
-    carries_canvas = True
-    """Whether a canvas may ride behind a draft that it verifies."""
 
     def __init__(self, config: DecodingConfig, meanwhile: Callable[[Works, Tensor], None] | None = None) -> None:
         """``meanwhile`` is called with the works that choose tokens, and with these on the device, before the host reads them."""
@@ -82,6 +80,10 @@ class Speculative(Procedure):
         known = request.token_ids[request.computed : request.computed + work.num_known]
         size = work.num_known + len(proposal.token_ids)
         return known + proposal.token_ids, Segment(request.table, request.computed, size, parents=proposal.parents)
+
+    def carry(self, segment: Segment, canvas: int) -> Segment:
+        """``segment`` with a canvas of so many tokens behind its last known or drafted one."""
+        return Segment(segment.table, segment.start, segment.length + canvas, groups=(1,) * segment.length + (canvas,))
 
     def num_rows(self, work: Work[Request]) -> int:
         """A request whose last token is computed chooses the next one; a chunk of a prompt may end before.
