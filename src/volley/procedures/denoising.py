@@ -58,7 +58,7 @@ class Denoising(Procedure):
         if request.params.prompt_logprobs is not None:
             raise ConfigError(
                 "prompt_logprobs: a prompt before a canvas is not read token by token; leave them out (and logprobs with echo)"
-                f"{self._or('autoregressive')}",
+                f"{self._or('autoregressive') if self.family.writes_causally else ''}",
                 field="prompt_logprobs",
             )
         others = [rule for rule in request.rules if not isinstance(rule, Penalties | LogitBias)]
@@ -71,9 +71,9 @@ class Denoising(Procedure):
             )
 
     def _or(self, *modes: DiffusionMode) -> str:
-        """The end of a remedy: other modes, where the model has them."""
+        """The end of a remedy: other modes, which every model of a family has."""
         named = " or ".join(f"mode={mode!r}" for mode in modes)
-        return f", or use {named} among the diffusion settings" if self.family.writes_causally else ""
+        return f", or use {named} among the diffusion settings"
 
     def prefill_end(self, request: Request) -> int:
         """All tokens. Aligned models read whole blocks only; the rest of the prompt stands revealed on the canvas."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from volley.errors import ConfigError, UnsupportedModelError
 from volley.models.targets.diffusion import SELF_STRATEGY
-from volley.models.targets.target import Target
+from volley.models.targets.target import BlockDiffusion, Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising
@@ -40,12 +40,16 @@ class Procedures:
             self._check_fits(target.diffusion.defaults.canvas_length, "raise it", None)
             self.default_mode = target.diffusion.defaults.mode or "diffusion"
             self.by_mode["diffusion"] = Denoising(target, target.diffusion)
-            mask, verifier = target.diffusion.mask_token_id, speculative
-            if not target.diffusion.writes_causally and mask is not None:
-                verifier = InPlace(speculative.config, mask)
-            if target.diffusion.writes_causally or mask is not None:
+            verifier = self._verifier(target.diffusion)
+            if verifier is not None:
                 self.by_mode["autoregressive"] = verifier
                 self.by_mode["self"] = SelfSpeculative(target, target.diffusion, verifier)
+
+    def _verifier(self, family: BlockDiffusion) -> Speculative | None:
+        """What writes token by token with a model of this family; ``None`` if nothing does."""
+        if family.writes_causally:
+            return self.speculative
+        return None if family.mask_token_id is None else InPlace(self.speculative.config, family.mask_token_id)
 
     def mode(self, params: SamplingParams) -> DiffusionMode:
         """How a request with these parameters is answered."""
@@ -73,8 +77,8 @@ class Procedures:
         mode = self.mode(params)
         if mode not in self.by_mode:
             raise ConfigError(
-                f"mode {mode!r} is not for this model: a row of its logits predicts its own token, not the next one; "
-                "use mode='diffusion', with canvas_length=1 for one token after the other",
+                f"mode {mode!r} is not for this model: a row of its logits predicts its own token, and there is no mask to ask for "
+                "the next one; use mode='diffusion'",
                 field="diffusion.mode",
             )
         renoises = family.mask_token_id is None

@@ -82,8 +82,10 @@ class SelfSpeculative(Denoising):
             return Work(request, Ask(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0, riding=len(canvas))
         draft = canvas.tokens[1 : 1 + size].tolist()
         request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
-        riding = 0 if request.canvas is None else len(request.canvas)
-        ask = Ask(Shape.CHAIN, rule, self.verifier.num_beside(len(draft)) + riding)
+        beside, riding = self.verifier.num_beside(len(draft)), 0 if request.canvas is None else len(request.canvas)
+        if request.computed + 1 + beside + riding > request.room:
+            request.canvas, riding = None, 0
+        ask = Ask(Shape.CHAIN, rule, beside + riding)
         work = SelfCheck(request, ask, Kind.VERIFY, proposal=Proposal(draft), riding=riding)
         if diffusion_of(request).max_steps is None and len(draft) + 1 == canvas_length(request.params):
             work.steps, work.alone = canvas.max_steps or 0, canvas.step - canvas.rode
