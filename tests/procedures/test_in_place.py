@@ -368,6 +368,6 @@ def test_rules_follow_the_text_and_a_prompt_has_no_log_probabilities(sdar: Maske
     assert found[0] == found[1]
     assert (found[0][0].index(5), len(found[0][0])) == (12, 13)
     for diffusion in (AUTOREGRESSIVE, drafted()):
-        with pytest.raises(ConfigError, match="prompt_logprobs.*its own token"):
+        with pytest.raises(ConfigError, match=r"prompt_logprobs.*its own token"):
             Engine(sdar.target).add_request([1, 2], params(diffusion, prompt_logprobs=0))
         assert answers(sdar.target, [[1, 2]], params(diffusion, max_tokens=0)) == [[]]

@@ -23,8 +23,8 @@ class Segment:
 
     ``parents [length - 1]`` makes a causal segment a tree: token i follows token ``parents[i - 1] < i``, and sees its
     ancestors, itself and everything before the segment. Its K/V lie at index ``start + i`` of the table, as in a chain,
-    but its position is ``start`` plus its depth. The last ``canvas`` tokens of a tree, each of which follows the one before, see each
-    other; under a window, what the first of them sees there.
+    but its position is ``start`` plus its depth. The last ``canvas`` tokens of a tree, each of which follows the one before,
+    see each other; under a window, what the first of them sees there.
 
     ``groups`` divides a causal segment into runs of tokens, sizes adding up to ``length``. A token sees its whole group and
     everything before it; under a window, what the group's first token would see causally, and its group. Groups of one are

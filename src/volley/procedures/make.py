@@ -77,8 +77,8 @@ class Procedures:
         mode = self.mode(params)
         if mode not in self.by_mode:
             raise ConfigError(
-                f"mode {mode!r} is not for this model: a row of its logits predicts its own token, and there is no mask to ask for "
-                "the next one; use mode='diffusion'",
+                f"mode {mode!r} is not for this model: a row of its logits predicts its own token, and there is no mask to "
+                "ask for the next one; use mode='diffusion'",
                 field="diffusion.mode",
             )
         renoises = family.mask_token_id is None
