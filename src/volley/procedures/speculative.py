@@ -47,7 +47,7 @@ class Speculative(Procedure):
         """``meanwhile`` is called with the works that choose tokens, and with these on the device, before the host reads them."""
         self.config, self.meanwhile = config, meanwhile
 
-    def view(self, request: Request, largest: int) -> View:
+    def view(self, request: Request, largest: int) -> View | None:
         """A sampled request leaves matching only behind the last position whose noise a draft has known.
 
         How far that draft was right depends on the noise, so these positions must be sampled with it; until then chains draft no
