@@ -83,7 +83,7 @@ def test_answers_are_those_of_masks_behind_the_text(model: Masked, temperature: 
     assert answers(model.target, prompts, own) == [dense(model.hf, prompt, own) for prompt in prompts]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     canvas=st.sampled_from([2, 4, 5, 8]),
