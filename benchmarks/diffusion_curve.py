@@ -4,8 +4,8 @@
 
 ``prompts.jsonl`` has ``{"prompt": "…"}`` or ``{"messages": […]}`` in each line. They go through the chat template, if there is
 one; ``--raw`` leaves it out. *Tokens per pass* are all tokens over all passes. *Nats* are per token of the texts written, under
-the model's own autoregressive mode, or under another model of the same tokenizer, ``--scorer``; SDAR scores no
-text, and has no nats without a scorer. The last row is what a scorer writes that is an autoregressive model. *Distinct* is the share of
+the model's own autoregressive mode, or under another model of the same tokenizer, ``--scorer``; SDAR scores no text, and has no
+nats without a scorer. The last row is what a scorer writes that is an autoregressive model. *Distinct* is the share of
 different pairs of tokens; a low one means that the texts repeat themselves, which makes their nats low too. DiffusionGemma has
 no threshold: give ``--steps``.
 
