@@ -47,8 +47,7 @@ def arrive_and_leave(target: Target, turns: int, canvas: DiffusionParams = CANVA
     for turn in range(turns):
         if len(alive) < 8 and chance.random() < 0.5:
             prompt = [chance.randrange(MASK) for _ in range(chance.choice([2, 8, 30]))]
-            index = turn if target.diffusion and target.diffusion.writes_causally else 3 * turn  # SDAR has one mode
-            own = replace(mixed(index, canvas), max_tokens=chance.choice([3, 16, 21]))
+            own = replace(mixed(turn, canvas), max_tokens=chance.choice([3, 16, 21]))
             alive.append(engine.add_request(prompt, own))
             came += 1
         if alive and chance.random() < 0.1:

@@ -4,8 +4,8 @@
 
 ``prompts.jsonl`` has ``{"prompt": "…"}`` or ``{"messages": […]}`` in each line. They go through the chat template, if there is
 one; ``--raw`` leaves it out. *Tokens per pass* are all tokens over all passes. *Nats* are per token of the texts written, under
-the model's own autoregressive mode, or under another model of the same tokenizer, ``--scorer``; SDAR has no such mode, and
-without a scorer no nats. The last row is what a scorer writes that is an autoregressive model. *Distinct* is the share of
+the model's own autoregressive mode, or under another model of the same tokenizer, ``--scorer``; SDAR scores no text, and has no
+nats without a scorer. The last row is what a scorer writes that is an autoregressive model. *Distinct* is the share of
 different pairs of tokens; a low one means that the texts repeat themselves, which makes their nats low too. DiffusionGemma has
 no threshold: give ``--steps``.
 
@@ -114,7 +114,7 @@ class Setting:
         return f"| {' | '.join(columns)} |"
 
 
-def make_settings(options: argparse.Namespace, *, writes_causally: bool) -> list[Setting]:
+def make_settings(options: argparse.Namespace) -> list[Setting]:
     def setting(name: str, **own: object) -> Setting:
         diffusion = DiffusionParams(**own)  # type: ignore[arg-type]
         return Setting(
@@ -128,10 +128,7 @@ def make_settings(options: argparse.Namespace, *, writes_causally: bool) -> list
             ),
         )
 
-    if writes_causally:
-        found = [setting(mode, mode=mode) for mode in ("autoregressive", "self")]
-    else:
-        found = [setting("canvas 1", canvas_length=1)]
+    found = [setting(mode, mode=mode) for mode in ("autoregressive", "self")]
     for length in options.lengths:
         canvas = f", canvas {length}" if length else ""
         for steps in options.steps:
@@ -177,8 +174,7 @@ def main() -> None:
     chosen = load_prompts(options.prompts)[options.skip :][: options.limit]
     prompts = [engine.encode(one.raw if is_raw else list(one.messages)) for one in chosen]
     answer = by(engine) if options.server is None else by_server(options.server)
-    family = engine.target.diffusion
-    settings = make_settings(options, writes_causally=family is None or family.writes_causally)
+    settings = make_settings(options)
     turns = [(setting, answer) for setting in settings]
     if options.scorer and scorer.target.diffusion is None:
         plain = replace(settings[0].params, diffusion=None)

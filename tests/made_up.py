@@ -43,6 +43,7 @@ def request(
         "table": table,
         "draft_table": table,
         "procedure": SPECULATIVE,
+        "room": 2**20,
     }
     made = Request(token_ids=list(token_ids), **{**values, **fields})
     made.num_prompt -= answered

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.certify.faults import FAULTS
 from tests.tiny import Pair, random_prompts
@@ -15,9 +16,11 @@ from volley.certify.certificate import certify_pair, read_certificate
 from volley.certify.checks import Check
 from volley.certify.options import CertifyConfig
 from volley.certify.sampled import Way, check_way
-from volley.errors import CheckpointError, ConfigError
+from volley.errors import CheckpointError
 from volley.models.targets.diffusion import JOINT, SDAR
-from volley.models.targets.target import Target
+from volley.models.targets.target import BlockDiffusion, Target
+from volley.procedures.in_place import InPlace
+from volley.procedures.self_speculative import SelfSpeculative
 
 QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
 BIASES = {
@@ -67,18 +70,35 @@ def test_a_lossless_pair_passes_and_its_certificate_tells_of_every_check(pair: P
         read_certificate(path)
 
 
-def test_canvases_that_no_causal_pass_can_verify_are_not_certified(pair: Pair) -> None:
-    with pytest.raises(ConfigError, match="mode 'autoregressive' is not for this model"):
-        certify_pair(Engine(Target(deepcopy(pair.hf), None, replace(SDAR, mask_token_id=3))), PROMPTS, QUICK, said)
-
-
-def test_a_diffusion_language_model_is_certified_against_its_autoregressive_mode(pair: Pair) -> None:
-    target = Target(deepcopy(pair.hf), None, replace(JOINT, mask_token_id=3))  # others compare with the model as it is
+@pytest.mark.parametrize("family", [JOINT, SDAR])
+def test_a_diffusion_language_model_is_certified_against_its_autoregressive_mode(
+    pair: Pair, family: BlockDiffusion
+) -> None:
+    target = Target(deepcopy(pair.hf), None, replace(family, mask_token_id=3))  # others compare with the model as it is
     engine = Engine(target, page_size=4)
     drafted: list[int] = []
     engine.on_verified.append(lambda _, proposal, __: drafted.append(len(proposal.token_ids)))
     certificate = certify_pair(engine, PROMPTS, replace(QUICK, bias=0.4), said)
     assert [check.name for check in certificate.failed] == []
     assert certificate.subject["mode"] == "self"
-    assert sum(drafted) > 100
+    assert sum(drafted) > 50
     assert engine.procedures.default_mode == "diffusion", "as it was"
+
+
+class TakesDrafts(InPlace):
+    """Planted: the first token of every draft is kept."""
+
+    def absorb(self, works: Any, logits: Tensor) -> None:
+        super().absorb(works, logits)
+        for work in works:
+            if work.proposal.token_ids and work.verdict.token_ids:
+                work.verdict.token_ids[0] = work.proposal.token_ids[0]
+
+
+def test_a_biased_verifier_of_a_model_in_place_is_found(pair: Pair) -> None:
+    target = Target(deepcopy(pair.hf), None, replace(SDAR, mask_token_id=3))
+    engine = Engine(target, page_size=4)
+    assert target.diffusion is not None
+    engine.procedures.by_mode["self"] = SelfSpeculative(target, target.diffusion, TakesDrafts(engine.config, 3))
+    certificate = certify_pair(engine, PROMPTS, replace(QUICK, bias=0.4), said)
+    assert "greedy" in {check.name for check in certificate.failed}

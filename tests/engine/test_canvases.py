@@ -16,12 +16,13 @@ from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.canvas import Canvas, Reveal
 from volley.decode.work import Kind
 from volley.engine.recovery import recover
+from volley.models.targets.diffusion import SDAR
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.models.targets.target import Target
 from volley.procedures import denoising
 from volley.procedures.request import Request
 
-FAMILIES = ["sdar", "gemma"]
+FAMILIES = ["sdar", "in place", "gemma"]
 CANVAS = 8
 PROMPTS = [[*range(20, 20 + size)] for size in (3, 8, 13, 21)]
 
@@ -54,7 +55,7 @@ def target(request: pytest.FixtureRequest) -> Any:
         assert own.diffusion is not None
         own.diffusion = replace(own.diffusion, defaults=replace(own.diffusion.defaults, canvas_length=CANVAS))
         return own
-    made = masked_model(BOTH_WAYS)
+    made = masked_model(SDAR if request.param == "in place" else BOTH_WAYS)
     return FusedTarget(made.hf, None, made.target.diffusion)
 
 

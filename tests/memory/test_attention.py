@@ -33,6 +33,14 @@ def lineage(segment: Segment, row: int) -> list[int]:
     return line
 
 
+def end_in_a_canvas(segment: Segment) -> None:
+    """Make the last tokens of a tree a canvas, all but the first of them at most."""
+    assert segment.parents is not None
+    segment.canvas = int(torch.randint(segment.length, ()))
+    following = segment.length - segment.canvas  # the first parent inside
+    segment.parents = (*segment.parents[:following], *range(following, segment.length - 1))
+
+
 def group_of(segment: Segment, row: int) -> tuple[int, int]:
     """Positions ``[first, end)`` of the group that holds a row."""
     end = segment.start
@@ -59,6 +67,11 @@ def visible(segment: Segment, row: int, key: int, window: int | None, symmetric:
         return window is None or abs(key - segment.start - row) <= window
     if not segment.causal:
         return window is None or key >= segment.start - window
+    first = segment.length - segment.canvas
+    if row > first:  # inside a canvas, where everybody sees the same
+        return visible(segment, first, key, window, symmetric)
+    if segment.canvas and row == first and key > segment.start + row:
+        return True
     if segment.parents is None or key < segment.start:
         distance = (row if segment.parents is None else len(lineage(segment, row)) - 1) + segment.start - key
     elif key - segment.start in lineage(segment, row):
@@ -121,7 +134,7 @@ def check(
 ) -> None:
     """Both implementations against the definition, or against each other where the store is not exact.
 
-    ``trees``: half of the causal segments are random trees, and half of the others have random groups.
+    ``trees``: half of the causal segments are random trees, which may end in a canvas, and half of the others have random groups.
     """
     torch.manual_seed(seed)
     kv_heads, groups = heads
@@ -134,6 +147,8 @@ def check(
             segment.table.first = max(0, int(torch.randint(-segment.start, segment.start + 1, ())))
         if trees and segment.causal and torch.rand(()) < 0.5:
             segment.parents = tuple(int(torch.randint(node, ())) for node in range(1, segment.length))
+            if torch.rand(()) < 0.5:
+                end_in_a_canvas(segment)
         elif trees and segment.causal and torch.rand(()) < 0.5:
             segment.groups = random_groups(segment.length)
     batch = RaggedBatch(segments, torch.zeros(sum(segment.length for segment in segments), dtype=torch.long))

@@ -22,6 +22,14 @@ def test_nodes_of_a_tree_stand_at_their_depths() -> None:
     assert segment.end == 11, "though each has a place of its own"
 
 
+def test_the_canvas_behind_a_tree_sees_all_of_itself() -> None:
+    segment = Segment(TABLE, 5, 6, parents=(0, 0, 1, 3, 4), canvas=3)
+    assert segment.positions().tolist() == [5, 6, 6, 7, 8, 9]
+    assert segment.origins().tolist() == [5, 6, 6, 7, 7, 7]
+    assert segment.ancestors()[:, 3:].tolist() == [[False] * 3] * 3 + [[True] * 3] * 3
+    assert segment.ancestors()[3:, :3].tolist() == [[True, True, False]] * 3
+
+
 def test_a_tree_has_a_parent_for_each_node() -> None:
     with pytest.raises(AssertionError, match="a parent for every token but the first"):
         Segment(TABLE, 0, 3, parents=(0,)).positions()
@@ -47,6 +55,12 @@ def test_plans_pass_to_a_batch_that_lies_in_the_same_places() -> None:
     table.pages[1] = 5
     after.follow(before)
     assert after.plans is not before.plans, "the table has changed since"
+    canvases = [
+        RaggedBatch([Segment(table, 3, 3, parents=(0, 1), canvas=canvas)], torch.arange(3)) for canvas in (0, 2)
+    ]
+    canvases[0].plans["what attention worked out"] = 1
+    canvases[1].follow(canvases[0])
+    assert canvases[1].plans == {}, "a canvas sees what a chain does not"
     regrouped = batch(groups=(4,))
     regrouped.follow(first)
     assert regrouped.plans == {}, "its tokens see others"

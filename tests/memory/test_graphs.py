@@ -62,6 +62,9 @@ def batches(draw: st.DrawFn) -> tuple[list[Segment], list[int], list[int], dict[
         own = -(-(start + length) // SIZE)
         parents = tuple(draw(st.integers(0, i)) for i in range(length - 1)) if draw(st.booleans()) else None
         segments.append(Segment(BlockTable(SIZE, pages[:own]), start, length, parents=parents))
+        if parents is not None and (canvas := draw(st.integers(0, length - 1))):
+            following = length - canvas
+            segments[-1].parents, segments[-1].canvas = (*parents[:following], *range(following, length - 1)), canvas
         pages = pages[own:]
     total = sum(segment.length for segment in segments)
     tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=total, max_size=total))

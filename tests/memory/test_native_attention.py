@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.memory.test_attention import end_in_a_canvas
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley.memory import native_attention as module
 from volley.memory.attention import Attention, AttentionOptions, paged_attention, reference_attention
@@ -98,6 +99,9 @@ def test_random_ragged_batches(  # type: ignore[no-untyped-def]
         Segment(table, start, length, kind != "b", random_parents(length) if kind == "t" else None)
         for table, (start, length, kind) in zip(made, shapes, strict=True)
     ]
+    for segment in segments:
+        if segment.parents is not None and torch.rand(()) < 0.5:
+            end_in_a_canvas(segment)
     if layout == "ring":
         for segment in segments:
             segment.table.first = max(0, int(torch.randint(-segment.start, segment.start + 1, ())))

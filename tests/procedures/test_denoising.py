@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from tests import tiny
 from volley import DiffusionParams, Engine, SamplingParams
+from volley.decode.canvas import CoupledNoise
 from volley.decode.sampling import PositionNoise, token_probs
 from volley.decode.work import Work
 from volley.memory.batch import Segment
@@ -114,7 +115,8 @@ def dense_sdar(
     logprobs: dict[int, float] | None = None,
 ) -> tuple[list[int], int]:
     """Tokens of the answer, and passes over canvases; notes the log-probability of the token at each position."""
-    length, noise, tokens, passes = own.canvas_length, PositionNoise(params.seed or 0), list(prompt), 0
+    length, tokens, passes = own.canvas_length, list(prompt), 0
+    noise = (CoupledNoise if length == 1 else PositionNoise)(params.seed or 0)
     assert length is not None
     while len(tokens) < len(prompt) + params.max_tokens:
         start, output = len(tokens) // length * length, tokens[len(prompt) :]

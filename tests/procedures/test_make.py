@@ -19,6 +19,7 @@ from volley.errors import ConfigError, MismatchError, UnsupportedModelError
 from volley.models.targets.diffusion import FAST_DLLM, JOINT, LLADA2, SDAR, load_target
 from volley.models.targets.target import BlockDiffusion, Target
 from volley.procedures.denoising import Denoising
+from volley.procedures.in_place import InPlace
 from volley.procedures.make import Procedures
 from volley.procedures.self_speculative import SelfSpeculative
 from volley.procedures.speculative import Speculative
@@ -39,23 +40,29 @@ def test_each_mode_has_its_procedure(procedures: Procedures) -> None:
 
 
 @pytest.mark.parametrize("family", [SDAR, LLADA2])
-@pytest.mark.parametrize("mode", ["autoregressive", "self"])
-def test_a_model_whose_rows_predict_their_own_place_does_not_write_causally(
-    family: BlockDiffusion, mode: DiffusionMode
-) -> None:
-    engine = Engine(
-        Target(tiny.eager_model(tiny.target_config()), None, replace(family, mask_token_id=3)), page_size=32
-    )
-    with pytest.raises(ConfigError, match=f"mode '{mode}' is not for this model.*canvas_length=1"):
-        engine.add_request([1], SamplingParams(diffusion=DiffusionParams(mode=mode)))
+def test_a_model_whose_rows_predict_their_own_place_is_asked_by_masks(family: BlockDiffusion) -> None:
+    target = Target(tiny.eager_model(tiny.target_config()), None, replace(family, mask_token_id=3))
+    procedures = Procedures(target, Speculative(DecodingConfig()))
+    for mode, kind in (("self", SelfSpeculative), ("autoregressive", InPlace)):
+        procedure, _ = procedures.choose(SamplingParams(diffusion={"mode": mode}))  # type: ignore[arg-type]
+        assert type(procedure) is kind
+    with pytest.raises(ConfigError) as error:
+        Engine(target, page_size=32).add_request([1], SamplingParams(prompt_logprobs=0))
+    assert "mode=" not in str(error.value), "no remedy names a mode that refuses the same"
     for refused in (
         SamplingParams(max_tokens=0),
-        SamplingParams(prompt_logprobs=0),
         SamplingParams(rules=(lambda *_: AtLeast(2, [5], torch.device("cpu")),)),
     ):
-        with pytest.raises(ConfigError) as error:
-            engine.add_request([1], refused)
-        assert "mode=" not in str(error.value), "no remedy names a mode that the model lacks"
+        with pytest.raises(ConfigError, match="mode='autoregressive'"):
+            Engine(target, page_size=32).add_request([1], refused)
+
+
+@pytest.mark.parametrize("mode", ["autoregressive", "self"])
+def test_a_model_that_neither_writes_causally_nor_has_a_mask_has_one_mode(mode: DiffusionMode) -> None:
+    target = Target(tiny.eager_model(tiny.target_config()), None, replace(SDAR, mask_token_id=None))
+    procedures = Procedures(target, Speculative(DecodingConfig()))
+    with pytest.raises(ConfigError, match=f"mode '{mode}' is not for this model.*use mode='diffusion'"):
+        procedures.choose(SamplingParams(diffusion=DiffusionParams(mode=mode)))
 
 
 def test_a_drafter_of_a_model_that_does_not_write_causally_is_refused() -> None:

@@ -19,9 +19,10 @@ from volley.certify.reference import distribution, penalised
 from volley.certify.statistics import LEAST_ANSWERS, Deviations, mean_difference, sum_p, two_sample_p
 from volley.certify.subject import Reply, Subject
 from volley.config import CapacityConfig, DecodingConfig
-from volley.decode.work import Work
+from volley.decode.work import NO_DRAFT, Kind, Work
 from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
+from volley.memory.batch import Segment
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
 from volley.types import Proposal, SamplingParams, Verdict
@@ -66,6 +67,34 @@ class Scoring(Speculative):
             self.logits.setdefault(request.request_id, []).append(rows.clone())
             if request.computed + work.num_known == request.length:
                 work.verdict = Verdict(0, [int(rows[-1].argmax())])
+
+
+class ScoringInPlace(Scoring):
+    """The same of a target whose row i predicts token i: a mask behind every token, which sees what is before it."""
+
+    def __init__(self, config: DecodingConfig, mask_token_id: int) -> None:
+        super().__init__(config)
+        self.mask_token_id = mask_token_id
+
+    def read(self, request: Request, num_tokens: int) -> Work[Request]:
+        return Work(request, replace(NO_DRAFT, size=num_tokens), Kind.PREFILL, num_tokens)
+
+    def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
+        tokens, segment = super().segment(work)
+        parents = (*range(len(tokens) - 1), *range(len(tokens)))
+        return tokens + [self.mask_token_id] * len(tokens), replace(segment, length=2 * len(tokens), parents=parents)
+
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
+        chosen_by = logits.clone()
+        chosen_by[:, self.mask_token_id] = -math.inf
+        super().absorb(works, chosen_by)
+
+
+def _scoring(engine: Engine) -> Scoring:
+    family = engine.target.diffusion
+    if family is None or family.writes_causally or family.mask_token_id is None:
+        return Scoring(engine.config)
+    return ScoringInPlace(engine.config, family.mask_token_id)
 
 
 def plain_engine(engine: Engine) -> Engine:
@@ -161,9 +190,9 @@ def _reaches(logits: Tensor, token: int, params: SamplingParams, tie: float) -> 
 
 
 def score(engine: Engine, token_ids: Sequence[int]) -> Tensor:
-    """The target's logits ``[T, V]`` after every token."""
+    """The target's logits ``[T, V]`` for the token after every token."""
     engine.reset_prefix_cache()
-    procedure = Scoring(engine.config)
+    procedure = _scoring(engine)
     request = engine.add_request(list(token_ids), SamplingParams(max_tokens=1), procedure=procedure)
     while request.finish_reason is None:
         engine.step()

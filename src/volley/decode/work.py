@@ -103,6 +103,8 @@ class Work(Generic[R]):
     found: list[int] = field(default_factory=list)
     """Tokens that a grammar forces, then tokens that followed the same text earlier; only if the policy asks for copies."""
     found_confidence: list[float] = field(default_factory=list)
+    riding: int = 0
+    """Of the ask's tokens, those of a canvas. Behind a draft they are left out where a pass has no room for them."""
     may_be_late: bool = False
     """Whether the host need not read the draft before it is verified, because nothing cuts it by its confidences."""
     proposal: Proposal = field(default_factory=lambda: Proposal([]))

@@ -70,9 +70,8 @@ def _visible_in_tree(segment: Segment, window: int | None, first: int) -> Tensor
     visible = np.ones((segment.length, segment.end - first), dtype=np.bool_)
     visible[:, segment.start - first :] = segment.ancestors()
     if window is not None:
-        queries = segment.positions().numpy()
-        keys = np.concatenate((np.arange(first, segment.start), queries))
-        visible &= keys > queries[:, None] - window
+        keys = np.concatenate((np.arange(first, segment.start), segment.positions().numpy()))
+        visible &= keys > segment.origins().numpy()[:, None] - window
     return torch.from_numpy(visible)
 
 

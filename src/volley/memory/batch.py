@@ -23,7 +23,8 @@ class Segment:
 
     ``parents [length - 1]`` makes a causal segment a tree: token i follows token ``parents[i - 1] < i``, and sees its
     ancestors, itself and everything before the segment. Its K/V lie at index ``start + i`` of the table, as in a chain,
-    but its position is ``start`` plus its depth.
+    but its position is ``start`` plus its depth. The last ``canvas`` tokens of a tree, each of which follows the one before,
+    see each other; under a window, what the first of them sees there.
 
     ``groups`` divides a causal segment into runs of tokens, sizes adding up to ``length``. A token sees its whole group and
     everything before it; under a window, what the group's first token would see causally, and its group. Groups of one are
@@ -37,6 +38,7 @@ class Segment:
     length: int
     causal: bool = True
     parents: tuple[int, ...] | None = None
+    canvas: int = 0
     groups: tuple[int, ...] | None = None
     feedback: Tensor | None = None
 
@@ -54,13 +56,25 @@ class Segment:
             positions.append(positions[parent] + 1)
         return torch.tensor(positions)
 
+    def origins(self) -> Tensor:
+        """Positions ``[length]`` from which the window of each token of a chain or a tree is counted."""
+        origins = self.positions()
+        if self.canvas:
+            origins[-self.canvas :] = origins[-self.canvas].clone()
+        return origins
+
     def ancestors(self) -> NDArray[np.bool_]:
-        """Whether token j is an ancestor of token i, or i itself: ``[length, length]``. Ancestors in a chain are all before."""
+        """Whether token j is an ancestor of token i, or i itself: ``[length, length]``. Ancestors in a chain are all before.
+
+        All of a canvas have those of its last token.
+        """
         if self.parents is None:
             return np.tri(self.length, dtype=np.bool_)
         seen = np.eye(self.length, dtype=np.bool_)
         for token, parent in enumerate(self.parents, start=1):
             seen[token] |= seen[parent]
+        if self.canvas:
+            seen[-self.canvas :] = seen[-1]
         return seen
 
 
@@ -133,6 +147,7 @@ class RaggedBatch:
                 own.causal,
                 own.groups,
                 own.parents,
+                own.canvas,
             )
             for own in self.segments
             for table in [own.table]

@@ -70,10 +70,11 @@ def _make_plan(batch: RaggedBatch, window: int | None) -> AttentionPlan:
             entries += len(seen)
         else:
             context = segment.start - first
+            origins = segment.origins().tolist()
             for token, ancestors in enumerate(segment.ancestors()):  # each token sees a list of its own
                 own = np.concatenate((seen[:context], seen[context:][ancestors]))
-                end = first + len(own)
-                begins[row + token], ends[row + token] = first if window is None else max(first, end - window), end
+                ends[row + token] = first + len(own)
+                begins[row + token] = first if window is None else max(first, origins[token] + 1 - window)
                 units.append((row + token, 1, entries, len(own), first))
                 slots.append(own)
                 entries += len(own)

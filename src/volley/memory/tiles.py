@@ -52,7 +52,7 @@ def tiled_batch(batch: RaggedBatch, tiling: Tiling) -> TiledBatch:
         tiles = tile_array(batch.segments, tiling)
         device, origins = batch.token_ids.device, batch.positions
         on_device = upload_together([tiles, *segment_arrays(batch)], device)
-        if tiling.window is not None and any(segment.groups is not None for segment in batch.segments):
+        if tiling.window is not None and any(own.groups is not None or own.canvas for own in batch.segments):
             origins = upload(origin_array(batch.segments), device)
         named = dict(zip(("tiles", "segments", "cells"), on_device, strict=True))
         tiled = batch.plans[tiling] = TiledBatch(
@@ -91,7 +91,7 @@ def origin_array(segments: list[Segment]) -> Ints:
 
 def _origins(segment: Segment) -> Ints:
     if segment.groups is None:
-        return segment.positions().numpy()
+        return segment.origins().numpy()
     sizes = np.array(segment.groups)
     return segment.start + np.repeat(sizes.cumsum() - sizes, sizes)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Edit, Look, Reveal, most_together
+from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Edit, Look, Reveal, most_together
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
 from volley.decode.sampling import best_tokens, logprobs_of
@@ -58,7 +58,7 @@ class Denoising(Procedure):
         if request.params.prompt_logprobs is not None:
             raise ConfigError(
                 "prompt_logprobs: a prompt before a canvas is not read token by token; leave them out (and logprobs with echo)"
-                f"{self._or('autoregressive')}",
+                f"{self._or('autoregressive') if self.family.writes_causally else ''}",
                 field="prompt_logprobs",
             )
         others = [rule for rule in request.rules if not isinstance(rule, Penalties | LogitBias)]
@@ -71,9 +71,9 @@ class Denoising(Procedure):
             )
 
     def _or(self, *modes: DiffusionMode) -> str:
-        """The end of a remedy: other modes, where the model has them."""
+        """The end of a remedy: other modes, which every model of a family has."""
         named = " or ".join(f"mode={mode!r}" for mode in modes)
-        return f", or use {named} among the diffusion settings" if self.family.writes_causally else ""
+        return f", or use {named} among the diffusion settings"
 
     def prefill_end(self, request: Request) -> int:
         """All tokens. Aligned models read whole blocks only; the rest of the prompt stands revealed on the canvas."""
@@ -97,9 +97,9 @@ class Denoising(Procedure):
 
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
         """K/V made bidirectionally depend on the block length, and pages can be shared only if they end where blocks do."""
-        if self.family.has_causal_context:
-            return b""
         length = canvas_length(params)
+        if self.family.has_causal_context or length == 1:
+            return b""
         return b"blocks of %d" % length if page_size % length == 0 else None
 
     # -- what a pass does ----------------------------------------------------------------------------------------------
@@ -144,6 +144,9 @@ class Denoising(Procedure):
         return diffusion_of(request)
 
     def noise(self, request: Request) -> CanvasNoise:
+        """A canvas of one mask is drawn as any token that is written alone."""
+        if self.family.mask_token_id is not None and canvas_length(request.params) == 1:
+            return CoupledNoise(request.noise.seed)
         return request.noise
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 from volley.errors import ConfigError, UnsupportedModelError
 from volley.models.targets.diffusion import SELF_STRATEGY
-from volley.models.targets.target import Target
+from volley.models.targets.target import BlockDiffusion, Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising
+from volley.procedures.in_place import InPlace
 from volley.procedures.request import Procedure
 from volley.procedures.self_speculative import SelfSpeculative
 from volley.procedures.speculative import Speculative
@@ -39,9 +40,16 @@ class Procedures:
             self._check_fits(target.diffusion.defaults.canvas_length, "raise it", None)
             self.default_mode = target.diffusion.defaults.mode or "diffusion"
             self.by_mode["diffusion"] = Denoising(target, target.diffusion)
-            if target.diffusion.writes_causally:
-                self.by_mode["autoregressive"] = speculative
-                self.by_mode["self"] = SelfSpeculative(target, target.diffusion, speculative)
+            verifier = self._verifier(target.diffusion)
+            if verifier is not None:
+                self.by_mode["autoregressive"] = verifier
+                self.by_mode["self"] = SelfSpeculative(target, target.diffusion, verifier)
+
+    def _verifier(self, family: BlockDiffusion) -> Speculative | None:
+        """What writes token by token with a model of this family; ``None`` if nothing does."""
+        if family.writes_causally:
+            return self.speculative
+        return None if family.mask_token_id is None else InPlace(self.speculative.config, family.mask_token_id)
 
     def mode(self, params: SamplingParams) -> DiffusionMode:
         """How a request with these parameters is answered."""
@@ -51,7 +59,7 @@ class Procedures:
 
     def write_causally(self) -> None:
         """Answer requests that name no mode as drafters serve them, token by token, if the model writes so."""
-        if "autoregressive" in self.by_mode:
+        if self.target.diffusion is not None and self.target.diffusion.writes_causally:
             self.default_mode = "autoregressive"
 
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
@@ -69,8 +77,8 @@ class Procedures:
         mode = self.mode(params)
         if mode not in self.by_mode:
             raise ConfigError(
-                f"mode {mode!r} is not for this model: a row of its logits predicts its own token, not the next one; "
-                "use mode='diffusion', with canvas_length=1 for one token after the other",
+                f"mode {mode!r} is not for this model: a row of its logits predicts its own token, and there is no mask to "
+                "ask for the next one; use mode='diffusion'",
                 field="diffusion.mode",
             )
         renoises = family.mask_token_id is None

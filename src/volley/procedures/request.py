@@ -104,6 +104,8 @@ class Request:
     draft_table: BlockTable
     """The drafter's pages: the same table, or a ring of its own under a draft window."""
     procedure: Procedure
+    room: int
+    """Slots of the pool, all of which it may have for a while."""
     rules: tuple[TokenRule, ...] = ()
     """What changes its logits: penalties, biases, a grammar, rules of the caller."""
     tapped: Tensor | None = None

@@ -46,6 +46,7 @@ class SelfSpeculative(Denoising):
 
     def check(self, request: Request) -> None:
         """Everything that plain decoding takes is accepted: the verifier follows the text token by token."""
+        self.verifier.check(request)
 
     def prefill_end(self, request: Request) -> int:
         return self.verifier.prefill_end(request)
@@ -64,23 +65,28 @@ class SelfSpeculative(Denoising):
         return b""
 
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
-        return Work(request, Ask(Shape.CHAIN, _rule(request)), Kind.PREFILL, num_tokens)
+        work = self.verifier.read(request, num_tokens)
+        work.ask = replace(work.ask, rule=_rule(request))
+        return work
 
     def next_work(self, request: Request, ask: Ask) -> Work[Request]:
-        size = min(canvas_length(request.params), request.remaining) - 1
+        size = min(canvas_length(request.params) - 1, self.verifier.most_drafted(request))
         rule, canvas = _rule(request), request.canvas
         if canvas is not None and canvas.start != request.computed:  # the draft before it was not verified
             canvas = None
         if canvas is None and size > 0:
             canvas = request.canvas = self._begin(request, request.computed, [request.anchor])
         if canvas is None:
-            return Work(request, Ask(Shape.CHAIN, rule), Kind.VERIFY)
+            return Work(request, Ask(Shape.CHAIN, rule, self.verifier.num_beside(0)), Kind.VERIFY)
         if not canvas.done:
-            return Work(request, Ask(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0)
+            return Work(request, Ask(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0, riding=len(canvas))
         draft = canvas.tokens[1 : 1 + size].tolist()
         request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
-        riding = 0 if request.canvas is None else len(request.canvas)
-        work = SelfCheck(request, Ask(Shape.CHAIN, rule, len(draft) + riding), Kind.VERIFY, proposal=Proposal(draft))
+        beside, riding = self.verifier.num_beside(len(draft)), 0 if request.canvas is None else len(request.canvas)
+        if request.computed + 1 + beside + riding > request.room:
+            request.canvas, riding = None, 0
+        ask = Ask(Shape.CHAIN, rule, beside + riding)
+        work = SelfCheck(request, ask, Kind.VERIFY, proposal=Proposal(draft), riding=riding)
         if diffusion_of(request).max_steps is None and len(draft) + 1 == canvas_length(request.params):
             work.steps, work.alone = canvas.max_steps or 0, canvas.step - canvas.rode
         return work
@@ -125,26 +131,24 @@ class SelfSpeculative(Denoising):
         if work.kind is Kind.DENOISE:
             return super().segment(work)
         tokens, segment = self.verifier.segment(work)
-        if not _rides(work):
+        if not work.riding:
             return tokens, segment
         canvas = work.request.canvas
         assert canvas is not None
-        groups = (1,) * len(tokens) + (len(canvas),)
-        whole = Segment(segment.table, segment.start, sum(groups), groups=groups, feedback=self.told(canvas))
+        whole = replace(self.verifier.carry(segment, len(canvas)), feedback=self.told(canvas))
         return tokens + canvas.tokens.tolist(), whole
 
     def num_rows(self, work: Work[Request]) -> int:
         own = 0 if work.kind is Kind.DENOISE else self.verifier.num_rows(work)
-        riding = work.ask.size - len(work.proposal.token_ids)
-        return own + riding
+        return own + work.riding
 
     def absorb(self, works: Works, logits: Tensor) -> None:
         verified = [work for work in works if work.kind is not Kind.DENOISE]
         self._at_once = sum(work.kind is not Kind.PREFILL for work in works) or 1
         canvases = list[tuple[Request, Tensor]]()
         for work in works:
-            if _rides(work):
-                middle = work.rows.stop - (work.ask.size - len(work.proposal.token_ids))
+            if work.riding:
+                middle = work.rows.stop - work.riding
                 canvases.append((work.request, logits[middle : work.rows.stop]))
                 work.rows = slice(work.rows.start, middle)
             elif work.kind is Kind.VERIFY:
@@ -185,8 +189,3 @@ class SelfSpeculative(Denoising):
 
 def _rule(request: Request) -> Rule:
     return Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY
-
-
-def _rides(work: Work[Request]) -> bool:
-    """Whether a pass goes over a canvas: alone, or behind the draft that it verifies."""
-    return work.ask.size > len(work.proposal.token_ids)

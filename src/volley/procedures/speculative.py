@@ -47,7 +47,7 @@ class Speculative(Procedure):
         """``meanwhile`` is called with the works that choose tokens, and with these on the device, before the host reads them."""
         self.config, self.meanwhile = config, meanwhile
 
-    def view(self, request: Request, largest: int) -> View:
+    def view(self, request: Request, largest: int) -> View | None:
         """A sampled request leaves matching only behind the last position whose noise a draft has known.
 
         How far that draft was right depends on the noise, so these positions must be sampled with it; until then chains draft no
@@ -64,6 +64,14 @@ class Speculative(Procedure):
                 rule, chain_limit = (Rule.MATCH, min(limit, bound)) if bound > 0 else (Rule.SPECULATIVE, limit)
         return View(request.request_id, rule, limit, chain_limit, self.config.max_tree_nodes)
 
+    def num_beside(self, num_drafted: int) -> int:
+        """Tokens of a pass that verifies a draft of ``num_drafted``, besides the last known token."""
+        return num_drafted
+
+    def most_drafted(self, request: Request) -> int:
+        """The longest draft that a procedure may make of its own."""
+        return request.remaining - 1
+
     def next_work(self, request: Request, ask: Ask) -> Work[Request]:
         return Work(request, ask)
 
@@ -72,6 +80,10 @@ class Speculative(Procedure):
         known = request.token_ids[request.computed : request.computed + work.num_known]
         size = work.num_known + len(proposal.token_ids)
         return known + proposal.token_ids, Segment(request.table, request.computed, size, parents=proposal.parents)
+
+    def carry(self, segment: Segment, canvas: int) -> Segment:
+        """``segment`` with a canvas of so many tokens behind its last known or drafted one."""
+        return Segment(segment.table, segment.start, segment.length + canvas, groups=(1,) * segment.length + (canvas,))
 
     def num_rows(self, work: Work[Request]) -> int:
         """A request whose last token is computed chooses the next one; a chunk of a prompt may end before.
@@ -87,7 +99,7 @@ class Speculative(Procedure):
         for work in works:
             if count := _num_scored(work):
                 _score_prompt(work, logits, count, reading)
-        choosing = [work for work in works if work.rows.stop > work.rows.start]
+        choosing, chosen_by = [work for work in works if work.rows.stop > work.rows.start], self.choosable(logits)
         alike: dict[tuple[Any, ...], list[Work[Request]]] = {}  # works that are judged in one go
         for work in choosing:
             request, proposal = work.request, work.proposal
@@ -98,9 +110,13 @@ class Speculative(Procedure):
                 key = request.params.distribution
             alike.setdefault((judge, *key), []).append(work)
         for (judge, *_), members in alike.items():
-            judge(members, logits, reading)
+            judge(members, chosen_by, reading)
         reading.read(None if self.meanwhile is None else partial(self.meanwhile, choosing))
         _note_logprobs([work for work in choosing if work.request.params.logprobs], logits)
+
+    def choosable(self, logits: Tensor) -> Tensor:
+        """``logits [R, V]`` as tokens are chosen by them."""
+        return logits
 
 
 def _num_choosing(work: Work[Request]) -> int:

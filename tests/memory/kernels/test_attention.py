@@ -118,6 +118,9 @@ def test_trees_beside_chains(window: int | None, parted: bool) -> None:
     segments[0].parents = (0, 0, 1, 1, 4, 2)
     segments[2].parents = (0, 1, 1, 3, 3, 2, 6, 0)
     check(segments, AttentionOptions(0.3, window), (2, 2), 8, parted)
+    segments[0].parents, segments[0].canvas = (0, 1, 0, 1, 2, 5), 2
+    segments[2].parents, segments[2].canvas = (0, 1, 1, 3, 2, 5, 6, 7), 4
+    check(segments, AttentionOptions(0.3, window), (2, 2), 8, parted)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 6, 20])

@@ -1,0 +1,80 @@
+"""Decoding token by token with a model whose row i predicts token i: the next token is asked for by a mask at its place.
+
+A pass over the last known token and a mask behind it chooses one token, as canvases of one token do. A draft is verified in one
+pass, as a tree (S2D2, arXiv 2603.25702): the last known token and the draft are a chain, and behind each of them stands a mask,
+which sees what is before it and itself. So a draft of k tokens takes 2 (k + 1) rows. The masks come last, so their K/V lie behind
+those of the chain and are overwritten by the next pass.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from volley.config import DecodingConfig
+from volley.decode.work import Ask, Kind, Rule, Shape, Work
+from volley.errors import ConfigError
+from volley.memory.batch import Segment
+from volley.policies.base import View
+from volley.procedures.request import Request
+from volley.procedures.speculative import Speculative
+
+
+class InPlace(Speculative):
+    reads_late = False
+
+    def __init__(self, config: DecodingConfig, mask_token_id: int) -> None:
+        super().__init__(config)
+        self.mask_token_id = mask_token_id
+
+    def check(self, request: Request) -> None:
+        if request.params.prompt_logprobs is not None:
+            raise ConfigError(
+                "prompt_logprobs: a row of this model's logits predicts its own token, which a prompt shows it; leave them out "
+                "(and logprobs with echo)",
+                field="prompt_logprobs",
+            )
+
+    def view(self, request: Request, largest: int) -> View | None:
+        """No drafter serves such a model."""
+        return None
+
+    def num_beside(self, num_drafted: int) -> int:
+        return 2 * num_drafted + 1
+
+    def most_drafted(self, request: Request) -> int:
+        """The masks need slots of the pool, too."""
+        return min(super().most_drafted(request), (request.room - request.computed) // 2 - 1)
+
+    def read(self, request: Request, num_tokens: int) -> Work[Request]:
+        """The first token is asked for in the pass that reads the end of the prompt."""
+        emits = request.computed + num_tokens == request.length and request.remaining > 0
+        return Work(request, self._ask(request, self.num_beside(0) if emits else 0), Kind.PREFILL, num_tokens)
+
+    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+        return Work(request, self._ask(request, self.num_beside(0)), Kind.VERIFY)
+
+    @staticmethod
+    def _ask(request: Request, size: int) -> Ask:
+        return Ask(Shape.CHAIN, Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY, size)
+
+    def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
+        tokens, segment = super().segment(work)
+        if not work.ask.size:
+            return tokens, segment
+        count, drafted = len(tokens), len(work.proposal.token_ids)
+        masks = [self.mask_token_id] * (1 + drafted)
+        parents = (*range(count - 1), *range(count - 1 - drafted, count)) if drafted else None
+        return tokens + masks, Segment(segment.table, segment.start, count + len(masks), parents=parents)
+
+    def carry(self, segment: Segment, canvas: int) -> Segment:
+        """The canvas follows the end of the chain, and sees no mask but its own."""
+        assert segment.parents is not None, "a canvas rides behind a draft"
+        parents = (*segment.parents, segment.parents[-1], *range(segment.length, segment.length + canvas - 1))
+        return replace(segment, length=segment.length + canvas, parents=parents, canvas=canvas)
+
+    def choosable(self, logits: Tensor) -> Tensor:
+        """The mask is never chosen."""
+        chosen_by = logits.clone()
+        chosen_by[:, self.mask_token_id] = -torch.inf
+        return chosen_by
