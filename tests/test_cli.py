@@ -207,7 +207,7 @@ def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None
     assert "nothing is wrong with it" in run("inspect", folder)[0]
     _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
     assert "tokens a pass" in said
-    with pytest.raises(ConfigError, match="do not write; leave --compare out"):
+    with pytest.raises(ConfigError, match="do not write; add --diffusion mode=self"):
         run("generate", "Hello", "--raw", "--compare", "--target", folder, *FAST, *own)
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hello"}\n')
     out, _ = run("generate", "--prompts", tmp_path / "p.jsonl", "--max-tokens", 12, "--target", folder, *FAST)
@@ -217,8 +217,10 @@ def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="add --diffusion mode=self"):
         run("generate", "Hello", "--raw", "--compare", "--target", folder, *FAST)
     own = ("--diffusion", "mode=self", "--diffusion", "max_steps=1", "--compare", "--dtype", "float32")
-    _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
-    assert "identical to plain decoding's" in said
+    for written in (joint, {**config, "model_type": "sdar", "mask_token_id": 3}):
+        (folder / "config.json").write_text(json.dumps(written))
+        _, said = run("generate", "Hello", "--raw", "--max-tokens", 12, "--target", folder, *FAST, *own)
+        assert "identical to plain decoding's" in said
 
 
 def test_commands_of_drafters_write_causally_on_a_model_of_both_kinds(tiny_pair: TinyPair, tmp_path: Path) -> None:

@@ -181,6 +181,33 @@ def test_a_draft_with_its_distribution_is_judged_by_the_ratio_of_both() -> None:
             assert max(work.verdict.token_ids) < 3, "what the target gives no probability never comes out"
 
 
+@pytest.mark.parametrize("kind", ["match", "compared", "ratio"])
+def test_a_large_vocabulary_is_judged_as_each_request_alone(kind: str) -> None:
+    """On a CPU some requests at a time: six drafts of three tokens have more probabilities than are made at once."""
+    large, noise = 2**17, torch.Generator().manual_seed(5)
+    logits = torch.randn(24, large, generator=noise)
+    likely = torch.randint(large, (24,), generator=noise)
+    logits[torch.arange(24), likely] += 13  # as likely as all others together
+
+    def work(place: int) -> Work[Request]:
+        own = decoding([1, 2, 3], SamplingParams(temperature=1.0, max_tokens=9))
+        own.noise.seed = place
+        first = 4 * place
+        probs = token_probs(logits[first : first + 3], own.params) if kind == "ratio" else None
+        proposal = Proposal(likely[first : first + 3].tolist(), probs)
+        return Work(own, Ask(Shape.CHAIN, Rule.MATCH if kind == "match" else Rule.SPECULATIVE, 3, 3), proposal=proposal)
+
+    together = [work(place) for place in range(6)]
+    on_rows(together)
+    procedure().absorb(together, logits)
+    for place, own in enumerate(together):
+        alone = work(place)
+        on_rows([alone])
+        procedure().absorb([alone], logits[4 * place : 4 * place + 4])
+        assert own.verdict == alone.verdict
+    assert len({own.verdict.accepted for own in together}) > 1 or kind == "ratio"
+
+
 def test_log_probabilities_belong_to_the_tokens_that_come_out() -> None:
     own = decoding([1, 2, 3], SamplingParams(logprobs=True, top_logprobs=2))
     work = Work(own, Ask(Shape.TREE, Rule.GREEDY, 3, 2), proposal=Proposal([4, 5, 6], parents=(0, 0, 2)))

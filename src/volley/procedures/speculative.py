@@ -36,6 +36,7 @@ from volley.procedures.request import Procedure, Request
 from volley.types import Verdict
 
 _SLICE = 32  # rows of a prompt's logits that are turned into log-probabilities at once
+_TOGETHER = 2**21  # probabilities that a CPU makes at once, unless one request has more
 
 Works = Sequence[Work[Request]]
 
@@ -110,13 +111,28 @@ class Speculative(Procedure):
                 key = request.params.distribution
             alike.setdefault((judge, *key), []).append(work)
         for (judge, *_), members in alike.items():
-            judge(members, chosen_by, reading)
+            for part in [members] if judge is _judge_greedy else _parts(members, logits):
+                judge(part, chosen_by, reading)
         reading.read(None if self.meanwhile is None else partial(self.meanwhile, choosing))
         _note_logprobs([work for work in choosing if work.request.params.logprobs], logits)
 
     def choosable(self, logits: Tensor) -> Tensor:
         """``logits [R, V]`` as tokens are chosen by them."""
         return logits
+
+
+def _parts(works: Works, logits: Tensor) -> list[Works]:
+    """Works whose distributions are made together: on a CPU those of some rows of a large vocabulary, to hold few at once."""
+    if logits.device.type != "cpu":
+        return [works]
+    parts, most, rows = list[list[Work[Request]]](), max(1, _TOGETHER // logits.shape[-1]), 0
+    for work in works:
+        own = work.rows.stop - work.rows.start
+        if not parts or rows + own > most:
+            parts, rows = [*parts, []], 0
+        parts[-1].append(work)
+        rows += own
+    return list(parts)
 
 
 def _num_choosing(work: Work[Request]) -> int:
