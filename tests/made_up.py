@@ -11,6 +11,7 @@ from volley.config import DecodingConfig
 from volley.decode.detokenize import Detokenizer
 from volley.decode.sampling import PositionNoise
 from volley.decode.tree import position_lattices
+from volley.decode.work import Work
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_cache import BlockTable
@@ -55,6 +56,13 @@ def decoding(token_ids: Sequence[int], params: SamplingParams | None = None, **f
     made = request(token_ids, params, answered=1, **fields)
     made.computed = len(token_ids) - 1
     return made
+
+
+def keep_first_drafted(works: Sequence[Work[Request]]) -> None:
+    """A planted fault: the first token of every draft is kept unseen."""
+    for work in works:
+        if work.proposal.token_ids and work.verdict.token_ids:
+            work.verdict.token_ids[0] = work.proposal.token_ids[0]
 
 
 def costs(draft: float = 0.1, token: float = 0.1) -> Costs:

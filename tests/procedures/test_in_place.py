@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tests import tiny
 from tests.chi_square import chi_square_p, joint_counts
+from tests.made_up import keep_first_drafted
 from tests.procedures.test_denoising import MASK, Masked, masked_model
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.rules import AtLeast
@@ -235,9 +236,7 @@ class Eager(InPlace):
 
     def absorb(self, works: Any, logits: Tensor) -> None:
         super().absorb(works, logits)
-        for work in works:
-            if work.proposal.token_ids and work.verdict.token_ids:
-                work.verdict.token_ids[0] = work.proposal.token_ids[0]
+        keep_first_drafted(works)
 
 
 class MaskMayBeChosen(InPlace):

@@ -15,6 +15,7 @@ from tests.chi_square import chi_square_p, joint_counts
 from tests.costs import settle
 from tests.diffusion_gemma import VOCAB as GEMMA_VOCAB
 from tests.diffusion_gemma import random_model
+from tests.made_up import keep_first_drafted
 from tests.procedures.test_denoising import BOTH_WAYS
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.canvas import CanvasNoise, CoupledNoise
@@ -166,9 +167,7 @@ class Unmatched(SelfSpeculative):
 
     def absorb(self, works: Any, logits: Tensor) -> None:
         super().absorb(works, logits)
-        for work in works:
-            if work.proposal.token_ids and work.verdict.token_ids:
-                work.verdict.token_ids[0] = work.proposal.token_ids[0]
+        keep_first_drafted(works)
 
 
 class Independent(SelfSpeculative):

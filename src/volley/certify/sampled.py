@@ -19,6 +19,7 @@ from volley.certify.reference import distribution, penalised
 from volley.certify.statistics import LEAST_ANSWERS, Deviations, mean_difference, sum_p, two_sample_p
 from volley.certify.subject import Reply, Subject
 from volley.config import CapacityConfig, DecodingConfig
+from volley.decode.sampling import without
 from volley.decode.work import NO_DRAFT, Kind, Work
 from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
@@ -85,9 +86,7 @@ class ScoringInPlace(Scoring):
         return tokens + [self.mask_token_id] * len(tokens), replace(segment, length=2 * len(tokens), parents=parents)
 
     def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
-        chosen_by = logits.clone()
-        chosen_by[:, self.mask_token_id] = -math.inf
-        super().absorb(works, chosen_by)
+        super().absorb(works, without(logits, self.mask_token_id))
 
 
 def _scoring(engine: Engine) -> Scoring:

@@ -5,15 +5,17 @@ and reveal some in every pass; DiffusionGemma begins with random tokens (``decod
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from volley.decode.sampling import PositionNoise, race, token_probs
+from volley.decode.sampling import PositionNoise, race, token_probs, without
 from volley.types import DiffusionParams, SamplingParams
+
+T = TypeVar("T")
 
 
 class CanvasNoise(Protocol):
@@ -95,6 +97,20 @@ def most_together(device: torch.device) -> int:
     return 2**20 if device.type == "cpu" else 2**25
 
 
+def grouped(items: Iterable[T], logits_of: Callable[[T], Tensor]) -> Iterator[list[T]]:
+    """Runs of ``items`` whose logits are processed together; one is, whatever its size."""
+    some, size = list[T](), 0
+    for item in items:
+        logits = logits_of(item)
+        if some and size + logits.numel() > most_together(logits.device):
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += logits.numel()
+    if some:
+        yield some
+
+
 def read_together(*values: Tensor) -> list[Tensor]:
     """Tensors of one shape and device on the CPU: one copy brings all of them."""
     if values[0].device.type == "cpu":
@@ -157,8 +173,7 @@ class Reveal(Denoiser):
 
         At temperature 0 it is the likeliest token, and its probability that at temperature 1.
         """
-        logits = logits.clone()
-        logits[:, self.mask_token_id] = -torch.inf
+        logits = without(logits, self.mask_token_id)
         if sampling.temperature == 0:
             probs = logits.softmax(dim=-1)
             tokens = probs.argmax(dim=-1)

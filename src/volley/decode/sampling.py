@@ -105,6 +105,13 @@ def moved_uniforms(cycles: Sequence[tuple[PositionNoise, int]], size: int, purpo
     return upload(table, moved.device).gather(1, moved[:, None, None].expand(-1, 1, size)).flatten()
 
 
+def without(logits: Tensor, token_id: int) -> Tensor:
+    """A copy of ``logits [R, V]`` by which one token is never chosen."""
+    copied = logits.clone()
+    copied[:, token_id] = -torch.inf
+    return copied
+
+
 def likeliest(logits: Tensor) -> Tensor:
     """The most likely token ``[R]`` of each row of ``logits [R, V]``, the first of equal ones."""
     if logits.device.type != "cpu":

@@ -9,7 +9,7 @@ from torch import Tensor
 Weights = Literal["bf16", "int8", "int4"]
 BLOCK, GROUP, FINE = 16, 64, 32
 """Outputs whose weights lie together; inputs that share a scale; and the same of codes that come from blocks of a GGUF file."""
-_LAID_OUT_AT_ONCE = 2**17  # numbers of a weight; more leave the cache, and are new pages from the system each time
+_LAID_OUT_AT_ONCE = 2**17  # numbers of a weight: more would leave the cache
 
 
 class Codes(NamedTuple):

@@ -5,15 +5,15 @@ reading a prompt and reading again after a preemption are the same work. The nex
 last known token, so s steps of denoising cost s passes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Edit, Look, Reveal, most_together
+from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Edit, Look, Reveal, grouped, most_together
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
-from volley.decode.sampling import best_tokens, logprobs_of
+from volley.decode.sampling import best_tokens, logprobs_of, without
 from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
 from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
@@ -194,7 +194,7 @@ class Denoising(Procedure):
 
     def denoise(self, canvases: Sequence[tuple[Request, Tensor]]) -> None:
         """Apply one pass to the canvases of requests, whose logits are ``[L, V]``."""
-        for some in _neighbours(canvases):
+        for some in grouped(canvases, lambda own: own[1]):
             self._denoise_together([request for request, _ in some], [rows.float() for _, rows in some])
 
     def _denoise_together(self, requests: list[Request], rows: list[Tensor]) -> None:
@@ -225,9 +225,9 @@ class Denoising(Procedure):
             canvas.feedback, canvas.predicted = part, None
 
     def _predict_first(self, request: Request, rows: Tensor) -> None:
-        own = apply_rules(request.rules, rows, [()]) if request.rules else rows.clone()
-        own[:, self.family.mask_token_id] = -torch.inf
-        first = best_tokens(own)
+        assert self.family.mask_token_id is not None, "of masked models alone the rows are shifted"
+        ruled = apply_rules(request.rules, rows, [()]) if request.rules else rows
+        first = best_tokens(without(ruled, self.family.mask_token_id))
         request.canvas = self.make_canvas(request, request.length, first)
         if request.params.logprobs:
             slots = torch.arange(len(request.canvas)) == 0
@@ -243,19 +243,6 @@ class Denoising(Procedure):
             work.logprobs, work.top_logprobs = canvas.logprobs[known:], canvas.top_logprobs[known:]
             request.stats.canvas_steps.append(canvas.step)
             request.canvas = None
-
-
-def _neighbours(canvases: Sequence[tuple[Request, Tensor]]) -> Iterator[list[tuple[Request, Tensor]]]:
-    """Runs of ``canvases`` that are processed together; one is, whatever its size."""
-    some, size = list[tuple[Request, Tensor]](), 0
-    for request, rows in canvases:
-        if some and size + rows.numel() > most_together(rows.device):
-            yield some
-            some, size = [], 0
-        some.append((request, rows))
-        size += rows.numel()
-    if some:
-        yield some
 
 
 def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: SamplingParams) -> None:

@@ -8,16 +8,16 @@ those of the chain and are overwritten by the next pass.
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from volley.config import DecodingConfig
-from volley.decode.work import Ask, Kind, Rule, Shape, Work
+from volley.decode.sampling import without
+from volley.decode.work import Ask, Kind, Shape, Work
 from volley.errors import ConfigError
 from volley.memory.batch import Segment
 from volley.policies.base import View
 from volley.procedures.request import Request
-from volley.procedures.speculative import Speculative
+from volley.procedures.speculative import Speculative, coupled_rule
 
 
 class InPlace(Speculative):
@@ -56,7 +56,7 @@ class InPlace(Speculative):
 
     @staticmethod
     def _ask(request: Request, size: int) -> Ask:
-        return Ask(Shape.CHAIN, Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY, size)
+        return Ask(Shape.CHAIN, coupled_rule(request), size)
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
         tokens, segment = super().segment(work)
@@ -75,6 +75,4 @@ class InPlace(Speculative):
 
     def choosable(self, logits: Tensor) -> Tensor:
         """The mask is never chosen."""
-        chosen_by = logits.clone()
-        chosen_by[:, self.mask_token_id] = -torch.inf
-        return chosen_by
+        return without(logits, self.mask_token_id)

@@ -19,7 +19,7 @@ from volley.models.targets.target import BlockDiffusion, Target
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising, Works, canvas_length, diffusion_of
 from volley.procedures.request import Request
-from volley.procedures.speculative import Speculative
+from volley.procedures.speculative import Speculative, coupled_rule
 from volley.types import DiffusionParams, Proposal, SamplingParams
 
 
@@ -66,12 +66,12 @@ class SelfSpeculative(Denoising):
 
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
         work = self.verifier.read(request, num_tokens)
-        work.ask = replace(work.ask, rule=_rule(request))
+        work.ask = replace(work.ask, rule=coupled_rule(request))
         return work
 
     def next_work(self, request: Request, ask: Ask) -> Work[Request]:
         size = min(canvas_length(request.params) - 1, self.verifier.most_drafted(request))
-        rule, canvas = _rule(request), request.canvas
+        rule, canvas = coupled_rule(request), request.canvas
         if canvas is not None and canvas.start != request.computed:  # the draft before it was not verified
             canvas = None
         if canvas is None and size > 0:
@@ -95,7 +95,7 @@ class SelfSpeculative(Denoising):
         """A canvas and the passes it gets; ``None`` where drafting does not pay."""
         steps, length = diffusion_of(request).max_steps, canvas_length(request.params)
         if steps is None:
-            is_greedy = _rule(request) is Rule.GREEDY
+            is_greedy = coupled_rule(request) is Rule.GREEDY
             steps = 1 if self.steps is None else self.steps.choose(length, self._at_once, is_greedy=is_greedy)
         if steps == 0:
             return None
@@ -185,7 +185,3 @@ class SelfSpeculative(Denoising):
             work.request.canvas = None
             return
         canvas.tokens[0], canvas.revealed[0], canvas.num_given = verdict.token_ids[-1], True, 1
-
-
-def _rule(request: Request) -> Rule:
-    return Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY

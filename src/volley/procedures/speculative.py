@@ -1,6 +1,6 @@
 """Autoregressive decoding, plain or speculative: every request is verified by the rule that is lossless for its draft."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from volley.config import DecodingConfig
+from volley.decode.canvas import grouped
 from volley.decode.late import Reading, draft_tokens
 from volley.decode.rules import Constraint, allowed_choice, allowed_probs, apply_rules, constraints, paths_of
 from volley.decode.sampling import (
@@ -36,7 +37,6 @@ from volley.procedures.request import Procedure, Request
 from volley.types import Verdict
 
 _SLICE = 32  # rows of a prompt's logits that are turned into log-probabilities at once
-_TOGETHER = 2**21  # probabilities that a CPU makes at once, unless one request has more
 
 Works = Sequence[Work[Request]]
 
@@ -121,18 +121,16 @@ class Speculative(Procedure):
         return logits
 
 
-def _parts(works: Works, logits: Tensor) -> list[Works]:
+def coupled_rule(request: Request) -> Rule:
+    """How drafts are verified that were made with the noise of their positions."""
+    return Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY
+
+
+def _parts(works: Works, logits: Tensor) -> Iterable[Works]:
     """Works whose distributions are made together: on a CPU those of some rows of a large vocabulary, to hold few at once."""
     if logits.device.type != "cpu":
         return [works]
-    parts, most, rows = list[list[Work[Request]]](), max(1, _TOGETHER // logits.shape[-1]), 0
-    for work in works:
-        own = work.rows.stop - work.rows.start
-        if not parts or rows + own > most:
-            parts, rows = [*parts, []], 0
-        parts[-1].append(work)
-        rows += own
-    return list(parts)
+    return grouped(works, lambda work: logits[work.rows])
 
 
 def _num_choosing(work: Work[Request]) -> int:
