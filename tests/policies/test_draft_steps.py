@@ -66,6 +66,14 @@ def test_many_requests_weigh_the_rows_of_all() -> None:
     assert play(DraftSteps(costs), gains, 400, requests=16)[0] > 300
 
 
+def test_no_draft_costs_what_a_pass_without_one_goes_over() -> None:
+    """Sixteen tokens are free: of nine requests a token each, but not two."""
+    costs = PassCost(lambda tokens, _: max(1.0, tokens / 16))
+    gains = {1: 8.0, 2: 8.0, 4: 8.0}  # of two passes over 72 tokens, which take nine times as long as one over 9
+    assert play(DraftSteps(costs), gains, 400, requests=9)[0] > 300
+    assert play(DraftSteps(costs, plain=2), gains, 400, requests=9)[1] > 300
+
+
 def test_lengths_and_temperatures_are_kept_apart() -> None:
     chooser = DraftSteps(flat())
     play(chooser, {1: 6, 2: 6, 4: 6}, 100)

@@ -18,6 +18,7 @@ from volley.decode.rules import AtLeast
 from volley.errors import ConfigError, MismatchError, UnsupportedModelError
 from volley.models.targets.diffusion import FAST_DLLM, JOINT, LLADA2, SDAR, load_target
 from volley.models.targets.target import BlockDiffusion, Target
+from volley.policies.cost import PassCost
 from volley.procedures.denoising import Denoising
 from volley.procedures.in_place import InPlace
 from volley.procedures.make import Procedures
@@ -63,6 +64,17 @@ def test_a_model_that_neither_writes_causally_nor_has_a_mask_has_one_mode(mode: 
     procedures = Procedures(target, Speculative(DecodingConfig()))
     with pytest.raises(ConfigError, match=f"mode '{mode}' is not for this model.*use mode='diffusion'"):
         procedures.choose(SamplingParams(diffusion=DiffusionParams(mode=mode)))
+
+
+@pytest.mark.parametrize(("family", "plain"), [(SDAR, 2), (JOINT, 1)])
+def test_a_token_without_a_draft_costs_its_mask_too(family: BlockDiffusion, plain: int) -> None:
+    target = Target(tiny.eager_model(tiny.target_config()), None, replace(family, mask_token_id=3))
+    procedures = Procedures(target, Speculative(DecodingConfig()))
+    procedures.use_costs(PassCost(lambda tokens, requests: 1.0))
+    drafting = procedures.by_mode["self"]
+    assert isinstance(drafting, SelfSpeculative)
+    assert drafting.steps is not None
+    assert drafting.steps.plain == plain
 
 
 def test_a_drafter_of_a_model_that_does_not_write_causally_is_refused() -> None:

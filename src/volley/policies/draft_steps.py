@@ -49,8 +49,9 @@ class DraftSteps:
     Verification is exact whatever a canvas holds, so this may look at tokens, too.
     """
 
-    def __init__(self, costs: PassCost) -> None:
-        self.costs = costs
+    def __init__(self, costs: PassCost, plain: int = 1) -> None:
+        """A pass that writes one token of a request goes over ``plain`` tokens of it."""
+        self.costs, self.plain = costs, plain
         self._drafts: dict[tuple[int, bool], _Drafts] = {}
         self._cycle = 0
 
@@ -71,7 +72,7 @@ class DraftSteps:
         return own.best
 
     def _review(self, own: _Drafts, length: int, requests: int) -> None:
-        seconds, rates, tokens = {0: self.costs(requests, requests)}, dict[int, float](), 1.0
+        seconds, rates, tokens = {0: self._pass(self.plain, requests)}, dict[int, float](), 1.0
         rates[0] = 1 / seconds[0]
         for steps, tried in own.tried.items():
             hoped = (min(_HOPE * tokens, length), steps, length)

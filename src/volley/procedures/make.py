@@ -110,4 +110,4 @@ class Procedures:
         """Use this cost table of the target's passes; what was learnt with an earlier one is forgotten."""
         drafting = self.by_mode.get("self")
         if isinstance(drafting, SelfSpeculative):
-            drafting.steps = DraftSteps(costs)
+            drafting.steps = DraftSteps(costs, plain=1 + drafting.verifier.num_beside(0))

@@ -1,0 +1,137 @@
+"""Modes `autoregressive` and `self` of models whose rows are in place: bf16, quantised pools, and whatever happens meanwhile."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.procedures.test_denoising import MASK, Masked, masked_model
+from tests.tiny import finish, random_prompts
+from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
+from volley.memory.kv_store import KVDtype
+from volley.models.targets.diffusion import LLADA2, SDAR
+from volley.models.targets.target import Target
+
+LENGTH = 4
+PLAIN = DiffusionParams(mode="autoregressive")
+PROMPTS = random_prompts(6, vocab=MASK, seed=2)
+
+
+def drafted(steps: int | None = 1) -> DiffusionParams:
+    return DiffusionParams(mode="self", canvas_length=LENGTH, max_steps=steps)
+
+
+def params(diffusion: DiffusionParams, temperature: float = 0.0, **changes: Any) -> SamplingParams:
+    values: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 21, "diffusion": diffusion}
+    return SamplingParams(**{**values, **changes})
+
+
+def run(target: Target, prompts: Sequence[list[int]], own: SamplingParams, **options: Any) -> list[GenerationResult]:
+    engine = Engine(target, **{"page_size": 4, **options})
+    results = list(engine.generate(list(prompts), own))
+    engine.check_integrity()
+    assert engine.snapshot().pages_used == 0
+    return results
+
+
+def tokens(results: Sequence[GenerationResult]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+@pytest.fixture(scope="module", params=["sdar", "llada2"])
+def model(request: pytest.FixtureRequest) -> Masked:
+    return masked_model(LLADA2 if request.param == "llada2" else SDAR)
+
+
+@pytest.mark.parametrize("steps", [1, 2, None])
+def test_bf16_answers_part_only_where_two_logits_tie(model: Masked, steps: int | None) -> None:
+    half = Target(copy.deepcopy(model.hf).to(torch.bfloat16), None, model.target.diffusion)
+    prompts = random_prompts(24, vocab=MASK, seed=5)
+    plain = run(half, prompts, params(PLAIN, logprobs=True, top_logprobs=2))
+    found = run(half, prompts, params(drafted(steps)))
+    same = 0
+    for one, other in zip(plain, found, strict=True):
+        parted = [at for at in range(21) if one.token_ids[at] != other.token_ids[at]]
+        same += not parted
+        if parted:
+            assert one.top_logprobs is not None
+            (_, first), (_, second) = one.top_logprobs[parted[0]]
+            assert first - second < 0.15, "a step of bf16 at these logits is 0.03 to 0.06"
+    assert same >= 12
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_on_a_quantised_pool_answers_are_those_of_that_pool(
+    model: Masked, kv_dtype: KVDtype, temperature: float
+) -> None:
+    alone = [
+        run(model.target, [prompt], params(PLAIN, temperature), kv_dtype=kv_dtype, prefix_caching=False)[0].token_ids
+        for prompt in PROMPTS
+    ]
+    for diffusion in (PLAIN, drafted(), drafted(2), drafted(None)):
+        assert tokens(run(model.target, PROMPTS, params(diffusion, temperature), kv_dtype=kv_dtype)) == alone
+    if kv_dtype == "int4":
+        assert tokens(run(model.target, PROMPTS, params(PLAIN, temperature))) != alone, "or this would prove little"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("max_tokens", [0, 1, 9])
+def test_prompts_of_every_length_up_to_two_blocks(model: Masked, temperature: float, max_tokens: int) -> None:
+    prompts = [[*range(7, 7 + size)] for size in range(1, 2 * LENGTH + 2)]
+    plain = run(model.target, prompts, params(PLAIN, temperature, max_tokens=max_tokens))
+    found = run(model.target, prompts, params(drafted(), temperature, max_tokens=max_tokens))
+    assert tokens(found) == tokens(plain)
+    assert {len(result.token_ids) for result in found} == {max_tokens}
+
+
+@pytest.mark.parametrize("passes", range(8))
+def test_an_abort_in_any_pass_frees_pages_and_disturbs_nobody(model: Masked, passes: int) -> None:
+    (expected,) = tokens(run(model.target, PROMPTS[:1], params(PLAIN)))
+    engine = Engine(model.target, page_size=4)
+    gone, stays = (engine.add_request(PROMPTS[0], params(drafted(2))) for _ in range(2))
+    for _ in range(passes):
+        engine.step()
+    engine.abort(gone)
+    engine.check_integrity()
+    assert finish(engine, [stays]) == [expected]
+    assert gone.canvas is None
+
+
+@pytest.mark.parametrize("mode", [PLAIN, drafted(2)])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
+def test_a_preemption_after_each_pass(model: Masked, mode: DiffusionParams, kv_dtype: KVDtype) -> None:
+    (expected,) = tokens(run(model.target, PROMPTS[:1], params(PLAIN, 1.0), kv_dtype=kv_dtype))
+    for passes in range(1, 12):
+        engine = Engine(model.target, page_size=4, kv_dtype=kv_dtype)
+        request = engine.add_request(PROMPTS[0], params(mode, 1.0))
+        for _ in range(passes):
+            engine.step()
+        assert request.finish_reason is None
+        engine.scheduler.preempt(request)
+        assert finish(engine, [request]) == [expected]
+        assert request.stats.preemptions == 1
+
+
+def test_several_answers_share_a_prompt_and_are_those_of_the_plain_mode(model: Masked) -> None:
+    engine, prompt = Engine(model.target, page_size=4), [*range(5, 38)]
+    answers = []
+    for diffusion in (PLAIN, drafted()):
+        engine.reset_prefix_cache()
+        first = engine.add_request(prompt, params(diffusion, 1.0, seed=0))
+        others = [engine.add_request(prompt, params(diffusion, 1.0, seed=seed), after=first) for seed in (1, 2)]
+        answers.append(finish(engine, [first, *others]))
+        assert [one.stats.cached_tokens for one in others] == [32, 32]
+    assert answers[0] == answers[1]
+    assert len({tuple(answer) for answer in answers[0]}) > 1
+
+
+def test_a_stop_token_ends_drafted_and_plain_answers_alike(model: Masked) -> None:
+    """The stop token is found inside a draft; nothing behind it comes out."""
+    own = params(PLAIN, 1.0, max_tokens=60, stop_token_ids=(7, 9), logit_bias=((7, 2.0),))
+    plain, found = (run(model.target, PROMPTS, replace(own, diffusion=mode)) for mode in (PLAIN, drafted()))
+    assert tokens(found) == tokens(plain)
+    assert any(result.finish_reason == "stop" for result in found)
