@@ -11,7 +11,7 @@ import torch
 from tests.procedures.test_denoising import MASK, Masked, masked_model
 from tests.tiny import finish, random_prompts
 from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
-from volley.memory.kv_store import KVDtype
+from volley.config import KVDtype
 from volley.models.targets.diffusion import LLADA2, SDAR
 from volley.models.targets.target import Target
 
