@@ -79,9 +79,14 @@ AMX static inline __attribute__((always_inline)) void zero_tiles(void) {
     _tile_zero(3);
 }
 
-#define PREFETCH(place)                                                                             \
-    for (int line = 0; line < 16; line++) _mm_prefetch((const char *)(place) + 64 * line, _MM_HINT_T0)
-#define AHEAD 4096
+#define AHEAD 4096 /* bytes of weights between what is read and what is fetched */
+
+/* With tiles: far ahead into the second cache, and from there into the first, which would otherwise wait for memory. */
+#define PREFETCH(place, bytes)                                                                      \
+    for (int line = 0; line < (bytes); line += 64) {                                                \
+        _mm_prefetch((const char *)(place) + line + 16384, _MM_HINT_T1);                            \
+        _mm_prefetch((const char *)(place) + line + 2048, _MM_HINT_T0);                             \
+    }
 
 #define EACH_STEP(tiles, load, multiply)                                                            \
     switch (tiles) {                                                                                \
@@ -98,7 +103,7 @@ AMX static void block_amx(const uint8_t *codes, const bf16 *x, int64_t stride, i
 #define LOAD(tile, index) _tile_loadd(tile, x + (index) * 16 * stride + at, stride * 2)
 #define MULTIPLY(sum, tile) _tile_dpbf16ps(sum, tile, 6)
     for (int64_t at = 0; at < inputs; at += 32) {
-        PREFETCH(codes + at * 32 + AHEAD);
+        PREFETCH(codes + at * 32, 1024)
         _tile_loadd(6, codes + at * 32, 64);
         EACH_STEP(tiles, LOAD, MULTIPLY)
     }
@@ -208,25 +213,32 @@ DOT static void block_codes(const Product *product, const uint8_t *codes, const 
 #undef ROWS
 }
 
+/* int4 codes of a group of weights, a byte each, as tiles read them. */
+AMX static inline __attribute__((always_inline)) void open_group(const uint8_t *codes, int64_t group, uint8_t *opened) {
+    for (int quad = 0; quad < group / 4; quad += 2) {
+        __m512i low, high;
+        unpack(codes, quad, &low, &high);
+        _mm512_store_si512(opened + quad * 64, low), _mm512_store_si512(opened + quad * 64 + 64, high);
+    }
+}
+
+/* What tiles read and write is on the stack: each use of a thread's own memory would be a call, which spills all vectors. */
 AMX static void block_codes_amx(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row,
                                 int64_t rows, float (*sums)[BLOCK]) {
     int64_t inputs = product->inputs, groups = inputs / product->group, tiles = (rows + 15) / 16;
     int four = product->kind == INT4, group = (int)product->group, bytes = four ? 8 * group : 16 * group;
-    static _Thread_local int32_t found[MOST][BLOCK] __attribute__((aligned(64)));
-    static _Thread_local uint8_t opened[1024] __attribute__((aligned(64)));
+    int32_t found[MOST][BLOCK] __attribute__((aligned(64)));
+    uint8_t opened[2][1024] __attribute__((aligned(64)));
     memset(sums, 0, rows * BLOCK * sizeof(float));
+    if (four) open_group(codes, group, opened[0]);
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *own = codes + g * bytes;
         const int8_t *inputs_of = x.codes + row * inputs + g * group;
-        for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)own + AHEAD + line, _MM_HINT_T0);
+        PREFETCH(own, bytes)
         if (four) {
-            for (int quad = 0; quad < group / 4; quad += 2) {
-                __m512i low, high;
-                unpack(own, quad, &low, &high);
-                _mm512_store_si512(opened + quad * 64, low), _mm512_store_si512(opened + quad * 64 + 64, high);
-            }
+            if (g + 1 < groups) open_group(own + bytes, group, opened[(g + 1) & 1]); /* a turn early, or tiles would wait */
             WRITTEN(opened);
-            own = opened;
+            own = opened[g & 1];
         }
         _tile_loadd(6, own, 64);
         zero_tiles();
@@ -239,6 +251,7 @@ AMX static void block_codes_amx(const Product *product, const uint8_t *codes, co
         if (tiles > 1) _tile_stored(1, found + 16, 64);
         if (tiles > 2) _tile_stored(2, found + 32, 64);
         if (tiles > 3) _tile_stored(3, found + 48, 64);
+        WRITTEN(found);
         __m512 of_outputs = group_scales(scales, g, four, group);
         for (int64_t r = 0; r < rows; r++) {
             int64_t place = (row + r) * groups + g;
@@ -254,12 +267,14 @@ FOR_EACH_CPU static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const
         for (int i = 0; i < BLOCK; i++) sums[r][i] *= scales[i];
 }
 
-#define DIRECT 4 /* rows up to which codes are multiplied without tiles */
+/* Rows up to which codes are multiplied without tiles, which want int4 opened first. */
+static int64_t most_direct(const Product *product) { return product->kind == INT4 ? 4 : 1; }
 
 void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised codes, int64_t rows, bf16 *out, int64_t add,
               int64_t begin, int64_t end) {
-    static _Thread_local float sums[TOGETHER][MOST][BLOCK] __attribute__((aligned(64)));
-    int amx = has_tiles && (product->kind == BF16 || rows > DIRECT), several = product->kind == BF16 && !amx && !has_dot;
+    static _Thread_local float own_sums[TOGETHER][MOST][BLOCK] __attribute__((aligned(64)));
+    float (*sums)[MOST][BLOCK] = own_sums;
+    int amx = has_tiles && (product->kind == BF16 || rows > most_direct(product)), several = product->kind == BF16 && !amx && !has_dot;
     int64_t inputs = product->inputs, configured = 0, together = product->kind == BF16 ? 64 : product->group;
     int64_t bytes = inputs * BLOCK * 2 >> product->kind; /* of a block: 2, 1, 1/2 for each weight */
     int64_t of_scales = product->group == FINE ? inputs / FINE * BLOCK * 2 : product->kind == INT4 ? inputs / GROUP * BLOCK * 4 : BLOCK * 4;
