@@ -6,18 +6,19 @@ from contextlib import contextmanager
 import pytest
 
 from volley import native
+from volley.native import library
 
 needs_kernels = pytest.mark.skipif(not native.available, reason="the kernels in C were not built, or not for this CPU")
-LEVELS = range(1, native._usable + 1)
+LEVELS = range(1, library._usable + 1)
 """AVX2 alone, AVX512's dot products, AMX tiles."""
 
 
 @contextmanager
 def kernels_of(level: int) -> Iterator[None]:
     """Inside, products and attention run on the instructions of ``level``; outside, on the most that the CPU has."""
-    assert native._library is not None
-    assert native._library.usable(level) == level
+    assert library._library is not None
+    assert library._library.usable(level) == level
     try:
         yield
     finally:
-        native._library.usable(native._usable)
+        library._library.usable(library._usable)

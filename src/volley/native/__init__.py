@@ -6,11 +6,8 @@ masks over logits, recurrent states and noise need no such CPU.
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 
-import ctypes
 from copy import copy
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_uint64, c_void_p
-from pathlib import Path
-from sysconfig import get_config_var
+from ctypes import byref
 from typing import Literal
 
 import torch
@@ -18,9 +15,16 @@ from torch import Tensor
 
 from volley.native.codes import BLOCK as BLOCK
 from volley.native.codes import GROUP as GROUP
+from volley.native.codes import KINDS, CodeSource, LaidOut, WeightSource, lay_out, picked, taken_back
 from volley.native.codes import Codes as Codes
-from volley.native.codes import CodeSource, LaidOut, WeightSource, lay_out, picked, taken_back
 from volley.native.codes import Weights as Weights
+from volley.native.library import ProductStruct as ProductStruct
+from volley.native.library import available as available
+from volley.native.library import functions as functions
+from volley.native.library import has_dot_products as has_dot_products
+from volley.native.library import is_built as is_built
+from volley.native.library import load as load
+from volley.native.library import pointer as pointer
 
 TargetWeights = Literal["auto", Weights]
 """``auto``: codes for a GGUF file of codes where the kernels run, and bf16 otherwise."""
@@ -29,78 +33,6 @@ DraftWeights = Literal[Weights, "fp8"]
 WantedDraftWeights = Literal["auto", DraftWeights]
 """``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
 _AT_ONCE = 512  # rows of a weight that are looked up together: each brings its block of 16
-
-
-class ProductStruct(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("kind", "inputs", "outputs", "group")),
-        *((name, c_void_p) for name in ("codes", "scales", "bias")),
-    )
-
-
-_SIGNATURES: dict[str, list[object]] = {
-    "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float],
-    "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
-    "gated_silu": [c_void_p, c_void_p, c_int64, c_int64],
-    "linear": [POINTER(ProductStruct), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
-    "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],
-    "forbid": [c_void_p, c_void_p, c_int64],
-    "allowed_softmax": [c_void_p, c_void_p, c_void_p, c_int64, c_float],
-    "allowed_best": [
-        *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
-        *(c_void_p, POINTER(c_int64), POINTER(c_float)),
-    ],
-    "follow": [
-        *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
-        *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
-    ],
-    "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
-    "take_token": [c_void_p],
-    "paged_attention": [c_void_p, c_void_p],
-    "run_layers": [c_void_p, c_int64, *[c_void_p] * 7, c_int64, c_void_p],
-}
-
-
-def load(folder: Path) -> ctypes.CDLL | None:
-    """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine.
-
-    Masks, recurrent states and noise are for any CPU; ``library.usable(most)`` says on what all the rest runs, ``most`` or less:
-    3 with AMX tiles, 2 with AVX512's dot products, 1 with AVX2, 0 not here.
-    """
-    own = str(get_config_var("EXT_SUFFIX"))  # one that was built for another version of Python may be of older sources
-    for path in sorted(folder.glob("_kernels*.so"), key=lambda path: not path.name.endswith(own)):
-        try:
-            library = ctypes.CDLL(str(path))  # PyTorch's OpenMP runtime is loaded already, and serves this library too
-        except OSError:
-            continue
-        if not all(hasattr(library, name) for name in ("usable", *_SIGNATURES)):
-            continue
-        library.usable.argtypes, library.usable.restype = [c_int64], c_int64
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-        return library
-    return None
-
-
-_library = load(Path(__file__).parent)
-is_built = _library is not None
-"""Whether the library was built, from these sources; masks, recurrent states and noise need no more."""
-_usable = 0 if _library is None else _library.usable(3)
-available = _usable > 0
-"""Whether it was, and its products run on this CPU."""
-has_dot_products = _usable > 1
-"""Whether they have AVX512's for bf16 and for whole numbers (VNNI)."""
-
-
-def functions() -> ctypes.CDLL:
-    """The library, where it was built."""
-    assert _library is not None, "ask native.available or native.is_built first"
-    return _library
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------------
@@ -162,7 +94,7 @@ class Product:
     def _take(self, blocks: LaidOut, outputs: int, inputs: int) -> None:
         self._blocks = blocks
         self.shape = self.outputs, self.inputs = outputs, inputs
-        number = ("bf16", "int8", "int4").index(self.kind)
+        number = KINDS.index(self.kind)
         self.struct = ProductStruct(
             number, self.inputs, self.outputs, self.group, *map(pointer, (*self._blocks, self._bias))
         )
@@ -203,7 +135,7 @@ class Product:
         """A product in bf16 whose rows are :meth:`put` into it later; ``outputs`` is a multiple of 16."""
         product = cls.__new__(cls)
         product.kind, product.group, product._bias = "bf16", GROUP, None
-        product._take(LaidOut.unset(outputs, inputs), outputs, inputs)
+        product._take(LaidOut.unset("bf16", GROUP, outputs, inputs), outputs, inputs)
         return product
 
     def put(self, places: Tensor, rows: Tensor) -> None:

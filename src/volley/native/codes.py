@@ -1,15 +1,19 @@
 """How weights lie in the products of ``products.c``: bf16 numbers or codes, in blocks of 16 outputs; and rounding to codes."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from volley.native.library import functions, is_built, pointer
+
 Weights = Literal["bf16", "int8", "int4"]
+KINDS: tuple[Weights, ...] = get_args(Weights)
+"""By the numbers that the library gives them."""
 BLOCK, GROUP, FINE = 16, 64, 32
 """Outputs whose weights lie together; inputs that share a scale; and the same of codes that come from blocks of a GGUF file."""
-_LAID_OUT_AT_ONCE = 2**17  # numbers of a weight: more would leave the cache
+_LAID_OUT_AT_ONCE = 2**18  # numbers of a weight: more would leave the cache
 
 
 class Codes(NamedTuple):
@@ -86,9 +90,16 @@ class LaidOut(NamedTuple):
     """``[out]``, or ``[out / 16, groups, 16]``."""
 
     @classmethod
-    def unset(cls, outputs: int, inputs: int) -> "LaidOut":
-        """Room for a weight in bf16 of so many outputs, a multiple of 16."""
-        return cls(torch.empty(outputs // BLOCK, inputs // 2, BLOCK, 2, dtype=torch.bfloat16), None)
+    def unset(cls, kind: Weights, group: int, outputs: int, inputs: int) -> "LaidOut":
+        """Room for a weight of so many outputs, in whole blocks; ``group``: inputs that share a scale of codes."""
+        blocks = -(-outputs // BLOCK)
+        if kind == "bf16":
+            return cls(torch.empty(blocks, inputs // 2, BLOCK, 2, dtype=torch.bfloat16), None)
+        shape = (inputs // 4, BLOCK, 4) if kind == "int8" else (inputs // 8, 4 * BLOCK)
+        dtype = torch.float16 if group == FINE else torch.float32
+        by_output = kind == "int8" and group == GROUP
+        scales = (blocks * BLOCK,) if by_output else (blocks, inputs // group, BLOCK)
+        return cls(torch.empty(blocks, *shape, dtype=torch.uint8), torch.empty(scales, dtype=dtype))
 
     def first(self, outputs: int) -> "LaidOut":
         """Of the first outputs, a multiple of 16, in the same memory."""
@@ -100,29 +111,55 @@ class LaidOut(NamedTuple):
 
 
 def lay_out(weight: WeightSource, kind: Weights, stored: CodeSource | None = None) -> LaidOut:
-    """``weight [out, in]``, some rows after others, as quantising takes many times their memory; ``stored``: its codes."""
-    whole: tuple[Tensor | None, ...] = ()
+    """``weight [out, in]``, some rows after others, as a copy of them is needed; ``stored``: its codes."""
     outputs, inputs = weight.shape
-    blocks, step = -(-outputs // BLOCK), max(_LAID_OUT_AT_ONCE // inputs // BLOCK, 1) * BLOCK
+    whole = LaidOut.unset(kind, GROUP if stored is None else stored.group, outputs, inputs)
+    step = max(_LAID_OUT_AT_ONCE // inputs // BLOCK, 1) * BLOCK
     for first in range(0, outputs, step):
         rows = slice(first, min(first + step, outputs))
-        own = -(-(rows.stop - first) // BLOCK)
-        parts = _bf16_blocks(weight[rows]) if kind == "bf16" else _code_blocks(_codes(weight, kind, stored, rows))
-        if not whole:
-            whole = tuple(x if x is None else x.new_empty(blocks * len(x) // own, *x.shape[1:]) for x in parts)
-        for x, part in zip(whole, parts, strict=True):
-            if x is not None and part is not None:
-                begin = first // BLOCK * len(part) // own
-                x[begin : begin + len(part)] = part
-    codes, scales = whole
-    assert codes is not None
-    return LaidOut(codes, scales)
+        part = weight[rows] if stored is None else stored.rows(rows)
+        blocks, scales = (put_rows if is_built else put_rows_slowly)(part, kind)
+        begin = first // BLOCK
+        whole.codes[begin : begin + len(blocks)] = blocks
+        if whole.scales is not None and scales is not None:
+            begin *= BLOCK if scales.dim() == 1 else 1
+            whole.scales[begin : begin + len(scales)] = scales
+    return whole
 
 
-def _codes(weight: WeightSource, kind: Weights, stored: CodeSource | None, rows: slice) -> Codes:
-    if stored is not None:
-        return stored.rows(rows)
-    return Codes(kind, *(quantise_int8 if kind == "int8" else quantise_int4)(weight[rows]))
+def put_rows(part: Tensor | Codes, kind: Weights) -> LaidOut:
+    """Rows of a weight, or codes of such, as the instructions read them."""
+    of_codes = isinstance(part, Codes)
+    rows = (part.codes if isinstance(part, Codes) else part).contiguous()
+    outputs, inputs = rows.shape
+    assert inputs % (FINE if of_codes else 2 if kind == "bf16" else GROUP) == 0, f"{inputs} inputs are no whole groups"
+    blocks = LaidOut.unset(kind, GROUP, outputs, inputs).codes
+    if isinstance(part, Codes):
+        functions().put_codes(KINDS.index(kind), rows.data_ptr(), outputs, inputs, blocks.data_ptr())
+        return LaidOut(blocks, _scale_blocks(part.scales))
+    if rows.dtype != torch.bfloat16:
+        assert kind != "bf16", f"products take bf16, not {rows.dtype}"
+        rows = rows.float()
+    scales = {"bf16": None, "int8": torch.empty(outputs), "int4": torch.empty(outputs, inputs // GROUP)}[kind]
+    is_wide = rows.dtype == torch.float32
+    functions().round_weight(
+        *(KINDS.index(kind), rows.data_ptr(), is_wide, outputs, inputs, blocks.data_ptr(), pointer(scales))
+    )
+    return LaidOut(blocks, None if scales is None else _scale_blocks(scales))
+
+
+def put_rows_slowly(part: Tensor | Codes, kind: Weights) -> LaidOut:
+    """What :func:`put_rows` must return, to the bit."""
+    if not isinstance(part, Codes):
+        if kind == "bf16":
+            return LaidOut(_blocks(_padded(part), 2), None)
+        part = Codes(kind, *(quantise_int8 if kind == "int8" else quantise_int4)(part))
+    codes, scales = _padded(part.codes), _scale_blocks(part.scales)
+    if kind == "int8":
+        return LaidOut(_blocks((codes.to(torch.int16) + 128).to(torch.uint8), 4), scales)
+    pairs = _blocks((codes + 8).to(torch.uint8), 4).view(len(codes) // BLOCK, -1, 2, BLOCK * 4)
+    of_two_quads = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    return LaidOut(of_two_quads.contiguous(), scales)
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -136,19 +173,10 @@ def _blocks(codes: Tensor, together: int) -> Tensor:
     return codes.view(outputs // BLOCK, BLOCK, inputs // together, together).transpose(1, 2).contiguous()
 
 
-def _bf16_blocks(weight: Tensor) -> tuple[Tensor, None]:
-    return _blocks(_padded(weight), 2), None
-
-
-def _code_blocks(own: Codes) -> tuple[Tensor, Tensor]:
-    codes, scales = _padded(own.codes), _padded(own.scales)
-    if scales.dim() > 1:
-        scales = scales.view(len(codes) // BLOCK, BLOCK, -1).transpose(1, 2).contiguous()
-    if own.kind == "int8":
-        return _blocks((codes.to(torch.int16) + 128).to(torch.uint8), 4), scales
-    pairs = _blocks((codes + 8).to(torch.uint8), 4).view(len(codes) // BLOCK, -1, 2, BLOCK * 4)
-    of_two_quads = pairs[:, :, 0] | pairs[:, :, 1] << 4
-    return of_two_quads.contiguous(), scales
+def _scale_blocks(scales: Tensor) -> Tensor:
+    """``[out]`` in whole blocks, or ``[out, groups]`` as ``[out / 16, groups, 16]``."""
+    padded = _padded(scales)
+    return padded if scales.dim() == 1 else padded.view(-1, BLOCK, scales.shape[1]).transpose(1, 2).contiguous()
 
 
 def taken_back(blocks: LaidOut, kind: Weights, outputs: int, rows: slice) -> Codes | Tensor:
@@ -195,7 +223,7 @@ def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes ``[out, in]`` and scales ``[out]``; a weight is about its code times its output's scale."""
     values = weight.float()
     scales = (values.abs().amax(dim=1) / 127).clamp_min(1e-30)
-    return (values / scales[:, None]).round().to(torch.int8), scales
+    return (values / scales[:, None]).round().nan_to_num_(0.0).to(torch.int8), scales
 
 
 def quantise_finely(weight: Tensor) -> Codes:
@@ -216,7 +244,7 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     for steps in torch.linspace(-9.5, -6.5, 9).tolist():  # the largest weight becomes about −8, which has no opposite
         scales = extreme / steps
         scales = torch.where(scales.abs() < 1e-30, 1e-30, scales)
-        error = _int4(values, scales).mul_(scales).sub_(values).square_().sum(-1, keepdim=True)
+        error = _total(_int4(values, scales).mul_(scales).sub_(values).square_())
         better = error < least
         least, best = torch.where(better, error, least), torch.where(better, scales, best)
     codes = _int4(values, best).nan_to_num_(0.0)
@@ -226,3 +254,11 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _int4(values: Tensor, scales: Tensor) -> Tensor:
     return (values / scales).round_().clamp_(-8, 7)
+
+
+def _total(parts: Tensor) -> Tensor:
+    """``[..., 1]`` of ``[..., 64]``, added by halves: PyTorch's own order depends on how wide a CPU's vectors are."""
+    while parts.shape[-1] > 1:
+        half = parts.shape[-1] // 2
+        parts = parts[..., :half] + parts[..., half:]
+    return parts

@@ -1,0 +1,85 @@
+"""The library of kernels, loaded from where it was built.
+
+It is built when the package is installed, where there is a C compiler.
+"""
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int64, c_uint64, c_void_p
+from pathlib import Path
+from sysconfig import get_config_var
+
+from torch import Tensor
+
+
+class ProductStruct(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("kind", "inputs", "outputs", "group")),
+        *((name, c_void_p) for name in ("codes", "scales", "bias")),
+    )
+
+
+_SIGNATURES: dict[str, list[object]] = {
+    "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float],
+    "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
+    "gated_silu": [c_void_p, c_void_p, c_int64, c_int64],
+    "put_codes": [c_int64, c_void_p, c_int64, c_int64, c_void_p],
+    "round_weight": [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_void_p],
+    "linear": [POINTER(ProductStruct), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
+    "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],
+    "forbid": [c_void_p, c_void_p, c_int64],
+    "allowed_softmax": [c_void_p, c_void_p, c_void_p, c_int64, c_float],
+    "allowed_best": [
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+        *(c_void_p, POINTER(c_int64), POINTER(c_float)),
+    ],
+    "follow": [
+        *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
+    ],
+    "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
+    "take_token": [c_void_p],
+    "paged_attention": [c_void_p, c_void_p],
+    "run_layers": [c_void_p, c_int64, *[c_void_p] * 7, c_int64, c_void_p],
+}
+
+
+def load(folder: Path) -> ctypes.CDLL | None:
+    """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine.
+
+    Masks, recurrent states and noise are for any CPU; ``library.usable(most)`` says on what all the rest runs, ``most`` or less:
+    3 with AMX tiles, 2 with AVX512's dot products, 1 with AVX2, 0 not here.
+    """
+    own = str(get_config_var("EXT_SUFFIX"))  # one that was built for another version of Python may be of older sources
+    for path in sorted(folder.glob("_kernels*.so"), key=lambda path: not path.name.endswith(own)):
+        try:
+            library = ctypes.CDLL(str(path))  # PyTorch's OpenMP runtime is loaded already, and serves this library too
+        except OSError:
+            continue
+        if not all(hasattr(library, name) for name in ("usable", *_SIGNATURES)):
+            continue
+        library.usable.argtypes, library.usable.restype = [c_int64], c_int64
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        return library
+    return None
+
+
+_library = load(Path(__file__).parent)
+is_built = _library is not None
+"""Whether the library was built, from these sources; masks, recurrent states and noise need no more."""
+_usable = 0 if _library is None else _library.usable(3)
+available = _usable > 0
+"""Whether it was, and its products run on this CPU."""
+has_dot_products = _usable > 1
+"""Whether they have AVX512's for bf16 and for whole numbers (VNNI)."""
+
+
+def functions() -> ctypes.CDLL:
+    """The library, where it was built."""
+    assert _library is not None, "ask native.available or native.is_built first"
+    return _library
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

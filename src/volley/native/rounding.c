@@ -1,0 +1,205 @@
+/* Weights rounded to int8 and int4, and put where the products read them. Reference, to the bit: volley/native/codes.py. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("fp-contract=off") /* the reference rounds products before it adds them */
+#endif
+#include "products.h"
+
+#define CANDIDATES 9         /* scales that are tried for a group in int4 */
+#define SIDE (GROUP * BLOCK) /* numbers of groups side by side: number i of row r is i * BLOCK + r */
+
+/* The bits of the largest magnitude; what is not a number is above all numbers. */
+INLINE int32_t largest(const float *values, int size) {
+    int32_t most = 0;
+    for (int i = 0; i < size; i++) {
+        int32_t bits;
+        memcpy(&bits, values + i, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+INLINE float of_bits(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* Four codes at a time, of row ``row`` in a block; int8 begins at -128. */
+INLINE void put_int8(const int8_t *codes, int size, uint8_t *block, int64_t row) {
+    for (int quad = 0; quad < size / 4; quad++) {
+        uint32_t four;
+        memcpy(&four, codes + 4 * quad, 4);
+        four ^= 0x80808080;
+        memcpy(block + quad * 4 * BLOCK + row * 4, &four, 4);
+    }
+}
+
+/* Eight codes at a time, the first four in the low halves of bytes; int4 begins at -8. */
+INLINE void put_int4(const int8_t *codes, int size, uint8_t *block, int64_t row) {
+    for (int pair = 0; pair < size / 8; pair++) {
+        uint32_t low, high;
+        memcpy(&low, codes + 8 * pair, 4);
+        memcpy(&high, codes + 8 * pair + 4, 4);
+        low = ((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4) ^ 0x88888888;
+        memcpy(block + pair * 4 * BLOCK + row * 4, &low, 4);
+    }
+}
+
+INLINE void load(const void *weight, int is_wide, int64_t at, float *values) {
+    if (is_wide)
+        memcpy(values, (const float *)weight + at, GROUP * sizeof(float));
+    else
+        for (int i = 0; i < GROUP; i++) values[i] = widen(((const bf16 *)weight)[at + i]);
+}
+
+INLINE void whole_numbers(const float *values, int8_t *codes) {
+    for (int i = 0; i < GROUP; i++) codes[i] = (int8_t)(values[i] == values[i] ? (int32_t)values[i] : 0);
+}
+
+/* The number with the largest magnitude in each of 16 groups, the first of equal ones; NaN if there is one. */
+INLINE void extremes_of(const float *values, float *extremes) {
+    int32_t most[BLOCK] = {0};
+    memcpy(extremes, values, BLOCK * sizeof(float));
+    for (int i = 0; i < GROUP; i++)
+        for (int r = 0; r < BLOCK; r++) {
+            int32_t bits;
+            memcpy(&bits, values + i * BLOCK + r, 4);
+            bits &= 0x7fffffff;
+            extremes[r] = bits > most[r] ? values[i * BLOCK + r] : extremes[r];
+            most[r] = bits > most[r] ? bits : most[r];
+        }
+}
+
+/* Rounded to nearest, ties to even, by a number above which floats are whole. */
+INLINE float int4_of(float quotient) {
+    quotient = quotient < -8.0f ? -8.0f : quotient;
+    quotient = quotient > 7.0f ? 7.0f : quotient;
+    return (quotient + 12582912.0f) - 12582912.0f;
+}
+
+INLINE void errors_of(const float *values, const float *scales, float *errors) {
+    for (int i = 0; i < GROUP; i++)
+        for (int r = 0; r < BLOCK; r++) {
+            float value = values[i * BLOCK + r], error = int4_of(value / scales[r]) * scales[r] - value;
+            errors[i * BLOCK + r] = error * error;
+        }
+    for (int half = SIDE / 2; half >= BLOCK; half /= 2)
+        for (int i = 0; i < half; i++) errors[i] += errors[i + half];
+}
+
+INLINE void best_scales(const float *values, float *best) {
+    float extremes[BLOCK], scales[BLOCK], errors[SIDE], least[BLOCK];
+    extremes_of(values, extremes);
+    for (int r = 0; r < BLOCK; r++) best[r] = 1.0f, least[r] = INFINITY;
+    for (int i = 0; i < CANDIDATES; i++) {
+        for (int r = 0; r < BLOCK; r++) {
+            float scale = extremes[r] / (-9.5f + 0.375f * (float)i);
+            scales[r] = fabsf(scale) < 1e-30f ? 1e-30f : scale;
+        }
+        errors_of(values, scales, errors);
+        for (int r = 0; r < BLOCK; r++) {
+            int is_better = errors[r] < least[r];
+            least[r] = is_better ? errors[r] : least[r];
+            best[r] = is_better ? scales[r] : best[r];
+        }
+    }
+}
+
+/* Groups side by side, of up to 16 rows, from number ``at`` of each on; zeros stand for rows that are not there. */
+INLINE void load_side_by_side(const void *weight, int is_wide, int64_t at, int64_t inputs, int64_t rows, float *values) {
+    float own[GROUP];
+    if (rows < BLOCK) memset(values, 0, SIDE * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        load(weight, is_wide, r * inputs + at, own);
+        for (int i = 0; i < GROUP; i++) values[i * BLOCK + r] = own[i];
+    }
+}
+
+INLINE void int4_block(const void *weight, int is_wide, int64_t rows, int64_t inputs, uint8_t *block, float *scales) {
+    float values[SIDE], best[BLOCK], own[GROUP], extremes[BLOCK];
+    int8_t codes[GROUP];
+    for (int64_t at = 0; at < inputs; at += GROUP) {
+        load_side_by_side(weight, is_wide, at, inputs, rows, values);
+        best_scales(values, best);
+        extremes_of(values, extremes);
+        for (int i = 0; i < GROUP; i++)
+            for (int r = 0; r < BLOCK; r++) values[i * BLOCK + r] = int4_of(values[i * BLOCK + r] / best[r]);
+        for (int r = 0; r < BLOCK; r++) {
+            for (int i = 0; i < GROUP; i++) own[i] = values[i * BLOCK + r];
+            whole_numbers(own, codes);
+            put_int4(codes, GROUP, block + at * BLOCK / 2, r);
+        }
+        for (int64_t r = 0; r < rows; r++) scales[(r * inputs + at) / GROUP] = isfinite(extremes[r]) ? best[r] : NAN;
+    }
+}
+
+INLINE void int8_row(const void *weight, int is_wide, int64_t inputs, uint8_t *block, int64_t row, float *scale) {
+    float values[GROUP];
+    int8_t codes[GROUP];
+    int32_t most = 0;
+    for (int64_t at = 0; at < inputs; at += GROUP) {
+        load(weight, is_wide, at, values);
+        int32_t own = largest(values, GROUP);
+        most = own > most ? own : most;
+    }
+    *scale = most > 0x7f800000 ? NAN : of_bits(most) / 127.0f;
+    if (*scale < 1e-30f) *scale = 1e-30f;
+    for (int64_t at = 0; at < inputs; at += GROUP) {
+        load(weight, is_wide, at, values);
+        for (int i = 0; i < GROUP; i++) values[i] = rintf(values[i] / *scale);
+        whole_numbers(values, codes);
+        put_int8(codes, GROUP, block + at * BLOCK, row);
+    }
+}
+
+INLINE void pair_row(const bf16 *weight, int64_t inputs, uint8_t *block, int64_t row) {
+    for (int64_t at = 0; at < inputs; at += 2) memcpy(block + at * BLOCK * 2 + row * 4, weight + at, 4);
+}
+
+FOR_EACH_CPU static void round_block(int64_t kind, const void *weight, int64_t is_wide, int64_t rows, int64_t inputs,
+                                     uint8_t *block, float *scales) {
+    if (kind == INT4) {
+        is_wide ? int4_block(weight, 1, rows, inputs, block, scales) : int4_block(weight, 0, rows, inputs, block, scales);
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++)
+        if (kind == BF16)
+            pair_row((const bf16 *)weight + r * inputs, inputs, block, r);
+        else if (is_wide)
+            int8_row((const float *)weight + r * inputs, 1, inputs, block, r, scales + r);
+        else
+            int8_row((const bf16 *)weight + r * inputs, 0, inputs, block, r, scales + r);
+}
+
+FOR_EACH_CPU static void put_block(int64_t kind, const int8_t *codes, int64_t rows, int64_t inputs, uint8_t *block) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t at = 0; at < inputs; at += FINE)
+            if (kind == INT8)
+                put_int8(codes + r * inputs + at, FINE, block + at * BLOCK, r);
+            else
+                put_int4(codes + r * inputs + at, FINE, block + at * BLOCK / 2, r);
+}
+
+#define EACH_BLOCK(to_block)                                                                        \
+    int64_t bytes = inputs * BLOCK * 2 >> kind, blocks = (rows + BLOCK - 1) / BLOCK;                \
+    _Pragma("omp parallel for")                                                                     \
+    for (int64_t i = 0; i < blocks; i++) {                                                          \
+        uint8_t *block = out + i * bytes;                                                           \
+        int64_t first = i * BLOCK, count = rows - first < BLOCK ? rows - first : BLOCK;             \
+        if (count < BLOCK) memset(block, kind == BF16 ? 0 : kind == INT8 ? 0x80 : 0x88, bytes); /* zeros */ \
+        to_block;                                                                                   \
+    }
+
+/* A weight [rows, inputs] in bf16 (``is_wide``: in fp32), to blocks of codes or of bf16 and to scales: int8 [rows], int4
+ * [rows, inputs / 64]. */
+void round_weight(int64_t kind, const void *weight, int64_t is_wide, int64_t rows, int64_t inputs, uint8_t *out, float *scales) {
+    int64_t row = inputs * (is_wide ? 4 : 2), groups = kind == INT4 ? inputs / GROUP : 1;
+    const uint8_t *from = weight;
+    EACH_BLOCK(round_block(kind, from + first * row, is_wide, count, inputs, block, scales + first * groups))
+}
+
+/* Codes [rows, inputs] to blocks. */
+void put_codes(int64_t kind, const int8_t *codes, int64_t rows, int64_t inputs, uint8_t *out) {
+    EACH_BLOCK(put_block(kind, codes + first * inputs, count, inputs, block))
+}

@@ -1,0 +1,124 @@
+"""Weights in the blocks of the products: the kernel against plain PyTorch, to the bit."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.tiles import needs_kernels
+from volley.native import GROUP, Codes, Weights
+from volley.native.codes import FINE, KINDS, LaidOut, lay_out, put_rows, put_rows_slowly
+
+pytestmark = needs_kernels
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SEEDS = st.integers(0, 10_000)
+SPECIAL = [0.0, -0.0, 1e-38, 1e-30, 3e38, -3e38, float("inf"), -float("inf"), float("nan")]
+
+
+@pytest.fixture(scope="module", params=[1, 2], autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_equal(found: LaidOut, expected: LaidOut) -> None:
+    """Bit by bit; one NaN is as good as another."""
+    assert found.codes.dtype == expected.codes.dtype
+    as_bytes = [part.codes.contiguous().view(torch.uint8) for part in (found, expected)]
+    assert torch.equal(*as_bytes)
+    assert (found.scales is None) == (expected.scales is None)
+    if found.scales is not None and expected.scales is not None:
+        assert found.scales.dtype == expected.scales.dtype
+        assert torch.equal(found.scales.isnan(), expected.scales.isnan())
+        assert torch.equal(found.scales.nan_to_num(nan=0.0), expected.scales.nan_to_num(nan=0.0))
+
+
+@given(
+    kind=st.sampled_from(["int8", "int4"]),
+    dtype=st.sampled_from(DTYPES),
+    outputs=st.integers(1, 50),
+    groups=st.integers(1, 7),
+    scale=st.sampled_from([1e-4, 1.0, 300.0]),
+    special=st.lists(st.tuples(st.sampled_from(SPECIAL), st.integers(0, 49), st.integers(0, 447)), max_size=6),
+    seed=SEEDS,
+)
+def test_numbers_are_rounded_as_by_the_reference(
+    kind: Weights,
+    dtype: torch.dtype,
+    outputs: int,
+    groups: int,
+    scale: float,
+    special: list[tuple[float, int, int]],
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    weight = (torch.randn(outputs, groups * GROUP) * scale).to(dtype)
+    for value, row, column in special:
+        weight[row % outputs, column % weight.shape[1]] = value
+    assert_equal(put_rows(weight, kind), put_rows_slowly(weight, kind))
+
+
+@given(kind=st.sampled_from(["int8", "int4"]), dtype=st.sampled_from(DTYPES), span=st.integers(1, 40), seed=SEEDS)
+def test_ties_fall_as_in_the_reference(kind: Weights, dtype: torch.dtype, span: int, seed: int) -> None:
+    """Few numbers, so that many lie in the middle of two codes, have the largest magnitude, or do as well with two scales."""
+    torch.manual_seed(seed)
+    weight = (torch.randint(-span, span + 1, (20, 3 * GROUP)) / 4).to(dtype)
+    assert_equal(put_rows(weight, kind), put_rows_slowly(weight, kind))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_every_number_of_bf16(kind: Weights) -> None:
+    """Side by side by their size, and in an order by chance."""
+    torch.manual_seed(0)
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for order in (torch.arange(2**16), torch.randperm(2**16)):
+        weight = numbers[order].view(-1, 4 * GROUP)
+        assert_equal(put_rows(weight, kind), put_rows_slowly(weight, kind))
+
+
+@given(outputs=st.integers(1, 40), pairs=st.integers(1, 99), seed=SEEDS)
+def test_bf16_is_only_moved(outputs: int, pairs: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight = torch.randn(outputs, 2 * pairs).bfloat16()
+    assert_equal(put_rows(weight, "bf16"), put_rows_slowly(weight, "bf16"))
+
+
+def stored(kind: Weights, group: int, outputs: int, inputs: int) -> Codes:
+    least, beyond = (-128, 128) if kind == "int8" else (-8, 8)
+    codes = torch.randint(least, beyond, (outputs, inputs)).to(torch.int8)
+    groups = () if kind == "int8" and group == GROUP else (inputs // group,)
+    scales = torch.randn(outputs, *groups)
+    return Codes(kind, codes, scales.half() if group == FINE else scales)
+
+
+@given(
+    kind=st.sampled_from(["int8", "int4"]),
+    group=st.sampled_from([FINE, GROUP]),
+    outputs=st.integers(1, 50),
+    groups=st.integers(1, 9),
+    seed=SEEDS,
+)
+def test_stored_codes_are_only_moved(kind: Weights, group: int, outputs: int, groups: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    codes = stored(kind, group, outputs, groups * group)
+    assert_equal(put_rows(codes, kind), put_rows_slowly(codes, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_of_many_slices(kind: Weights) -> None:
+    torch.manual_seed(0)
+    weight: Tensor = torch.randn(3001, 3 * GROUP).bfloat16()
+    assert_equal(lay_out(weight, kind), put_rows_slowly(weight, kind))
+    if kind != "bf16":
+        codes = stored(kind, FINE, *weight.shape)
+        assert_equal(lay_out(weight, kind, codes), put_rows_slowly(codes, kind))
+
+
+def test_widths_that_are_no_groups_are_refused() -> None:
+    with pytest.raises(AssertionError, match="whole groups"):
+        put_rows(torch.randn(3, GROUP + 32), "int4")
