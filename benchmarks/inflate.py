@@ -3,8 +3,8 @@
     python benchmarks/inflate.py runs/pair-0.6b --shape 0.6b
 
 Acceptance stays that of the trained pair; bytes, operations and K/V become those of the larger shape. So speculative decoding
-can be measured at a real model's cost without a real model. The folders ``target``, ``drafter`` and ``drafter-dflash`` are
-ordinary Hugging Face checkpoints.
+can be measured at a real model's cost without a real model. The folders ``target``, ``drafter``, ``drafter-dflash`` and
+``drafter-markov`` are ordinary Hugging Face checkpoints.
 
 How: each channel of the hidden state, each head and each neuron is held several times, and what reads the copies is scaled by
 powers of two that sum to 1. Powers of two are exact in every float type, and equal copies keep the mean square, so RMS norms
@@ -31,7 +31,7 @@ from volley.errors import ConfigError
 from volley.files import REFERENCE, read_json, write_atomically
 from volley.tensors import load_tensors, save_tensors
 
-DRAFTERS = (REFERENCE / "drafter", REFERENCE / "drafter-dflash")
+DRAFTERS = tuple(REFERENCE / name for name in ("drafter", "drafter-dflash", "drafter-markov"))
 FREED = 64  # channels held once: a group of volley's codes, so that the constant has one of its own, as it has a block of GGUF's
 CONSTANT = (
     2.0**-8

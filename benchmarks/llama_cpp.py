@@ -4,13 +4,15 @@
     python -m benchmarks.llama_cpp --shape 0.6b --prompts gsm8k --data-dir DATA --threads 2 --json runs/0.6b.json
 
 The bundled pair is inflated to ``--shape`` (``inflate.py``); ``--pair FOLDER`` takes another, a folder that holds ``target``,
-``drafter`` and ``drafter-dflash``. Every row has a process of its own. All rows are alive together and take turns on each group
-of prompts; which of them goes first rotates. The first group is run once before, uncounted. Prompts are sent as token ids.
+``drafter``, ``drafter-dflash`` and ``drafter-markov``. Every row has a process of its own. All rows are alive together and take
+turns on each group of prompts; which of them goes first rotates. The first group is run once before, uncounted. Prompts are sent
+as token ids.
 
-Rows of llama.cpp are written ``WEIGHTS[+METHOD[:DEPTH]]``: ``bf16``, ``q8_0``, ``bf16+dflash:3``, ``q4_0+ngram-simple``. Rows of
-volley are a name and options of ``Engine.from_pretrained``: ``--volley chains policy=fixed:8``. Speeds count the tokens and the
-time after the first token where one prompt is answered at a time; where several are, all tokens and all of the group's time,
-prompts included. Ctrl-C ends the run early and prints what there is.
+Rows of llama.cpp are written ``WEIGHTS[+METHOD[:DEPTH[@TOKENS]]]``: ``bf16``, ``bf16+dflash:3``, ``q4_0+ngram-simple``;
+``q8_0+dspark:5@16384`` drafts the first 16,384 tokens of the vocabulary alone. Rows of volley are a name and options of
+``Engine.from_pretrained``: ``--volley chains policy=fixed:8``. Speeds count the tokens and the time after the first token where
+one prompt is answered at a time; where several are, all tokens and all of the group's time, prompts included. Ctrl-C ends the run
+early and prints what there is.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from typing import Any
 from benchmarks.answer import Answer
 from benchmarks.contenders import peak_bytes
 from benchmarks.engines import connected
-from benchmarks.llama_peer import CONVERTED, ROOT, LlamaRow, check_built, gguf, server
+from benchmarks.llama_peer import ROOT, LlamaRow, check_built, gguf, gguf_drafter, server
 from volley.engine.capacity import PAGE_SIZE
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -43,15 +45,18 @@ VOLLEY = {
     "default": {},
     "drafts": {"policy": "goodput:drafts"},
 }
+DRAFTERS = {"dflash": "drafter-dflash", "dspark": "drafter-markov"}
+"""The pair's folders by llama.cpp's methods: its Markov head is the only sequential head that llama.cpp knows."""
 LLAMA = (
     "bf16",
     "bf16+dflash:3",
-    "bf16+dflash:7",
+    "bf16+dspark:5@16384",
     "bf16+ngram-simple",
     "q8_0",
     "q8_0+dflash:3",
+    "q8_0+dspark:5@16384",
     "q4_0",
-    "q4_0+dflash:3",
+    "q4_0+dspark:3@16384",
 )
 
 
@@ -174,7 +179,7 @@ def contenders(options: argparse.Namespace, batch: int) -> Iterator[dict[str, Co
             print(f"starting llama.cpp {text}", file=sys.stderr, flush=True)
             row = LlamaRow.parse(text)
             model = gguf(options.pair / "target", row.weights, options.work)
-            drafter = gguf_drafter(options, row) if row.drafts else None
+            drafter = drafter_of(options, row) if row.drafts else None
             log = options.work / f"llama-{text.replace(':', '-')}-{batch}.log"
             alive = stack.enter_context(server(row, model, drafter, options, batch, log))
             found[f"llama.cpp {text}"] = Contender(alive.ask, alive.pid)
@@ -190,10 +195,14 @@ def contenders(options: argparse.Namespace, batch: int) -> Iterator[dict[str, Co
         yield found
 
 
-def gguf_drafter(options: argparse.Namespace, row: LlamaRow) -> Path:
-    """In 8 bits for a quantised target."""
-    weights = row.weights if row.weights in CONVERTED else "q8_0"
-    return gguf(options.pair / "drafter-dflash", weights, options.work, options.pair / "target")
+def drafter_of(options: argparse.Namespace, row: LlamaRow) -> Path:
+    """In 8 bits, as volley drafts by default, and in fp32 for a target in fp32."""
+    if row.method not in DRAFTERS:
+        raise SystemExit(f"the pair has no drafter for {row.method!r}; there are {', '.join(DRAFTERS)}")
+    weights = row.weights if row.weights == "f32" else "q8_0"
+    return gguf_drafter(
+        options.pair / DRAFTERS[row.method], weights, options.work, options.pair / "target", row.drafted
+    )
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -374,7 +383,7 @@ def report(measured: Measured, about: Mapping[str, Any]) -> str:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--shape", default="0.6b", help="shape to inflate the bundled pair to; none: as it is")
-    own.add_argument("--pair", type=Path, help="folder with target, drafter and drafter-dflash instead")
+    own.add_argument("--pair", type=Path, help="folder with target and drafters instead")
     own.add_argument("--llama", nargs="*", default=LLAMA, metavar="ROW", help=f"by default {' '.join(LLAMA)}")
     own.add_argument(
         "--volley", action="append", nargs="+", metavar=("NAME", "KEY=VALUE"), help=f"by default {', '.join(VOLLEY)}"
@@ -414,7 +423,7 @@ def prepare(options: argparse.Namespace) -> None:
         options.pair = ROOT / "src" / "volley" / "reference"
     elif options.pair is None:
         options.pair = options.work / f"pair-{options.shape}"
-        if not (options.pair / "drafter-dflash" / "model.safetensors").exists():
+        if not (options.pair / DRAFTERS["dspark"] / "model.safetensors").exists():  # the last that is written
             command = [sys.executable, str(ROOT / "benchmarks" / "inflate.py"), str(options.pair)]
             command += ["--shape", options.shape]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})

@@ -23,25 +23,31 @@ CONTEXT = 128  # tokens before a pass that is timed, as in volley's cost tables
 ROOT = Path(__file__).parent.parent
 PEERS = Path(os.environ.get("VOLLEY_PEERS", ROOT / ".peers"))
 SOURCE, BINARIES = PEERS / "llama-cpp-python", PEERS / "build" / "bin"
-CONVERTED = ("f32", "bf16")  # types that the converter writes; all others are quantised from bf16
+CONVERTED = ("f32", "bf16")  # types of a target that the converter writes; all others are quantised from bf16
 STARTED_WITHIN = 600.0  # seconds
 
 
 @dataclass(frozen=True)
 class LlamaRow:
-    """One way to run llama.cpp: ``bf16``, ``q8_0``, ``bf16+dflash:3``, ``q4_0+ngram-simple``."""
+    """One way to run llama.cpp: ``bf16``, ``q8_0``, ``bf16+dflash:3``, ``bf16+dspark:7@16384``, ``q4_0+ngram-simple``."""
 
     weights: str
     method: str | None = None
     depth: int | None = None
+    drafted: int | None = None
+    """Tokens that the drafter knows, the first of the vocabulary; by default all."""
 
     @classmethod
     def parse(cls, text: str) -> "LlamaRow":
         weights, _, method = text.partition("+")
-        method, _, depth = method.partition(":")
-        if depth and not depth.isdecimal():
-            raise SystemExit(f"{text!r}: {depth!r} is no number of draft tokens; write for example bf16+dflash:3")
-        return cls(weights, method or None, int(depth) if depth else None)
+        method, _, numbers = method.partition(":")
+        depth, _, drafted = numbers.partition("@")
+        for number in filter(None, (depth, drafted)):
+            if not number.isdecimal():
+                raise SystemExit(
+                    f"{text!r}: {number!r} is no number; write for example bf16+dflash:3 or bf16+dspark:7@16384"
+                )
+        return cls(weights, method or None, int(depth) if depth else None, int(drafted) if drafted else None)
 
     @property
     def drafts(self) -> bool:
@@ -86,26 +92,43 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def gguf(folder: Path, weights: str, out: Path, target: Path | None = None) -> Path:
-    """The checkpoint in ``folder`` as a GGUF file of type ``weights`` in ``out``, made if it is not there or older.
-
-    A drafter needs its ``target``, whose vocabulary it uses.
-    """
+def gguf(folder: Path, weights: str, out: Path) -> Path:
+    """The target in ``folder`` as a GGUF file of type ``weights`` in ``out``, made if it is not there or older."""
     made = out / f"{folder.name}-{weights}.gguf"
-    if made.exists() and made.stat().st_mtime > (folder / "model.safetensors").stat().st_mtime:
+    if is_fresh(made, folder):
         return made
-    partial = made.with_suffix(".partial")
-    if weights in CONVERTED:
-        llama = SOURCE / "vendor" / "llama.cpp"
-        arguments = [str(llama / "convert_hf_to_gguf.py"), str(folder), "--outtype", weights, "--outfile", str(partial)]
-        arguments += ["--target-model-dir", str(target)] if target else []
-        code = _CONVERT.format(source=str(llama), gguf=str(llama / "gguf-py"), arguments=arguments)
-        run([sys.executable, "-c", code], made.with_suffix(".log"))
-    else:
-        source = gguf(folder, "bf16", out, target)
-        run([str(BINARIES / "llama-quantize"), str(source), str(partial), weights.upper()], made.with_suffix(".log"))
-    partial.rename(made)
+    if weights not in CONVERTED:
+        return quantised(gguf(folder, "bf16", out), made, weights)
+    partial, llama = made.with_suffix(".partial"), SOURCE / "vendor" / "llama.cpp"
+    arguments = [str(llama / "convert_hf_to_gguf.py"), str(folder), "--outtype", weights, "--outfile", str(partial)]
+    code = _CONVERT.format(source=str(llama), gguf=str(llama / "gguf-py"), arguments=arguments)
+    run([sys.executable, "-c", code], made.with_suffix(".log"))
+    return partial.rename(made)
+
+
+def gguf_drafter(folder: Path, weights: str, out: Path, target: Path, drafted: int | None = None) -> Path:
+    """The drafter in ``folder`` as ``volley export`` writes it. ``drafted``: with the first tokens of the vocabulary alone."""
+    made = out / f"{folder.name}{'' if drafted is None else f'-{drafted}'}-{weights}.gguf"
+    if is_fresh(made, folder):
+        return made
+    if weights != "bf16":
+        return quantised(gguf_drafter(folder, "bf16", out, target, drafted), made, weights)
+    from volley.files import read_json
+    from volley.models.drafters.export import export
+
+    counts = range(read_json(folder / "config.json")["vocab_size"], 0, -1)
+    export(folder, made, "gguf", target=str(target), draft_vocab_size=drafted, counts=counts)
     return made
+
+
+def is_fresh(made: Path, folder: Path) -> bool:
+    return made.exists() and made.stat().st_mtime > (folder / "model.safetensors").stat().st_mtime
+
+
+def quantised(source: Path, made: Path, weights: str) -> Path:
+    partial = made.with_suffix(".partial")
+    run([str(BINARIES / "llama-quantize"), str(source), str(partial), weights.upper()], made.with_suffix(".log"))
+    return partial.rename(made)
 
 
 def run(command: Sequence[str], log: Path) -> None:

@@ -79,6 +79,11 @@ def test_a_refusal_is_reported(stand_in: Server) -> None:
             LlamaRow("bf16", "dflash", 3),
             ["--spec-type", "draft-dflash", "--spec-draft-model", "d.gguf", "--spec-draft-n-max", "3"],
         ),
+        (
+            "q8_0+dspark:5@16384",
+            LlamaRow("q8_0", "dspark", 5, 16384),
+            ["--spec-type", "draft-dspark", "--spec-draft-model", "d.gguf", "--spec-draft-n-max", "5"],
+        ),
     ],
 )
 def test_rows_of_llama_cpp(text: str, row: LlamaRow, arguments: list[str]) -> None:
@@ -93,6 +98,9 @@ def test_rows_of_volley() -> None:
         llama_cpp.parse_volley([["chains", "fixed"]])
     with pytest.raises(SystemExit, match="'x' is no number"):
         LlamaRow.parse("bf16+dflash:x")
+    options = llama_cpp.parse_arguments(["--shape", "none"])
+    with pytest.raises(SystemExit, match=r"no drafter for 'mtp'; there are dflash, dspark"):
+        llama_cpp.drafter_of(options, LlamaRow.parse("bf16+mtp:3"))
 
 
 def scripted(speeds: dict[str, list[float]], order: list[str]) -> dict[str, Contender]:
@@ -175,7 +183,7 @@ def test_llama_cpp_says_what_volley_says(tmp_path: Path, monkeypatch: pytest.Mon
     command = (
         f"llama_cpp --shape none --prompts {prompts} --num-prompts 2 --max-tokens 24 --threads 1 --work {tmp_path}"
     )
-    command += f" --json {out} --pass-rounds 0 --llama f32 f32+dflash:7"
+    command += f" --json {out} --pass-rounds 0 --llama f32 f32+dflash:7 f32+dspark:7@4096"
     command += " --volley plain dtype=float32 drafter=null block_size=1"
     command += " --volley chains dtype=float32 drafter=drafter-dflash policy=fixed:8"
     monkeypatch.setattr(sys, "argv", command.split())
@@ -185,10 +193,12 @@ def test_llama_cpp_says_what_volley_says(tmp_path: Path, monkeypatch: pytest.Mon
     answers = {(run["row"], run["group"]): run["answer"] for run in saved["runs"]}
     for group in (0, 1):
         found = {row: answer["tokens"] for (row, own), answer in answers.items() if own == group}
-        assert len(found) == 4
+        assert len(found) == 5
         assert all(tokens == found["volley plain"] for tokens in found.values())
         chains, dflash = answers["volley chains", group], answers["llama.cpp f32+dflash:7", group]
         assert (chains["gained"], chains["passes"]) == (dflash["gained"], dflash["passes"])
+        dspark = answers["llama.cpp f32+dspark:7@4096", group]
+        assert dspark["gained"] > 1.5 * dspark["passes"]
     assert all(memory["peak_bytes"] > 2**24 for memory in saved["memory"])
 
 
