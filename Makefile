@@ -7,6 +7,7 @@
 # make test-clients   install litellm, llm, lm-eval and guidellm into environments of their own, then run docs/clients.md's examples
 # make test-vllm   install vLLM's CPU build into an environment of its own, then run the tests that need it
 # make test-llamacpp   build llama.cpp if it is not there, then compare volley with it
+# make builders   install cmake, ninja and a C++ compiler from Debian if they are not there, for llama.cpp (as root)
 # make peers  build llama.cpp in a folder of its own, for benchmarks/llama_cpp.py (needs cmake, ninja and a C++ compiler; about ten minutes)
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ GUIDELLM := .venv-guidellm
 PEERS := .peers
 LLAMA_CPP := llama_cpp_python-0.3.36
 
-.PHONY: demo test lint coverage browser test-fresh test-clients test-vllm test-llamacpp peers reference clean
+.PHONY: demo test lint coverage browser builders test-fresh test-clients test-vllm test-llamacpp llama-cpp peers reference clean
 
 demo: $(INSTALLED)
 	$(BIN)/volley demo
@@ -42,6 +43,10 @@ coverage: $(INSTALLED)
 browser:
 	command -v chromium || command -v chromium-browser || command -v google-chrome || \
 		{ apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends chromium; }
+
+builders:
+	command -v cmake && command -v ninja && command -v c++ || \
+		{ apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends cmake ninja-build g++; }
 
 test-fresh: SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 test-fresh: $(INSTALLED)
@@ -88,6 +93,9 @@ test-llamacpp: $(INSTALLED) $(PEERS)/.built-$(LLAMA_CPP)
 # The source package of llama-cpp-python holds a release of llama.cpp with its converter, and bindings to its C interface. sed: GCC 12
 # takes it that _tile_loadconfig reads 8 bytes of the configuration, and leaves out the stores of the others.
 peers: $(PEERS)/.built-$(LLAMA_CPP)
+	nice -n 10 cmake --build $(PEERS)/build --parallel 2 --target llama-perplexity
+
+llama-cpp: $(PEERS)/.built-$(LLAMA_CPP)
 
 $(PEERS)/.built-$(LLAMA_CPP):
 	$(PYTHON) -m venv $(PEERS)/venv
@@ -97,7 +105,7 @@ $(PEERS)/.built-$(LLAMA_CPP):
 	sed --in-place 's|_tile_loadconfig(&tc);|__asm__ volatile("" : : "m"(tc)); &|' $(PEERS)/llama-cpp-python/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp
 	cmake -S $(PEERS)/llama-cpp-python/vendor/llama.cpp -B $(PEERS)/build -G Ninja -DCMAKE_BUILD_TYPE=Release \
 		-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF
-	nice -n 10 cmake --build $(PEERS)/build --parallel 2 --target llama-server llama-quantize llama-bench llama-perplexity
+	nice -n 10 cmake --build $(PEERS)/build --parallel 2 --target llama-server llama-quantize
 	touch $@
 
 # Train the bundled pair again from a folder of training text (see docs/training.md).
