@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.file import CONTROL, TOKEN_TYPES, TOKENS, GGUFFile
@@ -31,7 +31,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
     kind, split = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre", "default")
     _check(file.path, kind, split)
-    tokenizer = _built(file.path)
+    tokenizer = _built(file)
     if kind == "gpt2":
         tokenizer = _spelled_out(tokenizer, file)
     backend = tokenizer.backend_tokenizer
@@ -50,13 +50,16 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return found
 
 
-def _built(path: Path) -> Any:
-    """transformers' tokenizer of the file, which it is given alone: it prefers a ``tokenizer.json`` beside it."""
+def _built(file: GGUFFile) -> Any:
+    """transformers' tokenizer of the file, which it is given alone: it prefers a ``tokenizer.json`` beside it.
+
+    An AutoTokenizer gives the same, and looks for the model's type first, with the package's reader, which takes seconds.
+    """
     with TemporaryDirectory() as folder:
         link = Path(folder) / "model.gguf"
-        link.symlink_to(path.absolute())
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
-    tokenizer.name_or_path = str(path)
+        link.symlink_to(file.path.absolute())
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=link.name)
+    tokenizer.name_or_path = str(file.path)
     return tokenizer
 
 
