@@ -31,7 +31,7 @@ UNREAD_SCALING: dict[str, tuple[float, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Keys that are read nowhere, and the values that change nothing."""
-_DECODED_AT_ONCE = 2**20  # numbers of a tensor
+DECODED_AT_ONCE = 2**20  # numbers of a tensor
 
 Rows = Callable[[NDArray[Any]], NDArray[Any]]
 """Puts the rows of a matrix in another order; columns may be numbers or the bytes of blocks."""
@@ -154,7 +154,7 @@ class GGUFFile:
         """A tensor decoded to ``dtype``, some rows after others: all of a large matrix in fp32 would be the peak of memory."""
         data, shape = self._data(name, rows), self.shape(name)
         whole = torch.empty(shape, dtype=dtype)
-        step = max(_DECODED_AT_ONCE * shape[0] // whole.numel(), 1)
+        step = max(DECODED_AT_ONCE * shape[0] // whole.numel(), 1)
         for first in range(0, shape[0], step):
             whole[first : first + step] = self._decode(name, data[first : first + step])
         return whole

@@ -38,7 +38,7 @@ class Strings(NamedTuple):
     number: int
 
 
-class StoredTensor(NamedTuple):
+class TensorPlace(NamedTuple):
     """How a tensor is stored, and where in its file."""
 
     type: Any
@@ -61,7 +61,7 @@ class Header(NamedTuple):
     metadata: Mapping[str, Any]
     """Without arrays of strings."""
     strings: Mapping[str, Strings]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, TensorPlace]
 
 
 def gguf_package() -> Any:
@@ -166,7 +166,7 @@ class _Reader:
         self._place = place
         return Strings(begin, count)
 
-    def _tensor(self, name: str, sizes: tuple[int, ...], number: int, offset: int) -> StoredTensor:
+    def _tensor(self, name: str, sizes: tuple[int, ...], number: int, offset: int) -> TensorPlace:
         try:
             kind = self._package.GGMLQuantizationType(number)
         except ValueError:
@@ -180,7 +180,7 @@ class _Reader:
             if not shape or shape[-1] % per_block:
                 raise ValueError(f"rows of {name} are no whole number of blocks of {kind.name}")
             stored = (*shape[:-1], shape[-1] // per_block * size)
-        found = StoredTensor(kind, shape, offset, np.dtype(_DTYPES.get(kind.name, np.uint8)), stored)
+        found = TensorPlace(kind, shape, offset, np.dtype(_DTYPES.get(kind.name, np.uint8)), stored)
         if offset + found.nbytes > len(self._data):
             raise ValueError(f"{name} ends {offset + found.nbytes - len(self._data)} bytes behind the file")
         return found
