@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import replaced
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig, HeadConfig
-from volley.models.gguf.file import UNREAD_SCALING, YARN, GGUFFile, gguf_package, is_gguf
+from volley.models.gguf.file import UNREAD_SCALING, YARN, GGUFFile, is_gguf
+from volley.models.gguf.header import gguf_package
 
 ARCHITECTURE = "dflash"
 
@@ -164,7 +165,7 @@ def _read_scaling(file: GGUFFile) -> dict[str, Any] | None:
 def write_gguf(path: Path, checkpoint: Checkpoint, target: str) -> None:
     """Write the file ``path``, with the tokens of ``target`` (a GGUF file or a folder)."""
     package, config = gguf_package(), checkpoint.config
-    tokens = _tokens_of_file(GGUFFile(target, whole=True)) if is_gguf(target) else _tokens_of_folder(target, config)
+    tokens = _tokens_of_file(GGUFFile(target)) if is_gguf(target) else _tokens_of_folder(target, config)
     with replaced(path) as temporary:
         writer = package.GGUFWriter(temporary, ARCHITECTURE)
         writer.add_name(f"{config.num_hidden_layers}-layer drafter")
@@ -255,7 +256,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def _tokens_of_file(file: GGUFFile) -> dict[str, Any]:
     if not file.has_tokenizer:
         raise CheckpointError(f"{file.path} holds no tokenizer; convert the target again with its tokenizer files")
-    return {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
+    named = {**file.metadata, **{key: file.strings(key) for key in file.string_keys}}
+    return {key: value for key, value in named.items() if key.startswith("tokenizer.")}
 
 
 def _tokens_of_folder(target: str, config: DrafterConfig) -> dict[str, Any]:

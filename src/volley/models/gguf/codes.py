@@ -10,8 +10,9 @@ from math import prod
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from volley.models.gguf.file import GGUFFile, Rows
+from volley.models.gguf.file import DECODED_AT_ONCE, GGUFFile, Rows
 from volley.models.layers.residency import MappedFiles
 from volley.native import GROUP, Codes, Weights
 from volley.native.codes import FINE, quantise_finely
@@ -99,6 +100,7 @@ class FileCodes:
         self.kind, self.group = kind, FINE
         self._file, self._files, self._name = file, files, name
         self._blocks = file.blocks(name, order)
+        self.shape = file.shape(name)
         if order is not None:  # they are a copy
             files.forget_bytes(*file.place(name))
 
@@ -113,6 +115,16 @@ class FileCodes:
             found = quantise_finely(self._file.decoded(self._name, own))
         self._files.forget_bytes(int(own.ctypes.data), own.nbytes)
         return found
+
+
+def dense_from_codes(codes: FileCodes, dtype: torch.dtype) -> Tensor:
+    """The matrix ``[out, in]``, decoded some rows after others."""
+    whole = torch.empty(codes.shape, dtype=dtype)
+    step = max(DECODED_AT_ONCE // codes.shape[1], 1)
+    for first in range(0, codes.shape[0], step):
+        rows = slice(first, first + step)
+        whole[rows] = codes.rows(rows).dense()
+    return whole
 
 
 _BYTES = {"Q8_0": 34, "Q5_0": 22, "Q4_0": 18}

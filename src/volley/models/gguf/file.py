@@ -1,28 +1,25 @@
 """A GGUF file opened: what it says of itself, and its tensors, decoded or block by block.
 
-The package ``gguf`` reads the container and decodes every type; it is needed only here. Shapes are PyTorch's, ``[out, in]``.
+The package ``gguf`` decodes every type. Shapes are PyTorch's, ``[out, in]``.
 """
 
-import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import lru_cache
-from math import prod
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
+from volley.errors import CheckpointError, UnsupportedModelError
+from volley.models.gguf.header import MAGIC, READ_TYPES, Header, gguf_package, read_header, read_strings
 
-MAGIC = b"GGUF"
-_TOKENS = "tokenizer.ggml.tokens"
-_KINDS = "tokenizer.ggml.token_type"
+TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 CONTROL = 3
 """The type of tokens that end a text or a turn."""
-_TOKENIZER_LISTS = (_TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", _KINDS)
 _INTEGERS = {"I8", "I16", "I32", "I64"}
 _PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
 YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
@@ -34,9 +31,7 @@ UNREAD_SCALING: dict[str, tuple[float, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Keys that are read nowhere, and the values that change nothing."""
-_READ = "F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M"
-_UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")  # what the package's reader raises
-_DECODED_AT_ONCE = 2**20  # numbers of a tensor
+DECODED_AT_ONCE = 2**20  # numbers of a tensor
 
 Rows = Callable[[NDArray[Any]], NDArray[Any]]
 """Puts the rows of a matrix in another order; columns may be numbers or the bytes of blocks."""
@@ -53,97 +48,30 @@ def is_gguf(path: str | Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def gguf_package() -> Any:
-    """The package ``gguf``, or an error that says how to install it."""
-    try:
-        import gguf
-    except ImportError:
-        raise ConfigError("GGUF files need the package gguf; install it with: pip install 'volley-llm[gguf]'") from None
-    return gguf
-
-
-class _Tensor(NamedTuple):
-    """How a tensor is stored, and where in its file."""
-
-    type: Any
-    shape: tuple[int, ...]
-    """PyTorch's way, ``[out, in]``."""
-    offset: int
-    dtype: np.dtype[Any]
-    stored_shape: tuple[int, ...]
-    """The last dimension counts the bytes of blocks where there are any."""
-
-
-class _Header(NamedTuple):
-    """What stands before the tensors of a file."""
-
-    metadata: Mapping[str, Any]
-    num_tokens: int
-    control_tokens: Mapping[int, str]
-    tensors: Mapping[str, _Tensor]
-
-
-def _read_header(path: Path, *, whole: bool = False) -> _Header:
-    try:
-        reader = gguf_package().GGUFReader(path)
-        fields = reader.fields
-        metadata = {name: field.contents() for name, field in fields.items() if whole or name not in _TOKENIZER_LISTS}
-        num_tokens = len(fields[_TOKENS].data) if _TOKENS in fields else 0
-        kinds = fields[_KINDS].contents() if num_tokens and _KINDS in fields else []
-        control = {token: str(fields[_TOKENS].contents(token)) for token, kind in enumerate(kinds) if kind == CONTROL}
-    except Exception as error:  # the reader raises whatever numpy does for a file that ends too early
-        unknown = _UNKNOWN_TYPE.search(str(error))
-        if unknown is not None:
-            raise UnsupportedModelError(
-                f"{path} has a tensor of type {unknown[1]}, which the package gguf {_version()} does not know; "
-                f"install a newer one (pip install -U gguf), or use a file of {_READ}"
-            ) from None
-        raise CheckpointError(
-            f"{path} is truncated or damaged ({error or type(error).__name__}); fetch or convert it again"
-        ) from None
-    if reader.byte_order == "S":
-        raise UnsupportedModelError(
-            f"{path} is of the other byte order; convert it with gguf-convert-endian, or fetch another file"
-        )
-    parts = int(metadata.get("split.count", 1))
+@lru_cache(maxsize=2)
+def _known_header(path: Path, _size: int, _changed: int) -> Header:
+    """A load opens its file several times."""
+    header = read_header(path)
+    parts = int(header.metadata.get("split.count", 1))
     if parts > 1:
         raise UnsupportedModelError(
             f"{path} is one of {parts} parts of a model; put them together with llama.cpp's "
             "llama-gguf-split --merge FIRST_PART WHOLE.gguf and give the whole file"
         )
-    tensors = {
-        one.name: _Tensor(
-            one.tensor_type,
-            tuple(int(size) for size in reversed(one.shape)),
-            int(one.data_offset),
-            one.data.dtype,
-            one.data.shape,
-        )
-        for one in reader.tensors
-    }
-    return _Header(metadata, num_tokens, control, tensors)
-
-
-@lru_cache(maxsize=2)
-def _known_header(path: Path, _size: int, _changed: int) -> _Header:
-    """The package reads a header in Python, which takes seconds where there are many tokens; a load asks for it often."""
-    return _read_header(path)
+    return header
 
 
 class GGUFFile:
     """One file; tensors stay on the disk until they are asked for."""
 
-    def __init__(self, path: str | Path, *, whole: bool = False) -> None:
-        """``whole`` keeps the lists of a tokenizer, which are large, among the metadata."""
+    def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._package = gguf_package()
         _check_magic(self.path)
-        stat, absolute = self.path.stat(), self.path.absolute()
-        header = (
-            _read_header(self.path, whole=True) if whole else _known_header(absolute, stat.st_size, stat.st_mtime_ns)
-        )
-        self.metadata, self.num_tokens, self.control_tokens, self._tensors = header
-        """``control_tokens`` are found in text as they are spelled and have a meaning, by their numbers."""
+        stat = self.path.stat()
+        header = _known_header(self.path.absolute(), stat.st_size, stat.st_mtime_ns)
+        self.metadata, self._strings, self._tensors = header
+        """``metadata`` has no arrays of strings (:meth:`strings`)."""
         self._bytes = np.memmap(self.path, np.uint8, "r")
 
     @property
@@ -154,6 +82,31 @@ class GGUFFile:
     def names(self) -> list[str]:
         """Names of all tensors."""
         return list(self._tensors)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._strings[TOKENS].number if TOKENS in self._strings else 0
+
+    def strings(self, key: str) -> list[str]:
+        """The strings of an array, which are read whenever they are asked for."""
+        return read_strings(self.path, self._bytes.data, self._strings[key])
+
+    @property
+    def string_keys(self) -> list[str]:
+        """The keys of :meth:`strings`."""
+        return list(self._strings)
+
+    @property
+    def control_tokens(self) -> dict[int, str]:
+        """Tokens that are found in text as they are spelled and have a meaning, by their numbers."""
+        types = self.metadata.get(TOKEN_TYPES, []) if self.num_tokens else []
+        if CONTROL not in types:
+            return {}
+        return {
+            token: text
+            for token, (text, kind) in enumerate(zip(self.strings(TOKENS), types, strict=False))
+            if kind == CONTROL
+        }
 
     @property
     def has_tokenizer(self) -> bool:
@@ -201,7 +154,7 @@ class GGUFFile:
         """A tensor decoded to ``dtype``, some rows after others: all of a large matrix in fp32 would be the peak of memory."""
         data, shape = self._data(name, rows), self.shape(name)
         whole = torch.empty(shape, dtype=dtype)
-        step = max(_DECODED_AT_ONCE * shape[0] // whole.numel(), 1)
+        step = max(DECODED_AT_ONCE * shape[0] // whole.numel(), 1)
         for first in range(0, shape[0], step):
             whole[first : first + step] = self._decode(name, data[first : first + step])
         return whole
@@ -221,8 +174,7 @@ class GGUFFile:
 
     def _data(self, name: str, rows: Rows | None) -> NDArray[Any]:
         one = self._tensors[name]
-        size = prod(one.stored_shape) * one.dtype.itemsize
-        data = np.asarray(self._bytes[one.offset : one.offset + size]).view(one.dtype).reshape(one.stored_shape)
+        data = np.asarray(self._bytes[one.offset : one.offset + one.nbytes]).view(one.dtype).reshape(one.stored_shape)
         return data if rows is None else rows(data)
 
     def _decode(self, name: str, data: NDArray[Any]) -> Tensor:
@@ -236,18 +188,12 @@ class GGUFFile:
         except NotImplementedError:
             raise UnsupportedModelError(
                 f"{self.path}: {name} is of type {stored.name}, which the package gguf "
-                f"{_version()} cannot decode; use a file of {_READ}"
+                f"{version('gguf')} cannot decode; use a file of {READ_TYPES}"
             ) from None
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("gguf")
 
 
 def _check_magic(path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from volley.errors import CheckpointError
-from volley.models.gguf.codes import EXACT, FileCodes, describe, plan
+from volley.models.gguf.codes import EXACT, FileCodes, dense_from_codes, describe, plan
 from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.gguf.target import check_names, read_config, row_order, scale_frequencies, stop_tokens, weight_names
 from volley.models.layers.residency import MappedFiles
@@ -75,7 +75,11 @@ class UnreadWeights:
     def _decoded(self, names: tuple[str, ...]) -> Tensor:
         parts = []
         for name in names:
-            parts.append(self._file.dense_in(self._dtype, name, self._order(name)))
+            kind, order = EXACT.get(self._file.type(name)), self._order(name)
+            if kind is not None and len(self._file.shape(name)) == 2:  # twice as fast as the package
+                parts.append(dense_from_codes(FileCodes(self._file, self._files, name, kind, order), self._dtype))
+            else:
+                parts.append(self._file.dense_in(self._dtype, name, order))
             self._files.forget_bytes(*self._file.place(name))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 

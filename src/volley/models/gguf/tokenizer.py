@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.models.gguf.file import CONTROL, GGUFFile
+from volley.models.gguf.file import CONTROL, TOKEN_TYPES, TOKENS, GGUFFile
 
 _LLAMA_3 = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
@@ -24,14 +24,14 @@ _USER_DEFINED = 4  # the other type of tokens that are found in text as they are
 
 def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The file's tokenizer and chat template."""
-    file = GGUFFile(path, whole=True)
+    file = GGUFFile(path)
     if not file.has_tokenizer:
         raise CheckpointError(
             f"{path} holds no tokenizer; convert the model again with its tokenizer files beside its weights"
         )
     kind, split = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre", "default")
     _check(file.path, kind, split)
-    tokenizer = _built(file.path)
+    tokenizer = _built(file)
     if kind == "gpt2":
         tokenizer = _spelled_out(tokenizer, file)
     backend = tokenizer.backend_tokenizer
@@ -50,13 +50,16 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return found
 
 
-def _built(path: Path) -> Any:
-    """transformers' tokenizer of the file, which it is given alone: it prefers a ``tokenizer.json`` beside it."""
+def _built(file: GGUFFile) -> Any:
+    """transformers' tokenizer of the file, which it is given alone: it prefers a ``tokenizer.json`` beside it.
+
+    An AutoTokenizer gives the same, and looks for the model's type first, with the package's reader, which takes seconds.
+    """
     with TemporaryDirectory() as folder:
         link = Path(folder) / "model.gguf"
-        link.symlink_to(path.absolute())
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=link.name)
-    tokenizer.name_or_path = str(path)
+        link.symlink_to(file.path.absolute())
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=link.name)
+    tokenizer.name_or_path = str(file.path)
     return tokenizer
 
 
@@ -66,8 +69,8 @@ def _spelled_out(tokenizer: Any, file: GGUFFile) -> Any:
     transformers takes them for bytes: it cuts them into pieces, and gives those that begin or end a text a second number. It also
     adds GPT-2's ``<|endoftext|>`` where a vocabulary has none.
     """
-    tokens, of_bytes = file.metadata["tokenizer.ggml.tokens"], set(pre_tokenizers.ByteLevel.alphabet())
-    types = file.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    tokens, of_bytes = file.strings(TOKENS), set(pre_tokenizers.ByteLevel.alphabet())
+    types = file.metadata.get(TOKEN_TYPES) or [1] * len(tokens)
     respelled = {
         index: token
         for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
