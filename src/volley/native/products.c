@@ -272,8 +272,7 @@ static int64_t most_direct(const Product *product) { return product->kind == INT
 
 void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised codes, int64_t rows, bf16 *out, int64_t add,
               int64_t begin, int64_t end) {
-    static _Thread_local float own_sums[TOGETHER][MOST][BLOCK] __attribute__((aligned(64)));
-    float (*sums)[MOST][BLOCK] = own_sums;
+    static _Thread_local float sums[TOGETHER][MOST][BLOCK] __attribute__((aligned(64)));
     int amx = has_tiles && (product->kind == BF16 || rows > most_direct(product)), several = product->kind == BF16 && !amx && !has_dot;
     int64_t inputs = product->inputs, configured = 0, together = product->kind == BF16 ? 64 : product->group;
     int64_t bytes = inputs * BLOCK * 2 >> product->kind; /* of a block: 2, 1, 1/2 for each weight */

@@ -88,9 +88,8 @@ INLINE void errors_of(const float *values, const float *scales, float *errors) {
         for (int i = 0; i < half; i++) errors[i] += errors[i + half];
 }
 
-INLINE void best_scales(const float *values, float *best) {
-    float extremes[BLOCK], scales[BLOCK], errors[SIDE], least[BLOCK];
-    extremes_of(values, extremes);
+INLINE void best_scales(const float *values, const float *extremes, float *best) {
+    float scales[BLOCK], errors[SIDE], least[BLOCK];
     for (int r = 0; r < BLOCK; r++) best[r] = 1.0f, least[r] = INFINITY;
     for (int i = 0; i < CANDIDATES; i++) {
         for (int r = 0; r < BLOCK; r++) {
@@ -121,8 +120,8 @@ INLINE void int4_block(const void *weight, int is_wide, int64_t rows, int64_t in
     int8_t codes[GROUP];
     for (int64_t at = 0; at < inputs; at += GROUP) {
         load_side_by_side(weight, is_wide, at, inputs, rows, values);
-        best_scales(values, best);
         extremes_of(values, extremes);
+        best_scales(values, extremes, best);
         for (int i = 0; i < GROUP; i++)
             for (int r = 0; r < BLOCK; r++) values[i * BLOCK + r] = int4_of(values[i * BLOCK + r] / best[r]);
         for (int r = 0; r < BLOCK; r++) {
