@@ -18,9 +18,15 @@ Orders = dict[str, Callable[..., Any]]
 
 
 def volley(settings: dict[str, Any]) -> Orders:
-    """``options`` are those of ``Engine.from_pretrained``. Sampled requests have no seed, as most clients send them."""
+    """``options`` are those of ``Engine.from_pretrained``. Sampled requests have no seed, as most clients send them.
+
+    transformers is imported as the command line does it.
+    """
     import torch
 
+    from volley.imports import import_transformers
+
+    import_transformers()
     from volley import Engine, SamplingParams
 
     torch.set_num_threads(settings["threads"])

@@ -15,6 +15,7 @@ from volley.config import CapacityConfig, DecodingConfig
 from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
 from volley.files import REFERENCE, find_target, make_folder, write_atomically
+from volley.imports import import_transformers
 from volley.options import Without, expand, name_misspelt_variables, on_command_line
 from volley.prompts import Conversation, load_prompts
 from volley.recalibrate.command import reservoir
@@ -101,8 +102,11 @@ class LoadOptions:
 def load_engine(
     models: ModelOptions, decoding: DecodingConfig | None = None, capacity: CapacityConfig | None = None
 ) -> "Engine":
-    """The engine that the options describe."""
+    """The engine that the options describe. Called before transformers is imported, it does without a part of that."""
     import torch
+
+    if not models.tensor_parallel and (models.device == "cpu" or not torch.cuda.is_available()):
+        import_transformers()
 
     from volley.engine.engine import Engine
     from volley.models.targets.target import Target
@@ -159,7 +163,6 @@ def generate(
     """Answer a prompt, or a file of them; a terminal colours drafted text. Statistics go to standard error."""
     _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
     conversations = load_prompts(prompts) if prompts is not None else []
-    from volley import console
     from volley.types import SamplingParams
 
     params = SamplingParams(
@@ -174,6 +177,8 @@ def generate(
         diffusion=_diffusion([*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]),
     )
     engine = load_engine(models, decoding, capacity)
+    from volley import console
+
     if compare:
         console.check_comparable(engine, params)
     if adapter is not None:
@@ -257,10 +262,10 @@ def demo(
     diffusion: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
 ) -> None:
     """Decode three prompts with the bundled pair: τ, speed against plain decoding, and that tokens were identical."""
-    from volley import console
-
     target = "reference-diffusion" if diffusion else None
     engine = load_engine(ModelOptions(target=target, dtype=dtype, threads=threads))
+    from volley import console
+
     if not (console.demo_diffusion if diffusion else console.demo)(engine, console.stdout()):
         raise typer.Exit(1)
 
@@ -373,8 +378,6 @@ def serve(
     """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
     assert engine == "volley"
     from volley.serve.model_file import override, read_models
-    from volley.serve.server import serve as run
-    from volley.serve.service import Service
 
     usual = "volley-reference" if models.target is None else Path(models.target).resolve().name
     described = read_models(config.models) if config.models else {config.served_model_name or usual: {}}
@@ -382,11 +385,15 @@ def serve(
     for name, options in described.items():
         chosen, *sizes, own, learning = override(name, options, models, decoding, capacity, config, recalibration)
         loaded = load_engine(chosen, *sizes)
+        from volley.serve.service import Service  # behind load_engine, as it imports transformers too
+
         services.append(Service(loaded, own, name))
         if learning.recalibrate is not None:
             from volley.recalibrate.companion import attach
 
             attach(services[-1], loaded, learning, chosen.target)
+    from volley.serve.server import serve as run
+
     run(services, config)
 
 
@@ -410,7 +417,6 @@ def collect(
     ] = False,
 ) -> None:
     """Collect the target's own responses to prompts: what volley train learns from. Run again to resume."""
-    from volley import console
     from volley.train.collect import EngineSource, make_jobs
     from volley.train.collect import collect as run
 
@@ -420,6 +426,7 @@ def collect(
             raise ConfigError(
                 "--endpoint answers by itself; leave --target and --drafter out (--model names its model)"
             )
+        from volley import console
         from volley.train.endpoint import EndpointSource
 
         key, warn = os.environ.get(api_key_env), console.stderr().print
@@ -433,6 +440,8 @@ def collect(
         engine = load_engine(models, None, capacity)
         engine.procedures.write_causally()
         source = EngineSource(engine, models.target or "bundled", config.thinking, batch, engine.snapshot().max_tokens)
+    from volley import console
+
     errors = console.stderr()
     end = run(config, source, console.progress(errors))
     errors.print(end.describe())
@@ -456,12 +465,12 @@ def train(config: TrainConfig) -> None:
 @expand
 def pilot(options: PilotOptions, models: ModelOptions) -> None:
     """Train the pilot policy of a drafter: which block size suits a request, judged by the end of its prompt."""
-    from volley import console
-    from volley.train.pilot import train_pilot
-
     for source in options.prompts:
         load_prompts(source, options.data_dir, 1)  # what is wrong with them is said before a model is loaded
     engine = load_engine(models)
+    from volley import console
+    from volley.train.pilot import train_pilot
+
     errors = console.stderr()
 
     def report(done: int, total: int) -> None:

@@ -1,13 +1,20 @@
 """Where models come from, and where their weights go."""
 
+import json
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_pair, random_drafter
 from volley.errors import CheckpointError
 from volley.models.drafters.drafter import Drafter
+from volley.models.layers.residency import MappedFiles
+from volley.models.layers.unfilled import unfilled
 from volley.models.targets import loading
 from volley.models.targets.loading import auto_tokenizer, drafter_path, load_causal_lm, load_config, straight_to
 
@@ -68,3 +75,58 @@ def test_what_is_no_hub_name_is_a_path(name: str) -> None:
 def test_a_bundled_targets_name_is_known_wherever_a_target_is_read() -> None:
     assert load_config("reference-diffusion").model_type == "qwen3"
     assert len(auto_tokenizer("reference-diffusion")) == load_config("reference-diffusion").vocab_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_only_need_a_place_lie_in_the_mapped_file(
+    tmp_path: Path, *, tied: bool, dtype: torch.dtype
+) -> None:
+    made = make_pair(tie_word_embeddings=tied).hf
+    made.save_pretrained(tmp_path, max_shard_size="20kB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model, usual = load_causal_lm(tmp_path, dtype), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert model.config.to_dict() == usual.config.to_dict()
+    assert model.generation_config.to_dict() == usual.generation_config.to_dict()
+    assert not model.training
+    assert_close(model.state_dict(), usual.state_dict(), rtol=0, atol=0)
+    assert_close(dict(model.named_buffers()), dict(usual.named_buffers()), rtol=0, atol=0)
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+    files = MappedFiles()
+    held = [files.covers(own.data_ptr(), own.data_ptr() + own.nbytes) for own in model.parameters()]
+    assert set(held) == {dtype == torch.float32}
+
+
+@pytest.mark.parametrize("change", ["two heads", "no class", "misshapen", "missing"])
+def test_transformers_reads_what_needs_more_than_a_place(tmp_path: Path, change: str) -> None:
+    made = make_pair(tie_word_embeddings=True).hf
+    made.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = load_file(file)
+    if change == "two heads":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    elif change == "no class":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": None}))
+    elif change == "misshapen":
+        tensors["model.norm.weight"] = torch.ones(3)
+    else:
+        del tensors["model.norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    if change in ("misshapen", "missing"):
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+            load_causal_lm(tmp_path, torch.float32)
+        return
+    usual = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_close(load_causal_lm(tmp_path, torch.float32).state_dict(), usual.state_dict(), rtol=0, atol=0)
+
+
+def test_models_without_memory_are_made_in_one_thread_alone() -> None:
+    made: list[torch.nn.Linear] = []
+    with unfilled():
+        thread = Thread(target=lambda: made.append(torch.nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        empty = torch.nn.Linear(2, 2)
+    later = torch.nn.Linear(2, 2)
+    assert [layer.weight.device.type for layer in (made[0], empty, later)] == ["cpu", "meta", "cpu"]
+    assert empty.weight.requires_grad

@@ -39,6 +39,7 @@ from volley.models.layers.fused import fits, layer_shape, products_of
 from volley.models.layers.joined import JoinedProduct, JoinedWeights, Matrix
 from volley.models.layers.products import Float8Product, is_linear, recoded_head
 from volley.models.layers.residency import MappedFiles
+from volley.models.layers.unfilled import unfilled
 from volley.models.targets.loading import drafter_path
 from volley.native import DraftWeights, Product
 from volley.native.decoder import LayerShape, LayerWeights
@@ -424,9 +425,8 @@ class Drafter(nn.Module):
     @classmethod
     def from_checkpoint(cls, path: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Self:
         """What was read of folder ``path``, as a drafter."""
-        with torch.device("meta"):
+        with unfilled():
             drafter = cls(checkpoint.config)
-        drafter.rotary = Rotary(checkpoint.config)  # the only tensors that are in no file
         check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)
         drafter.load_state_dict(checkpoint.tensors, assign=True)
         drafter.folder = path

@@ -13,6 +13,7 @@ from volley.models.gguf.codes import EXACT, FileCodes, dense_from_codes, describ
 from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.gguf.target import check_names, read_config, row_order, scale_frequencies, stop_tokens, weight_names
 from volley.models.layers.residency import MappedFiles
+from volley.models.layers.unfilled import unfilled
 from volley.native import Weights
 
 log = logging.getLogger("volley")
@@ -90,11 +91,9 @@ def open_model(
     """The model in ``path`` without its weights, and what fills them in; a notice says what becomes of them."""
     file = GGUFFile(path)
     config = read_config(file)
-    with torch.device("meta"):
+    with unfilled():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
-    base = model.get_decoder()
-    base.rotary_emb = type(base.rotary_emb)(config)  # its frequencies are in no file
     scale_frequencies(file, model)
     model.generation_config.eos_token_id = stop_tokens(file) or None
     unread = UnreadWeights(model, file, weights)

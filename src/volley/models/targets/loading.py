@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers import __version__ as transformers_version
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as logs
 
@@ -34,7 +35,8 @@ from volley.models.gguf.target import read_config
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
 from volley.models.layers.accelerate import Fill, filled
 from volley.models.layers.products import check_weights
-from volley.models.quantised.packed import folder_of
+from volley.models.layers.unfilled import unfilled
+from volley.models.quantised.packed import folder_of, open_tensors
 from volley.models.quantised.scheme import load_model, quantisation_of
 from volley.models.quantised.stored_codes import attach
 from volley.models.targets.folders import HUB_NAME, check_config_file
@@ -118,10 +120,38 @@ def load_causal_lm(
             kind = torch.float32 if isinstance(dtype, str) else dtype
             return load_gguf(path, kind, attention or "sdpa").to(device)
         config = load_config(path)
-        model = load_model(
-            auto_class(config), path, config, dtype, attn_implementation=attention, **straight_to(device)
-        )
-        return model.to(device)
+        kind = auto_class(config)
+        if device.type == "cpu" and (model := _mapped(kind, path, config, dtype, attention)):
+            return model
+        loaded = load_model(kind, path, config, dtype, attn_implementation=attention, **straight_to(device))
+        return loaded.to(device)
+
+
+def _mapped(
+    kind: Any, path: str | Path, config: PretrainedConfig, dtype: torch.dtype | str, attention: str | None
+) -> PreTrainedModel | None:
+    """A model whose weights are a checkpoint's tensors as they lie in the mapped files; None where transformers must convert.
+
+    It does what transformers' loader does for weights that only need a place, without the compiler that this imports.
+    """
+    classes = [kind._model_mapping[type(config)].__name__] if type(config) in kind._model_mapping else []
+    is_plain = config.architectures == classes and quantisation_of(config) is None and isinstance(dtype, torch.dtype)
+    if not is_plain or not Path(path).is_dir():
+        return None
+    with unfilled():
+        options = {} if attention is None else {"attn_implementation": attention}
+        model: PreTrainedModel = kind.from_config(config, dtype=dtype, **options)
+    model.tie_weights()
+    files = open_tensors(path)
+    wanted = {name: own.shape for name, own in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name, file in files.items()}
+    if shapes != wanted or model._keep_in_fp32_modules_strict or get_model_conversion_mapping(model, add_legacy=False):
+        return None
+    model.load_state_dict({n: file.get_tensor(n).to(dtype) for n, file in files.items()}, strict=False, assign=True)
+    model.tie_weights()
+    if (Path(path) / "generation_config.json").exists():
+        model.generation_config = type(model.generation_config).from_pretrained(path)
+    return model.eval()
 
 
 @contextmanager

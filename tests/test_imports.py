@@ -1,0 +1,72 @@
+"""transformers without PyTorch's compiler: in processes of their own, as imports last."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+from volley import Engine, SamplingParams
+
+HEAVY = ("torch._dynamo", "sympy", "torch.distributed.tensor")
+
+
+def run(script: str, *, path: Path | None = None) -> list[str]:
+    places = [str(path)] * (path is not None) + sys.path
+    command = [sys.executable, "-c", dedent(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
+
+
+def test_the_command_line_decodes_without_the_compiler() -> None:
+    imported, tokens = run(f"""
+        import sys
+        from volley import SamplingParams
+        from volley.cli import ModelOptions, load_engine
+        engine = load_engine(ModelOptions(device="cpu", dtype="float32"))
+        [result] = engine.generate(["How do I use `tar`?"], SamplingParams(max_tokens=12))
+        print([name for name in {HEAVY} if name in sys.modules])
+        print(list(result.token_ids))
+    """)
+    [usual] = Engine.from_pretrained(dtype="float32").generate(["How do I use `tar`?"], SamplingParams(max_tokens=12))
+    assert (imported, tokens) == ("[]", str(list(usual.token_ids)))
+
+
+def test_who_wants_the_compiler_later_gets_it() -> None:
+    assert run("""
+        from volley.imports import import_transformers
+        import_transformers()
+        import torch
+        from transformers.masking_utils import TransformGetItemToIndex
+        print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
+        with TransformGetItemToIndex():
+            print(torch.arange(3)[torch.tensor(1)].item())
+        print(torch.distributed.is_available(), torch._dynamo.__file__.endswith("torch/_dynamo/__init__.py"))
+    """) == ["[2.0, 2.0]", "1", "True True"]
+
+
+def test_a_transformers_that_wants_more_of_the_compiler_gets_all_of_it(tmp_path: Path) -> None:
+    """A made-up package stands for a version of transformers that is not known yet."""
+    auto = tmp_path / "transformers" / "models" / "auto"
+    auto.mkdir(parents=True)
+    for folder in (auto, auto.parent):
+        (folder / "__init__.py").touch()
+    (auto / "modeling_auto.py").touch()
+    (tmp_path / "transformers" / "initialization.py").touch()
+    (tmp_path / "transformers" / "__init__.py").write_text(
+        dedent("""
+            import torch
+            import torch._dynamo
+
+            class PreTrainedModel:
+                kept = torch.compiler.disable(len)
+                limit = torch._dynamo.config.recompile_limit
+        """)
+    )
+    script = """
+        from volley.imports import import_transformers
+        import_transformers()
+        from transformers import PreTrainedModel
+        print(PreTrainedModel.kept is len, PreTrainedModel.limit > 0)
+    """
+    assert run(script, path=tmp_path) == ["True True"]
