@@ -1,5 +1,5 @@
 /* Blocks of GGUF files: decoded, or turned into codes with an fp16 scale for 32 inputs. References, to the bit: the package gguf,
- * and volley/models/gguf/codes.py. */
+ * and quantise_finely in volley/native/codes.py. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=off") /* the reference rounds products before it subtracts from them */
 #endif
