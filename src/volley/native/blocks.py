@@ -25,25 +25,31 @@ def reads(kind: str) -> bool:
     return is_built and kind in SIZES
 
 
-def decode(kind: str, blocks: NDArray[np.uint8], out: Tensor) -> None:
-    """Write the numbers of ``blocks [rows, bytes]`` to ``out [rows, in]``, in one of :data:`DTYPES`."""
-    assert out.is_contiguous()
-    assert out.dtype in DTYPES, f"nothing is decoded to {out.dtype}"
-    places = (out.data_ptr(), None) if out.dtype == torch.float32 else (None, out.data_ptr())
-    functions().decode_blocks(*_of(kind, blocks, out.numel()), *places)
+def decode(kind: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
+    """The numbers ``[..., in]`` of ``blocks [..., bytes]``, in one of :data:`DTYPES`."""
+    assert dtype in DTYPES, f"nothing is decoded to {dtype}"
+    numbers = torch.empty(_shape(kind, blocks, 1), dtype=dtype)
+    places = (numbers.data_ptr(), None) if dtype == torch.float32 else (None, numbers.data_ptr())
+    functions().decode_blocks(*_of(kind, blocks), *places)
+    return numbers
 
 
-def recode(kind: str, blocks: NDArray[np.uint8], inputs: int, to: Weights) -> Codes:
+def recode(kind: str, blocks: NDArray[np.uint8], to: Weights) -> Codes:
     """Codes ``[rows, in]`` of ``blocks [rows, bytes]``: their own; int8 of K types, which have no single scale for 32 numbers."""
-    codes = torch.empty(len(blocks), inputs, dtype=torch.int8)
-    scales = torch.empty(len(blocks), inputs // FINE, dtype=torch.float16)
-    functions().recode_blocks(*_of(kind, blocks, codes.numel()), codes.data_ptr(), scales.data_ptr())
+    codes = torch.empty(_shape(kind, blocks, 1), dtype=torch.int8)
+    scales = torch.empty(_shape(kind, blocks, FINE), dtype=torch.float16)
+    functions().recode_blocks(*_of(kind, blocks), codes.data_ptr(), scales.data_ptr())
     return Codes(to, codes, scales)
 
 
-def _of(kind: str, blocks: NDArray[np.uint8], numbers: int) -> tuple[int, int, int]:
+def _shape(kind: str, blocks: NDArray[np.uint8], group: int) -> tuple[int, ...]:
+    """Of numbers in groups of so many."""
+    numbers, size = SIZES[kind]
+    assert blocks.shape[-1] % size == 0, f"{blocks.shape[-1]} bytes are no blocks of {size}"
+    return (*blocks.shape[:-1], blocks.shape[-1] // size * numbers // group)
+
+
+def _of(kind: str, blocks: NDArray[np.uint8]) -> tuple[int, int, int]:
     """A type's number, and where how many of its blocks are."""
-    size, count = SIZES[kind][1], numbers // SIZES[kind][0]
     assert blocks.flags.c_contiguous
-    assert blocks.nbytes == count * size, f"{blocks.nbytes} bytes are not {count} blocks"
-    return list(SIZES).index(kind), int(blocks.ctypes.data), count
+    return list(SIZES).index(kind), int(blocks.ctypes.data), blocks.nbytes // SIZES[kind][1]

@@ -102,7 +102,7 @@ class FileCodes:
     def rows(self, rows: slice) -> Codes:
         own, stored = self._blocks[rows], self._file.type(self._name)
         if blocks.reads(stored):
-            found = blocks.recode(stored, own, self.shape[1], self.kind)
+            found = blocks.recode(stored, own, self.kind)
         else:
             found = quantise_finely(self._file.decoded(self._name, own))
         self._files.forget_bytes(int(own.ctypes.data), own.nbytes)

@@ -155,10 +155,9 @@ class GGUFFile:
     def dense_in(self, dtype: torch.dtype, name: str, rows: Rows | None = None) -> Tensor:
         """A tensor decoded to ``dtype``; all of a large matrix in fp32 before it would be the peak of memory."""
         data, shape = self._data(name, rows), self.shape(name)
-        whole = torch.empty(shape, dtype=dtype)
         if blocks.reads(self.type(name)) and dtype in blocks.DTYPES:
-            blocks.decode(self.type(name), data, whole)
-            return whole
+            return blocks.decode(self.type(name), data, dtype)
+        whole = torch.empty(shape, dtype=dtype)
         step = max(_DECODED_AT_ONCE * shape[0] // whole.numel(), 1)
         for first in range(0, shape[0], step):
             whole[first : first + step] = self.decoded(name, data[first : first + step])
@@ -180,6 +179,8 @@ class GGUFFile:
             return torch.from_numpy(np.array(data)).view(torch.bfloat16)
         if stored.name in _INTEGERS:
             return torch.from_numpy(np.array(data))
+        if blocks.reads(stored.name):
+            return blocks.decode(stored.name, data, torch.float32)
         try:
             values = self._package.dequantize(data, stored)
         except NotImplementedError:
