@@ -1,8 +1,5 @@
 /* Blocks of GGUF files: decoded, or turned into codes with an fp16 scale for 32 inputs. References, to the bit: the package gguf,
  * and quantise_finely in volley/native/codes.py. */
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off") /* the reference rounds products before it subtracts from them */
-#endif
 #include "products.h"
 
 #define LARGE 256 /* numbers of a block */
@@ -57,7 +54,8 @@ INLINE void decode_symmetric(int kind, const uint8_t *block, float *values) {
     for (int i = 0; i < FINE; i++) values[i] = scale * (float)codes[i];
 }
 
-/* Q4_K and Q5_K: scales and least values of 32 numbers have six bits each, of the last four apart. */
+/* Q4_K and Q5_K: scales and least values of 32 numbers have six bits each, of the last four apart. Products with them, and with
+ * codes, are exact (11 + 6 + 5 bits), so it does not matter whether the compiler joins them with the subtraction. */
 INLINE void decode_with_least(int kind, const uint8_t *block, float *values) {
     float scale = of_half(block), least = of_half(block + 2);
     const uint8_t *six = block + 4, *fifth = block + 16, *halves = block + (kind == Q5_K ? 48 : 16);
