@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.tiles import needs_kernels
 from volley.native import GROUP, Codes, Weights
-from volley.native.codes import FINE, KINDS, LaidOut, lay_out, put_rows, put_rows_slowly
+from volley.native.codes import FINE, KINDS, LaidOut, lay_out, put_rows_slowly
 
 pytestmark = needs_kernels
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -38,6 +38,15 @@ def assert_equal(found: LaidOut, expected: LaidOut) -> None:
         assert torch.equal(found.scales.nan_to_num(nan=0.0), expected.scales.nan_to_num(nan=0.0))
 
 
+def slowly(weight: Tensor | Codes, kind: Weights) -> LaidOut:
+    """By the reference, all rows at once."""
+    of_codes = isinstance(weight, Codes)
+    outputs, inputs = (weight.codes if of_codes else weight).shape
+    whole = LaidOut.unset(kind, weight.group if of_codes else GROUP, outputs, inputs)
+    put_rows_slowly(weight, kind, whole)
+    return whole
+
+
 @given(
     kind=st.sampled_from(["int8", "int4"]),
     dtype=st.sampled_from(DTYPES),
@@ -60,7 +69,7 @@ def test_numbers_are_rounded_as_by_the_reference(
     weight = (torch.randn(outputs, groups * GROUP) * scale).to(dtype)
     for value, row, column in special:
         weight[row % outputs, column % weight.shape[1]] = value
-    assert_equal(put_rows(weight, kind), put_rows_slowly(weight, kind))
+    assert_equal(lay_out(weight, kind), slowly(weight, kind))
 
 
 @given(kind=st.sampled_from(["int8", "int4"]), dtype=st.sampled_from(DTYPES), span=st.integers(1, 40), seed=SEEDS)
@@ -68,7 +77,7 @@ def test_ties_fall_as_in_the_reference(kind: Weights, dtype: torch.dtype, span: 
     """Few numbers, so that many lie in the middle of two codes, have the largest magnitude, or do as well with two scales."""
     torch.manual_seed(seed)
     weight = (torch.randint(-span, span + 1, (20, 3 * GROUP)) / 4).to(dtype)
-    assert_equal(put_rows(weight, kind), put_rows_slowly(weight, kind))
+    assert_equal(lay_out(weight, kind), slowly(weight, kind))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -78,14 +87,14 @@ def test_every_number_of_bf16(kind: Weights) -> None:
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for order in (torch.arange(2**16), torch.randperm(2**16)):
         weight = numbers[order].view(-1, 4 * GROUP)
-        assert_equal(put_rows(weight, kind), put_rows_slowly(weight, kind))
+        assert_equal(lay_out(weight, kind), slowly(weight, kind))
 
 
 @given(outputs=st.integers(1, 40), pairs=st.integers(1, 99), seed=SEEDS)
 def test_bf16_is_only_moved(outputs: int, pairs: int, seed: int) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(outputs, 2 * pairs).bfloat16()
-    assert_equal(put_rows(weight, "bf16"), put_rows_slowly(weight, "bf16"))
+    assert_equal(lay_out(weight, "bf16"), slowly(weight, "bf16"))
 
 
 def stored(kind: Weights, group: int, outputs: int, inputs: int) -> Codes:
@@ -106,19 +115,19 @@ def stored(kind: Weights, group: int, outputs: int, inputs: int) -> Codes:
 def test_stored_codes_are_only_moved(kind: Weights, group: int, outputs: int, groups: int, seed: int) -> None:
     torch.manual_seed(seed)
     codes = stored(kind, group, outputs, groups * group)
-    assert_equal(put_rows(codes, kind), put_rows_slowly(codes, kind))
+    assert_equal(lay_out(codes.codes, kind, codes), slowly(codes, kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_of_many_slices(kind: Weights) -> None:
     torch.manual_seed(0)
     weight: Tensor = torch.randn(3001, 3 * GROUP).bfloat16()
-    assert_equal(lay_out(weight, kind), put_rows_slowly(weight, kind))
+    assert_equal(lay_out(weight, kind), slowly(weight, kind))
     if kind != "bf16":
         codes = stored(kind, FINE, *weight.shape)
-        assert_equal(lay_out(weight, kind, codes), put_rows_slowly(codes, kind))
+        assert_equal(lay_out(weight, kind, codes), slowly(codes, kind))
 
 
 def test_widths_that_are_no_groups_are_refused() -> None:
     with pytest.raises(AssertionError, match="whole groups"):
-        put_rows(torch.randn(3, GROUP + 32), "int4")
+        lay_out(torch.randn(3, GROUP + 32), "int4")

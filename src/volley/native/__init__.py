@@ -126,8 +126,9 @@ class Product:
 
     def first(self, outputs: int) -> "Product":
         """The product with its first outputs alone, a multiple of 16, in the same memory."""
+        assert outputs % BLOCK == 0, f"{outputs} is within a block"
         part = copy(self)
-        part._take(self._blocks.first(outputs), outputs, self.inputs)
+        part._take(self._blocks.blocks(slice(0, outputs // BLOCK)), outputs, self.inputs)
         return part
 
     @classmethod

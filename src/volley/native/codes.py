@@ -101,65 +101,62 @@ class LaidOut(NamedTuple):
         scales = (blocks * BLOCK,) if by_output else (blocks, inputs // group, BLOCK)
         return cls(torch.empty(blocks, *shape, dtype=torch.uint8), torch.empty(scales, dtype=dtype))
 
-    def first(self, outputs: int) -> "LaidOut":
-        """Of the first outputs, a multiple of 16, in the same memory."""
-        assert outputs % BLOCK == 0, f"{outputs} is within a block"
-        blocks, scales = outputs // BLOCK, self.scales
-        return LaidOut(
-            self.codes[:blocks], None if scales is None else scales[: outputs if scales.dim() == 1 else blocks]
-        )
+    def blocks(self, blocks: slice) -> "LaidOut":
+        """Some blocks of outputs, in the same memory."""
+        outputs, scales = slice(blocks.start * BLOCK, blocks.stop * BLOCK), self.scales
+        return LaidOut(self.codes[blocks], None if scales is None else scales[outputs if scales.dim() == 1 else blocks])
 
 
 def lay_out(weight: WeightSource, kind: Weights, stored: CodeSource | None = None) -> LaidOut:
-    """``weight [out, in]``, some rows after others, as a copy of them is needed; ``stored``: its codes."""
+    """``weight [out, in]``, some rows after others, as these may have to be read first; ``stored``: its codes."""
     outputs, inputs = weight.shape
     whole = LaidOut.unset(kind, GROUP if stored is None else stored.group, outputs, inputs)
     step = max(_LAID_OUT_AT_ONCE // inputs // BLOCK, 1) * BLOCK
     for first in range(0, outputs, step):
         rows = slice(first, min(first + step, outputs))
         part = weight[rows] if stored is None else stored.rows(rows)
-        blocks, scales = (put_rows if is_built else put_rows_slowly)(part, kind)
-        begin = first // BLOCK
-        whole.codes[begin : begin + len(blocks)] = blocks
-        if whole.scales is not None and scales is not None:
-            begin *= BLOCK if scales.dim() == 1 else 1
-            whole.scales[begin : begin + len(scales)] = scales
+        blocks = whole.blocks(slice(first // BLOCK, -(-rows.stop // BLOCK)))
+        (put_rows if is_built else put_rows_slowly)(part, kind, blocks)
     return whole
 
 
-def put_rows(part: Tensor | Codes, kind: Weights) -> LaidOut:
-    """Rows of a weight, or codes of such, as the instructions read them."""
+def put_rows(part: Tensor | Codes, kind: Weights, to: LaidOut) -> None:
+    """Lay rows of a weight, or codes of such, out in blocks ``to``."""
     of_codes = isinstance(part, Codes)
     rows = (part.codes if isinstance(part, Codes) else part).contiguous()
     outputs, inputs = rows.shape
     assert inputs % (FINE if of_codes else 2 if kind == "bf16" else GROUP) == 0, f"{inputs} inputs are no whole groups"
-    blocks = LaidOut.unset(kind, GROUP, outputs, inputs).codes
+    assert len(to.codes) == -(-outputs // BLOCK), f"{outputs} rows are not for {len(to.codes)} blocks"
     if isinstance(part, Codes):
-        functions().put_codes(KINDS.index(kind), rows.data_ptr(), outputs, inputs, blocks.data_ptr())
-        return LaidOut(blocks, _scale_blocks(part.scales))
+        functions().put_codes(KINDS.index(kind), rows.data_ptr(), outputs, inputs, to.codes.data_ptr())
+        _put_scales(part.scales, to)
+        return
     if rows.dtype != torch.bfloat16:
         assert kind != "bf16", f"products take bf16, not {rows.dtype}"
         rows = rows.float()
     scales = {"bf16": None, "int8": torch.empty(outputs), "int4": torch.empty(outputs, inputs // GROUP)}[kind]
     is_wide = rows.dtype == torch.float32
     functions().round_weight(
-        *(KINDS.index(kind), rows.data_ptr(), is_wide, outputs, inputs, blocks.data_ptr(), pointer(scales))
+        *(KINDS.index(kind), rows.data_ptr(), is_wide, outputs, inputs, to.codes.data_ptr(), pointer(scales))
     )
-    return LaidOut(blocks, None if scales is None else _scale_blocks(scales))
+    if scales is not None:
+        _put_scales(scales, to)
 
 
-def put_rows_slowly(part: Tensor | Codes, kind: Weights) -> LaidOut:
-    """What :func:`put_rows` must return, to the bit."""
+def put_rows_slowly(part: Tensor | Codes, kind: Weights, to: LaidOut) -> None:
+    """What :func:`put_rows` must do, to the bit."""
     if not isinstance(part, Codes):
         if kind == "bf16":
-            return LaidOut(_blocks(_padded(part), 2), None)
+            to.codes[:] = _blocks(_padded(part), 2)
+            return
         part = Codes(kind, *(quantise_int8 if kind == "int8" else quantise_int4)(part))
-    codes, scales = _padded(part.codes), _scale_blocks(part.scales)
+    codes = _padded(part.codes)
+    _put_scales(part.scales, to)
     if kind == "int8":
-        return LaidOut(_blocks((codes.to(torch.int16) + 128).to(torch.uint8), 4), scales)
+        to.codes[:] = _blocks((codes.to(torch.int16) + 128).to(torch.uint8), 4)
+        return
     pairs = _blocks((codes + 8).to(torch.uint8), 4).view(len(codes) // BLOCK, -1, 2, BLOCK * 4)
-    of_two_quads = pairs[:, :, 0] | pairs[:, :, 1] << 4
-    return LaidOut(of_two_quads.contiguous(), scales)
+    to.codes[:] = pairs[:, :, 0] | pairs[:, :, 1] << 4
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -173,10 +170,11 @@ def _blocks(codes: Tensor, together: int) -> Tensor:
     return codes.view(outputs // BLOCK, BLOCK, inputs // together, together).transpose(1, 2).contiguous()
 
 
-def _scale_blocks(scales: Tensor) -> Tensor:
+def _put_scales(scales: Tensor, to: LaidOut) -> None:
     """``[out]`` in whole blocks, or ``[out, groups]`` as ``[out / 16, groups, 16]``."""
+    assert to.scales is not None, "there is room for scales"
     padded = _padded(scales)
-    return padded if scales.dim() == 1 else padded.view(-1, BLOCK, scales.shape[1]).transpose(1, 2).contiguous()
+    to.scales[:] = padded if scales.dim() == 1 else padded.view(-1, BLOCK, scales.shape[1]).transpose(1, 2)
 
 
 def taken_back(blocks: LaidOut, kind: Weights, outputs: int, rows: slice) -> Codes | Tensor:

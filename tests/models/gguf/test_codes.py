@@ -18,6 +18,7 @@ from volley.models.gguf.file import GGUFFile
 from volley.models.gguf.model import load_model, open_model
 from volley.models.gguf.target import row_order
 from volley.models.layers.accelerate import accelerate, weight_bytes
+from volley.models.layers.fingerprint import target_fingerprint
 from volley.models.layers.fused import FusedLayer
 from volley.models.layers.residency import MappedFiles
 from volley.models.targets.target import Target
@@ -221,6 +222,21 @@ def test_greedy_answers_are_those_of_plain_decoding(tmp_path: Path, kind: str) -
     assert rest == [expected, expected]
 
 
+@needs_kernels
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("kind", "of_head"), [("Q8_0", "Q8_0"), ("Q4_0", "Q6_K"), ("Q4_K", "Q6_K"), ("Q4_K", "Q4_K")])
+def test_fingerprints_are_those_of_the_decoded_model(tmp_path: Path, tied: bool, kind: str, of_head: str) -> None:
+    """Although a head and an embedding are never decoded as a whole."""
+
+    def of_tensor(name: str) -> str:
+        return of_head if name.startswith(("token_embd", "output.")) else kind
+
+    model = random_model("llama", **{**WIDE, "tie_word_embeddings": tied})
+    path = write_model(tmp_path / "model.gguf", model, "llama", of_tensor, tokenizer=bpe_tokenizer())
+    expected = target_fingerprint(load_model(path, torch.bfloat16))
+    assert target_fingerprint(Target.from_pretrained(path).model) == expected
+
+
 def test_in_fp32_the_file_is_decoded(tmp_path: Path) -> None:
     path = write(tmp_path, "Q8_0")
     target = Target.from_pretrained(path, dtype=torch.float32)
@@ -269,7 +285,7 @@ def test_the_decoded_model_is_never_in_memory_whole(tmp_path: Path) -> None:
         sizes.append(sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta"))
 
     accelerate(model, "int8", release=True, fill=fill)
-    assert len(sizes) == 1 + 8 + 1  # the head, the layers, and the rest
+    assert len(sizes) == 8 + 1  # the layers, and the rest; of the head its codes are read alone
     assert 0 < max(sizes) < 1.1 * layer
 
 

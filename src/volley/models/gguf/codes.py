@@ -7,14 +7,9 @@ Weights of other types are rounded again, layer by layer.
 from collections import Counter
 from math import prod
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from volley.models.gguf.file import DECODED_AT_ONCE, GGUFFile, Rows
+from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.layers.residency import MappedFiles
-from volley.native import GROUP, Codes, Weights
+from volley.native import GROUP, Codes, Weights, blocks
 from volley.native.codes import FINE, quantise_finely
 
 _CODES: dict[str, Weights] = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4", "Q4_K": "int4"}
@@ -23,7 +18,7 @@ EXACT: dict[str, Weights] = {"Q8_0": "int8", "Q5_0": "int8", "Q4_0": "int4"}
 _LAYOUTS = {"int8": "a scale for each output", "int4": f"groups of {GROUP}"}
 _ROUTER = ".ffn_gate_inp."  # of experts, which are no matrices and stay bf16 as it does
 _JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
-_HEAD, _EMBEDDING = "output.weight", "token_embd.weight"
+HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
 
 def codes_for(file: GGUFFile) -> Weights:
@@ -57,7 +52,7 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Weights | None]:
             return "int8" if own and kind != most else None
         return "int8" if own or weights == "int8" else None
 
-    unread = {_EMBEDDING} if _HEAD in file.names else set()
+    unread = {EMBEDDING} if HEAD in file.names else set()
     found = {
         name: of_type(file.type(name))
         for name in file
@@ -106,38 +101,9 @@ class FileCodes:
 
     def rows(self, rows: slice) -> Codes:
         own, stored = self._blocks[rows], self._file.type(self._name)
-        if stored in EXACT:
-            blocks = own.reshape(len(own), -1, _BYTES[stored])
-            scales = torch.from_numpy(blocks[..., :2].copy().view(np.float16)[..., 0])
-            codes = torch.from_numpy(_whole_numbers(stored, blocks[..., 2:])).flatten(1)
-            found = Codes(self.kind, codes, scales)
+        if blocks.reads(stored):
+            found = blocks.recode(stored, own, self.kind)
         else:
             found = quantise_finely(self._file.decoded(self._name, own))
         self._files.forget_bytes(int(own.ctypes.data), own.nbytes)
         return found
-
-
-def dense_from_codes(codes: FileCodes, dtype: torch.dtype) -> Tensor:
-    """The matrix ``[out, in]``, decoded some rows after others."""
-    whole = torch.empty(codes.shape, dtype=dtype)
-    step = max(DECODED_AT_ONCE // codes.shape[1], 1)
-    for first in range(0, codes.shape[0], step):
-        rows = slice(first, first + step)
-        whole[rows] = codes.rows(rows).dense()
-    return whole
-
-
-_BYTES = {"Q8_0": 34, "Q5_0": 22, "Q4_0": 18}
-"""Of a block."""
-
-
-def _whole_numbers(stored: str, data: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """Codes ``[..., 32]`` of what stands behind the scale."""
-    if stored == "Q8_0":
-        return data.copy().view(np.int8)
-    halves = data[..., -16:]
-    codes = np.concatenate((halves & 15, halves >> 4), axis=-1)  # the first 16 are the low halves
-    if stored == "Q4_0":
-        return (codes - 8).view(np.int8)
-    fifth = np.unpackbits(data[..., :4], axis=-1, bitorder="little")
-    return (codes + 16 * fifth - 16).astype(np.uint8).view(np.int8)

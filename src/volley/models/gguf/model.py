@@ -4,14 +4,16 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from volley.errors import CheckpointError
-from volley.models.gguf.codes import EXACT, FileCodes, dense_from_codes, describe, plan
+from volley.models.gguf.codes import EMBEDDING, EXACT, HEAD, FileCodes, describe, plan
 from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.gguf.target import check_names, read_config, row_order, scale_frequencies, stop_tokens, weight_names
+from volley.models.layers.fingerprint import step
 from volley.models.layers.residency import MappedFiles
 from volley.models.layers.unfilled import unfilled
 from volley.native import Weights
@@ -59,6 +61,9 @@ class UnreadWeights:
                 if kind is not None and (is_embedding or type(module) is nn.Linear):
                     codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))
                     module.stored_codes = codes  # type: ignore[assignment]
+            if name in (HEAD, EMBEDDING):  # of which codes may be all that is read
+                places = np.arange(0, weight.numel(), step(weight.numel()))
+                weight.sample = self._file.numbers(name, places).to(self._dtype).bfloat16()
 
     def _order(self, name: str) -> Rows | None:
         return row_order(self._file.architecture, name, self._config)
@@ -76,11 +81,7 @@ class UnreadWeights:
     def _decoded(self, names: tuple[str, ...]) -> Tensor:
         parts = []
         for name in names:
-            kind, order = EXACT.get(self._file.type(name)), self._order(name)
-            if kind is not None and len(self._file.shape(name)) == 2:  # twice as fast as the package
-                parts.append(dense_from_codes(FileCodes(self._file, self._files, name, kind, order), self._dtype))
-            else:
-                parts.append(self._file.dense_in(self._dtype, name, order))
+            parts.append(self._file.dense_in(self._dtype, name, self._order(name)))
             self._files.forget_bytes(*self._file.place(name))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 

@@ -133,7 +133,8 @@ def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None,
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if not isinstance(head, nn.Linear) or not _is_plain(head):
         return set()
-    fill(head)
+    if not hasattr(head, "stored_codes"):  # which are all that is read of it
+        fill(head)
     _replace(model, head, weights, files)
     return {head}
 
@@ -143,7 +144,6 @@ def _replace_embedding(model: nn.Module, files: MappedFiles | None, fill: Fill) 
     embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     if files is None or type(embedding) is not nn.Embedding or not hasattr(embedding, "stored_codes"):
         return set()
-    fill(embedding)
     codes: CodeSource = embedding.stored_codes()  # type: ignore[operator]
     embedding.forward = native.Product(embedding.weight, None, codes.kind, codes).rows  # type: ignore[method-assign, assignment]
     release_weight(embedding, files)

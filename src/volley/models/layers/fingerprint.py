@@ -12,13 +12,18 @@ SAMPLED = 64
 def sample(weight: Tensor) -> Tensor:
     """Some of a weight's numbers in bf16, so that it does not matter whether it was loaded in fp32 or bf16.
 
-    A weight that was given up (``accelerate(release=True)``) has kept them.
+    A weight that was given up (``accelerate(release=True)``), or of which only codes are read, has kept them.
     """
     kept: Tensor | None = getattr(weight, "sample", None)
     if kept is not None:
         return kept
     flat = weight.detach().flatten()
-    return flat[:: max(1, flat.numel() // SAMPLED)].to("cpu", torch.bfloat16).clone()
+    return flat[:: step(flat.numel())].to("cpu", torch.bfloat16).clone()
+
+
+def step(size: int) -> int:
+    """The sample of a weight of so many numbers is its first number and each that is so many behind another."""
+    return max(1, size // SAMPLED)
 
 
 def target_fingerprint(model: nn.Module) -> str:

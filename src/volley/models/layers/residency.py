@@ -6,6 +6,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -128,5 +129,6 @@ def trim() -> None:
         _c_library().malloc_trim(0)
 
 
+@cache
 def _c_library() -> ctypes.CDLL:
     return ctypes.CDLL(None)

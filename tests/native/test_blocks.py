@@ -1,0 +1,106 @@
+"""Blocks of GGUF files in C: against what the package ``gguf`` decodes, to the bit."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from volley import native
+from volley.native import blocks
+from volley.native.codes import FINE, Codes, quantise_finely
+
+pytestmark = pytest.mark.skipif(not native.is_built, reason="the library was not built")
+TYPES = {kind: GGMLQuantizationType[kind] for kind in blocks.SIZES}
+SYMMETRIC = ["Q4_0", "Q5_0", "Q8_0"]
+SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where a block's fp16 numbers are; of other types before all."""
+
+
+@pytest.fixture(scope="module", params=[1, 2], autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    """Bit by bit; one NaN is as good as another."""
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.isnan(), expected.isnan())
+    integers = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    both = [torch.where(one.isnan(), 0, one).view(integers) for one in (found, expected)]
+    assert torch.equal(*both)
+
+
+def decoded(kind: str, data: NDArray[np.uint8]) -> Tensor:
+    """By the package."""
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(dequantize(data, TYPES[kind]).copy())
+
+
+def check(kind: str, data: NDArray[np.uint8]) -> None:
+    expected = decoded(kind, data)
+    for dtype in blocks.DTYPES:
+        assert_equal(blocks.decode(kind, data, dtype), expected.to(dtype))
+    codes = blocks.recode(kind, data, "int8")
+    if kind in SYMMETRIC:
+        assert_equal(codes.dense(), expected)
+        own = data.reshape(len(data), -1, blocks.SIZES[kind][1])[..., :2].copy().view(np.float16)
+        assert_equal(codes.scales, torch.from_numpy(own[..., 0]))
+    else:
+        rounded = quantise_finely(expected)
+        assert_equal(codes.scales, rounded.scales)
+        assert torch.equal(in_numbers(codes), in_numbers(rounded))
+
+
+def in_numbers(codes: Codes) -> Tensor:
+    """The codes; zero where no scale makes a number of them."""
+    groups = codes.codes.view(len(codes.codes), -1, FINE)
+    return torch.where(codes.scales.isfinite()[..., None], groups, 0)
+
+
+def test_sizes_are_the_format_s() -> None:
+    assert {kind: GGML_QUANT_SIZES[number] for kind, number in TYPES.items()} == blocks.SIZES
+
+
+@given(kind=st.sampled_from(list(TYPES)), rows=st.integers(1, 40), count=st.integers(1, 9), seed=st.integers(0, 10_000))
+def test_any_bytes(kind: str, rows: int, count: int, seed: int) -> None:
+    """Scales are of any size, without a number or infinite too."""
+    check(kind, np.random.default_rng(seed).integers(0, 256, (rows, count * blocks.SIZES[kind][1]), dtype=np.uint8))
+
+
+@given(
+    kind=st.sampled_from(list(TYPES)),
+    exponent=st.integers(-24, 14),
+    rows=st.integers(1, 20),
+    seed=st.integers(0, 10_000),
+)
+def test_usual_scales(kind: str, exponent: int, rows: int, seed: int) -> None:
+    """Those of a matrix are of one size, if they are not zero; such as fp16 has with few bits only, too."""
+    generator = np.random.default_rng(seed)
+    size = blocks.SIZES[kind][1]
+    data = generator.integers(0, 256, (rows, 4, size), dtype=np.uint8)
+    for place in SCALES.get(kind, (0,)):
+        scales = generator.standard_normal((rows, 4)) * 2.0**exponent * generator.integers(0, 2, (rows, 4))
+        data[..., place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    check(kind, data.reshape(rows, -1))
+
+
+def test_every_scale() -> None:
+    """All numbers of fp16."""
+    data = np.zeros((2**16, 34), np.uint8)
+    data[:, :2] = np.arange(2**16, dtype=np.uint16)[:, None].view(np.uint8)
+    data[:, 2:] = np.arange(-16, 16, dtype=np.int8).view(np.uint8)
+    check("Q8_0", data)
+
+
+def test_blocks_that_are_not_all_there_are_refused() -> None:
+    with pytest.raises(AssertionError, match="33 bytes are no blocks of 34"):
+        blocks.recode("Q8_0", np.zeros((1, 33), np.uint8), "int8")
