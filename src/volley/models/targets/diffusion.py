@@ -1,5 +1,6 @@
 """Block-diffusion language models: the settings of their families, and how their checkpoints are recognised and loaded."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,16 @@ def load_target_config(path: str | Path) -> PretrainedConfig:
     path = find_target(path)
     values = _config_values(path)
     kind = str(values.get("model_type", "")).lower()
+    _check_known(path, kind)
     return _native_config(values, _NATIVE[kind][0]) if kind in _NATIVE else load_config(path)
+
+
+def canvases(values: Mapping[str, Any]) -> str | None:
+    """Whose canvases a model denoises, by its ``config.json``; ``None`` if it is no diffusion language model."""
+    kind = str(values.get("model_type", "")).lower()
+    if kind in _DENOISED or kind in _REFUSED:
+        return f"those of {kind}"
+    return "by block_diffusion in its config, beside causal text" if "block_diffusion" in values else None
 
 
 def _native_config(values: dict[str, Any], model_type: str) -> PretrainedConfig:
