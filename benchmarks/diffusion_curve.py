@@ -18,6 +18,7 @@ import json
 import math
 import statistics
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,6 +68,7 @@ def by(engine: Engine) -> Answer:
 
 def by_server(url: str) -> Answer:
     """Token ids are asked for: a text need not have the tokens that it was written with."""
+    url = url.rstrip("/").removesuffix("/v1")
 
     def ask(prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
         assert params.diffusion is not None
@@ -75,8 +77,13 @@ def by_server(url: str) -> Answer:
         body |= {name: getattr(params, name) for name in ("max_tokens", "temperature", "seed")}
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request) as response:
-            found = json.load(response)
+        try:
+            with urllib.request.urlopen(request) as response:
+                found = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"{request.full_url}: {error.code} {error.read().decode()[:300]}") from None
+        except urllib.error.URLError as error:
+            raise SystemExit(f"{request.full_url}: {error.reason}; start volley serve, or give its address") from None
         details = found["usage"]["completion_tokens_details"]
         return found["choices"][0]["token_ids"], details.get("tokens_per_pass", 1.0)
 
@@ -165,6 +172,11 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
     engine = Engine.from_pretrained(options.target, dtype=dtype, prefix_caching=False)
+    family = engine.target.diffusion
+    if family is None:
+        parser.error(f"{options.target} is no diffusion language model; docs/diffusion.md has a list")
+    if family.mask_token_id is None and not options.steps:
+        parser.error("this model reads no threshold; give --steps 12 24 48")
     scorer = (
         Engine.from_pretrained(options.scorer, drafter=None, dtype=dtype, prefix_caching=False)
         if options.scorer

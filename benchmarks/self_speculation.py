@@ -56,7 +56,8 @@ def ways_of(options: argparse.Namespace) -> dict[str, list[Way]]:
     names = ["self", *(f"self, {steps} pass{'es' * (steps > 1)} a draft" for steps in options.steps)]
     own = [Way(PLAIN, both, DiffusionParams(mode="autoregressive"))]
     own += [Way(name, both, settings) for name, settings in zip(names, chosen, strict=True)]
-    own += [Way(f"threshold {value:g}", both, DiffusionParams(threshold=value)) for value in options.thresholds]
+    if both.target.diffusion and both.target.diffusion.mask_token_id is not None:  # others read no threshold
+        own += [Way(f"threshold {value:g}", both, DiffusionParams(threshold=value)) for value in options.thresholds]
     others = [Way(PLAIN, Engine(pair.target)), Way("DFlash drafter", pair)]
     return {"diffusion model": own, "target": others}
 

@@ -209,9 +209,12 @@ def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None
     assert "tokens a pass" in said
     with pytest.raises(ConfigError, match="do not write; add --diffusion mode=self"):
         run("generate", "Hello", "--raw", "--compare", "--target", folder, *FAST, *own)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "Hello"}\n')
-    out, _ = run("generate", "--prompts", tmp_path / "p.jsonl", "--max-tokens", 12, "--target", folder, *FAST)
+    (tmp_path / "a-long-name.jsonl").write_text('{"prompt": "Hello"}\n')
+    out, said = run(
+        "generate", "--prompts", tmp_path / "a-long-name.jsonl", "--max-tokens", 12, "--target", folder, *FAST
+    )
     assert 0 < json.loads(out)["tokens_per_pass"][0] < 4
+    assert said.splitlines()[-1].startswith("a-long-name/1: "), "however long the line is"
     joint = {**config, "block_diffusion": {"mask_token_id": 3, "canvas_length": 4}}
     (folder / "config.json").write_text(json.dumps(joint))
     with pytest.raises(ConfigError, match="add --diffusion mode=self"):

@@ -188,7 +188,7 @@ def generate(
         return
     asked: Any = prompt if raw else engine.encode([{"role": "user", "content": prompt or ""}], thinking=thinking)
     result = console.stream(engine, asked, params, console.stdout())
-    console.stderr().print(console.describe(result))
+    console.stderr().print(console.describe(result), soft_wrap=True)
     if compare:
         _compare_with_plain(engine, asked, params)
 
@@ -236,7 +236,7 @@ def _answer_file(
         }
         print(json.dumps(row, ensure_ascii=False))
         ended = "" if len(results) == conversation.num_answers else "; there was no room for a further turn"
-        console.stderr().print(f"{conversation.id}: {console.describe(results[-1])}{ended}")
+        console.stderr().print(f"{conversation.id}: {console.describe(results[-1])}{ended}", soft_wrap=True)
 
 
 def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, greedy: bool) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, Self, get_args
@@ -86,10 +87,10 @@ class DiffusionParams:
             name, equals, value = word.partition("=")
             if not equals:
                 raise ConfigError(f"{word!r} sets nothing; write NAME=VALUE, such as threshold=0.8")
-            try:
-                values[name] = json.loads(value)
-            except ValueError:
-                values[name] = value
+            values[name] = value
+            for read in (float, json.loads):  # JSON has no .8
+                with suppress(ValueError):
+                    values[name] = read(value)
         return cls.from_mapping(values)
 
     def over(self, defaults: "DiffusionParams") -> "DiffusionParams":

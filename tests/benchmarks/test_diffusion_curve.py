@@ -10,6 +10,7 @@ import torch
 from benchmarks.diffusion_curve import main
 from tests import tiny
 from tests.conftest import byte_tokenizer
+from tests.diffusion_gemma import random_model
 from tests.quantised import edit_config
 from tests.serve.running import running
 from volley import Engine
@@ -63,7 +64,7 @@ def test_a_server_gives_the_curve_that_the_engine_gives(
     assert (here[0][1] != "nan") == has_nats, "the likelihood of a text is causal"
     assert float(here[1][0]) > float(here[2][0]), "a lower threshold takes fewer passes"
     with running(Engine.from_pretrained(tmp_path, dtype=torch.float32)) as server:
-        assert figures("--server", server.url) == here
+        assert figures("--server", f"{server.url}/v1") == here
 
 
 def test_an_autoregressive_scorer_has_a_row_of_its_own(
@@ -81,3 +82,43 @@ def test_an_autoregressive_scorer_has_a_row_of_its_own(
     rows = {row[1].strip(): row for row in (line.split("|") for line in capsys.readouterr().out.splitlines()[2:])}
     assert list(rows) == ["autoregressive", "self", "threshold 0.5", "the scorer"]
     assert rows["the scorer"][2:7:3] == rows["autoregressive"][2:7:3], "the same weights write the same text"
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "message"),
+    [
+        ({}, "", "is no diffusion language model"),
+        ({"block_diffusion": {"mask_token_id": 3}}, "--server http://127.0.0.1:9", "start volley serve"),
+    ],
+)
+def test_what_has_no_curve_is_told_so(
+    own: dict[str, object],
+    options: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    edit_config(tmp_path, **own)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Hello"}) + "\n")
+    monkeypatch.setattr(sys, "argv", f"curve --target {tmp_path} --prompts {prompts} {options}".split())
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert message in f"{stopped.value}{capsys.readouterr().err}"
+
+
+def test_a_model_without_a_threshold_is_asked_for_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random_model().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Hello"}) + "\n")
+    command = ["curve", "--target", str(tmp_path), "--prompts", str(prompts)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    assert "give --steps 12 24 48" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.certify.faults import FAULTS
@@ -14,9 +15,10 @@ from tests.made_up import keep_first_drafted
 from tests.tiny import Pair, random_prompts
 from volley import Engine
 from volley.certify.certificate import certify_pair, read_certificate
-from volley.certify.checks import Check
+from volley.certify.checks import Check, Questions, check_penalties, greedy_params
 from volley.certify.options import CertifyConfig
 from volley.certify.sampled import Way, check_way
+from volley.certify.subject import EngineSubject
 from volley.errors import CheckpointError
 from volley.models.targets.diffusion import JOINT, SDAR
 from volley.models.targets.target import BlockDiffusion, Target
@@ -84,6 +86,21 @@ def test_a_diffusion_language_model_is_certified_against_its_autoregressive_mode
     assert certificate.subject["mode"] == "self"
     assert sum(drafted) > 50
     assert engine.procedures.default_mode == "diffusion", "as it was"
+
+
+def test_a_mask_is_not_expected_where_it_would_be_likely(pair: Pair) -> None:
+    """It is never chosen, though its log-probability is told."""
+    hf = deepcopy(pair.hf)
+    with torch.no_grad():
+        hf.lm_head.weight[3] = 1.2 * hf.lm_head.weight[5]  # which some answers hold
+    engine = Engine(Target(hf, None, replace(SDAR, mask_token_id=3)), page_size=4)
+    engine.procedures.default_mode = "autoregressive"
+    questions = Questions(
+        EngineSubject(engine), None, PROMPTS, PROMPTS, lambda asked, _: list(asked), greedy_params(16)
+    )
+    (result,) = engine.generate(PROMPTS[:1], questions.greedy)
+    assert any(3 in dict(row) for row in result.top_logprobs or ()), "or nothing is left out"
+    assert check_penalties(questions).outcome == "passed"
 
 
 class TakesDrafts(InPlace):

@@ -121,6 +121,25 @@ def test_a_pass_that_raised_changes_nothing(target: Any, fuse: int) -> None:
     assert finish(engine, requests) == [alone(target, index, mixed(index)) for index in range(4)]
 
 
+@pytest.mark.parametrize("passes", [2, 5])
+@pytest.mark.parametrize("fuse", [1, 3])
+def test_a_pass_that_raised_behind_preemptions_changes_nothing(target: Any, passes: int, fuse: int) -> None:
+    """Whether it was to read texts again or to go on with their canvases, of which some had been denoised in part."""
+    engine = engine_of(target)
+    requests = [engine.add_request(PROMPTS[index % 4], mixed(index)) for index in range(6)]
+    for _ in range(passes):
+        engine.step()
+    assert any(request.canvas is not None for request in requests)
+    for request in requests:
+        engine.scheduler.preempt(request)
+    target.fuse = fuse
+    with pytest.raises(RuntimeError, match="planted"):
+        finish(engine, requests)
+    assert recover(engine, RuntimeError("planted")) == []
+    assert finish(engine, requests) == [alone(target, index, mixed(index)) for index in range(6)]
+    assert all(request.stats.preemptions > 1 for request in requests), "each was moved, and was there when it failed"
+
+
 def test_a_prefix_hit_saves_the_passes_over_the_prompt_and_changes_nothing(target: Target) -> None:
     prompt, own = [*range(5, 45)], params(max_tokens=8)
     engine, answers, steps = engine_of(target, max_batch_tokens=CANVAS), [], []
@@ -230,11 +249,20 @@ class FusedDenoiser(Reveal):
 
 
 @pytest.mark.parametrize("fuse", [1, 2, 5, 7])
-def test_a_canvas_that_has_moved_when_a_pass_raises_begins_again(fuse: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_canvas_that_has_moved_when_a_pass_raises_begins_again(
+    fuse: int, preempted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = masked_model(BOTH_WAYS).target
     monkeypatch.setattr(denoising, "Reveal", FusedDenoiser)
     engine = engine_of(target)
     requests = [engine.add_request(PROMPTS[index], params(index)) for index in range(3)]
+    if preempted:
+        for _ in range(3):
+            engine.step()
+        assert any(request.canvas is not None and request.canvas.step for request in requests)
+        for request in requests:
+            engine.scheduler.preempt(request)
     FusedDenoiser.fuse = fuse
     with pytest.raises(RuntimeError, match="planted"):
         finish(engine, requests)
@@ -242,7 +270,8 @@ def test_a_canvas_that_has_moved_when_a_pass_raises_begins_again(fuse: int, monk
     assert finish(engine, requests) == [alone(target, index, params(index)) for index in range(3)]
 
 
-def test_feedback_that_cannot_be_made_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preempted", [False, True])
+def test_feedback_that_cannot_be_made_changes_nothing(preempted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     target = FusedGemma(random_model(is_sharp=True))
     real, calls = target.feedback, list[int]()
 
@@ -256,6 +285,11 @@ def test_feedback_that_cannot_be_made_changes_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(target, "feedback", feedback)
     engine = engine_of(target)
     requests = [engine.add_request(PROMPTS[index], params(index)) for index in range(3)]
+    if preempted:
+        while len(calls) < 2:
+            engine.step()
+        for request in requests:
+            engine.scheduler.preempt(request)
     with pytest.raises(RuntimeError, match="planted"):
         finish(engine, requests)
     assert recover(engine, RuntimeError("planted")) == []

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import Qwen3MoeConfig
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from tests import tiny
 from tests.conftest import byte_tokenizer
@@ -369,6 +370,12 @@ def rename(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
+def save_fast_dllm(folder: Path) -> None:
+    model = masked_model(FAST_DLLM).hf
+    model.config.layer_types = model.config.layer_types[:2]  # as many as layers, or it cannot be saved
+    model.save_pretrained(folder)
+
+
 def test_a_family_is_recognised_by_its_model_type(folder: Path) -> None:
     rename(folder, model_type="sdar", architectures=["SDARForCausalLM"], mask_token_id=3, block_size=8)
     engine = Engine.from_pretrained(folder, dtype=torch.float32)
@@ -381,9 +388,7 @@ def test_a_family_is_recognised_by_its_model_type(folder: Path) -> None:
 
 
 def test_fast_dllm_and_mixtures_are_recognised_too(tmp_path: Path) -> None:
-    fast = masked_model(FAST_DLLM).hf
-    fast.config.layer_types = fast.config.layer_types[:2]  # as many as layers, or it cannot be saved
-    fast.save_pretrained(tmp_path / "fast")
+    save_fast_dllm(tmp_path / "fast")
     shape = {name: value for name, value in tiny.SHAPE.items() if name != "head_dim"}
     mixture = Qwen3MoeConfig(
         **shape, vocab_size=260, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
@@ -415,6 +420,33 @@ def test_canvases_are_not_divided(folder: Path, model_type: str) -> None:
     rename(folder, model_type=model_type)
     with pytest.raises(UnsupportedModelError, match="leave tensor_parallel out"):
         Engine.from_pretrained(folder, tensor_parallel=True)
+
+
+@pytest.mark.parametrize("model_type", ["sdar", "Fast_dLLM_Qwen", "diffusion_gemma"])
+@pytest.mark.parametrize(("pattern", "remedy"), [("tokenizer*", "no tokenizer files"), ("*.safetensors", "fetch the")])
+def test_a_folder_that_lacks_files_is_refused(folder: Path, model_type: str, pattern: str, remedy: str) -> None:
+    rename(folder, model_type=model_type, mask_token_id=3)
+    for file in folder.glob(pattern):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=remedy):
+        Engine.from_pretrained(folder)
+
+
+def test_prompts_are_read_by_the_tokenizer_that_was_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not by that of Qwen2 with the same vocabulary, which would lose the spaces. A short load has no bar."""
+    save_fast_dllm(tmp_path)
+    alphabet = {letter: place for place, letter in enumerate(["<unk>", "▁", *"Helothr"])}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    saved.save_pretrained(tmp_path)
+    rename(tmp_path, model_type="Fast_dLLM_Qwen", mask_token_id=3)
+    capfd.readouterr()
+    engine = Engine.from_pretrained(tmp_path)
+    assert capfd.readouterr().err == ""
+    prompt = engine.encode("Hello there")
+    assert prompt == saved("Hello there").input_ids
+    assert engine.tokenizer.decode(prompt) == "Hello there"
 
 
 def test_a_mask_that_is_no_token_is_refused(folder: Path) -> None:

@@ -119,6 +119,23 @@ def test_a_target_is_told_from_a_drafter(tmp_path: Path) -> None:
     assert found.problems == [f"{tmp_path} has no tokenizer files; put the target's tokenizer files there"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "canvases", "problem"),
+    [
+        ({"model_type": "sdar"}, "those of sdar", "no tokenizer files"),
+        ({"block_diffusion": {"mask_token_id": 3}}, "by block_diffusion", "no tokenizer files"),
+        ({"model_type": "llada2_moe", "architectures": ["LLaDA2MoeModelLM"]}, "those of llada2_moe", "runs no code"),
+    ],
+)
+def test_a_diffusion_language_model_is_called_so(
+    changes: dict[str, object], canvases: str, problem: str, tmp_path: Path
+) -> None:
+    eager_model(target_config()).save_pretrained(tmp_path)
+    found = with_config(tmp_path, **changes)
+    assert found.facts["canvases"].startswith(canvases)
+    assert problem in found.problems[0]
+
+
 def test_a_pair_is_checked(folder: Path) -> None:
     eager_model(target_config()).save_pretrained(folder / "target")
     assert diagnose(folder, str(folder / "target")).problems == []

@@ -141,8 +141,9 @@ def test_other_models_refuse_diffusion_settings() -> None:
 
 
 def test_settings_are_read_from_words() -> None:
-    own = DiffusionParams.from_words(["mode=self", "threshold=0.8", "max_steps=3"])
-    assert own == DiffusionParams(mode="self", threshold=0.8, max_steps=3)
+    own = DiffusionParams.from_words(["mode=self", "threshold=.8", "edit_threshold=0.7", "max_steps=3"])
+    assert own == DiffusionParams(mode="self", threshold=0.8, edit_threshold=0.7, max_steps=3)
+    assert isinstance(own.max_steps, int)
     with pytest.raises(ConfigError, match="write NAME=VALUE"):
         DiffusionParams.from_words(["threshold"])
     with pytest.raises(ConfigError, match="did you mean 'max_steps'"):

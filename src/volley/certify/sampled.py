@@ -17,7 +17,7 @@ from volley.certify.checks import Check, tie_between
 from volley.certify.options import POWER, CertifyConfig
 from volley.certify.reference import distribution, penalised
 from volley.certify.statistics import LEAST_ANSWERS, Deviations, mean_difference, sum_p, two_sample_p
-from volley.certify.subject import Reply, Subject
+from volley.certify.subject import Reply, Subject, unchosen
 from volley.config import CapacityConfig, DecodingConfig
 from volley.decode.sampling import without
 from volley.decode.work import NO_DRAFT, Kind, Work
@@ -90,10 +90,8 @@ class ScoringInPlace(Scoring):
 
 
 def _scoring(engine: Engine) -> Scoring:
-    family = engine.target.diffusion
-    if family is None or family.writes_causally or family.mask_token_id is None:
-        return Scoring(engine.config)
-    return ScoringInPlace(engine.config, family.mask_token_id)
+    mask = unchosen(engine)
+    return Scoring(engine.config) if mask is None else ScoringInPlace(engine.config, mask)
 
 
 def plain_engine(engine: Engine) -> Engine:

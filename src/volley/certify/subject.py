@@ -33,7 +33,10 @@ Token = int | str
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer; ``top`` holds the log-probabilities of the likeliest tokens where each token stands, unmodified."""
+    """One answer; ``top`` holds the log-probabilities of the likeliest tokens where each token stands, unmodified.
+
+    Of an engine they leave out a token that is never chosen: the mask of a model that is asked by masks.
+    """
 
     tokens: tuple[Token, ...]
     text: str
@@ -71,6 +74,12 @@ def each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[
     return [params] * count if isinstance(params, SamplingParams) else list(params)
 
 
+def unchosen(engine: Engine) -> int | None:
+    """The mask of a model that is asked for each next token by a mask."""
+    family = engine.target.diffusion
+    return None if family is None or family.writes_causally else family.mask_token_id
+
+
 class EngineSubject:
     """An engine; prompts are token ids."""
 
@@ -81,11 +90,13 @@ class EngineSubject:
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams], concurrency: int = 1
     ) -> list[Reply]:
         replies: list[Reply] = []
+        mask = unchosen(self.engine)
         wanted = each(params, len(prompts))
         for start in range(0, len(prompts), concurrency):
             part = slice(start, start + concurrency)
             for result in self.engine.generate(list(prompts[part]), wanted[part]):
-                top: tuple[dict[Token, float], ...] = tuple(dict(row) for row in result.top_logprobs or ())
+                rows = result.top_logprobs or ()
+                top = tuple({token: value for token, value in row if token != mask} for row in rows)
                 cached = result.stats.cached_tokens
                 replies.append(Reply(tuple(result.token_ids), result.text, result.finish_reason, top, cached=cached))
         return replies

@@ -34,7 +34,7 @@ from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import CLASSES
 from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
 from volley.models.quantised.stored_codes import agreeing
-from volley.models.targets.diffusion import load_target_config
+from volley.models.targets.diffusion import canvases, load_target_config
 from volley.models.targets.folders import file_problems
 from volley.models.targets.loading import drafter_path
 from volley.models.targets.target import check_config
@@ -94,7 +94,7 @@ def is_target(raw: Mapping[str, Any]) -> bool:
     named = raw.get("architectures")
     kinds = [str(kind) for kind in named] if isinstance(named, list) else []
     ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForBlockDiffusion")
-    return (
+    return canvases(raw) is not None or (
         bool(kinds)
         and kinds[0].endswith(ends)
         and not {"dflash_config", "markov_rank", "speculators_config"} & set(raw)
@@ -117,6 +117,9 @@ def _is_gguf_target(path: Path) -> bool:
 
 def _diagnose_target(path: Path) -> Diagnosis:
     found = Diagnosis("a target", of_target=True)
+    kind = None if is_gguf(path) else canvases(read_json(path / "config.json"))
+    if kind is not None:
+        found.facts["canvases"] = kind
     try:
         config = load_target_config(path)
         text = config.get_text_config()

@@ -1,11 +1,12 @@
 """Block-diffusion language models: the settings of their families, and how their checkpoints are recognised and loaded."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import find_target
@@ -13,8 +14,9 @@ from volley.memory.device import usable_device
 from volley.models.gguf.file import is_gguf
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import load_model
-from volley.models.targets.loading import load_config, reading, straight_to
-from volley.models.targets.target import TARGET_FILES, BlockDiffusion, Target
+from volley.models.targets.folders import check_files
+from volley.models.targets.loading import bar_of_a_long_load, load_config, reading, straight_to
+from volley.models.targets.target import TARGET_FILES, BlockDiffusion, Target, load_tokenizer
 from volley.native import TargetWeights
 from volley.types import DiffusionParams, Strategy
 
@@ -92,14 +94,14 @@ def load_target(
     if weights not in ("auto", "bf16") and kind in _DENOISED:
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
     _check_known(path, kind)
-    if kind == "diffusion_gemma":
-        from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
+    if kind in _DENOISED:
+        check_files(path)
+        with reading(path, "the diffusion model", remedy), bar_of_a_long_load():
+            if kind in _NATIVE:
+                return _load_native(path, values, *_NATIVE[kind], dtype, device)
+            from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
 
-        with reading(path, "the diffusion model", remedy):
             return DiffusionGemma.from_folder(path, dtype, device)
-    if kind in _NATIVE:
-        with reading(path, "the diffusion model", remedy):
-            return _load_native(path, values, *_NATIVE[kind], dtype, device)
     target = Target.from_pretrained(path, dtype, device, weights)
     if (own := values.get("block_diffusion")) is not None:
         target.diffusion = _joint(path, own, target.vocab_size)
@@ -155,7 +157,16 @@ def load_target_config(path: str | Path) -> PretrainedConfig:
     path = find_target(path)
     values = _config_values(path)
     kind = str(values.get("model_type", "")).lower()
+    _check_known(path, kind)
     return _native_config(values, _NATIVE[kind][0]) if kind in _NATIVE else load_config(path)
+
+
+def canvases(values: Mapping[str, Any]) -> str | None:
+    """Whose canvases a model denoises, by its ``config.json``; ``None`` if it is no diffusion language model."""
+    kind = str(values.get("model_type", "")).lower()
+    if kind in _DENOISED or kind in _REFUSED:
+        return f"those of {kind}"
+    return "by block_diffusion in its config, beside causal text" if "block_diffusion" in values else None
 
 
 def _native_config(values: dict[str, Any], model_type: str) -> PretrainedConfig:
@@ -175,7 +186,7 @@ def _load_native(
     where = usable_device(device)
     model = load_model(AutoModelForCausalLM, path, config, dtype, **straight_to(where)).to(where).eval()
     accelerate(model, release=True)
-    tokenizer = AutoTokenizer.from_pretrained(path, config=config)
+    tokenizer = load_tokenizer(path, PretrainedConfig())  # as saved: a Qwen2 would get the class of Qwen2
     return Target(model, tokenizer, _as_saved(family, values, tokenizer))
 
 

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
+from transformers import AutoConfig, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
 
 from volley.errors import InputError
 from volley.memory.attention import AttentionOptions
@@ -26,7 +26,7 @@ from volley.models.quantised.decoded import Twins
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.loading import straight_to
 from volley.models.targets.taps import Taps
-from volley.models.targets.target import AttentionCall, BlockDiffusion, Target
+from volley.models.targets.target import AttentionCall, BlockDiffusion, Target, load_tokenizer
 from volley.types import DiffusionParams
 
 _DEFAULTS = DiffusionParams(
@@ -166,7 +166,7 @@ class DiffusionGemma(Target):
         model: DiffusionGemmaForBlockDiffusion = load_model(
             DiffusionGemmaForBlockDiffusion, path, config, dtype, _TWINS, **straight_to(where)
         )
-        target = cls(model.to(where).eval(), AutoTokenizer.from_pretrained(path))
+        target = cls(model.to(where).eval(), load_tokenizer(path))
         whole = model.model
         whole.decoder.layers = nn.ModuleList()  # the encoder's run for both, and weights of both may be held twice
         whole.encoder.vision_tower = whole.encoder.embed_vision = None  # images are refused

@@ -115,7 +115,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """A causal LM in ``dtype`` on ``device``, quantised weights decoded, with ``attention`` or what transformers takes."""
     path = find_target(path)
-    with _bar_of_a_long_load():
+    with bar_of_a_long_load():
         if is_gguf(path):
             kind = torch.float32 if isinstance(dtype, str) else dtype
             return load_gguf(path, kind, attention or "sdpa").to(device)
@@ -155,7 +155,7 @@ def _mapped(
 
 
 @contextmanager
-def _bar_of_a_long_load() -> Iterator[None]:
+def bar_of_a_long_load() -> Iterator[None]:
     """transformers' bar of weights, on a terminal and from two seconds on only; it goes when they are loaded."""
 
     def bar(make: Any, arguments: Any, options: Any) -> Any:
@@ -220,11 +220,11 @@ def _not_given(what: str, name: str | Path, error: Exception) -> CheckpointError
     )
 
 
-def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model."""
+def auto_tokenizer(path: str | Path, config: PretrainedConfig | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to a model of this ``config``, by default of the one in its folder."""
     path = find_target(path)
     if is_gguf(path):
         return load_gguf_tokenizer(path)
     with _unknown_refused(path, "one with a tokenizer.json"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
     return tokenizer

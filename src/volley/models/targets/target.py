@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from transformers import (
     AttentionInterface,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -436,9 +437,9 @@ def reading_target(path: str | Path) -> Iterator[None]:
             ) from error
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, config: PretrainedConfig | None = None) -> PreTrainedTokenizerBase:
     with reading(path, "the tokenizer", "put the target's tokenizer files there again"):
-        tokenizer = auto_tokenizer(path)
+        tokenizer = auto_tokenizer(path, config)
     if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
         raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
     return tokenizer
