@@ -253,10 +253,11 @@ def _fuse_norm(norm: nn.Module) -> bool:
     if weight is not None and weight.device.type != "cpu":
         return False
     scale = None if weight is None else weight.detach()
-    has_kernel = native.available and scale is not None and scale.dtype == torch.bfloat16
+    kind = torch.float32 if scale is None else scale.dtype
+    has_kernel = native.is_built if kind == torch.float32 else native.available and kind == torch.bfloat16
 
     def forward(x: Tensor) -> Tensor:
-        if scale is not None and has_kernel and x.is_contiguous() and x.dtype == torch.bfloat16:
+        if has_kernel and x.dtype == kind and x.is_cpu and x.is_contiguous():
             return native.rms_norm(x, scale, eps)
         return rms_norm(x, x.shape[-1:], scale, eps)
 
