@@ -63,16 +63,15 @@ class Renoise(Denoiser):
         )
         renoised = torch.where(accept(entropy, [look.params for look in looks]), candidates, random)
         sure = _are_sure(entropy, looks)
-        for row, (canvas, _, _, params, _) in enumerate(looks):
+        rows = zip(looks, sure, best.unbind(), renoised.unbind(), logits.unbind(), strict=True)
+        for (canvas, _, _, params, _), is_sure, own_best, own_new, own_logits in rows:
             given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
             canvas.step += 1
-            canvas.done = canvas.step == params.max_steps or (
-                sure[row] and is_stable(canvas.history, best[row], wanted)
-            )
-            canvas.history = [*canvas.history, best[row]][-max(1, wanted) :]
-            canvas.tokens = best[row].clone() if canvas.done else renoised[row]
+            canvas.done = canvas.step == params.max_steps or (is_sure and is_stable(canvas.history, own_best, wanted))
+            canvas.history = [*canvas.history, own_best][-max(1, wanted) :]
+            canvas.tokens = own_best.clone() if canvas.done else own_new
             canvas.tokens[: canvas.num_given] = given
-            canvas.predicted = None if canvas.done else logits[row]
+            canvas.predicted = None if canvas.done else own_logits
 
 
 def temperatures(looks: Sequence[Look]) -> NDArray[np.float32]:
