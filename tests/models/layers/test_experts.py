@@ -21,9 +21,12 @@ SIZES: dict[str, Any] = {
 }
 
 
-def experts_of(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+def experts_of(
+    config: transformers.PretrainedConfig, dtype: torch.dtype, implementation: str = "grouped_mm"
+) -> nn.Module:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.set_experts_implementation(implementation)
     (found,) = (module for name, module in model.named_modules() if name.endswith(".experts"))
     for weight in found.parameters():
         nn.init.normal_(weight, std=0.2)
@@ -48,8 +51,7 @@ def test_other_kinds_of_experts_stay_as_they_are() -> None:
     sizes = {**SIZES, "num_experts_per_tok": 2}
     biased = experts_of(transformers.GptOssConfig(**sizes, num_local_experts=4), torch.float32)
     double = experts_of(transformers.Qwen3MoeConfig(**sizes, num_experts=4), torch.float64)
-    looping = experts_of(transformers.Qwen3MoeConfig(**sizes, num_experts=4), torch.float32)
-    looping.config._experts_implementation = "eager"  # type: ignore[union-attr]
+    looping = experts_of(transformers.Qwen3MoeConfig(**sizes, num_experts=4), torch.float32, "eager")
     for module in (biased, double, looping, nn.Linear(2, 2)):
         assert not group_experts(module)
         assert not isinstance(vars(module).get("forward"), GroupedExperts)
