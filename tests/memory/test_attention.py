@@ -134,7 +134,8 @@ def check(
 ) -> None:
     """Both implementations against the definition, or against each other where the store is not exact.
 
-    ``trees``: half of the causal segments are random trees, which may end in a canvas, and half of the others have random groups.
+    ``trees``: half of the causal segments are random trees, which may end in a canvas. Half of the others have groups: random
+    ones, or one that is all of it.
     """
     torch.manual_seed(seed)
     kv_heads, groups = heads
@@ -150,7 +151,7 @@ def check(
             if torch.rand(()) < 0.5:
                 end_in_a_canvas(segment)
         elif trees and segment.causal and torch.rand(()) < 0.5:
-            segment.groups = random_groups(segment.length)
+            segment.groups = random_groups(segment.length) if torch.rand(()) < 0.5 else (segment.length,)
     batch = RaggedBatch(segments, torch.zeros(sum(segment.length for segment in segments), dtype=torch.long))
     slots = (1 + max(page for table in tables for page in table.pages)) * page_size
     stores = [make_store(kind, [(kv_heads, DIM)] * 2, slots, torch.float32, torch.device("cpu")) for _ in range(2)]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley import native
@@ -65,6 +65,16 @@ def test_rms_norm(rows: int, size: int, scale: float, seed: int) -> None:
     assert found.shape == x.shape
     assert_close(found, norm(x, weight, 1e-6), roundings=2)
     assert torch.equal(native.rms_norm(x[1, -1:].contiguous(), weight, 1e-6), found[1, -1:])
+
+
+@given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([1e-3, 1.0, 300.0]), seed=SEEDS)
+def test_rms_norm_in_fp32(rows: int, size: int, scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(2, rows, size) * scale
+    for weight in (torch.randn(size), None):
+        found = native.rms_norm(x, weight, 1e-6)
+        torch.testing.assert_close(found, rms_norm(x, (size,), weight, 1e-6))
+        assert torch.equal(native.rms_norm(x[1, -1:].contiguous(), weight, 1e-6), found[1, -1:])
 
 
 @given(

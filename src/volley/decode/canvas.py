@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.decode.sampling import PositionNoise, race, token_probs, without
+from volley.memory.device import most_together
 from volley.types import DiffusionParams, SamplingParams
 
 T = TypeVar("T")
@@ -24,7 +27,7 @@ class CanvasNoise(Protocol):
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         """A token of each row of ``probs [L, V]``; ``[L]``."""
 
-    def canvas_uniforms(self, start: int, step: int, length: int) -> list[float] | None:
+    def canvas_uniforms(self, start: int, step: int, length: int) -> NDArray[np.float64] | None:
         """What :meth:`choose` gives to :func:`draw`, so that several canvases can draw at once; ``None`` if it does otherwise."""
 
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
@@ -90,11 +93,6 @@ class Look(NamedTuple):
     sampling: SamplingParams
     params: DiffusionParams
     noise: CanvasNoise
-
-
-def most_together(device: torch.device) -> int:
-    """How many logits are processed together: 4 MiB stay in the caches of a CPU, 128 MiB elsewhere are few launches."""
-    return 2**20 if device.type == "cpu" else 2**25
 
 
 def grouped(items: Iterable[T], logits_of: Callable[[T], Tensor]) -> Iterator[list[T]]:

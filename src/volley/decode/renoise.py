@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributions import Categorical
 
-from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Look, most_together, read_together
-from volley.decode.sampling import draw, token_probs
+from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Look, read_together
+from volley.decode.sampling import draw, likeliest, token_probs
+from volley.memory.device import most_together
 from volley.memory.upload import upload
 from volley.types import DiffusionParams, SamplingParams
 
@@ -45,15 +45,15 @@ class Renoise(Denoiser):
         for length, alike in groupby(looks, key=lambda look: len(look.canvas)):
             canvases = list(alike)
             self._step_alike(canvases)
-            slots = torch.arange(length)
-            decided += [(slots >= look.canvas.num_given) & look.canvas.done for look in canvases]
+            slots, none = torch.arange(length), torch.zeros(length, dtype=torch.bool)
+            decided += [slots >= look.canvas.num_given if look.canvas.done else none for look in canvases]
         return decided
 
     def _step_alike(self, looks: list[Look]) -> None:
         """Canvases of one length L, whose rows are ``[N, L, V]``."""
         raw = looks[0].logits[None] if len(looks) == 1 else torch.stack([look.logits for look in looks])
         logits = raw / upload(temperatures(looks), raw.device)[:, None, None]
-        best = candidates = logits.argmax(dim=-1)
+        best = candidates = likeliest(logits.flatten(0, 1)).view(logits.shape[:-1])
         if any(look.sampling.temperature > 0 for look in looks):
             candidates = _drawn(looks, logits, best)
         entropy = torch.cat([_entropy(rows) for rows in _parts(logits.flatten(0, 1))]).view_as(best)
@@ -63,16 +63,15 @@ class Renoise(Denoiser):
         )
         renoised = torch.where(accept(entropy, [look.params for look in looks]), candidates, random)
         sure = _are_sure(entropy, looks)
-        for row, (canvas, _, _, params, _) in enumerate(looks):
+        rows = zip(looks, sure, best.unbind(), renoised.unbind(), logits.unbind(), strict=True)
+        for (canvas, _, _, params, _), is_sure, own_best, own_new, own_logits in rows:
             given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
             canvas.step += 1
-            canvas.done = canvas.step == params.max_steps or (
-                sure[row] and is_stable(canvas.history, best[row], wanted)
-            )
-            canvas.history = [*canvas.history, best[row]][-max(1, wanted) :]
-            canvas.tokens = best[row].clone() if canvas.done else renoised[row]
+            canvas.done = canvas.step == params.max_steps or (is_sure and is_stable(canvas.history, own_best, wanted))
+            canvas.history = [*canvas.history, own_best][-max(1, wanted) :]
+            canvas.tokens = own_best.clone() if canvas.done else own_new
             canvas.tokens[: canvas.num_given] = given
-            canvas.predicted = None if canvas.done else logits[row]
+            canvas.predicted = None if canvas.done else own_logits
 
 
 def temperatures(looks: Sequence[Look]) -> NDArray[np.float32]:
@@ -113,8 +112,8 @@ def is_stable(history: Sequence[Tensor], best: Tensor, wanted: int) -> bool:
 
 def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
     """The candidates ``[N, L]``: draws, or the best tokens at temperature 0."""
-    probs, found = logits.softmax(dim=-1), list(best)
-    rows, uniforms = list[int](), list[float]()
+    probs, found = logits.softmax(dim=-1), best.clone()
+    rows, uniforms = list[int](), list[NDArray[np.float64]]()
     for row, (canvas, _, sampling, _, noise) in enumerate(looks):
         if sampling.temperature == 0:
             continue
@@ -124,12 +123,11 @@ def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
             found[row] = noise.choose(probs[row], canvas.start, canvas.step)
         else:
             rows.append(row)
-            uniforms += own
+            uniforms.append(own)
     if rows:
         weights = probs if len(rows) == len(looks) else probs[rows]
-        for row, drawn in zip(rows, draw(weights.flatten(0, 1), uniforms).view(len(rows), -1), strict=True):
-            found[row] = drawn
-    return torch.stack(found)
+        found[rows] = draw(weights.flatten(0, 1), np.concatenate(uniforms)).view(len(rows), -1)
+    return found
 
 
 def _parts(logits: Tensor) -> tuple[Tensor, ...]:
@@ -138,8 +136,9 @@ def _parts(logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    found: Tensor = Categorical(logits=logits, validate_args=False).entropy()  # type: ignore[no-untyped-call]
-    return found
+    """The entropy of each row, number for number that of torch's ``Categorical``, which transformers asks."""
+    logs = logits - logits.logsumexp(dim=-1, keepdim=True)
+    return -(logs.clamp(min=torch.finfo(logs.dtype).min) * logs.softmax(dim=-1)).sum(dim=-1)
 
 
 def _filter(probs: Tensor, sampling: SamplingParams) -> None:

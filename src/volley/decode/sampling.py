@@ -59,10 +59,9 @@ class PositionNoise:
         assert uniforms is not None
         return draw(probs, uniforms)
 
-    def canvas_uniforms(self, start: int, step: int, length: int) -> list[float] | None:
+    def canvas_uniforms(self, start: int, step: int, length: int) -> NDArray[np.float64] | None:
         """What :meth:`choose` gives to :func:`draw`; ``None`` if it chooses in another way."""
-        found: list[float] = _uniforms([(b"%d %d %d %d" % (self.seed, Purpose.CANVAS, start, step), length)]).tolist()
-        return found
+        return _uniforms([(b"%d %d %d %d" % (self.seed, Purpose.CANVAS, start, step), length)])
 
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
         """Uniform random tokens ``[length]`` for a canvas before pass ``step``."""
@@ -116,7 +115,10 @@ def likeliest(logits: Tensor) -> Tensor:
     """The most likely token ``[R]`` of each row of ``logits [R, V]``, the first of equal ones."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
-    # NumPy's search is several times faster than PyTorch's. A few rows at a time are copied, which stay in the cache.
+    # NumPy's search is several times faster than PyTorch's.
+    if logits.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    # It has no bf16. A few rows at a time are converted, which stay in the cache.
     parts = [rows.float().numpy().argmax(axis=-1) for rows in torch.split(logits, _ROWS_AT_ONCE)]
     return torch.from_numpy(np.concatenate(parts))
 

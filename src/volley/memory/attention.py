@@ -134,7 +134,7 @@ class _Group:
     rows: slice  # their tokens among those of all groups
     count: int
     slots: slice | Tensor  # where their keys live: a slice or [S] for one segment, [count · S] padded for several
-    mask: Tensor | None  # additive [count, 1, length, S]; None when every token sees every key
+    mask: Tensor | None  # additive [count, 1, length or 1, S]; None when every token sees every key
     repeated: dict[int, Tensor] = field(default_factory=dict)  # the mask once for each of so many heads that share keys
 
 
@@ -187,9 +187,11 @@ def _attend_group(group: _Group, store: KVStore, layer: int, queries: Tensor, op
 
 
 def _repeated_mask(group: _Group, times: int) -> Tensor | None:
-    if group.mask is not None and times not in group.repeated:
+    if group.mask is None or group.mask.shape[2] == 1:
+        return group.mask
+    if times not in group.repeated:
         group.repeated[times] = group.mask.repeat(1, 1, times, 1)
-    return group.repeated.get(times)
+    return group.repeated[times]
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
@@ -296,17 +298,18 @@ def _build_group(
     device, window = batch.token_ids.device, options.window
     segments = [batch.segments[index] for index in members]
     firsts = [first_visible(segment, window) for segment in segments]
+    length = 1 if all(_see_alike(own, options) for own in segments) else max(own.length for own in segments)
     slots: slice | Tensor
     if len(segments) == 1:
         slots = segments[0].table.slots(firsts[0], segments[0].end)
-        visible = visible_mask(segments[0], window, firsts[0], options.symmetric)[None]
+        visible = visible_mask(segments[0], window, firsts[0], options.symmetric)[None, :length]
     else:
         longest = max(segment.end - first for segment, first in zip(segments, firsts, strict=True))
         every = np.zeros((len(segments), longest), dtype=np.int64)
         for row, segment, first in zip(every, segments, firsts, strict=True):
             row[: segment.end - first] = segment.table.slot_array(first, segment.end)
         slots = torch.from_numpy(every.ravel())
-        visible = torch.from_numpy(_visible(segments, np.array(firsts), longest, options))
+        visible = torch.from_numpy(_visible(segments, np.array(firsts), length, longest, options))
     bias = None
     if not bool(visible.all()):
         hidden = upload(~visible.numpy(), device)
@@ -315,21 +318,29 @@ def _build_group(
     return _Group(rows, len(segments), slots, bias)
 
 
-def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: AttentionOptions) -> BoolArray:
-    """:func:`visible_mask` of several segments of one causality: ``[count, length, longest]``, padding included.
+def _see_alike(segment: Segment, options: AttentionOptions) -> bool:
+    """Whether all tokens of a segment see the same keys: those of a canvas do, and one row of a mask is theirs."""
+    if segment.causal:
+        return segment.groups == (segment.length,)
+    return options.window is None or not options.symmetric
+
+
+def _visible(
+    segments: list[Segment], firsts: IntArray, length: int, longest: int, options: AttentionOptions
+) -> BoolArray:
+    """:func:`visible_mask` of several segments of one causality, its first rows: ``[count, length, longest]``, padding included.
 
     A padding token sees what the segment's last token sees: the softmax over no key would be NaN.
     """
     lengths = np.array([segment.length for segment in segments])
-    longest_segment = int(lengths.max())
     keys, window = firsts[:, None, None] + np.arange(longest), options.window
     if not segments[0].causal:
         starts = np.array([segment.start for segment in segments])
-        queries = (np.minimum(np.arange(longest_segment), lengths[:, None] - 1) + starts[:, None])[:, :, None]
+        queries = (np.minimum(np.arange(length), lengths[:, None] - 1) + starts[:, None])[:, :, None]
         inside: BoolArray = keys < (starts + lengths)[:, None, None]
         near: BoolArray = np.abs(keys - queries) <= window if options.symmetric and window is not None else queries >= 0
         return inside & near
-    begins, ends = np.array([_ends_of_groups(segment, longest_segment) for segment in segments]).transpose(1, 0, 2)
+    begins, ends = np.array([_ends_of_groups(segment, length) for segment in segments]).transpose(1, 0, 2)
     visible: BoolArray = keys < ends[:, :, None]
     if window is not None:
         visible &= keys > begins[:, :, None] - window
@@ -337,7 +348,7 @@ def _visible(segments: list[Segment], firsts: IntArray, longest: int, options: A
         if segment.parents is not None:
             own = visible_mask(segment, window, int(firsts[row]), options.symmetric).numpy()
             visible[row] = False
-            visible[row, :, : own.shape[1]] = own[np.minimum(np.arange(longest_segment), segment.length - 1)]
+            visible[row, :, : own.shape[1]] = own[np.minimum(np.arange(length), segment.length - 1)]
     return visible
 
 

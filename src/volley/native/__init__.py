@@ -2,7 +2,7 @@
 
 The library is built when the package is installed, where there is a C compiler, and its products need a CPU with AVX2
 (AVX512-BF16 and AMX are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations;
-masks over logits, recurrent states and noise need no such CPU.
+masks over logits, recurrent states, noise and norms in fp32 need no such CPU.
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 
@@ -38,11 +38,18 @@ _AT_ONCE = 512  # rows of a weight that are looked up together: each brings its 
 # -- rows ---------------------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight [H] · x / rms(x)`` of contiguous ``x [..., H]``, rounded before and after the weight."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """``weight [H] · x / rms(x)`` of contiguous ``x [..., H]``, in bf16 rounded before and after the weight.
+
+    In fp32 the weight may be left out, and any CPU will do.
+    """
     out = torch.empty_like(x)
     size = x.shape[-1]
-    functions().rms_norm(x.data_ptr(), size, weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
+    given = x.data_ptr(), pointer(weight), out.data_ptr(), x.numel() // size, size, eps
+    if x.dtype == torch.float32:
+        functions().rms_norm_floats(*given)
+    else:
+        functions().rms_norm(given[0], size, *given[1:])
     return out
 
 

@@ -21,6 +21,18 @@ FOR_EACH_CPU void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t
     for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(weight[i]) * rounded(widen(x[i]) * scale));
 }
 
+/* The same in fp32, where the weight may be null. */
+FOR_EACH_CPU static void norm_floats(const float *x, const float *weight, float *out, int64_t size, float eps) {
+    float parts[16] = {0}, sum = 0;
+    int64_t whole = size / 16 * 16;
+    for (int64_t i = 0; i < whole; i += 16)
+        for (int j = 0; j < 16; j++) parts[j] += x[i + j] * x[i + j];
+    for (int j = 0; j < 16; j++) sum += parts[j];
+    for (int64_t i = whole; i < size; i++) sum += x[i] * x[i];
+    float scale = 1.0f / sqrtf(sum / (float)size + eps);
+    for (int64_t i = 0; i < size; i++) out[i] = weight ? x[i] * scale * weight[i] : x[i] * scale;
+}
+
 FOR_EACH_CPU static void turn_head(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t half) {
     for (int64_t i = 0; i < half; i++) {
         float low = widen(x[i]), high = widen(x[i + half]);
@@ -44,6 +56,12 @@ FOR_EACH_CPU void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t 
 void rms_norm(const bf16 *x, int64_t stride, const bf16 *weight, bf16 *out, int64_t rows, int64_t size, float eps) {
 #pragma omp parallel for if (rows * size > FEW)
     for (int64_t row = 0; row < rows; row++) norm_row(x + row * stride, weight, out + row * size, size, eps);
+}
+
+/* The same in fp32, of x [rows, size]; the weight may be null. */
+void rms_norm_floats(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps) {
+#pragma omp parallel for if (rows * size > FEW)
+    for (int64_t row = 0; row < rows; row++) norm_floats(x + row * size, weight, out + row * size, size, eps);
 }
 
 void turn_row(bf16 *row, const bf16 *of_queries, const bf16 *of_keys, const bf16 *cos, const bf16 *sin, int64_t queries,

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Edit, Look, Reveal, grouped, most_together
+from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Edit, Look, Reveal, grouped
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
 from volley.decode.sampling import best_tokens, logprobs_of, without
 from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
 from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
+from volley.memory.device import most_together
 from volley.memory.upload import upload_indices
 from volley.models.targets.target import BlockDiffusion, Target
 from volley.procedures.request import Procedure, Request
@@ -183,13 +184,13 @@ class Denoising(Procedure):
     def absorb(self, works: Works, logits: Tensor) -> None:
         self.denoise([(work.request, logits[work.rows]) for work in works if work.ask.size])
         for work in works:
-            request, rows = work.request, logits[work.rows]
+            request = work.request
             if work.ask.size:
                 request.stats.denoising_steps += 1
                 self._finish(work)
             else:
                 request.stats.commit_passes += work.kind is Kind.COMMIT
-                if len(rows):
+                if len(rows := logits[work.rows]):
                     self._predict_first(request, rows.float())
 
     def denoise(self, canvases: Sequence[tuple[Request, Tensor]]) -> None:

@@ -3,8 +3,8 @@
 On a GPU decoder layers of the Llama and Qwen kind are joined (:mod:`volley.models.layers.joined`). The rest is for a CPU.
 In bf16 decoder layers of the Llama and Qwen kind run on volley's own kernels (:mod:`volley.models.layers.fused`). In others,
 projections that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight laid
-out for the machine. RMS norms written out in Python become one operation, in fp32 too. What is replaced holds copies of the
-weights, which go stale if these are trained further.
+out for the machine. RMS norms written out in Python become one operation, and experts half as many, in fp32 too. What is replaced
+holds copies of the weights, which go stale if these are trained further.
 """
 
 import logging
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from volley import native
 from volley.memory import kernels
+from volley.models.layers.experts import group_experts
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import LINEAR, FusedLayer, layers_with_rotary
 from volley.models.layers.joined import join_layers
@@ -76,7 +77,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     own = [module.weight for module in model.modules() if is_linear(module)]  # other weights may be kept in fp32
     if not packing_pays(*(weight for weight in own if weight.device.type != "meta" or fill is filled)):
         fill(model)
-        return release and sum(_fuse_norm(module) for module in model.modules() if _is_norm(module)) > 0
+        return release and sum(_shorten(module) for module in model.modules()) > 0
     if release and not has_bf16_products():
         log.warning(
             "neither volley's kernels nor oneDNN multiply bf16 here, so weights are kept in fp32, in twice their memory; the "
@@ -101,8 +102,8 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     for module in list(model.modules()):
         if module not in done and isinstance(module, nn.Linear) and _is_plain(module):
             _replace(model, module, weights, files)
-        elif module not in done and _is_norm(module):
-            _fuse_norm(module)
+        elif module not in done:
+            _shorten(module)
     if release:
         trim()
     if release and weights != "bf16":
@@ -241,8 +242,9 @@ def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: Mapped
         release_weight(module, files)
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm")
+def _shorten(module: nn.Module) -> bool:
+    """Let a module that has no product of its own compute the same in fewer operations, if it is known."""
+    return _fuse_norm(module) if type(module).__name__.endswith("RMSNorm") else group_experts(module)
 
 
 def _fuse_norm(norm: nn.Module) -> bool:
@@ -253,10 +255,11 @@ def _fuse_norm(norm: nn.Module) -> bool:
     if weight is not None and weight.device.type != "cpu":
         return False
     scale = None if weight is None else weight.detach()
-    has_kernel = native.available and scale is not None and scale.dtype == torch.bfloat16
+    kind = torch.float32 if scale is None else scale.dtype
+    has_kernel = native.is_built if kind == torch.float32 else native.available and kind == torch.bfloat16
 
     def forward(x: Tensor) -> Tensor:
-        if scale is not None and has_kernel and x.is_contiguous() and x.dtype == torch.bfloat16:
+        if has_kernel and x.dtype == kind and x.is_cpu and x.is_contiguous():
             return native.rms_norm(x, scale, eps)
         return rms_norm(x, x.shape[-1:], scale, eps)
 

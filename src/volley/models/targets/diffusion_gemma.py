@@ -17,7 +17,7 @@ from transformers import AutoConfig, DiffusionGemmaForBlockDiffusion, PreTrained
 from volley.errors import InputError
 from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
-from volley.memory.device import usable_device
+from volley.memory.device import most_together, usable_device
 from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.upload import upload
@@ -38,9 +38,6 @@ _DEFAULTS = DiffusionParams(
     stability_threshold=1,
     confidence_threshold=0.005,
 )
-
-
-_ROWS = 16  # of logits that are turned into probabilities at once
 
 
 class _KeepsNothing:
@@ -154,7 +151,8 @@ class DiffusionGemma(Target):
         weight = self._decoder.embed_tokens.weight
         dtype = weight.dtype
         probs = torch.empty_like(logits, dtype=dtype)
-        for kept, rows in zip(torch.split(probs, _ROWS), torch.split(logits, _ROWS), strict=True):
+        size = max(1, most_together(logits.device) // logits.shape[-1])
+        for kept, rows in zip(torch.split(probs, size), torch.split(logits, size), strict=True):
             kept.copy_(rows.to(dtype).softmax(dim=-1, dtype=torch.float32))
         mean: Tensor = torch.matmul(probs, weight) * self._decoder.embed_tokens.embed_scale.to(dtype)
         return mean
