@@ -27,7 +27,7 @@ class Renoise(Denoiser):
     def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
         assert params.canvas_length is not None
         tokens = noise.tokens(start, 0, params.canvas_length, self.vocab_size)
-        canvas = Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))
+        canvas = Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given), torch.zeros(len(tokens)))
         canvas.tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
         return canvas
 
@@ -72,6 +72,7 @@ class Renoise(Denoiser):
             canvas.history = [*canvas.history, best[row]][-max(1, wanted) :]
             canvas.tokens = best[row].clone() if canvas.done else renoised[row]
             canvas.tokens[: canvas.num_given] = given
+            canvas.confidence = (-entropy[row]).exp()  # the tokens are drawn from flat distributions
             canvas.predicted = None if canvas.done else logits[row]
 
 
