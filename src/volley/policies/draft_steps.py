@@ -101,8 +101,11 @@ class DraftSteps:
         draft is right.
         """
         chance = self._acceptance.gains(_ALL, 0 if is_greedy else SAMPLED, list(confidence))[-1]
-        longer = self._pass(verified + length, requests) - self._pass(verified, requests)
-        return chance * self._pass(length, requests) >= longer
+        self.costs.time((verified + length) * requests)
+        together, verifying, alone = (
+            self.costs.rough(tokens * requests, requests) for tokens in (verified + length, verified, length)
+        )
+        return chance * alone >= together - verifying
 
     def verified(self, confidence: Sequence[float], accepted: int, *, is_greedy: bool) -> None:
         """Learn how many tokens of a draft with these probabilities were right."""
