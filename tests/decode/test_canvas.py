@@ -45,6 +45,8 @@ def test_what_a_pass_reveals(own: dict[str, object], revealed: list[bool]) -> No
     canvas = reveal(sure(0.85, 0.3, 0.9, 0.5), **own)
     assert canvas.revealed.tolist() == revealed
     assert canvas.tokens.tolist() == [1 if seen else MASK for seen in revealed]
+    chances = [chance if seen else 0.0 for chance, seen in zip((0.85, 0.3, 0.9, 0.5), revealed, strict=True)]
+    assert canvas.confidence.tolist() == pytest.approx(chances)
     assert canvas.done == all(revealed)
 
 
@@ -75,6 +77,7 @@ def test_an_edit_replaces_what_was_revealed_but_never_what_was_given() -> None:
     assert (canvas.tokens.tolist(), canvas.done) == ([7, 1, 1], False), "a full canvas is looked at once more"
     changed = rule.step(canvas, sure(0.75, 0.75, 0.6, token=2), GREEDY, params, NOISE)
     assert (canvas.tokens.tolist(), changed.tolist(), canvas.done) == ([7, 2, 1], [False, True, False], False)
+    assert canvas.confidence.tolist() == pytest.approx([0.0, 0.75, 0.9])
     rule.step(canvas, sure(0.75, 0.75, 0.6, token=2), GREEDY, params, NOISE)
     assert canvas.done, "nothing was edited"
 

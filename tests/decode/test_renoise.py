@@ -115,6 +115,15 @@ def test_greedy_candidates_are_the_best_tokens() -> None:
     torch.testing.assert_close(stepped(SamplingParams(top_k=1, temperature=1.0, seed=1)).tokens, canvas.tokens)
 
 
+def test_confidence_is_one_for_a_certain_slot_and_one_in_so_many_for_a_flat_one() -> None:
+    canvas = Renoise(VOCAB).open(0, [], PARAMS, PositionNoise(0))
+    logits = torch.zeros(len(canvas), VOCAB)
+    logits[0, 3] = 1e4
+    Renoise(VOCAB).step(canvas, logits, SamplingParams(), PARAMS, PositionNoise(0))
+    expected = torch.tensor([1.0] + [1 / VOCAB] * (len(canvas) - 1))
+    torch.testing.assert_close(canvas.confidence, expected)
+
+
 def test_canvases_that_are_decided_together_are_those_that_are_decided_alone() -> None:
     """Requests that differ in all that a pass reads of them; the two of another length stand between."""
     lengths = [6, 6, 4, 4, 6, 6]
@@ -147,6 +156,7 @@ def test_canvases_that_are_decided_together_are_those_that_are_decided_alone() -
         for alone, beside, _ in pairs:
             assert (alone.done, alone.step) == (beside.done, beside.step)
             assert torch.equal(alone.tokens, beside.tokens)
+            torch.testing.assert_close(alone.confidence, beside.confidence)
             assert all(map(torch.equal, alone.history, beside.history))
             assert (alone.predicted is None) == (beside.predicted is None)
             assert alone.predicted is None or torch.equal(alone.predicted, beside.predicted)  # type: ignore[arg-type]

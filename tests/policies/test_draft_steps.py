@@ -97,3 +97,35 @@ def test_more_passes_are_tried_at_once_only_where_they_are_likely_to_pay(tokens:
         chooser.observe(LENGTH, steps, is_greedy=True, tokens=tokens, alone=steps, verified=LENGTH)
     assert chosen[:4] == [1] * 4
     assert [steps for steps in chosen if steps > 1] == tried
+
+
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_a_canvas_rides_behind_drafts_that_are_likely_to_be_right(*, is_greedy: bool) -> None:
+    """Sure drafts are right and others are not: it is learnt, apart for greedy and sampled ones. A row takes 0.05 of a pass."""
+    chooser, sure, vague = DraftSteps(flat(token=0.05)), [0.99] * 7, [0.2] * 7
+
+    def rides(confidence: list[float]) -> bool:
+        return chooser.rides(confidence, LENGTH, LENGTH, 1, is_greedy=is_greedy)
+
+    for _ in range(60):
+        chooser.verified(sure, 7, is_greedy=is_greedy)
+        chooser.verified(vague, 1, is_greedy=is_greedy)
+    assert rides(sure)
+    assert not rides(vague)
+    for _ in range(120):
+        chooser.verified(vague, 7, is_greedy=is_greedy)
+    assert rides(vague)
+
+
+def test_a_canvas_rides_where_its_rows_cost_less_than_it_may_save() -> None:
+    """Behind drafts of which half are right, a canvas that takes a third of a pass pays, and one that takes 0.9 does not."""
+    for token, expected in ((0.05, True), (1.0, False)):
+        chooser = DraftSteps(flat(token=token))
+        for cycle in range(200):
+            chooser.verified([0.7] * 7, 7 if cycle % 2 else 3, is_greedy=True)
+        assert chooser.rides([0.7] * 7, LENGTH, LENGTH, 1, is_greedy=True) == expected
+    free = DraftSteps(PassCost(lambda tokens, _: max(1.0, tokens / 16)))
+    for requests, expected in ((1, True), (16, False)):
+        for cycle in range(200):
+            free.verified([0.7] * 7, 7 if cycle % 2 else 3, is_greedy=True)
+        assert free.rides([0.7] * 7, LENGTH, LENGTH, requests, is_greedy=True) == expected

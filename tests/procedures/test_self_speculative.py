@@ -3,6 +3,7 @@
 import copy
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,8 +68,9 @@ def test_no_canvas_lies_behind_the_end_of_an_answer() -> None:
     assert result.token_ids == plain.token_ids
 
 
-def test_a_repeating_answer_is_accepted_several_tokens_at_a_time() -> None:
-    """A model that always says the same token: a canvas that is right saves passes."""
+def test_a_repeating_answer_is_accepted_several_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that always says the same token: a canvas that is right saves passes, and rides where rows are free."""
+    settle(monkeypatch, token=0.0)
     own = target()
     head = own.model.get_output_embeddings().weight
     with torch.no_grad():
@@ -99,12 +101,19 @@ class Whim(DraftSteps):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(PassCost(lambda tokens, requests: 1.0))
         self._whim, self.chosen = random.Random(seed), Counter[int]()
-        self.seen = Counter[int]()
+        self.seen, self.rode = Counter[int](), Counter[bool]()
 
     def choose(self, length: int, requests: int, *, is_greedy: bool) -> int:
         steps = self._whim.choice([0, 1, 2, 4])
         self.chosen[steps] += 1
         return steps
+
+    def rides(self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool) -> bool:
+        assert len(confidence) == verified - 1 < length
+        assert all(0 < sure <= 1 + 1e-6 for sure in confidence)
+        rides = self._whim.random() < 0.5
+        self.rode[rides] += 1
+        return rides
 
     def observe(self, length: int, steps: int, *, is_greedy: bool, tokens: int, alone: int, verified: int) -> None:
         self.seen[steps] += 1
@@ -130,6 +139,7 @@ def test_no_number_of_passes_changes_a_token(family: str, temperature: float) ->
     assert [request.token_ids[request.num_prompt :] for request in requests] == [own.token_ids for own in plain]
     assert min(whim.chosen[steps] for steps in (0, 1, 2, 4)) >= 5
     assert min(whim.seen[steps] for steps in (1, 2, 4)) >= 3, "what came of them is told"
+    assert min(whim.rode[rides] for rides in (True, False)) >= 5
 
 
 def test_drafts_that_are_right_are_made_and_others_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +170,16 @@ def test_the_cost_table_learns_from_every_pass_but_the_prompts(monkeypatch: pyte
     assert len(seen) == result.stats.denoising_steps + result.stats.commit_passes
     assert {requests for _, requests in seen} == {1}
     assert max(tokens for tokens, _ in seen) <= 8, "a draft behind its anchor, and the next canvas"
+
+
+class Peeks(DraftSteps):
+    """A canvas rides where the model was sure of what it drew, which depends on the draw."""
+
+    def choose(self, length: int, requests: int, *, is_greedy: bool) -> int:
+        return 1
+
+    def rides(self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool) -> bool:
+        return confidence[0] > 0.3
 
 
 class Unmatched(SelfSpeculative):
@@ -207,27 +227,29 @@ def exact(own: Target) -> Tensor:
     return joint
 
 
-@pytest.mark.parametrize("steps", [1, 4, None])
-def test_sampled_tokens_have_the_models_own_distribution(steps: int) -> None:
+@pytest.mark.parametrize(("steps", "rule"), [(1, Whim), (4, Whim), (None, Whim), (None, Peeks), (1, DraftSteps)])
+def test_sampled_tokens_have_the_models_own_distribution(steps: int | None, rule: type[DraftSteps]) -> None:
     own = target(vocab_size=V)
     engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
     diffusion = DiffusionParams(mode="self", canvas_length=3, max_steps=steps)
     params = SamplingParams(temperature=1.0, max_tokens=3, diffusion=diffusion)
     assert own.diffusion is not None
-    procedure = SelfSpeculative(own, own.diffusion, engine.procedure, Whim())
+    chooser = Whim() if rule is Whim else rule(PassCost(lambda tokens, requests: 1 + 0.1 * tokens / requests))
+    procedure = SelfSpeculative(own, own.diffusion, engine.procedure, chooser)
     tokens, _ = draws(engine, procedure, 1500, params)
     assert chi_square_p(joint_counts(tokens, V), exact(own)) > 1e-3
 
 
-@pytest.mark.parametrize("steps", [1, None])
-def test_a_planted_bias_is_seen(steps: int | None) -> None:
+@pytest.mark.parametrize(("steps", "rule"), [(1, Whim), (None, Whim), (None, Peeks)])
+def test_a_planted_bias_is_seen(steps: int | None, rule: type[DraftSteps]) -> None:
     own = target(vocab_size=V)
     engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
     assert own.diffusion is not None
     params = SamplingParams(
         temperature=1.0, max_tokens=3, diffusion=DiffusionParams(mode="self", canvas_length=3, max_steps=steps)
     )
-    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure, Whim()), 1500, params)
+    chooser = Whim() if rule is Whim else rule(PassCost(lambda tokens, requests: 1.0))
+    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure, chooser), 1500, params)
     assert chi_square_p(joint_counts(tokens, V), exact(own)) < 1e-3
 
 

@@ -55,6 +55,8 @@ class Canvas:
     """``[L]``, boolean: tokens that are final, unless a rule edits them."""
     num_given: int
     """How many of the first tokens were known before."""
+    confidence: Tensor
+    """``[L]``: how sure the model was of each token when it was decided; 0 before."""
     step: int = 0
     """Passes so far."""
     done: bool = False
@@ -151,7 +153,7 @@ class Reveal(Denoiser):
         assert params.canvas_length is not None
         tokens = torch.full((params.canvas_length,), self.mask_token_id)
         tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
-        return Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))
+        return Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given), torch.zeros(len(tokens)))
 
     def step(
         self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
@@ -159,6 +161,7 @@ class Reveal(Denoiser):
         tokens, confidence, probs = self.candidates(canvas, logits, sampling, noise)
         chosen = self.choose(canvas, confidence, probs, params)
         canvas.tokens = torch.where(chosen, tokens, canvas.tokens)
+        canvas.confidence = torch.where(chosen, confidence, canvas.confidence)
         canvas.revealed = canvas.revealed | chosen
         canvas.step += 1
         canvas.done = bool(canvas.revealed.all())
@@ -232,6 +235,7 @@ class Edit(Reveal):
         was_full = bool(canvas.revealed.all())
         chosen = edited if was_full else edited | self.choose(canvas, confidence, probs, params)
         canvas.tokens = torch.where(chosen, tokens, canvas.tokens)
+        canvas.confidence = torch.where(chosen, confidence, canvas.confidence)
         canvas.revealed = canvas.revealed | chosen
         canvas.step += 1
         canvas.extra_steps += was_full

@@ -27,7 +27,7 @@ class Renoise(Denoiser):
     def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
         assert params.canvas_length is not None
         tokens = noise.tokens(start, 0, params.canvas_length, self.vocab_size)
-        canvas = Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))
+        canvas = Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given), torch.zeros(len(tokens)))
         canvas.tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
         return canvas
 
@@ -63,14 +63,16 @@ class Renoise(Denoiser):
         )
         renoised = torch.where(accept(entropy, [look.params for look in looks]), candidates, random)
         sure = _are_sure(entropy, looks)
-        rows = zip(looks, sure, best.unbind(), renoised.unbind(), logits.unbind(), strict=True)
-        for (canvas, _, _, params, _), is_sure, own_best, own_new, own_logits in rows:
+        confidence = (-entropy).exp()  # the tokens are drawn from flat distributions
+        rows = zip(looks, sure, *(own.unbind() for own in (best, renoised, confidence, logits)), strict=True)
+        for (canvas, _, _, params, _), is_sure, own_best, own_new, own_confidence, own_logits in rows:
             given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
             canvas.step += 1
             canvas.done = canvas.step == params.max_steps or (is_sure and is_stable(canvas.history, own_best, wanted))
             canvas.history = [*canvas.history, own_best][-max(1, wanted) :]
             canvas.tokens = own_best.clone() if canvas.done else own_new
             canvas.tokens[: canvas.num_given] = given
+            canvas.confidence = own_confidence
             canvas.predicted = None if canvas.done else own_logits
 
 

@@ -2,13 +2,18 @@
 
 Another pass makes more of the canvas right, and takes as long as a pass that writes one token. The gain of a number of passes is
 the mean of the last cycles that had it. Its cost is in the cost table.
+
+The first pass over the next canvas may ride behind a draft that is verified. That is of use only if all of the draft is right;
+the chance of it is learnt from the probabilities that its tokens had.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
 
+from volley.policies.acceptance import SAMPLED, Acceptance
 from volley.policies.cost import FloatArray, PassCost
 from volley.policies.probes import WORTHWHILE, cycles_between
 
@@ -16,6 +21,7 @@ _ENOUGH = 4  # cycles with a number of passes before its mean is believed
 _HOPE = 1.6  # times the tokens of half as many passes, until then
 _REMEMBERED = 64  # cycles that a mean looks back to
 _REVIEW = 32  # cycles that a choice serves
+_ALL = 0  # one record of what was accepted, of all requests
 
 
 @dataclass
@@ -54,6 +60,7 @@ class DraftSteps:
         self.costs, self.plain = costs, plain
         self._drafts: dict[tuple[int, bool], _Drafts] = {}
         self._cycle = 0
+        self._acceptance = Acceptance()
 
     def choose(self, length: int, requests: int, *, is_greedy: bool) -> int:
         """Passes over the next draft of ``length - 1`` tokens, 0 for no draft, if ``requests`` draft at once."""
@@ -86,6 +93,24 @@ class DraftSteps:
         own.others.clear()
         for steps in own.tried.keys() - {own.best}:
             own.others[steps] = cycles_between(rates[steps], seconds[steps], rates[own.best], seconds[own.best])
+
+    def rides(self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool) -> bool:
+        """Whether the next canvas should ride behind a draft whose tokens had these probabilities.
+
+        It makes a pass over ``verified`` tokens of each request longer by ``length``, and saves a pass over these if all of the
+        draft is right.
+        """
+        chance = self._acceptance.gains(_ALL, 0 if is_greedy else SAMPLED, list(confidence))[-1]
+        self.costs.time((verified + length) * requests)
+        together, verifying, alone = (
+            self.costs.rough(tokens * requests, requests) for tokens in (verified + length, verified, length)
+        )
+        return chance * alone >= together - verifying
+
+    def verified(self, confidence: Sequence[float], accepted: int, *, is_greedy: bool) -> None:
+        """Learn how many tokens of a draft with these probabilities were right."""
+        right = [True] * accepted + [False] * (accepted < len(confidence))
+        self._acceptance.observe(_ALL, 0 if is_greedy else SAMPLED, list(confidence), right)
 
     def _pass(self, tokens: float, requests: int) -> float:
         return self.costs(ceil(tokens * requests), requests)

@@ -8,7 +8,7 @@ The number of passes over a draft is measured (``policies/draft_steps.py``), unl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -31,6 +31,8 @@ class SelfCheck(Work[Request]):
     """Passes that the draft had, if :class:`DraftSteps` chose their number; 0: nothing is learnt from this work."""
     alone: int = 0
     """How many of them denoised this draft and did nothing else."""
+    confidence: list[float] = field(default_factory=list)
+    """The probability of each token of the draft."""
 
 
 class SelfSpeculative(Denoising):
@@ -80,13 +82,15 @@ class SelfSpeculative(Denoising):
             return Work(request, Ask(Shape.CHAIN, rule, self.verifier.num_beside(0)), Kind.VERIFY)
         if not canvas.done:
             return Work(request, Ask(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0, riding=len(canvas))
-        draft = canvas.tokens[1 : 1 + size].tolist()
-        request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
-        beside, riding = self.verifier.num_beside(len(draft)), 0 if request.canvas is None else len(request.canvas)
+        draft, confidence = canvas.tokens[1 : 1 + size].tolist(), canvas.confidence[1 : 1 + size].tolist()
+        beside, request.canvas = self.verifier.num_beside(len(draft)), None
+        if self._may_ride(request, confidence, beside + 1):
+            request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
+        riding = 0 if request.canvas is None else len(request.canvas)
         if request.computed + 1 + beside + riding > request.room:
             request.canvas, riding = None, 0
         ask = Ask(Shape.CHAIN, rule, beside + riding)
-        work = SelfCheck(request, ask, Kind.VERIFY, proposal=Proposal(draft), riding=riding)
+        work = SelfCheck(request, ask, Kind.VERIFY, proposal=Proposal(draft), riding=riding, confidence=confidence)
         if diffusion_of(request).max_steps is None and len(draft) + 1 == canvas_length(request.params):
             work.steps, work.alone = canvas.max_steps or 0, canvas.step - canvas.rode
         return work
@@ -103,10 +107,15 @@ class SelfSpeculative(Denoising):
         canvas.max_steps = steps
         return canvas
 
+    def _may_ride(self, request: Request, confidence: list[float], verified: int) -> bool:
+        if self.steps is None:
+            return True
+        length, is_greedy = canvas_length(request.params), coupled_rule(request) is Rule.GREEDY
+        return self.steps.rides(confidence, verified, length, self._at_once, is_greedy=is_greedy)
+
     def _next_canvas(self, request: Request, start: int) -> Canvas | None:
-        """The canvas behind a draft that is being verified. It is made only if all of the draft before was right."""
-        stats, room = request.stats, request.max_length - start - 1
-        if room < 2 or stats.accepted_lengths[-1:] != stats.block_sizes[-1:]:
+        """The canvas behind a draft that is being verified."""
+        if request.max_length - start < 3:
             return None
         canvas = self._begin(request, start, [])
         if canvas is not None:
@@ -165,12 +174,16 @@ class SelfSpeculative(Denoising):
             self._learn(work)
 
     def _learn(self, work: Work[Request]) -> None:
-        if self.steps is None or not isinstance(work, SelfCheck) or not work.steps:
+        if self.steps is None or not isinstance(work, SelfCheck):
+            return
+        is_greedy = work.ask.rule is Rule.GREEDY
+        self.steps.verified(work.confidence, work.verdict.accepted, is_greedy=is_greedy)
+        if not work.steps:
             return
         self.steps.observe(
             canvas_length(work.request.params),
             work.steps,
-            is_greedy=work.ask.rule is Rule.GREEDY,
+            is_greedy=is_greedy,
             tokens=len(work.verdict.token_ids),
             alone=work.alone,
             verified=work.num_tokens,
