@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.costs import settle
 from tests.diffusion_gemma import random_model
 from tests.procedures.test_denoising import BOTH_WAYS, masked_model
 from tests.tiny import finish
@@ -313,8 +314,9 @@ def test_other_answers_to_a_prompt_wait_until_it_is_read_and_no_longer(target: T
     finish(unshared, [first, second])
 
 
-def test_canvases_that_ride_behind_drafts_keep_to_the_size_of_a_pass() -> None:
-    """Drafts are verified in any case; what rides behind them has what is left."""
+def test_canvases_that_ride_behind_drafts_keep_to_the_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are verified in any case; what rides behind them, here all canvases, has what is left."""
+    settle(monkeypatch, token=0.0)
     target = masked_model(BOTH_WAYS).target
     own = DiffusionParams(canvas_length=8, mode="self", max_steps=1)
     each = [params(index, diffusion=own, temperature=0.0, max_tokens=40) for index in range(6)]

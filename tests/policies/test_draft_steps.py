@@ -108,12 +108,12 @@ def test_a_canvas_rides_behind_drafts_that_are_likely_to_be_right(*, is_greedy: 
         return chooser.rides(confidence, LENGTH, LENGTH, 1, is_greedy=is_greedy)
 
     for _ in range(60):
-        chooser.verified(sure, 7, is_greedy=is_greedy)
-        chooser.verified(vague, 1, is_greedy=is_greedy)
+        chooser.note_right(sure, 7, is_greedy=is_greedy)
+        chooser.note_right(vague, 1, is_greedy=is_greedy)
     assert rides(sure)
     assert not rides(vague)
     for _ in range(120):
-        chooser.verified(vague, 7, is_greedy=is_greedy)
+        chooser.note_right(vague, 7, is_greedy=is_greedy)
     assert rides(vague)
 
 
@@ -122,10 +122,10 @@ def test_a_canvas_rides_where_its_rows_cost_less_than_it_may_save() -> None:
     for token, expected in ((0.05, True), (1.0, False)):
         chooser = DraftSteps(flat(token=token))
         for cycle in range(200):
-            chooser.verified([0.7] * 7, 7 if cycle % 2 else 3, is_greedy=True)
+            chooser.note_right([0.7] * 7, 7 if cycle % 2 else 3, is_greedy=True)
         assert chooser.rides([0.7] * 7, LENGTH, LENGTH, 1, is_greedy=True) == expected
     free = DraftSteps(PassCost(lambda tokens, _: max(1.0, tokens / 16)))
     for requests, expected in ((1, True), (16, False)):
         for cycle in range(200):
-            free.verified([0.7] * 7, 7 if cycle % 2 else 3, is_greedy=True)
+            free.note_right([0.7] * 7, 7 if cycle % 2 else 3, is_greedy=True)
         assert free.rides([0.7] * 7, LENGTH, LENGTH, requests, is_greedy=True) == expected

@@ -97,7 +97,7 @@ class DraftSteps:
     def rides(self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool) -> bool:
         """Whether the next canvas should ride behind a draft whose tokens had these probabilities.
 
-        It makes a pass over ``verified`` tokens of each request longer by ``length``, and saves a pass over these if all of the
+        It makes a pass over ``verified`` tokens of each request longer by ``length``, and saves one over ``length`` if all of the
         draft is right.
         """
         chance = self._acceptance.gains(_ALL, 0 if is_greedy else SAMPLED, list(confidence))[-1]
@@ -107,7 +107,7 @@ class DraftSteps:
         )
         return chance * alone >= together - verifying
 
-    def verified(self, confidence: Sequence[float], accepted: int, *, is_greedy: bool) -> None:
+    def note_right(self, confidence: Sequence[float], accepted: int, *, is_greedy: bool) -> None:
         """Learn how many tokens of a draft with these probabilities were right."""
         right = [True] * accepted + [False] * (accepted < len(confidence))
         self._acceptance.observe(_ALL, 0 if is_greedy else SAMPLED, list(confidence), right)

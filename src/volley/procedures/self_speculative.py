@@ -177,7 +177,7 @@ class SelfSpeculative(Denoising):
         if self.steps is None or not isinstance(work, SelfCheck):
             return
         is_greedy = work.ask.rule is Rule.GREEDY
-        self.steps.verified(work.confidence, work.verdict.accepted, is_greedy=is_greedy)
+        self.steps.note_right(work.confidence, work.verdict.accepted, is_greedy=is_greedy)
         if not work.steps:
             return
         self.steps.observe(
