@@ -1,6 +1,6 @@
 """A GGUF file opened: what it says of itself, and its tensors, decoded or block by block.
 
-The package ``gguf`` decodes every type, and volley's library, where it was built, the usual ones twenty times as fast. Shapes are
+The package ``gguf`` decodes every type, and volley's library, where it was built, the usual ones much faster. Shapes are
 PyTorch's, ``[out, in]``.
 """
 
