@@ -302,17 +302,17 @@ def _build_group(
     slots: slice | Tensor
     if len(segments) == 1:
         slots = segments[0].table.slots(firsts[0], segments[0].end)
-        visible = visible_mask(segments[0], window, firsts[0], options.symmetric)[None, :length]
+        visible = visible_mask(segments[0], window, firsts[0], options.symmetric)[None, :length].numpy()
     else:
         longest = max(segment.end - first for segment, first in zip(segments, firsts, strict=True))
         every = np.zeros((len(segments), longest), dtype=np.int64)
         for row, segment, first in zip(every, segments, firsts, strict=True):
             row[: segment.end - first] = segment.table.slot_array(first, segment.end)
         slots = torch.from_numpy(every.ravel())
-        visible = torch.from_numpy(_visible(segments, np.array(firsts), length, longest, options))
+        visible = _visible(segments, np.array(firsts), length, longest, options)
     bias = None
-    if not bool(visible.all()):
-        hidden = upload(~visible.numpy(), device)
+    if not visible.all():
+        hidden = upload(~visible, device)
         bias = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None]
     slots = upload(slots.numpy(), device) if isinstance(slots, Tensor) else slots
     return _Group(rows, len(segments), slots, bias)
