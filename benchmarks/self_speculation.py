@@ -5,8 +5,8 @@
 Every prompt is answered greedily at batch 1 in every way, in turn. Speeds are output tokens per second of the whole request, each
 over that of the same weights writing one token at a time for the same prompt. *Tokens per pass* counts the target's passes behind
 the prompt; a drafter's own are in its speed only. *The same* counts answers whose tokens are those of plain decoding, and of the
-others those that part where the target's own logits tie; text that is denoised (``threshold``) is another text. Weights are fp32
-unless ``--dtype`` says otherwise.
+others those that part where the target's own logits tie; text that is denoised (``threshold``, which DiffusionGemma has not) is
+another text. Weights are fp32 unless ``--dtype`` says otherwise.
 """
 
 import argparse

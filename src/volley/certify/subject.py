@@ -96,7 +96,9 @@ class EngineSubject:
             part = slice(start, start + concurrency)
             for result in self.engine.generate(list(prompts[part]), wanted[part]):
                 rows = result.top_logprobs or ()
-                top = tuple({token: value for token, value in row if token != mask} for row in rows)
+                top: tuple[dict[Token, float], ...] = tuple(
+                    {token: value for token, value in row if token != mask} for row in rows
+                )
                 cached = result.stats.cached_tokens
                 replies.append(Reply(tuple(result.token_ids), result.text, result.finish_reason, top, cached=cached))
         return replies
