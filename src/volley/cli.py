@@ -102,7 +102,7 @@ class LoadOptions:
 def load_engine(
     models: ModelOptions, decoding: DecodingConfig | None = None, capacity: CapacityConfig | None = None
 ) -> "Engine":
-    """The engine that the options describe. Called before transformers is imported, it does without a part of that."""
+    """The engine that the options describe. Where nothing imported transformers before, a part of that is left out."""
     import torch
 
     if not models.tensor_parallel and (models.device == "cpu" or not torch.cuda.is_available()):
