@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from volley.console import Comparison
     from volley.engine.engine import Engine
     from volley.train.collect import Source
-    from volley.types import DiffusionParams, SamplingParams
+    from volley.types import SamplingParams
 
 
 class _Commands(TyperGroup):
@@ -163,8 +163,9 @@ def generate(
     """Answer a prompt, or a file of them; a terminal colours drafted text. Statistics go to standard error."""
     _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
     conversations = load_prompts(prompts) if prompts is not None else []
-    from volley.types import SamplingParams
+    from volley.types import DiffusionParams, SamplingParams
 
+    words = [*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]
     params = SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -174,7 +175,7 @@ def generate(
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
         draft_adapter=str(adapter) if adapter else None,
-        diffusion=_diffusion([*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]),
+        diffusion=DiffusionParams.from_words(words) if words else None,
     )
     engine = load_engine(models, decoding, capacity)
     from volley import console
@@ -187,16 +188,9 @@ def generate(
         _answer_file(engine, conversations, params, raw=raw, thinking=thinking)
         return
     asked: Any = prompt if raw else engine.encode([{"role": "user", "content": prompt or ""}], thinking=thinking)
-    result = console.stream(engine, asked, params, console.stdout())
-    console.stderr().print(console.describe(result), soft_wrap=True)
+    console.stderr().print(console.describe(console.stream(engine, asked, params, console.stdout())), soft_wrap=True)
     if compare:
         _compare_with_plain(engine, asked, params)
-
-
-def _diffusion(words: list[str]) -> "DiffusionParams | None":
-    from volley.types import DiffusionParams
-
-    return DiffusionParams.from_words(words) if words else None
 
 
 def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool, raw_and_thinking: bool) -> None:
@@ -385,15 +379,14 @@ def serve(
     for name, options in described.items():
         chosen, *sizes, own, learning = override(name, options, models, decoding, capacity, config, recalibration)
         loaded = load_engine(chosen, *sizes)
-        from volley.serve.service import Service  # behind load_engine, as it imports transformers too
+        from volley.serve.server import serve as run  # behind load_engine, as they import transformers too
+        from volley.serve.service import Service
 
         services.append(Service(loaded, own, name))
         if learning.recalibrate is not None:
             from volley.recalibrate.companion import attach
 
             attach(services[-1], loaded, learning, chosen.target)
-    from volley.serve.server import serve as run
-
     run(services, config)
 
 
@@ -417,6 +410,7 @@ def collect(
     ] = False,
 ) -> None:
     """Collect the target's own responses to prompts: what volley train learns from. Run again to resume."""
+    from volley import console
     from volley.train.collect import EngineSource, make_jobs
     from volley.train.collect import collect as run
 
@@ -426,7 +420,6 @@ def collect(
             raise ConfigError(
                 "--endpoint answers by itself; leave --target and --drafter out (--model names its model)"
             )
-        from volley import console
         from volley.train.endpoint import EndpointSource
 
         key, warn = os.environ.get(api_key_env), console.stderr().print
@@ -440,8 +433,6 @@ def collect(
         engine = load_engine(models, None, capacity)
         engine.procedures.write_causally()
         source = EngineSource(engine, models.target or "bundled", config.thinking, batch, engine.snapshot().max_tokens)
-    from volley import console
-
     errors = console.stderr()
     end = run(config, source, console.progress(errors))
     errors.print(end.describe())
