@@ -18,6 +18,12 @@ from volley import Engine
 THRESHOLDS = ["0.2", "0.99"]
 
 
+def save_model(folder: Path, own: dict[str, object]) -> None:
+    tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    edit_config(folder, **own)
+
+
 @pytest.mark.parametrize(
     ("own", "has_nats"),
     [
@@ -32,9 +38,7 @@ def test_a_server_gives_the_curve_that_the_engine_gives(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    edit_config(tmp_path, **own)
+    save_model(tmp_path, own)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "What is it?")))
     command = [
@@ -99,9 +103,7 @@ def test_what_has_no_curve_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    edit_config(tmp_path, **own)
+    save_model(tmp_path, own)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Hello"}) + "\n")
     monkeypatch.setattr(sys, "argv", f"curve --target {tmp_path} --prompts {prompts} {options}".split())

@@ -1,7 +1,5 @@
 """Blocks of GGUF files in C: against what the package ``gguf`` decodes, to the bit."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -15,19 +13,14 @@ from volley import native
 from volley.native import blocks
 from volley.native.codes import FINE, Codes, quantise_finely
 
-pytestmark = pytest.mark.skipif(not native.is_built, reason="the library was not built")
+pytestmark = [
+    pytest.mark.skipif(not native.is_built, reason="the library was not built"),
+    pytest.mark.usefixtures("threads"),
+]
 TYPES = {kind: GGMLQuantizationType[kind] for kind in blocks.SIZES}
 SYMMETRIC = ["Q4_0", "Q5_0", "Q8_0"]
 SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where a block's fp16 numbers are; of other types before all."""
-
-
-@pytest.fixture(scope="module", params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_equal(found: Tensor, expected: Tensor) -> None:

@@ -1,7 +1,5 @@
 """Weights in the blocks of the products: the kernel against plain PyTorch, to the bit."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,18 +10,10 @@ from tests.tiles import needs_kernels
 from volley.native import GROUP, Codes, Weights
 from volley.native.codes import FINE, KINDS, LaidOut, lay_out, put_rows_slowly
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("threads")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SEEDS = st.integers(0, 10_000)
 SPECIAL = [0.0, -0.0, 1e-38, 1e-30, 3e38, -3e38, float("inf"), -float("inf"), float("nan")]
-
-
-@pytest.fixture(scope="module", params=[1, 2], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_equal(found: LaidOut, expected: LaidOut) -> None:

@@ -2,9 +2,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from openai import OpenAI
 
 from tests.conftest import TinyPair
-from tests.serve.running import Running, Tiny, running
+from tests.serve.running import Running, Tiny, openai_client, running
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 
@@ -36,6 +37,13 @@ def server(tiny: Tiny) -> Iterator[Running]:
     with running(tiny.engine()) as server:
         yield server
         server.settle()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    """OpenAI's, of the file's server."""
+    with openai_client(server) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import torch
+from openai import OpenAI
 
 from tests.conftest import TinyPair
 from tests.tiny import teach
@@ -128,3 +129,7 @@ def running(
         yield server
     finally:
         server.stop()
+
+
+def openai_client(server: Running) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30)

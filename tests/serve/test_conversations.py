@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.serve.running import MODEL, Tiny, running
-from tests.serve.test_openai_client import openai_client
+from tests.serve.running import MODEL, Tiny, openai_client, running
 from tests.serve.test_tools import TEMPLATE, WEATHER
 from volley.chat import render_chat
 from volley.files import REFERENCE

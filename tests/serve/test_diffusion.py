@@ -36,12 +36,6 @@ def server(engine: Engine) -> Iterator[Running]:
         server.settle()
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def answer(engine: Engine, **changes: object) -> str:
     values = {"max_tokens": 30, "temperature": 0.8, "seed": 4, "diffusion": DiffusionParams(**OWN), **changes}  # type: ignore[arg-type]
     (result,) = Engine(engine.target, page_size=8).generate(PROMPT, SamplingParams(**values))  # type: ignore[arg-type]

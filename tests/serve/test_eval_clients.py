@@ -11,8 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import TinyPair
-from tests.serve.running import MODEL, Running, Tiny, running
-from tests.serve.test_openai_client import openai_client
+from tests.serve.running import MODEL, Running, Tiny, openai_client, running
 from volley import Engine
 from volley.models.targets.target import Target
 

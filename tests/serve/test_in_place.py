@@ -36,12 +36,6 @@ def server(target: Target) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def plain(target: Target) -> str:
     """What the Engine writes one token at a time."""
     bias = tuple((int(token), value) for token, value in LIKELY.items())

@@ -8,21 +8,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.serve.running import MODEL, Running, Tiny, running
+from tests.serve.running import MODEL, Running, Tiny, openai_client, running
 from volley import SamplingParams
 from volley.serve.spelling import Spelling
 
 CHAT = [{"role": "user", "content": "Hello"}]
-
-
-def openai_client(server: Running) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30)
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with openai_client(server) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from jsonschema import validate
 from openai import OpenAI
 
-from tests.serve.running import MODEL, Running, Tiny, running
-from tests.serve.test_openai_client import CHAT, openai_client
+from tests.serve.running import MODEL, Running, Tiny, openai_client, running
+from tests.serve.test_openai_client import CHAT
 from tests.serve.test_tools import SCHEMA, Weather, templated
 from volley.serve.responses import MessageItem, ReasoningItem, _messages
 
@@ -22,12 +22,6 @@ THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_b
 def server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with templated(tiny, tmp_path_factory.mktemp("template")) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with openai_client(server) as client:
-        yield client
 
 
 def test_text_is_a_chats(drafting: Running, tiny: Tiny) -> None:

@@ -15,8 +15,7 @@ from openai import OpenAI
 from pydantic import BaseModel, ConfigDict
 
 from tests.serve.notations import call_text
-from tests.serve.running import MODEL, Running, Tiny, running
-from tests.serve.test_openai_client import openai_client
+from tests.serve.running import MODEL, Running, Tiny, openai_client, running
 from volley import Engine, Grammar, SamplingParams
 from volley.chat import render_chat
 from volley.decode.grammars import Grammars
@@ -60,12 +59,6 @@ def templated(tiny: Tiny, folder: Path) -> Iterator[Running]:
 def server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with templated(tiny, tmp_path_factory.mktemp("template")) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with openai_client(server) as client:
-        yield client
 
 
 def ask(client: OpenAI, **body: Any) -> Any:

@@ -10,8 +10,8 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.conftest import TinyPair
-from tests.serve.running import MODEL, Running, Tiny
-from tests.serve.test_openai_client import CHAT, openai_client
+from tests.serve.running import MODEL, Running, Tiny, openai_client
+from tests.serve.test_openai_client import CHAT
 from volley import SamplingParams
 from volley.decode.rules import AtLeast
 

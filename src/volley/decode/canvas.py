@@ -55,7 +55,7 @@ class Canvas:
     """``[L]``, boolean: tokens that are final, unless a rule edits them."""
     num_given: int
     """How many of the first tokens were known before."""
-    confidence: Tensor
+    confidence: Tensor = field(init=False)
     """``[L]``: how sure the model was of each token when it was decided; 0 before."""
     step: int = 0
     """Passes so far."""
@@ -76,8 +76,18 @@ class Canvas:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """Of each slot's token under the model's unmodified distribution in the pass that chose it."""
 
+    def __post_init__(self) -> None:
+        self.confidence = torch.zeros(len(self))
+
     def __len__(self) -> int:
         return self.tokens.numel()
+
+    def decide(self, chosen: Tensor, tokens: Tensor, confidence: Tensor) -> None:
+        """A pass that puts the ``chosen`` of ``tokens`` into their slots, of all of which it was so sure; each is ``[L]``."""
+        self.tokens = torch.where(chosen, tokens, self.tokens)
+        self.confidence = torch.where(chosen, confidence, self.confidence)
+        self.revealed = self.revealed | chosen
+        self.step += 1
 
     def draft(self) -> list[int | None]:
         """The likeliest tokens so far; ``None`` for a mask."""
@@ -153,17 +163,14 @@ class Reveal(Denoiser):
         assert params.canvas_length is not None
         tokens = torch.full((params.canvas_length,), self.mask_token_id)
         tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
-        return Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given), torch.zeros(len(tokens)))
+        return Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))
 
     def step(
         self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
     ) -> Tensor:
         tokens, confidence, probs = self.candidates(canvas, logits, sampling, noise)
         chosen = self.choose(canvas, confidence, probs, params)
-        canvas.tokens = torch.where(chosen, tokens, canvas.tokens)
-        canvas.confidence = torch.where(chosen, confidence, canvas.confidence)
-        canvas.revealed = canvas.revealed | chosen
-        canvas.step += 1
+        canvas.decide(chosen, tokens, confidence)
         canvas.done = bool(canvas.revealed.all())
         return chosen
 
@@ -234,10 +241,7 @@ class Edit(Reveal):
         edited = own & canvas.revealed & (tokens != canvas.tokens) & (confidence > params.edit_threshold)
         was_full = bool(canvas.revealed.all())
         chosen = edited if was_full else edited | self.choose(canvas, confidence, probs, params)
-        canvas.tokens = torch.where(chosen, tokens, canvas.tokens)
-        canvas.confidence = torch.where(chosen, confidence, canvas.confidence)
-        canvas.revealed = canvas.revealed | chosen
-        canvas.step += 1
+        canvas.decide(chosen, tokens, confidence)
         canvas.extra_steps += was_full
         canvas.done = was_full and (not bool(edited.any()) or canvas.extra_steps == MOST_EDITING_STEPS)
         return chosen

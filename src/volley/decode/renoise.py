@@ -27,7 +27,7 @@ class Renoise(Denoiser):
     def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
         assert params.canvas_length is not None
         tokens = noise.tokens(start, 0, params.canvas_length, self.vocab_size)
-        canvas = Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given), torch.zeros(len(tokens)))
+        canvas = Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))
         canvas.tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
         return canvas
 
@@ -138,7 +138,7 @@ def _parts(logits: Tensor) -> tuple[Tensor, ...]:
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """The entropy of each row, number for number that of torch's ``Categorical``, which transformers asks."""
+    """The entropy of each row, to the bit what torch's ``Categorical`` gives transformers."""
     logs = logits - logits.logsumexp(dim=-1, keepdim=True)
     return -(logs.clamp(min=torch.finfo(logs.dtype).min) * logs.softmax(dim=-1)).sum(dim=-1)
 

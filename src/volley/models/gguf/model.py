@@ -13,7 +13,7 @@ from volley.errors import CheckpointError
 from volley.models.gguf.codes import EMBEDDING, EXACT, HEAD, FileCodes, describe, plan
 from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.gguf.target import check_names, read_config, row_order, scale_frequencies, stop_tokens, weight_names
-from volley.models.layers.fingerprint import step
+from volley.models.layers.fingerprint import stride
 from volley.models.layers.residency import MappedFiles
 from volley.models.layers.unfilled import unfilled
 from volley.native import Weights
@@ -62,7 +62,7 @@ class UnreadWeights:
                     codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))
                     module.stored_codes = codes  # type: ignore[assignment]
             if name in (HEAD, EMBEDDING):  # of which codes may be all that is read
-                places = np.arange(0, weight.numel(), step(weight.numel()))
+                places = np.arange(0, weight.numel(), stride(weight.numel()))
                 weight.sample = self._file.numbers(name, places).to(self._dtype).bfloat16()
 
     def _order(self, name: str) -> Rows | None:

@@ -18,11 +18,11 @@ def sample(weight: Tensor) -> Tensor:
     if kept is not None:
         return kept
     flat = weight.detach().flatten()
-    return flat[:: step(flat.numel())].to("cpu", torch.bfloat16).clone()
+    return flat[:: stride(flat.numel())].to("cpu", torch.bfloat16).clone()
 
 
-def step(size: int) -> int:
-    """The sample of a weight of so many numbers is its first number and each that is so many behind another."""
+def stride(size: int) -> int:
+    """How far numbers of :func:`sample` are apart in a weight of so many; the first is one of them."""
     return max(1, size // SAMPLED)
 
 

@@ -254,10 +254,15 @@ def _load_plain(kind: Any, path: str | Path, state: dict[str, Tensor], options: 
     if any(name.endswith("experts.gate_up_proj") for name in report["missing_keys"]) and has_experts(state, "weight"):
         stack_experts(state)
         model, report = chosen.from_pretrained(None, state_dict=dict(state), **chosen_options)
-    if model.can_generate():
-        with suppress(OSError):  # a checkpoint need not have one
-            model.generation_config = type(model.generation_config).from_pretrained(path)
+    take_generation_config(model, path)
     return model, report
+
+
+def take_generation_config(model: PreTrainedModel, path: str | Path) -> None:
+    """Give a model the one that its checkpoint has, if it has any."""
+    if model.can_generate():
+        with suppress(OSError):
+            model.generation_config = type(model.generation_config).from_pretrained(path)
 
 
 def _class_of(kind: Any, config: PretrainedConfig) -> Any:

@@ -37,7 +37,7 @@ from volley.models.layers.accelerate import Fill, filled
 from volley.models.layers.products import check_weights
 from volley.models.layers.unfilled import unfilled
 from volley.models.quantised.packed import folder_of, open_tensors
-from volley.models.quantised.scheme import load_model, quantisation_of
+from volley.models.quantised.scheme import load_model, quantisation_of, take_generation_config
 from volley.models.quantised.stored_codes import attach
 from volley.models.targets.folders import HUB_NAME, check_config_file
 from volley.native import TargetWeights, Weights
@@ -147,10 +147,11 @@ def _mapped(
     shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name, file in files.items()}
     if shapes != wanted or model._keep_in_fp32_modules_strict or get_model_conversion_mapping(model, add_legacy=False):
         return None
-    model.load_state_dict({n: file.get_tensor(n).to(dtype) for n, file in files.items()}, strict=False, assign=True)
+    stored = {name: file.get_tensor(name) for name, file in files.items()}
+    placed = {name: own.to(dtype) if own.is_floating_point() else own for name, own in stored.items()}
+    model.load_state_dict(placed, strict=False, assign=True)
     model.tie_weights()
-    if (Path(path) / "generation_config.json").exists():
-        model.generation_config = type(model.generation_config).from_pretrained(path)
+    take_generation_config(model, path)
     return model.eval()
 
 
