@@ -34,9 +34,9 @@ from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import CLASSES
 from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
 from volley.models.quantised.stored_codes import agreeing
-from volley.models.targets.diffusion import canvases, load_target_config
+from volley.models.targets.canvases import canvases
 from volley.models.targets.folders import file_problems
-from volley.models.targets.loading import drafter_path
+from volley.models.targets.loading import drafter_path, load_config
 from volley.models.targets.target import check_config
 
 
@@ -121,7 +121,7 @@ def _diagnose_target(path: Path) -> Diagnosis:
     if kind is not None:
         found.facts["canvases"] = kind
     try:
-        config = load_target_config(path)
+        config = load_config(path)
         text = config.get_text_config()
         found.title = f"a target of type {config.model_type}"
         found.facts["shape"] = (
