@@ -83,7 +83,18 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
             ("generate", "hi", "--tree-nodes", "8", "--denoising-steps", "2"),
             "a tree grows from the probabilities of one draft pass",
         ),
-        (("generate", "hi", "--tree-nodes", "8", "--drafter", "none"), "there is no drafter to grow a tree"),
+        (
+            ("generate", "hi", "--tree-nodes", "8", "--drafter", "none"),
+            "tree_nodes: only a drafter reads such a setting",
+        ),
+        (
+            ("generate", "hi", "--target", "/no", "--denoising-steps", "8"),
+            "denoising_steps: only a drafter reads such a setting",
+        ),
+        (
+            ("serve", "--drafter", "none", "--draft-weights", "int8"),
+            "draft_weights: only a drafter reads such a setting",
+        ),
         (("bench", "--block-sizes", "4,x"), "--block-sizes is '4,x'; give int values separated by commas"),
         (("bench", "--against", "vllm"), "unknown peer 'vllm'"),
         (("bench", "--temperatures", "0,nan"), "--temperatures is '0,nan'; give finite float values"),
