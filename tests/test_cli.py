@@ -363,6 +363,14 @@ def test_collected_rows_train_a_drafter(tiny_pair: TinyPair, tmp_path: Path) -> 
     assert list(out.rglob("model.safetensors"))
 
 
+def test_inspect_knows_what_is_bundled() -> None:
+    said, _ = run("inspect", "reference-diffusion")
+    assert "answers are exact to the bit" in said
+    assert "nothing is wrong with it" in said
+    said, _ = run("inspect", "reference-dflash", "--target", "reference-diffusion")
+    assert "it fits reference-diffusion" in said
+
+
 def test_export_and_inspect(tiny_pair: TinyPair, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     answer = {"key": "k", "prompt_token_ids": [1], "response_token_ids": [70, 70, 71, 9, 2]}

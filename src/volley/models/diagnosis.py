@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from volley.errors import VolleyError
-from volley.files import read_json, weight_files
+from volley.files import find_target, read_json, weight_files
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.checkpoints.eagle_format import is_eagle
 from volley.models.checkpoints.formats import (
@@ -59,7 +59,7 @@ class Diagnosis:
 
 def diagnose(path: Path, target: str | None = None) -> Diagnosis:
     """Look at a checkpoint as a whole, and at whether it fits ``target``; every problem is a line, none is raised."""
-    found, path = Diagnosis(), drafter_folder(path)
+    found, path = Diagnosis(), drafter_folder(Path(find_target(path)))
     config: DrafterConfig | None = None
     if is_gguf(path):
         return _diagnose_target(path) if _is_gguf_target(path) else _diagnose_gguf(path, target)
@@ -104,7 +104,7 @@ def is_target(raw: Mapping[str, Any]) -> bool:
 
 def holds_target(path: str | Path) -> bool:
     """Whether a folder, GGUF file or hub name is that of a language model, and of no drafter."""
-    folder = drafter_folder(drafter_path(path))
+    folder = drafter_folder(drafter_path(find_target(path)))
     return _is_gguf_target(folder) if is_gguf(folder) else is_target(read_json(folder / "config.json"))
 
 
